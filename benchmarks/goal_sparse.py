@@ -275,27 +275,43 @@ def indexer_rows() -> Iterator[Row]:
     )
 
 
-WIDTH, LAYER_HEADS = 256, 4
+@dataclass(frozen=True)
+class Sizes:
+    """Of attention layers: grouped heads, or the latent and the indexer of DSA."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    latent: int
+    index_heads: int
+    index_topk: int
+
+    def layers(self) -> dict[str, torch.nn.Module]:
+        torch.manual_seed(0)
+        sizes = {"dim": self.width, "num_heads": self.heads, "num_kv_heads": self.kv_heads}
+        sizes["head_dim"] = self.head_dim
+        latent = {"q_lora_rank": None, "kv_lora_rank": self.latent, "qk_rope_dim": 0}
+        heads = {"qk_nope_dim": self.head_dim, "v_dim": self.head_dim}
+        index = {"index_heads": self.index_heads, "index_dim": 64, "index_topk": self.index_topk}
+        return {
+            "dense": modules.Attention(**sizes, causal=True),
+            "NSA": modules.NSA(**sizes),
+            "MoBA": modules.MoBA(**sizes, decode="moba"),
+            "DSA": modules.DeepSeekSparseAttention(
+                self.width, self.heads, **latent, **heads, **index
+            ),
+        }
 
 
-def layers() -> dict[str, torch.nn.Module]:
-    """Layers of four heads of 64 that share keys, or a latent of 128."""
-    torch.manual_seed(0)
-    sizes = {"dim": WIDTH, "num_heads": LAYER_HEADS, "num_kv_heads": 1}
-    latent = {"q_lora_rank": None, "kv_lora_rank": 128, "qk_nope_dim": 64, "qk_rope_dim": 0}
-    index = {"index_heads": 4, "index_dim": 64, "index_topk": 1024}
-    return {
-        "dense": modules.Attention(**sizes, causal=True),
-        "NSA": modules.NSA(**sizes),
-        "MoBA": modules.MoBA(**sizes, decode="moba"),
-        "DSA": modules.DeepSeekSparseAttention(WIDTH, LAYER_HEADS, v_dim=64, **latent, **index),
-    }
+SMALL = Sizes(256, 4, 1, 64, latent=128, index_heads=4, index_topk=1024)
+LARGE = Sizes(2048, 16, 4, 128, latent=512, index_heads=16, index_topk=2048)
 
 
 def _training(layer: torch.nn.Module, length: int) -> Provider:
-    (x,) = tensors((1, length, WIDTH))
+    (x,) = tensors((1, length, SMALL.width))
     leaves = [x.requires_grad_(), *layer.parameters()]
-    grad = torch.randn(1, length, WIDTH)
+    grad = torch.randn(1, length, SMALL.width)
 
     def train() -> object:
         results, gradients = [layer(x)], [grad]
@@ -309,14 +325,14 @@ def _training(layer: torch.nn.Module, length: int) -> Provider:
 
 def layer_rows() -> Iterator[Row]:
     """Forward and backward against dense causal attention: where they cross, and 3x at 32k."""
-    made = layers()
+    made = SMALL.layers()
     dense = made.pop("dense")
     pass_: Pass = "forward+backward"
     for length, goal in ((8192, 1.0), (16384, 1.0), (32768, 1 / 3)):
         measured = called_once(_training(dense, length))
         for name, layer in made.items():
             yield Row(
-                f"{name} layer d{WIDTH} H{LAYER_HEADS} N{length}",
+                f"{name} layer d{SMALL.width} H{SMALL.heads} N{length}",
                 pass_,
                 _training(layer, length),
                 against="dense causal attention",
@@ -335,11 +351,11 @@ def _filled(cache: modules.KVCache, length: int) -> int:
     return sum(t.nbytes for t in stored)
 
 
-def _decoding(layer: torch.nn.Module, state: Any, length: int) -> Provider:
-    (x,) = tensors((1, 1, WIDTH))
+def _decoding(layer: torch.nn.Module, state: Any, width: int) -> Provider:
+    (x,) = tensors((1, 1, width))
 
     def step() -> object:
-        state.crop(length)
+        state.crop(SEEN)
         with torch.no_grad():
             return layer(x, state=state)
 
@@ -347,8 +363,14 @@ def _decoding(layer: torch.nn.Module, state: Any, length: int) -> Provider:
 
 
 def decode_rows() -> Iterator[Row]:
-    """A token after 32k others: at 80 % of the bandwidth for what has to be read."""
-    made = layers()
+    """A token after 32k others: at 80 % of the bandwidth for what has to be read. In small layers
+    the calls of ops take longer than their reading."""
+    for sizes in (SMALL, LARGE):
+        yield from _decode_rows_of(sizes)
+
+
+def _decode_rows_of(sizes: Sizes) -> Iterator[Row]:
+    made = sizes.layers()
     states = {name: layer.new_state(1, SEEN + 1) for name, layer in made.items()}
     whole = _filled(states["dense"], SEEN)
     token = whole // SEEN
@@ -362,16 +384,19 @@ def decode_rows() -> Iterator[Row]:
     index = _filled(states["DSA"].index, SEEN)
     read = {
         "NSA": compressed + token * (c.topk * c.block_size + c.window),
-        "MoBA": whole // 2 + token * moba.topk * moba.block_size,  # all keys, for their means
+        # The means, the own block, and for each head the others.
+        "MoBA": whole // 2 // moba.block_size
+        + token * moba.block_size * (1 + sizes.heads // sizes.kv_heads * (moba.topk - 1)),
         "DSA": index + 4 * dsa.index_topk * dsa.kv_lora_rank,
     }
     for name, bytes in read.items():
         weights = 4 * sum(p.numel() for p in made[name].parameters())
+        label = "" if sizes == SMALL else f" d{sizes.width} H{sizes.heads}/{sizes.kv_heads}"
         yield Row(
-            f"{name} decode after {SEEN} tokens",
+            f"{name} decode{label} after {SEEN} tokens",
             "forward",
-            _decoding(made[name], states[name], SEEN),
-            _decoding(made["dense"], states["dense"], SEEN),
+            _decoding(made[name], states[name], sizes.width),
+            _decoding(made["dense"], states["dense"], sizes.width),
             "dense attention",
             1.0,
             bytes=float(bytes + weights),

@@ -263,7 +263,8 @@ Call check_keys(const char* op, const Tensor& q, const Tensor& k, OptTensors aux
 }
 
 Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, OptTensors aux,
-                         OptInts mask, OptInts score, Floats params, bool sums) {
+                         OptInts mask, OptInts score, Floats params, bool column_sums,
+                         bool group_sums) {
   constexpr const char* op = "attention_weights";
   const DeviceScope scope(q);
   const Call call = check_keys(op, q, k, std::move(aux), std::move(mask), std::move(score), params);
@@ -271,13 +272,17 @@ Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, Op
   require_tensor(op, "lse", lse, accumulator(p.dtype));
   require_sizes(op, "lse", lse, call.lse_sizes);
   const Tensor lse_rows = torch::stable::contiguous(lse);
-  const int64_t sizes[] = {p.batch, p.hq, p.tq, p.tk}, sum_sizes[] = {p.batch, p.hq, p.tk};
-  const Tensor out =
-      sums ? empty_tensor({sum_sizes, 3}, accumulator(p.dtype)) : empty_tensor({sizes, 4}, p.dtype);
+  AttentionWeightsParams w{.problem = p,
+                           .lse = lse_rows.const_data_ptr(),
+                           .out = nullptr,
+                           .column_sums = column_sums,
+                           .group_sums = group_sums};
+  const DType dtype = column_sums || group_sums ? accumulator(p.dtype) : p.dtype;
+  const int64_t heads = weights_heads(w);
+  const Tensor out = column_sums ? empty_tensor({p.batch, heads, p.tk}, dtype)
+                                 : empty_tensor({p.batch, heads, p.tq, p.tk}, dtype);
   fill(out, 0);
-  AttentionWeightsParams w{
-      .problem = p, .lse = lse_rows.const_data_ptr(), .weights = nullptr, .sums = nullptr};
-  (sums ? w.sums : w.weights) = out.mutable_data_ptr();
+  w.out = out.mutable_data_ptr();
   if (out.numel() > 0 && p.tq > 0) run_weights(w);
   return out;
 }
@@ -321,11 +326,11 @@ const Registry registry([](Registry& ops) {
       " int[] score, float[] params, int[] wanted)"
       " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor[] grad_aux)");
 
-  // P (B, Hq, Tq, Tk) of attention from its lse, without dropout, or its sums over queries (B, Hq,
-  // Tk)
+  // P (B, Hq, Tq, Tk) of attention from its lse, without dropout, or its sums: column_sums over the
+  // queries, group_sums over the query heads of a kv head
   ops.add<attention_weights>(
       "attention_weights(Tensor q, Tensor k, Tensor lse, Tensor[]? aux, SymInt[]? mask,"
-      " int[]? score, float[] params, bool sums) -> Tensor",
+      " int[]? score, float[] params, bool column_sums, bool group_sums) -> Tensor",
       differentiable);
 
   // the key with the largest logit, the first of equal ones, -1 where none is visible, and that

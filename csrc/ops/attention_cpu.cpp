@@ -269,8 +269,7 @@ const PathTable<bool(const AttentionProblem&), void(const AttentionWeightsParams
          [](const AttentionWeightsParams& w) {
            run<AttentionWeightsParams>(
                attention_weights_kernels_on(isa_of(w.problem), w.problem.dtype).weights, {&w, 1},
-               [](const AttentionWeightsParams& x) { return weights_items(x.problem); },
-               weights_scratch_elements(w.problem));
+               weights_items, weights_scratch_elements(w.problem));
          }},
     });
 

@@ -45,12 +45,13 @@ struct Problem : SequenceProblem {
   FeatureMap features;
   bool normalize;
   double eps;
+  DType o_dtype;
 
   Problem(const char* op_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
           const OptTensor& g_, const OptTensor& beta_, const OptTensor& bonus_, const OptTensor& a_,
           const OptTensor& b_, const OptTensor& skip_, const OptTensor& least_,
           const OptTensor& initial_state_, const OptTensor& cu_seqlens, double scale_, bool delta_,
-          int64_t features_, bool normalize_, double eps_)
+          int64_t features_, bool normalize_, double eps_, bool wide)
       : SequenceProblem(op_, "q", q_, 4, cu_seqlens),
         key_heads(q_.size(2)),
         value_heads(with_dims("v", v_, 4).size(2)),
@@ -64,7 +65,8 @@ struct Problem : SequenceProblem {
         delta(delta_),
         features(static_cast<FeatureMap>(features_)),
         normalize(normalize_),
-        eps(eps_) {
+        eps(eps_),
+        o_dtype(wide ? acc : dtype) {
     require(key_heads > 0 ? value_heads % key_heads == 0 : value_heads == 0, op,
             "the heads of v must be a multiple of those of q and k, got ", value_heads, " and ",
             key_heads);
@@ -112,6 +114,7 @@ struct Problem : SequenceProblem {
 
   Recurrence params() const {
     return {.dtype = dtype,
+            .o_dtype = o_dtype,
             .channel_decay = channel_decay,
             .delta = delta,
             .sequences = sequences,
@@ -168,8 +171,8 @@ int64_t parts_of_item(const Problem& p, int64_t count, int64_t bytes) {
 
 // The kernels for a call; `tiles` is null where the machine has none.
 template <class Kernels>
-const Kernels& on_tiles_or(const Recurrence& p, const Kernels* tiles, const Kernels& others) {
-  return tiles != nullptr && recurrence_on_tiles(p) ? *tiles : others;
+const Kernels& on_tiles_or(bool on_tiles, const Kernels* tiles, const Kernels& others) {
+  return tiles != nullptr && on_tiles ? *tiles : others;
 }
 
 // kSave: whether the backward will need states; without them `recurrence_only`.
@@ -178,13 +181,13 @@ std::tuple<Tensor, Tensor, Tensor> recurrence(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& g, const OptTensor& beta,
     const OptTensor& bonus, const OptTensor& a, const OptTensor& b, const OptTensor& skip,
     const OptTensor& least, const OptTensor& initial_state, const OptTensor& cu_seqlens,
-    double scale, bool delta, int64_t feature_map, bool normalize, double eps) {
+    double scale, bool delta, int64_t feature_map, bool normalize, double eps, bool wide) {
   const DeviceScope scope(q);
   const std::string op = op_of(beta, bonus, a, delta, normalize);
   const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens,
-                  scale, delta, feature_map, normalize, eps);
+                  scale, delta, feature_map, normalize, eps, wide);
   const auto state = p.state_sizes();
-  const Output o = p.result(true, p.v.tensor.sizes(), p.dtype);
+  const Output o = p.result(true, p.v.tensor.sizes(), p.o_dtype);
   const Output final_state(true, {state.data(), state.size()}, p.acc);
   const Recurrence shared = p.params();
   const Output states(kSave, {recurrence_slots(shared), state[1], state[2], state[3]}, p.acc);
@@ -200,7 +203,7 @@ std::tuple<Tensor, Tensor, Tensor> recurrence(
     require_launched(p.op, launch_recurrence(params, memory.mutable_data_ptr(), stream()));
   } else {
     const RecurrenceKernels& kernels =
-        on_tiles_or(shared, recurrence_tile_kernels(), recurrence_kernels());
+        on_tiles_or(recurrence_on_tiles(shared), recurrence_tile_kernels(), recurrence_kernels());
     run_items(params, p.sequences * ceil_div(p.value_heads, heads), kernels.bytes(shared, heads),
               kernels.forward);
   }
@@ -261,15 +264,16 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
                     const OptTensor& bonus, const OptTensor& a, const OptTensor& b,
                     const OptTensor& skip, const OptTensor& least, const OptTensor& initial_state,
                     const OptTensor& cu_seqlens, const Tensor& states, double scale, bool delta,
-                    int64_t feature_map, bool normalize, double eps, bool g_grad, bool beta_grad,
-                    bool bonus_grad, bool skip_grad, bool least_grad, bool initial_state_grad) {
+                    int64_t feature_map, bool normalize, double eps, bool wide, bool g_grad,
+                    bool beta_grad, bool bonus_grad, bool skip_grad, bool least_grad,
+                    bool initial_state_grad) {
   const DeviceScope scope(q);
   const std::string op = op_of(beta, bonus, a, delta, normalize) + "_backward";
   const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens,
-                  scale, delta, feature_map, normalize, eps);
+                  scale, delta, feature_map, normalize, eps, wide);
   const Recurrence shared = p.params();
   OptSteps go;
-  if (grad_o.has_value()) go.emplace(p.op, "grad_o", *grad_o, p.dtype, p.v.tensor.sizes());
+  if (grad_o.has_value()) go.emplace(p.op, "grad_o", *grad_o, p.o_dtype, p.v.tensor.sizes());
   const OptTensor grad_final = p.state("grad_final_state", grad_final_state);
   const auto state = p.state_sizes();
   require_dense(p.op, "states", states, p.acc,
@@ -312,7 +316,8 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
     require_launched(p.op, launch_recurrence_backward(params, memory.mutable_data_ptr(), stream()));
   } else {
     const RecurrenceBackwardKernels& kernels =
-        on_tiles_or(shared, recurrence_tile_backward_kernels(), recurrence_backward_kernels());
+        on_tiles_or(recurrence_backward_on_tiles(shared), recurrence_tile_backward_kernels(),
+                    recurrence_backward_kernels());
     run_items(params, p.sequences * ceil_div(all_parts, parts),
               kernels.bytes(shared, shards, parts), kernels.backward);
   }
@@ -321,21 +326,22 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
 }
 
 // q, k, a, b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), bonus
-// (N, Hv, K), skip (N, Hv, V), least (B, T, Hv), states (N, Hv, K, V), or V + 1 with normalize. The
-// last result of the forward is the states at the starts of chunks.
+// (N, Hv, K), skip (N, Hv, V), least (B, T, Hv), states (N, Hv, K, V), or V + 1 with normalize;
+// wide: o is in fp32 for half types. The last result of the forward is the states at the starts of
+// chunks.
 const Registry registry([](Registry& ops) {
   ops.add<recurrence<true>, WithoutLast<recurrence<false>>::run>(
       "recurrence(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a,"
       " Tensor? b, Tensor? skip, Tensor? least, Tensor? initial_state, Tensor? cu_seqlens,"
-      " float scale, bool delta, int feature_map, bool normalize, float eps)"
+      " float scale, bool delta, int feature_map, bool normalize, float eps, bool wide)"
       " -> (Tensor o, Tensor final_state, Tensor states)",
       differentiable);
   ops.add<recurrence_backward>(
       "recurrence_backward(Tensor? grad_o, Tensor? grad_final_state, Tensor q, Tensor k, Tensor v,"
       " Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a, Tensor? b, Tensor? skip, Tensor? least,"
       " Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float scale, bool delta,"
-      " int feature_map, bool normalize, float eps, bool g_grad, bool beta_grad, bool bonus_grad,"
-      " bool skip_grad, bool least_grad, bool initial_state_grad)"
+      " int feature_map, bool normalize, float eps, bool wide, bool g_grad, bool beta_grad,"
+      " bool bonus_grad, bool skip_grad, bool least_grad, bool initial_state_grad)"
       " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dbonus, Tensor da,"
       " Tensor db, Tensor dskip, Tensor dleast, Tensor dinitial_state)");
 });

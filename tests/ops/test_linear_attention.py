@@ -234,7 +234,7 @@ def test_what_only_causal_calls_take(name):
 def test_errors_of_the_op(changed, message):
     q, k, v = (t.float() for t in qkv())
     given = {"q": q, "k": k, "v": v, "scale": 1.0, "delta": False, "feature_map": 0}
-    given |= {"normalize": False, "eps": 0.0, "beta": torch.ones(2, 70, 2)} | changed
+    given |= {"normalize": False, "eps": 0.0, "wide": False, "beta": torch.ones(2, 70, 2)} | changed
     names = ("g", "beta", "bonus", "a", "b", "skip", "least", "initial_state", "cu_seqlens")
     with pytest.raises(RuntimeError, match=message):
         torch.ops.omniattn.recurrence(**(dict.fromkeys(names) | given))

@@ -82,8 +82,13 @@ def test_weights_times_values_are_the_output(options):
     weights = attention_weights(q, k, lse, **options)
     values = v.transpose(1, 2).repeat_interleave(2, 1)
     torch.testing.assert_close((weights @ values).transpose(1, 2), out)
-    sums = attention_weights(q, k, lse, column_sums=True, **options)
-    torch.testing.assert_close(sums, weights.sum(2))
+    of_groups = weights.unflatten(1, (2, 2)).sum(2)
+    for want, sums in (
+        (weights.sum(2), {"column_sums": True}),
+        (of_groups, {"group_sums": True}),
+        (of_groups.sum(2), {"column_sums": True, "group_sums": True}),
+    ):
+        torch.testing.assert_close(attention_weights(q, k, lse, **sums, **options), want)
 
 
 def test_weights_are_of_the_call_they_came_from():

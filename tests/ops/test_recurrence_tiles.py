@@ -39,8 +39,9 @@ UPDATES = {
 }
 
 
-def results(update, given, start, bounds, *, half):
-    """o, the final state and the gradients of all inputs, of fp64 or of bf16 with fp32."""
+def results(update, given, start, bounds, *, half, wide=False):
+    """o, the final state and the gradients of all inputs, of fp64 or of bf16 with fp32; `wide`: with
+    o, and its gradient, in fp32."""
     delta, decayed, scaled, skipped = UPDATES[update]
     leaves = [t.bfloat16() if half and n < 3 else t.float() if half else t
               for n, t in enumerate((*given, start))]  # fmt: skip
@@ -50,11 +51,12 @@ def results(update, given, start, bounds, *, half):
     o, final = run(
         "op", q, k, v, g if decayed else None, None, state, bounds, None if half else "reference",
         beta=beta if scaled else None, delta=delta,
-        skip=skip.expand(sequences, *skip.shape) if skipped else None,
+        skip=skip.expand(sequences, *skip.shape) if skipped else None, wide=wide,
     )  # fmt: skip
     used = [q, k, v, *([g] if decayed else []), *([beta] if scaled else []),
             *([skip] if skipped else []), state]  # fmt: skip
-    weight, of_state = draw(*o.shape, seed=6).bfloat16(), draw(*final.shape, seed=7).float()
+    weight, of_state = draw(*o.shape, seed=6).float(), draw(*final.shape, seed=7).float()
+    weight = weight if wide else weight.bfloat16()
     loss = (o.double() * weight.double()).sum() + (final.double() * of_state.double()).sum()
     return [o, final, *torch.autograd.grad(loss, used)]
 
@@ -85,12 +87,28 @@ def test_products_are_those_of_fp32(update, steps, heads, v_heads, size, width):
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_packed_sequences(update):
+@pytest.mark.parametrize("steps", [3, 70])
+def test_outputs_may_stay_in_fp32(update, steps):
+    """For a gate, or a norm, that follows."""
+    given = inputs(steps, 2, 4, 40, 24)
+    start = draw(2, 4, 40, 24, seed=8).float().double()
+    found, exact = (
+        results(update, given, start, None, half=half, wide=True) for half in (True, False)
+    )
+    assert found[0].dtype == torch.float32
+    assert_close(found, exact)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_packed_sequences(update, wide):
     """Of one token, of none, of few steps and of several chunks, with tokens of no sequence."""
     bounds = torch.tensor([0, 1, 1, 4, 70, 110])
     given = inputs(120, 2, 4, 20, 24, batch=1)
     start = draw(5, 4, 20, 24, seed=8).float().double()
-    found, exact = (results(update, given, start, bounds, half=half) for half in (True, False))
+    found, exact = (
+        results(update, given, start, bounds, half=half, wide=wide) for half in (True, False)
+    )
     assert_close(found, exact)
 
 

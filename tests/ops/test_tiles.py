@@ -307,6 +307,7 @@ def test_prefill_of_latent_attention(check):
         ("attention_weights", {"causal": True}),
         ("attention_weights", {"causal": True, "softcap": 3.0, "column_sums": True}),
         ("attention_weights", {"window_size": (70, 3), "column_sums": True}),
+        ("attention_weights", {"causal": True, "group_sums": True}),
         ("select_attention", {"causal": True}),
         ("select_attention", {"energy": "dot", "scale": -0.5}),
     ],

@@ -113,8 +113,10 @@ struct AttentionBackwardParams {
 struct AttentionWeightsParams {
   AttentionProblem problem;  // v is not read
   const void* lse;           // (B, Hq, Tq) in the compute type
-  void* weights;             // (B, Hq, Tq, Tk), zero on entry, or null
-  void* sums;                // (B, Hq, Tk) in the compute type, or null
+  // P (B, Hq, Tq, Tk), or its sums, in the compute type; zero on entry unless column_sums
+  void* out;
+  bool column_sums;  // without Tq
+  bool group_sums;   // Hkv instead of Hq
 };
 
 struct AttentionSelectParams {
@@ -299,8 +301,15 @@ OMNIATTN_FN int64_t backward_scratch_elements(const AttentionBackwardParams& p) 
          distance_elements(x);
 }
 
-OMNIATTN_FN int64_t weights_items(const AttentionProblem& p) {
-  return p.batch * p.hq * key_block_count(p);
+// Heads of the results, and query heads of each.
+OMNIATTN_FN int64_t weights_heads(const AttentionWeightsParams& w) {
+  return w.group_sums ? w.problem.hkv : w.problem.hq;
+}
+OMNIATTN_FN int64_t heads_summed(const AttentionWeightsParams& w) {
+  return w.group_sums ? group_size(w.problem) : 1;
+}
+OMNIATTN_FN int64_t weights_items(const AttentionWeightsParams& w) {
+  return w.problem.batch * weights_heads(w) * key_block_count(w.problem);
 }
 // Packed K^T, q and S tiles, the sums.
 OMNIATTN_FN int64_t weights_scratch_elements(const AttentionProblem& p) {

@@ -182,19 +182,5 @@ struct RowDropout {
   }
 };
 
-// The weights of a row, from its products x and its lse in logits; added to `sums`.
-template <class A>
-void weigh_row(const RowScore<A>& score, A* x, Range columns, A shift, A* sums) {
-  using V = Vec<A>;
-  score.to_logits(x, columns);
-  with_weight(score.p.score, shift, [&](auto weight) {
-    for_columns<A>(columns, [&](int64_t n) {
-      const V w = weight(load(x + n)).value;
-      store(x + n, w);
-      store(sums + n, load(sums + n) + w);
-    });
-  });
-}
-
 }  // namespace
 }  // namespace omniattn::OMNIATTN_ISA

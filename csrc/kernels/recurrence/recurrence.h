@@ -42,7 +42,8 @@ struct StepView {
 
 // What forward and backward share. A is the accumulator type of dtype.
 struct Recurrence {
-  DType dtype;         // of q, k, v, o and their gradients
+  DType dtype;         // of q, k, v and their gradients
+  DType o_dtype;       // of o and its gradient: dtype, or that of A
   bool channel_decay;  // g is (B, T, Hv, K) and not (B, T, Hv)
   bool delta;          // update; there is a beta
   int64_t sequences;   // N: B, or the number of packed sequences
@@ -71,7 +72,7 @@ struct Recurrence {
 struct RecurrenceParams {
   Recurrence recurrence;
   int64_t heads;      // value heads of an item of the CPU
-  void* o;            // (B, T, Hv, V) contiguous
+  void* o;            // (B, T, Hv, V) of o_dtype, contiguous
   void* final_state;  // (N, Hv, K, W) of A contiguous
   void* states;       // (recurrence_slots, Hv, K W) of A, or null: as the backward reads them
 };
@@ -83,7 +84,7 @@ struct RecurrenceBackwardParams {
   Recurrence recurrence;
   int64_t shards;                // equal parts of the value heads of a key head, 1 on CUDA
   int64_t parts;                 // such parts of an item of the CPU
-  StepView grad_o;               // (B, T, Hv, V), or absent for zeros
+  StepView grad_o;               // (B, T, Hv, V) of o_dtype, or absent for zeros
   const void* grad_final_state;  // as initial_state
   const void* states;            // of the forward
   void *dq, *dk, *dv;
@@ -117,11 +118,14 @@ OMNIATTN_FN RecurrenceSequence recurrence_sequence(const Recurrence& p, int64_t 
 }
 
 // Calls that are faster on tiles, where the machine has them: of factors as they are, and of more
-// than half a chunk.
+// than half a chunk. The gradient of o is a factor of the backward.
 OMNIATTN_FN bool recurrence_on_tiles(const Recurrence& p) {
   const bool plain_rows = !p.channel_decay && p.features == FeatureMap::identity && !p.normalize;
   const int64_t tokens = p.boundaries == nullptr ? p.steps : p.steps / larger(p.sequences, 1);
   return p.dtype == DType::bf16 && plain_rows && tokens > recurrence_chunk(false) / 2;
+}
+OMNIATTN_FN bool recurrence_backward_on_tiles(const Recurrence& p) {
+  return recurrence_on_tiles(p) && p.o_dtype == p.dtype;
 }
 
 struct RecurrenceKernels {
@@ -131,7 +135,7 @@ struct RecurrenceKernels {
   void (*forward)(const RecurrenceParams&, void* memory, int64_t begin, int64_t end);
 };
 OMNIATTN_KERNEL_TABLE(RecurrenceKernels, recurrence_kernels)
-// For calls that recurrence_on_tiles() names.
+// For calls that recurrence_on_tiles() names, as those of recurrence_backward_on_tiles() below.
 OMNIATTN_BF16_TILE_KERNEL_TABLE(RecurrenceKernels, recurrence_tile_kernels)
 
 struct RecurrenceBackwardKernels {

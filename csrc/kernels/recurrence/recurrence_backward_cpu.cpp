@@ -98,7 +98,7 @@ struct Backward {
   }
 
   void head(const RecurrenceSequence& s, int64_t t, int64_t slot, int64_t h, bool same_keys) {
-    const int64_t batch = s.batch, n = c.rows, K = c.K, V = c.V, bytes = V * size_of(p.dtype);
+    const int64_t batch = s.batch, n = c.rows, K = c.K, V = c.V;
     const Matrix<C> grad_o = out.at(n), dstate = dstate_of(h);
     const C *const saved = state_of<C>(p, params.states, slot, h), *const z = saved + K * V;
     const bool last = h + 1 == heads.end;
@@ -107,7 +107,8 @@ struct Backward {
       if (next_t < s.begin) return;
       prefetch_token<C>(p, batch, next_t + i, next);
       if (params.grad_o.data != nullptr) {
-        prefetch_row(row_of(p.dtype, params.grad_o, batch, next_t + i, next), bytes);
+        prefetch_row(row_of(p.o_dtype, params.grad_o, batch, next_t + i, next),
+                     V * size_of(p.o_dtype));
       }
     }};
     c.load_update(s, t, h);
@@ -116,7 +117,8 @@ struct Backward {
     if constexpr (Update::kProbe) multiply(c.probe_in, state, c.error, n, V, K, Into::set);
     Update::values(c);
     if (params.grad_o.data != nullptr) {
-      c.load_input(params.grad_o, batch, t, h, V, grad_o, static_cast<C>(p.scale));
+      load_rows(p.o_dtype, row_of(p.o_dtype, params.grad_o, batch, t, h), params.grad_o.step, n, V,
+                grad_o, static_cast<C>(p.scale));
     } else {
       zero_rows(grad_o, n, V);
     }

@@ -52,12 +52,10 @@ __global__ void __launch_bounds__(kThreads)
   C* const x = found.undivided + item * p.state_width();
   Divisor<C> divisor{1, 0, 0};
   if (p.normalize) divisor = in.divisor_of(t, x[p.value_width]);
-  const T* const grad_o =
-      params.grad_o.data == nullptr ? nullptr : in.template row<T>(params.grad_o, t, in.head);
   const C scale = static_cast<C>(p.scale);
   C all = 0;
   for (int64_t column = lane_index(); column < p.value_width; column += kLanes) {
-    const C dx = grad_o == nullptr ? C(0) : scale * gpu::widen(grad_o[column]) / divisor.value;
+    const C dx = scale * grad_of_row(in, params, t, column) / divisor.value;
     all += dx * x[column];
     x[column] = dx;
   }

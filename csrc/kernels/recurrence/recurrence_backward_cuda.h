@@ -66,6 +66,18 @@ struct Found {
   }
 };
 
+// The gradient of o, 0 where it is absent.
+template <class T, Update kUpdate>
+__device__ __forceinline__ compute_t<T> grad_of_row(const Head<T, kUpdate>& in,
+                                                    const RecurrenceBackwardParams& params,
+                                                    int64_t t, int64_t column) {
+  if (params.grad_o.data == nullptr) return 0;
+  if (in.p.o_dtype != in.p.dtype) {
+    return in.template row<compute_t<T>>(params.grad_o, t, in.head)[column];
+  }
+  return gpu::widen(in.template row<T>(params.grad_o, t, in.head)[column]);
+}
+
 // The gradient of an output of the state: of the undivided one, or of o without the scale.
 template <class T, Update kUpdate>
 __device__ __forceinline__ compute_t<T> grad_output(const Head<T, kUpdate>& in,
@@ -73,8 +85,7 @@ __device__ __forceinline__ compute_t<T> grad_output(const Head<T, kUpdate>& in,
                                                     const Found<compute_t<T>>& found, int64_t t,
                                                     int64_t column) {
   if (kUpdate == Update::linear) return found.undivided[in.at(t, in.p.state_width()) + column];
-  if (params.grad_o.data == nullptr) return 0;
-  return gpu::widen(in.template row<T>(params.grad_o, t, in.head)[column]);
+  return grad_of_row(in, params, t, column);
 }
 template <class C, Update kUpdate>
 __device__ __forceinline__ C scale_of(const Recurrence& p) {

@@ -4,6 +4,17 @@
 namespace omniattn {
 namespace {
 
+// Writes an element of o.
+template <class T>
+__device__ __forceinline__ void store_output(const RecurrenceParams& params, int64_t at,
+                                             compute_t<T> x) {
+  if (params.recurrence.o_dtype != params.recurrence.dtype) {
+    static_cast<compute_t<T>*>(params.o)[at] = x;
+  } else {
+    static_cast<T*>(params.o)[at] = gpu::narrow<T>(x);
+  }
+}
+
 // Blocks: value heads of sequences, columns. Outputs that are divided go to `undivided`
 // (B, T, Hv, W) with the sums of their weights.
 template <class T, int R, Update kUpdate>
@@ -39,7 +50,7 @@ __global__ void __launch_bounds__(kThreads)
       continue;
     }
     sum = static_cast<C>(p.scale) * (sum + in.skipped(column, gpu::widen(in.v(t)[column])));
-    static_cast<T*>(params.o)[in.at(t, p.value_width) + column] = gpu::narrow<T>(sum);
+    store_output<T>(params, in.at(t, p.value_width) + column, sum);
   }
   state.store(params.final_state, n);
 }
@@ -57,8 +68,7 @@ __global__ void __launch_bounds__(kThreads)
   const C* const x = undivided + item * p.state_width();
   const C scale = static_cast<C>(p.scale), divisor = in.divisor_of(t, x[p.value_width]).value;
   for (int64_t column = lane_index(); column < p.value_width; column += kLanes) {
-    static_cast<T*>(params.o)[item * p.value_width + column] =
-        gpu::narrow<T>(scale * (x[column] / divisor));
+    store_output<T>(params, item * p.value_width + column, scale * (x[column] / divisor));
   }
 }
 
@@ -70,7 +80,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = p.value_heads * p.value_width;
   if (in_a_sequence(p, blockIdx.x)) return;
   for (int64_t i = threadIdx.x; i < row; i += kThreads) {
-    static_cast<T*>(params.o)[blockIdx.x * row + i] = gpu::narrow<T>(0);
+    store_output<T>(params, blockIdx.x * row + i, 0);
   }
 }
 

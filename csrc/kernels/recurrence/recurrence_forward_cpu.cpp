@@ -49,8 +49,8 @@ struct Forward {
     const Matrix<C> S = state(head);
     // Rows of the probe come first, where there are any.
     const Matrix<C> o = met.at(n);
-    const int64_t o_stride = p.value_heads * c.V, element = size_of(p.dtype);
-    char* const result = out_row(p.dtype, p, params.o, batch, t, p.value_heads, head, c.V);
+    const int64_t o_stride = p.value_heads * c.V, element = size_of(p.o_dtype);
+    char* const result = out_row(p.o_dtype, p, params.o, batch, t, p.value_heads, head, c.V);
     Ahead ahead{[&](int64_t i) {
       prefetch_row<true>(result + i * o_stride * element, c.V * element);
       if (next.t + i < s.begin + s.count) prefetch_token<C>(p, batch, next.t + i, next.head);
@@ -76,7 +76,7 @@ struct Forward {
       decay.decay_column(z, c.K);
       sums.advance(c, z);
     }
-    store_rows(p.dtype, o, n, c.V, result, o_stride, static_cast<C>(p.scale));
+    store_rows(p.o_dtype, o, n, c.V, result, o_stride, static_cast<C>(p.scale));
     for (int64_t d = 0; d < c.K; ++d) decay.decay_row(S.row(d), d, c.V);
     multiply<ALayout::kTransposed>(c.k_out, c.u, S, c.K, c.V, Update::kKeys * n, Into::add);
   }

@@ -13,11 +13,13 @@ namespace {
 template <class C>
 constexpr DType kComputed = sizeof(C) == 8 ? DType::f64 : DType::f32;
 
-// Calls f(T{}) with the storage type of a dtype that is computed in C.
+// Calls f(T{}) with the storage type of a dtype that is computed in C. C itself is there in objects
+// for one half type, too.
 template <class C, class F>
 OMNIATTN_INLINE void dispatch_storage(DType dtype, const F& f) {
+  if (dtype == kComputed<C>) return f(C{});
   dispatch(dtype, [&]<class T>(T x) {
-    if constexpr (std::is_same_v<compute_t<T>, C>) return f(x);
+    if constexpr (std::is_same_v<compute_t<T>, C> && !std::is_same_v<T, C>) return f(x);
     OMNIATTN_FAIL("rows of a dtype that is computed in another type");
   });
 }

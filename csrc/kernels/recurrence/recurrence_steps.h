@@ -130,8 +130,8 @@ void steps(const RecurrenceParams& params, const RecurrenceSequence& s, Step<C, 
     const Matrix<C> v{step.v, 0}, o{step.o, 0};
     if (skip != nullptr) add_skip(skip, v, o, 1, V);
     if (p.normalize) step.divide(p, state, final_state);
-    store_rows(p.dtype, o, 1, V, out_row(p.dtype, p, params.o, s.batch, t, p.value_heads, head, V),
-               0, static_cast<C>(p.scale));
+    char* const row = out_row(p.o_dtype, p, params.o, s.batch, t, p.value_heads, head, V);
+    store_rows(p.o_dtype, o, 1, V, row, 0, static_cast<C>(p.scale));
   }
 }
 

@@ -45,9 +45,10 @@ struct TileForward {
 
   void chunk(const RecurrenceSequence& s, Turn now, int64_t n, Turn next) {
     const int64_t batch = s.batch, t = now.t, head = now.head, V = p.value_width;
-    bf16* const o = out_row<bf16>(p, params.o, batch, t, p.value_heads, head, V);
+    char* const o = out_row(p.o_dtype, p, params.o, batch, t, p.value_heads, head, V);
+    const int64_t row_bytes = V * size_of(p.o_dtype);
     Ahead ahead{[&](int64_t i) {
-      prefetch_row<true>(o + i * p.value_heads * V, V * 2);
+      prefetch_row<true>(o + i * p.value_heads * row_bytes, row_bytes);
       if (next.t + i < s.begin + s.count) prefetch_token<float>(p, batch, next.t + i, next.head);
     }};
     const bool same_keys = head > first && p.key_head_of(head) == p.key_head_of(head - 1);
@@ -67,7 +68,9 @@ struct TileForward {
       add_products(c.key_channels, c.steps, leaving.after(i), state.panel(i));
     }
     const float* const skip = head_row<const float>(p, p.skip, s.index, head, V);
-    for (int64_t i = 0; i < panels; ++i) write(v, skip, i, o);
+    dispatch_storage<float>(p.o_dtype, [&]<class T>(T) {
+      for (int64_t i = 0; i < panels; ++i) write(v, skip, i, reinterpret_cast<T*>(o));
+    });
   }
 
  private:
@@ -115,7 +118,8 @@ struct TileForward {
   }
 
   // o = scale (e^G (q S) + P u + skip v)
-  [[gnu::noinline]] void write(TokenRows v, const float* skip, int64_t i, bf16* o) const {
+  template <class T>
+  [[gnu::noinline]] void write(TokenRows v, const float* skip, int64_t i, T* o) const {
     const int64_t j = i * kPanel, left = p.value_width - j;
     const Panel inside = met_of(i), of_q{inside.row(kTokens)};
     const VecF factor = skip == nullptr ? VecF(0.0f) : load_n(skip + j, left);

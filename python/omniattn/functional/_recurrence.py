@@ -181,9 +181,10 @@ def run(
     feature_map: str = "identity",
     normalize: bool = False,
     eps: float = 0.0,
+    wide: bool = False,
     q_name: str = "q",
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence of checked tensors, and its final state."""
+    """The recurrence of checked tensors, and its final state; `wide` outputs are in fp32 (fp64)."""
     sequences = sequence_count(op, q, cu_seqlens, q_name)
     if initial_state is not None:
         shape = (sequences, v.shape[2], q.shape[-1], v.shape[-1] + normalize)
@@ -199,7 +200,7 @@ def run(
     call = implementation(op, backend, q, ops.recurrence)
     o, state = call(
         *(q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens, scale, delta),
-        *(ops.FEATURE_MAPS.index(feature_map), normalize, eps),
+        *(ops.FEATURE_MAPS.index(feature_map), normalize, eps, wide),
     )
     return o, state
 

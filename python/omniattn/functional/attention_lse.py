@@ -35,6 +35,7 @@ def attention_weights(
     lse: Tensor,
     *,
     column_sums: bool = False,
+    group_sums: bool = False,
     backend: str | None = None,
     **options: Unpack[WeightOptions],
 ) -> Tensor:
@@ -53,10 +54,13 @@ def attention_weights(
         backend: as in that call.
         column_sums: return the sums over queries instead, the weight that each key received (the
             statistic of H2O, Zhang et al. 2023, arXiv:2306.14048); no (Tq, Tk) tensor is made.
+        group_sums: return the sums over the query heads that share a kv head, as the choice of
+            blocks of NSA reads them (Yuan et al. 2025, arXiv:2502.11089); with column_sums over
+            both.
 
     Returns:
-        P (B, Hq, Tq, Tk) of q's dtype, 0 where not allowed, or their sums (B, Hq, Tk) in float32
-        (float64 for float64).
+        P (B, Hq, Tq, Tk) of q's dtype, 0 where not allowed, or sums of it in float32 (float64 for
+        float64): without Tq for column_sums, with Hkv instead of Hq for group_sums.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see :func:`attention`.
@@ -74,13 +78,14 @@ def attention_weights(
     """
     op = "attention_weights"
     require_bool(op, "column_sums", column_sums)
+    require_bool(op, "group_sums", group_sums)
     q, k, _ = autocast(op, q, k, k)
     check_shapes(op, q, k, k)
     full = full_shape(q, k)
     require_lse(op, lse, q, full[:3])
     codes = checked_codes(op, q, full, pack(op, options, WeightOptions))
     weigh = implementation(op, backend, q, ops.attention_weights)
-    weights: Tensor = weigh(q, k, lse, *codes, column_sums)
+    weights: Tensor = weigh(q, k, lse, *codes, column_sums, group_sums)
     return weights
 
 

@@ -188,7 +188,7 @@ def routed_block_attention(
     def scores(part: Tensor, ends: Tensor, lists: slice) -> tuple[Tensor, Tensor]:
         return with_own(router_scores(part, router_k.detach()), ends, block_size)
 
-    index = chosen(router_q, ends, router_k.shape[1], topk, scores, backend)
+    index = chosen(router_q, ends, router_q.shape[2] * router_k.shape[1], topk, scores, backend)
     options |= sizes | {"causal": True, "backend": backend}
     if router_grad == "gate":
         own = (ends // block_size)[:, None]

@@ -111,7 +111,7 @@ def moba_attention(
         return moba_scores(q, means, ends, tk, block_size)
 
     ends = positions(q.shape[1], tk, q.device)
-    index = chosen(q, ends, -(-tk // block_size), topk, scores, backend)
+    index = chosen(q, ends, q.shape[2] * -(-tk // block_size), topk, scores, backend)
     out: Tensor = selected_attention(
         q, k, v, index, block_size=block_size, causal=True, backend=backend, **options
     )
@@ -243,14 +243,15 @@ def nsa_attention(
     def scores(part: Tensor, ends: Tensor, queries: slice) -> tuple[Tensor, Tensor]:
         p = attention_weights(
             *(widen(part), kept_k, kept_lse[:, :, queries]),
+            group_sums=True,
             mask=None if seen is None else PooledKeys(*sizes, first=seen.first + queries.start),
             scale=scale,
             softcap=softcap,
             backend=backend,
         )
-        return nsa_scores(p, k.shape[2], ends, tk, *sizes, block_size)
+        return nsa_scores(p, ends, tk, *sizes, block_size)
 
-    index = chosen(q, ends, max(count, 1), topk, scores, backend)
+    index = chosen(q, ends, k.shape[2] * max(count, 1), topk, scores, backend)
     selected = selected_attention(q, k, v, index, block_size=block_size, causal=True, **options)
     near = attention(q, k_window, v_window, causal=True, window_size=(window - 1, 0), **options)
     first, second, third = widen(gates)[..., None].unbind(-2)
@@ -266,7 +267,7 @@ def _check(op: str, **sizes: int) -> None:
 def chosen(
     q: Tensor,
     ends: Tensor,
-    width: int,
+    elements: int,
     topk: int,
     scores: Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]],
     backend: str | None,
@@ -274,12 +275,12 @@ def chosen(
     """Lists of the topk blocks with the largest scores(queries, their positions, their places), of
     q (B, lists, heads, .) at the positions `ends` (lists,).
 
-    `width` elements are what the scores of a query need for each head.
+    `elements` are what the scores of a query need.
     """
-    batch, tq, heads = q.shape[:3]
+    batch, tq = q.shape[:2]
     found = []
     with full_precision(q):
-        for queries in parts_of(tq, batch * heads * width):
+        for queries in parts_of(tq, batch * elements):
             values, past = scores(q.detach()[:, queries], ends[queries], queries)
             count = values.shape[-1]
             if isinstance(count, torch.SymInt):  # which a graph may not compare with topk

@@ -95,6 +95,29 @@ def ssd(
         >>> y.flatten()
         tensor([1.0000, 1.5000, 1.7500])
     """
+    return state_space_duality(
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_state, cu_seqlens, backend
+    )
+
+
+def state_space_duality(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str | None,
+    *,
+    wide: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`ssd` of tensors that are not jagged; `wide`: with y in float32 for half types."""
     op = "ssd"
     require_float(op, "x", x)
     B, C = cast_like(op, "B", B, x, "x"), cast_like(op, "C", C, x, "x")
@@ -122,26 +145,19 @@ def ssd(
         z = cast_like(op, "z", z, x, "x")
         require_strided(op, "z", z)
         require_shape(op, "z", z, tuple(x.shape))
-    rows = C, B, x
-    if z is not None:  # y is rounded once, after the gate
-        rows = widen(C), widen(B), widen(x)
     if initial_state is not None:
         shape = (count, heads, size, B.shape[3])
         initial_state = widened(op, "initial_state", initial_state, x, (shape,), "x").mT
     y, state = run(
-        op,
-        *rows,
-        dt * A,
-        1.0,
-        initial_state,
-        cu_seqlens,
-        backend,
+        *(op, C, B, x, dt * A, 1.0, initial_state, cu_seqlens, backend),
         beta=dt,
         skip=D,
+        wide=wide or z is not None,  # y is rounded once, after the gate
         q_name="C",
     )
     if z is not None:
-        y = (y * nnf.silu(widen(cleared(cu_seqlens, z)[0]))).to(x.dtype)
+        y = y * nnf.silu(widen(cleared(cu_seqlens, z)[0]))
+        y = y if wide else y.to(x.dtype)
     return y, state.mT
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.functional._steps import compute_dtype, in_place, selective_scan_inplace, ssd_inplace
+from omniattn.functional.ssd import state_space_duality
 from omniattn.hf.probe import Forward, draws, own_copy, takes
 
 __all__ = ["SCANS", "same_scan"]
@@ -98,14 +99,20 @@ def _chunks(original: Forward) -> Forward:
         **kwargs: Any,
     ) -> Any:
         """As `functional.ssd`, with y in fp32; chunk_size changes nothing."""
-        options: dict[str, Any] = {"D": D, "dt_bias": dt_bias}
-        options |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
         if not takes(hidden_states, further=kwargs):
-            states = {"initial_states": initial_states, "return_final_states": return_final_states}
-            return original(hidden_states, dt, A, B, C, chunk_size, **options, **states, **kwargs)
-        x, B, C = hidden_states.float(), B.float(), C.float()
+            options: dict[str, Any] = {"D": D, "dt_bias": dt_bias, "initial_states": initial_states}
+            options |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
+            options["return_final_states"] = return_final_states
+            return original(hidden_states, dt, A, B, C, chunk_size, **options, **kwargs)
+        rows = hidden_states, B, C
+        if len({t.dtype for t in rows}) > 1:
+            rows = hidden_states.float(), B.float(), C.float()
+        x, B, C = rows
         initial = None if initial_states is None else own_copy(initial_states)
-        y, state = functional.ssd(x, dt, A, B, C, initial_state=initial, **options)
+        steps = dt_bias, dt_softplus, dt_limit
+        y, state = state_space_duality(
+            x, dt, A, B, C, D, None, *steps, initial, None, None, wide=True
+        )
         return (y, state.contiguous()) if return_final_states else y  # for steps in place
 
     return mamba2_chunk_scan

@@ -296,9 +296,9 @@ class EvictingCache(Cache):
                     age = torch.arange(rows - 1, -1, -1, device=q.device, dtype=lse.dtype)
                     last = last - age * math.log(policy.decay)
                 received = functional.attention_weights(
-                    q[:, new - rows :], k, last, column_sums=True, **options
+                    *(q[:, new - rows :], k, last), column_sums=True, group_sums=True, **options
                 )
-                sums[how] = received.unflatten(1, (weight.shape[1], -1)).mean(2)
+                sums[how] = received / (q.shape[2] // k.shape[2])
             found[:, heads] = weight[:, heads] * policy.decay**new + sums[how][:, heads]
         return found
 

@@ -160,11 +160,11 @@ attention = DifferentiableOp(
 )
 
 
-def _weights(q: Tensor, k: Tensor, sums: bool) -> Tensor:
+def _weights(q: Tensor, k: Tensor, column_sums: bool, group_sums: bool) -> Tensor:
     batch, tq, heads, _ = q.shape
-    if sums:
-        return q.new_empty((batch, heads, k.shape[1]), dtype=compute_dtype(q))
-    return q.new_empty((batch, heads, tq, k.shape[1]))
+    of = (batch, k.shape[2] if group_sums else heads)
+    dtype = compute_dtype(q) if column_sums or group_sums else q.dtype
+    return q.new_empty((*of, k.shape[1]) if column_sums else (*of, tq, k.shape[1]), dtype=dtype)
 
 
 def _weights_formula(
@@ -175,11 +175,13 @@ def _weights_formula(
     mask: Sequence[int],
     score: Sequence[int],
     params: Sequence[float],
-    sums: bool,
+    column_sums: bool,
+    group_sums: bool,
 ) -> Tensor:
     """attention_weights in plain torch, from its own arguments."""
     _, options = decode(aux, mask, score, params, (q.shape[1], k.shape[1]))
-    return reference.attention_weights(q, k, lse, column_sums=sums, **options)
+    options |= {"column_sums": column_sums, "group_sums": group_sums}
+    return reference.attention_weights(q, k, lse, **options)
 
 
 def _weights_backward(
@@ -195,7 +197,8 @@ def _weights_backward(
     mask: Sequence[int],
     score: Sequence[int],
     params: Sequence[float],
-    sums: bool,
+    column_sums: bool,
+    group_sums: bool,
 ) -> dict[str, Any]:
     """Through the eager definition: weights are for inspection, not for training."""
     tensors = [q, k, lse, *aux]
@@ -204,7 +207,7 @@ def _weights_backward(
     def weights(*leaves: Tensor) -> Tensor:
         replaced = dict(zip(needed, leaves, strict=True))
         q, k, lse, *aux = (replaced.get(i, t) for i, t in enumerate(tensors))
-        return _weights_formula(q, k, lse, aux, mask, score, params, sums)
+        return _weights_formula(q, k, lse, aux, mask, score, params, column_sums, group_sums)
 
     pull = torch.func.vjp(weights, *(tensors[i] for i in needed))[1]
     grads = dict(zip(needed, pull(grad_y), strict=True))
@@ -225,7 +228,7 @@ attention_select = Op(
 )
 
 
-#: (q, k, lse, aux, mask, score, params, sums) -> weights
+#: (q, k, lse, aux, mask, score, params, column_sums, group_sums) -> weights
 attention_weights = DifferentiableOp(
     "attention_weights",
     fakes={"y": _weights},

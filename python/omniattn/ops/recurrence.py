@@ -40,19 +40,18 @@ def _chunk_starts(
 
 
 def _formula(*args: Any) -> tuple[Tensor, Tensor]:
-    feature_map, normalize, eps = args[-3:]
-    options = {"feature_map": FEATURE_MAPS[feature_map], "normalize": normalize, "eps": eps}
-    return reference.recurrence(*args[:-3], **options)
+    *given, feature_map, normalize, eps, wide = args
+    return reference.recurrence(*given, FEATURE_MAPS[feature_map], normalize, eps, wide)
 
 
 #: (q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens, scale, delta,
-#: feature_map, normalize, eps) -> (o, final_state), as reference.recurrence: beta multiplies v, or
-#: with `delta` what the state lacks of it; skip * v is added to outputs; `normalize` divides them
-#: by sums of weights, with `least` and eps.
+#: feature_map, normalize, eps, wide) -> (o, final_state), as reference.recurrence: beta multiplies
+#: v, or with `delta` what the state lacks of it; skip * v is added to outputs; `normalize` divides
+#: them by sums of weights, with `least` and eps; `wide` outputs are in float32 for half types.
 recurrence = DifferentiableOp(
     "recurrence",
     fakes={
-        "o": lambda v: v.new_empty(v.shape),
+        "o": lambda v, wide: v.new_empty(v.shape, dtype=compute_dtype(v) if wide else v.dtype),
         "final_state": _final_state,
         "states": _chunk_starts,
         "dinitial_state": lambda q, v, cu_seqlens, normalize: _final_state(

@@ -234,9 +234,11 @@ def attention_weights(
     lse: Tensor,
     *,
     column_sums: bool = False,
+    group_sums: bool = False,
     **options: Unpack[WeightOptions],
 ) -> Tensor:
-    """P (B,Hq,Tq,Tk) of :func:`attention` with its lse, or its sums over queries (B,Hq,Tk).
+    """P (B,Hq,Tq,Tk) of :func:`attention` with its lse, or its sums over queries (B,Hq,Tk), over
+    the query heads of each kv head (B,Hkv,Tq,Tk), or over both.
 
     `sinks` are part of lse already and change nothing here.
     """
@@ -248,7 +250,11 @@ def attention_weights(
         p = p.masked_fill(nothing[..., None], 0)
     else:
         p = NORMALISERS[record.normaliser](s)
-    return p.sum(-2) if column_sums else p.to(q.dtype)
+    if group_sums:
+        p = p.unflatten(1, (k.shape[2], q.shape[2] // max(k.shape[2], 1))).sum(2)
+    if column_sums:
+        p = p.sum(-2)
+    return p if column_sums or group_sums else p.to(q.dtype)
 
 
 def merge_attention(

@@ -30,6 +30,7 @@ def recurrence(
     feature_map: str = "identity",
     normalize: bool = False,
     eps: float = 0.0,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """o_t = scale (S_t^T q_t + skip * v_t), S_t = diag(exp(g_t)) S_{t-1} + k_t u_t^T; the final
     states.
@@ -42,8 +43,10 @@ def recurrence(
 
     The features of q and k take their place. With `normalize` outputs are divided by the `divisor`
     of the sum of their weights, which is the output of a last column of v of ones, and of states.
+    `wide` outputs are not rounded to v's dtype.
     """
     dtype = compute_dtype(q)
+    o_dtype = dtype if wide else v.dtype
     group = v.shape[2] // max(q.shape[2], 1)
     q, k = (FEATURE_MAPS[feature_map](t.to(dtype)) for t in (q, k))
     rows = [t.to(dtype).repeat_interleave(group, 2) for t in (q, k, a, b) if t is not None]
@@ -89,7 +92,7 @@ def recurrence(
         for of_heads in (bonus, skip):
             if of_heads is not None:
                 nothing = nothing + of_heads[..., :0].to(dtype).sum()
-        return (v + nothing).to(v.dtype), state + nothing
+        return (v + nothing).to(o_dtype), state + nothing
     o = torch.stack(outputs, 1)
     if normalize:
         o, sums = o[..., :-1], o[..., -1:]
@@ -98,7 +101,7 @@ def recurrence(
             inside = in_sequences(cu_seqlens, q.shape[1])
             found = torch.where(inside[:, None, None], found, 1)
         o = o / found
-    return (scale * o).to(v.dtype), state
+    return (scale * o).to(o_dtype), state
 
 
 def divisor(sums: Tensor, least: Tensor | None, eps: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -109,10 +110,9 @@ def nsa_attention(
     drops = how | {"dropout_p": dropout_p, "seed": seed}
     compressed, lse = attention(q, k_compressed, v_compressed, mask=seen, return_lse=True, **drops)
     with torch.no_grad():
-        p = attention_weights(widen(q), widen(k_compressed), lse, mask=seen, **how)
-        scores, past = nsa_scores(
-            p, k.shape[2], ends, tk, compress_size, compress_stride, block_size
-        )
+        wide = widen(q), widen(k_compressed)
+        p = attention_weights(*wide, lse, group_sums=True, mask=seen, **how)
+        scores, past = nsa_scores(p, ends, tk, compress_size, compress_stride, block_size)
         _, index = top_k(scores, min(topk, scores.shape[-1]), mask=past)
     selected = selected_attention(q, k, v, index, block_size=block_size, causal=True, **drops)
     near = attention(q, k_window, v_window, causal=True, window_size=(window - 1, 0), **drops)
@@ -128,22 +128,26 @@ def compressed_mask(ends: Tensor, count: int, size: int, stride: int) -> Tensor:
 
 
 def nsa_scores(
-    p: Tensor, kv_heads: int, ends: Tensor, tk: int, size: int, stride: int, block_size: int
+    p: Tensor, ends: Tensor, tk: int, size: int, stride: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Scores of blocks (B,Hkv,Tq,blocks) from the weights p (B,Hq,Tq,N) of compressed keys.
+    """Scores of blocks (B,Hkv,Tq,blocks) from the weights p (B,Hkv,Tq,N) of compressed keys.
 
-    Each compressed key gives its weight to a block as often as one of its strides overlaps one of
-    the block's; the heads of a group are summed. inf: the first block, the own, the one before it.
+    Each compressed key gives its weight to a block as often as one of its strides is one of the
+    block's. inf: the first block, the own, the one before it.
     """
-    p = p.unflatten(1, (kv_heads, p.shape[1] // max(kv_heads, 1))).sum(2)
     per_key, per_block = size // stride, block_size // stride
     blocks = -(-tk // block_size)
+    # How many strides of the key that begins at stride j of a block are in the n-th block after it.
+    reach = (per_block + per_key - 2) // per_block
+    j = torch.arange(per_block, device=p.device)[:, None]
+    begin = torch.arange(reach + 1, device=p.device) * per_block
+    overlap = torch.minimum(j + per_key, begin + per_block) - torch.maximum(j, begin)
     strides = blocks * per_block
-    # Strides are covered by the keys that begin at them or up to per_key - 1 strides before.
     missing = strides - p.shape[-1] if isinstance(tk, int) else strides + 1  # the sign is unknown
-    p = torch.nn.functional.pad(p, (per_key - 1, missing))
-    parts = [p[..., n : n + strides].unflatten(-1, (blocks, per_block)) for n in range(per_key)]
-    scores = torch.stack([part.sum(-1) for part in parts]).sum(0)
+    p = torch.nn.functional.pad(p, (reach * per_block, missing))[..., : strides + reach * per_block]
+    given = p.unflatten(-1, (blocks + reach, per_block)) @ overlap.clamp(min=0).to(p.dtype)
+    parts = [given[..., reach - n : reach - n + blocks, n] for n in range(reach + 1)]
+    scores = functools.reduce(torch.add, parts)
     block, own = torch.arange(blocks, device=p.device), ends[:, None] // block_size
     forced = (block == 0) | (block == own) | (block == own - 1)
     past = (block <= own).expand(scores.shape)
