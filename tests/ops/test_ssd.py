@@ -131,7 +131,11 @@ def test_half_inputs_are_rounded_once():
                      z=half[3].double())  # fmt: skip
     y, state = F.ssd(half[0], dt.float(), A.float(), *half[1:3], D=D.float(), z=half[3])
     assert state.dtype == torch.float32 and y.dtype == torch.bfloat16
-    torch.testing.assert_close(y, exact.bfloat16(), rtol=2**-7, atol=1e-6)
+
+    def error(found):
+        return (found.double() - exact).norm() / exact.norm()
+
+    assert error(y) < error(exact.bfloat16()) + 2**-15  # what tiles leave out
 
 
 @pytest.mark.parametrize("dt_size", [1e-6, 1e4])
