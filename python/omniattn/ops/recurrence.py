@@ -40,8 +40,9 @@ def _chunk_starts(
 
 
 def _formula(*args: Any) -> tuple[Tensor, Tensor]:
-    *given, feature_map, normalize, eps, wide = args
-    return reference.recurrence(*given, FEATURE_MAPS[feature_map], normalize, eps, wide)
+    feature_map, normalize, eps, wide = args[-4:]
+    options = {"feature_map": FEATURE_MAPS[feature_map], "normalize": normalize, "eps": eps}
+    return reference.recurrence(*args[:-4], **options, wide=wide)
 
 
 #: (q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens, scale, delta,
