@@ -40,8 +40,8 @@ UPDATES = {
 
 
 def results(update, given, start, bounds, *, half, wide=False):
-    """o, the final state and the gradients of all inputs, of fp64 or of bf16 with fp32, which `wide`
-    outputs and their gradients are in, too."""
+    """o, the final state and the gradients of all inputs, of fp64 or of bf16 with fp32, which
+    `wide` outputs and their gradients are in, too."""
     delta, decayed, scaled, skipped = UPDATES[update]
     leaves = [t.bfloat16() if half and n < 3 else t.float() if half else t
               for n, t in enumerate((*given, start))]  # fmt: skip

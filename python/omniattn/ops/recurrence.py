@@ -40,9 +40,10 @@ def _chunk_starts(
 
 
 def _formula(*args: Any) -> tuple[Tensor, Tensor]:
-    feature_map, normalize, eps, wide = args[-4:]
-    options = {"feature_map": FEATURE_MAPS[feature_map], "normalize": normalize, "eps": eps}
-    return reference.recurrence(*args[:-4], **options, wide=wide)
+    names = ("feature_map", "normalize", "eps", "wide")
+    options = dict(zip(names, args[-4:], strict=True))
+    options["feature_map"] = FEATURE_MAPS[options["feature_map"]]
+    return reference.recurrence(*args[:-4], **options)
 
 
 #: (q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens, scale, delta,
