@@ -23,8 +23,6 @@ from omniattn.functional import linear
 from omniattn.ops import gemm_choice
 from omniattn.ops._cpu import cpu_family
 
-UNBOUNDED = 1 << 62
-
 SHAPES = [  # (M, N, K)
     (1, 1024, 1024),
     (4, 1024, 1024),
@@ -108,7 +106,7 @@ def crossings(measured: list[Measured]) -> tuple[int, int]:
             total = sum(math.log(m.gain) for m in order if least <= m.madds <= most)
             if total > best:
                 best, found = total, (0 if least == counts[0] else least, most)
-    return (found[0], UNBOUNDED) if found[1] == counts[-1] else found
+    return (found[0], gemm_choice.UNBOUNDED) if found[1] == counts[-1] else found
 
 
 def rows_of_ours(gains: dict[int, float]) -> tuple[int, int]:

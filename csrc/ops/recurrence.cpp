@@ -171,8 +171,8 @@ int64_t parts_of_item(const Problem& p, int64_t count, int64_t bytes) {
 
 // The kernels for a call; `tiles` is null where the machine has none.
 template <class Kernels>
-const Kernels& on_tiles_or(bool on_tiles, const Kernels* tiles, const Kernels& others) {
-  return tiles != nullptr && on_tiles ? *tiles : others;
+const Kernels& on_tiles_or(const Recurrence& p, const Kernels* tiles, const Kernels& others) {
+  return tiles != nullptr && recurrence_on_tiles(p) ? *tiles : others;
 }
 
 // kSave: whether the backward will need states; without them `recurrence_only`.
@@ -203,7 +203,7 @@ std::tuple<Tensor, Tensor, Tensor> recurrence(
     require_launched(p.op, launch_recurrence(params, memory.mutable_data_ptr(), stream()));
   } else {
     const RecurrenceKernels& kernels =
-        on_tiles_or(recurrence_on_tiles(shared), recurrence_tile_kernels(), recurrence_kernels());
+        on_tiles_or(shared, recurrence_tile_kernels(), recurrence_kernels());
     run_items(params, p.sequences * ceil_div(p.value_heads, heads), kernels.bytes(shared, heads),
               kernels.forward);
   }
@@ -316,8 +316,7 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
     require_launched(p.op, launch_recurrence_backward(params, memory.mutable_data_ptr(), stream()));
   } else {
     const RecurrenceBackwardKernels& kernels =
-        on_tiles_or(recurrence_backward_on_tiles(shared), recurrence_tile_backward_kernels(),
-                    recurrence_backward_kernels());
+        on_tiles_or(shared, recurrence_tile_backward_kernels(), recurrence_backward_kernels());
     run_items(params, p.sequences * ceil_div(all_parts, parts),
               kernels.bytes(shared, shards, parts), kernels.backward);
   }

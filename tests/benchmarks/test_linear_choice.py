@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from linear_choice import UNBOUNDED, Measured, crossings, measure, rows_of_ours
+from linear_choice import Measured, crossings, measure, rows_of_ours
+
+from omniattn.ops.gemm_choice import UNBOUNDED
 
 
 def measured(gains):

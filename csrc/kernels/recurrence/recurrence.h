@@ -118,14 +118,11 @@ OMNIATTN_FN RecurrenceSequence recurrence_sequence(const Recurrence& p, int64_t 
 }
 
 // Calls that are faster on tiles, where the machine has them: of factors as they are, and of more
-// than half a chunk. The gradient of o is a factor of the backward.
+// than half a chunk.
 OMNIATTN_FN bool recurrence_on_tiles(const Recurrence& p) {
   const bool plain_rows = !p.channel_decay && p.features == FeatureMap::identity && !p.normalize;
   const int64_t tokens = p.boundaries == nullptr ? p.steps : p.steps / larger(p.sequences, 1);
   return p.dtype == DType::bf16 && plain_rows && tokens > recurrence_chunk(false) / 2;
-}
-OMNIATTN_FN bool recurrence_backward_on_tiles(const Recurrence& p) {
-  return recurrence_on_tiles(p) && p.o_dtype == p.dtype;
 }
 
 struct RecurrenceKernels {
@@ -135,7 +132,7 @@ struct RecurrenceKernels {
   void (*forward)(const RecurrenceParams&, void* memory, int64_t begin, int64_t end);
 };
 OMNIATTN_KERNEL_TABLE(RecurrenceKernels, recurrence_kernels)
-// For calls that recurrence_on_tiles() names, as those of recurrence_backward_on_tiles() below.
+// For calls that recurrence_on_tiles() names.
 OMNIATTN_BF16_TILE_KERNEL_TABLE(RecurrenceKernels, recurrence_tile_kernels)
 
 struct RecurrenceBackwardKernels {

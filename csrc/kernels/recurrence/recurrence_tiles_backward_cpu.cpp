@@ -9,8 +9,11 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-template <bool kDelta>
+// G is the type of the gradient of o; numbers of fp32 are split as what is computed.
+template <bool kDelta, class G>
 struct TileBackward {
+  static constexpr int kGradPieces = std::is_same_v<G, bf16> ? 1 : 2;
+
   const RecurrenceBackwardParams& params;
   const Recurrence& p = params.recurrence;
   const int64_t group = group_of(params);
@@ -30,12 +33,12 @@ struct TileBackward {
   Panel grad_q[2], grad_k[2];                       // of the part: (K, 32 tokens)
   float *dg, *entering, *leaving;                   // of each token
 
-  Factor<2> columns;       // of a panel of a state
-  Factor<1> do_columns;    // of a panel
-  Factor<2> P_transposed;  // scale P^T as A
-  Factor<2> rows;          // of what becomes B, as A
-  Factor<1> do_rows;       // do as A, do^T as B
-  Factor<1> do_transposed;
+  Factor<2> columns;               // of a panel of a state
+  Factor<kGradPieces> do_columns;  // of a panel
+  Factor<2> P_transposed;          // scale P^T as A
+  Factor<2> rows;                  // of what becomes B, as A
+  Factor<kGradPieces> do_rows;     // do as A, do^T as B
+  Factor<kGradPieces> do_transposed;
   Factor<2> de_rows, de_transposed, u_transposed;
   Factor<2> from_q, from_k;           // e^G do and e^G de of each panel, as B
   Factor<2> state_rows, dstate_rows;  // a block of channels as A
@@ -117,16 +120,17 @@ struct TileBackward {
       if (next_t < s.begin) return;
       prefetch_token<float>(p, batch, next_t + i, next);
       if (params.grad_o.data != nullptr) {
-        prefetch_row(row_of(p.dtype, params.grad_o, batch, next_t + i, next), V * 2);
+        prefetch_row(row_of<G>(params.grad_o, batch, next_t + i, next), V * sizeof(G));
       }
     }};
     const float* const saved = state_of<float>(p, params.states, slot, h);
     if constexpr (kDelta) in_panels(state).load(saved);
     const TileState dstate = dstate_of(h);
     c.load_head(batch, t, h);
-    const TokenRows v(p.v, batch, t, n, h, V), grad_o(params.grad_o, batch, t, n, h, V);
+    const TokenRows<> v(p.v, batch, t, n, h, V);
+    const TokenRows<G> grad_o(params.grad_o, batch, t, n, h, V);
     transpose_scores();
-    TileChunk::set_rows(grad_o, blocks, do_rows);
+    pack_rows(grad_o);
     for (int64_t i = 0; i < panels; ++i) {
       ahead.ask_until((i + 1) * n / panels);
       meet(grad_o, dstate.panel(i), i);
@@ -182,8 +186,21 @@ struct TileBackward {
     }
   }
 
+  [[gnu::noinline]] void pack_rows(TokenRows<G> grad_o) const {
+    if constexpr (kGradPieces == 1) {
+      TileChunk::set_rows(grad_o, blocks, do_rows);
+    } else {
+      for (int64_t t = 0; t < kTokens; ++t) {
+        for (int64_t b = 0; b < blocks; ++b) {
+          const int64_t j = b * kTileTerms;
+          store_row_pieces(do_rows, b, t, grad_o.at(t, j), grad_o.at(t, j + kPanel));
+        }
+      }
+    }
+  }
+
   // Products of a panel: k S, k dS' and scale P^T do.
-  [[gnu::noinline]] void meet(TokenRows grad_o, Panel dstate, int64_t i) {
+  [[gnu::noinline]] void meet(TokenRows<G> grad_o, Panel dstate, int64_t i) {
     const Factor<1> keys = c.readers;
     if constexpr (kDelta) {
       const Panel from = in_panels(state).panel(i);
@@ -192,14 +209,20 @@ struct TileBackward {
     }
     pack_columns(c.steps, columns, [=](int64_t d) OMNIATTN_LAMBDA { return dstate.at(d); });
     multiply_column<2>(keys, columns, c.steps, of_panel(of_update, i));
-    for (int64_t pair = 0; pair < kTileTerms / 2; ++pair) {
-      store_pairs(do_columns.tile(0, 0, 0) + pair * kTileTerms, grad_o.pairs(2 * pair, i * kPanel));
+    if constexpr (kGradPieces == 1) {
+      for (int64_t pair = 0; pair < kTileTerms / 2; ++pair) {
+        store_pairs(do_columns.tile(0, 0, 0) + pair * kTileTerms,
+                    grad_o.pairs(2 * pair, i * kPanel));
+      }
+    } else {
+      pack_columns(1, do_columns,
+                   [=](int64_t t) OMNIATTN_LAMBDA { return grad_o.at(t, i * kPanel); });
     }
     multiply_column<2>(P_transposed, do_columns, 1, of_panel(inside, i));
   }
 
   // u, de, dv and shares of dbeta and dskip of a panel, in the half of a block.
-  [[gnu::noinline]] void update(TokenRows v, TokenRows grad_o, const float* skip, float* dskip,
+  [[gnu::noinline]] void update(TokenRows<> v, TokenRows<G> grad_o, const float* skip, float* dskip,
                                 int64_t i, int half) {
     const float *const in = c.decay.in, *const out = c.decay.out, *const beta = c.beta;
     const int64_t j = i * kPanel, left = p.value_width - j;
@@ -379,11 +402,22 @@ struct TileBackward {
   }
 };
 
+// Calls f.operator()<Form>() for a call.
+template <class F>
+void with_form(const Recurrence& p, const F& f) {
+  const auto of_gradient = [&]<class G>(G) {
+    p.delta ? f.template operator()<TileBackward<true, G>>()
+            : f.template operator()<TileBackward<false, G>>();
+  };
+  p.o_dtype == p.dtype ? of_gradient(bf16{}) : of_gradient(float{});
+}
+
 int64_t bytes(const Recurrence& p, int64_t shards, int64_t parts) {
   RecurrenceBackwardParams params{};
   params.recurrence = p, params.shards = shards, params.parts = parts;
-  return p.delta ? TileBackward<true>(params, nullptr, {}).room.bytes()
-                 : TileBackward<false>(params, nullptr, {}).room.bytes();
+  int64_t result = 0;
+  with_form(p, [&]<class Form>() { result = Form(params, nullptr, {}).room.bytes(); });
+  return result;
 }
 
 void backward(const RecurrenceBackwardParams& params, void* memory, int64_t begin, int64_t end) {
@@ -393,10 +427,9 @@ void backward(const RecurrenceBackwardParams& params, void* memory, int64_t begi
   OMNIATTN_ASSERT_ITEMS(begin, end,
                         p.sequences * ceil_div(p.key_heads * params.shards, params.parts));
   OMNIATTN_ASSERT_HAS(memory, bytes(p, params.shards, params.parts));
-  for (int64_t i = begin; i < end; ++i) {
-    p.delta ? backward_item<float, TileBackward<true>>(params, memory, i)
-            : backward_item<float, TileBackward<false>>(params, memory, i);
-  }
+  with_form(p, [&]<class Form>() {
+    for (int64_t i = begin; i < end; ++i) backward_item<float, Form>(params, memory, i);
+  });
   stream_fence();
 }
 

@@ -7,15 +7,16 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The rows of a chunk in a tensor of bf16; zeros past the last token and the last column. Passed by
-// value: its sizes are read once, and not again after each store.
+// The rows of a chunk in a tensor; zeros past the last token and the last column. Passed by value:
+// its sizes are read once, and not again after each store.
+template <class T = bf16>
 struct TokenRows {
-  const bf16* data;
+  const T* data;
   int64_t stride, count, width;
 
   // No rows of a tensor that is absent.
   TokenRows(const StepView& x, int64_t batch, int64_t t, int64_t n, int64_t head, int64_t width_)
-      : data(row_of<bf16>(x, batch, t, head)),
+      : data(row_of<T>(x, batch, t, head)),
         stride(x.step),
         count(x.data == nullptr ? 0 : n),
         width(width_) {}
@@ -23,7 +24,7 @@ struct TokenRows {
   OMNIATTN_INLINE VecF at(int64_t i, int64_t j) const {
     return i < count ? load_n(data + i * stride + j, width - j) : VecF(0.0f);
   }
-  // 32 terms from d on; and 16 columns of rows i and i + 1.
+  // Of bf16: 32 terms from d on; and 16 columns of rows i and i + 1.
   OMNIATTN_INLINE PairVec terms(int64_t i, int64_t d) const {
     return load_terms_n(row(i) + d, left(i, d));
   }
@@ -32,7 +33,7 @@ struct TokenRows {
   }
 
  private:
-  OMNIATTN_INLINE const bf16* row(int64_t i) const { return data + (i < count ? i : 0) * stride; }
+  OMNIATTN_INLINE const T* row(int64_t i) const { return data + (i < count ? i : 0) * stride; }
   OMNIATTN_INLINE int64_t left(int64_t i, int64_t j) const { return i < count ? width - j : 0; }
 };
 
@@ -128,8 +129,8 @@ struct TileChunk {
   // The tokens [t, t + n) of a key head.
   [[gnu::noinline]] void load(int64_t batch, int64_t t, int64_t n, int64_t key_head) {
     rows = n;
-    const TokenRows k(p.k, batch, t, n, key_head, p.key_width);
-    const TokenRows q(p.q, batch, t, n, key_head, p.key_width);
+    const TokenRows<> k(p.k, batch, t, n, key_head, p.key_width);
+    const TokenRows<> q(p.q, batch, t, n, key_head, p.key_width);
     if (readers.tiles == 4) set_rows(k, steps, readers);
     set_rows(q, steps, queries());
     for (int64_t s = 0; s < steps; ++s) {
@@ -219,7 +220,7 @@ struct TileChunk {
   }
 
   // Rows of a tensor as rows of A.
-  OMNIATTN_INLINE static void set_rows(TokenRows x, int64_t steps, Factor<1> to) {
+  OMNIATTN_INLINE static void set_rows(TokenRows<> x, int64_t steps, Factor<1> to) {
     for (int64_t i = 0; i < kTokens; ++i) {
       for (int64_t s = 0; s < steps; ++s) {
         store_pairs(to.tile(s, 0, i / kPanel) + i % kPanel * kTileTerms,
@@ -230,7 +231,7 @@ struct TileChunk {
 
  private:
   // Columns of a tensor, which are channels, as rows of A.
-  void set_channels(TokenRows x, Factor<1> to) const {
+  void set_channels(TokenRows<> x, Factor<1> to) const {
     for (int64_t s = 0; s < steps; ++s) {
       for (int64_t i = 0; i < 2; ++i) {
         transpose_tile(to.tile(s, 0, i), [&](int64_t pair) OMNIATTN_LAMBDA {

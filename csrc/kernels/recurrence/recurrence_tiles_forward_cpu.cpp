@@ -55,7 +55,7 @@ struct TileForward {
     if (!same_keys) c.load(batch, t, n, p.key_head_of(head));
     c.load_head(batch, t, head);
     for (int64_t i = 0; i < kTokens; ++i) store_row_pieces(P, 0, i, c.P[0].at(i), c.P[1].at(i));
-    const TokenRows v(p.v, batch, t, n, head, V);
+    const TokenRows<> v(p.v, batch, t, n, head, V);
     const TileState state = state_of(head);
     for (int64_t i = 0; i <= panels; ++i) {
       if (i < panels) pack_state(state.panel(i), state_columns[i % 2]);
@@ -101,7 +101,7 @@ struct TileForward {
     }
   }
 
-  [[gnu::noinline]] void update(TokenRows v, int64_t i) const {
+  [[gnu::noinline]] void update(TokenRows<> v, int64_t i) const {
     const int64_t j = i * kPanel;
     const float *const in = c.decay.in, *const out = c.decay.out, *const beta = c.beta;
     const Panel of_k = met_of(i), e = error, x = u;
@@ -119,7 +119,7 @@ struct TileForward {
 
   // o = scale (e^G (q S) + P u + skip v)
   template <class T>
-  [[gnu::noinline]] void write(TokenRows v, const float* skip, int64_t i, T* o) const {
+  [[gnu::noinline]] void write(TokenRows<> v, const float* skip, int64_t i, T* o) const {
     const int64_t j = i * kPanel, left = p.value_width - j;
     const Panel inside = met_of(i), of_q{inside.row(kTokens)};
     const VecF factor = skip == nullptr ? VecF(0.0f) : load_n(skip + j, left);

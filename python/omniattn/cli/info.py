@@ -19,6 +19,7 @@ import omniattn
 from omniattn import config
 from omniattn.ops import _library, gemm_choice, level_choice
 from omniattn.ops._cpu import cpu_family, cpuinfo
+from omniattn.ops._precision import pieces_of
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -36,6 +37,9 @@ _MEANING = {
     "which read denormals of bfloat16 as 0, and sum in float32, all else is computed as by "
     "avx512_bf16",
 }
+
+#: How names of libraries begin that have no tiles of the hardware.
+_SOFTWARE_TILES = "libomniattn_amx_"
 
 #: Of `torch.ops.omniattn.tile_state`: the CPU has AMX, and nobody asked Linux for its tiles.
 _NOT_ASKED_FOR = -2
@@ -98,6 +102,10 @@ def _kernels() -> str:
     elif tiles > 0:
         small = ", a thread has a signal stack of less than 12 KiB" if tiles == errno.ENOSPC else ""
         choice = f"although this CPU has AMX: Linux refused its tiles, {os.strerror(tiles)}{small}"
+    elif _library.loaded["cpu"].name.startswith(_SOFTWARE_TILES):
+        choice = "with tiles in software, for tests"
+    elif config.CPU_ISA not in (None, chosen):
+        choice = f"the best this CPU supports, less than OMNIATTN_CPU_ISA={config.CPU_ISA}"
     else:
         choice = "the best this CPU supports, detected from its instructions, not its name"
     return f"{chosen} ({choice}): {_MEANING[chosen]}"
@@ -105,12 +113,13 @@ def _kernels() -> str:
 
 def _linear() -> str:
     """Whose matrix product `linear` uses."""
-    ours, torchs = (
-        [str(d).removeprefix("torch.") for d, r in gemm_choice.CHOICE.items() if r.native is native]
-        for native in (True, False)
-    )
-    parts = [f"{', '.join(ours)} by omniattn"] if ours else []
-    parts += [f"{', '.join(torchs)} by torch"] if torchs else []
+    of = {str(d).removeprefix("torch."): rule.products for d, rule in gemm_choice.CHOICE.items()}
+    if pieces := pieces_of(torch.empty(0)):
+        of["float32"] = f"omniattn, of {pieces} pieces of bfloat16"
+    parts = [
+        f"{', '.join(dtype for dtype in of if of[dtype] == whose)} by {whose}"
+        for whose in dict.fromkeys(of.values())
+    ]
     return (
         f"products of {'; '.join(parts)}: the faster one on this kind of CPU, as far as measured;"
         ' backend="cpu" forces omniattn'

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.compat._fla import Call, beta_of, decays_of, delta_call, fla_function
+from omniattn.functional._checks import require_shape
 from omniattn.reference.precision import widen
 
 __all__ = [
@@ -144,7 +145,9 @@ def fused_recurrent_gated_delta_rule(
     if gk is None:
         g = widen(q).new_zeros(v.shape[:3]) if g is None else g
         return delta_call(op, functional.gated_delta_rule, (q, k, v, g), beta)
-    gk = gk if g is None else widen(gk) + widen(g)[..., None]
+    if g is not None:
+        require_shape(op, "gk", gk, (*g.shape, q.shape[-1]))
+        gk = widen(gk) + widen(g)[..., None]
     return delta_call(op, functional.kimi_delta_attention, (q, k, v, gk), beta)
 
 

@@ -43,6 +43,11 @@ class Rule:
     native: bool
     measured: str
 
+    @property
+    def products(self) -> str:
+        """Whose they are, for `omniattn info`."""
+        return "omniattn" if self.native else "torch"
+
 
 RULES = (
     Rule(
@@ -84,6 +89,10 @@ def _mkl_at_its_best() -> bool:
     return cpuinfo().get("vendor_id") == "GenuineIntel" and torch.backends.mkl.is_available()
 
 
+#: More multiply-adds than any product has.
+UNBOUNDED = 1 << 62
+
+
 @dataclass(frozen=True)
 class Crossings:
     """Ours is faster for products of `least` to `most` multiply-adds, never where most < least;
@@ -98,6 +107,17 @@ class Crossings:
     def native(self) -> bool:
         """Whether it is with gradients, for any size."""
         return self.least <= self.most
+
+    @property
+    def products(self) -> str:
+        """Whose they are, for `omniattn info`."""
+        if not self.native:
+            return "torch"
+        few, many = self.least > 0, self.most < UNBOUNDED
+        least = f"from {self.least:.1e}" if few else ""
+        most = f"up to {self.most:.1e}" if many else ""
+        limits = " ".join(filter(None, (least, most)))
+        return f"omniattn {limits} multiply-adds, else by torch" if limits else "omniattn"
 
     @property
     def measured(self) -> str:

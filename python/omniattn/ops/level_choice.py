@@ -58,13 +58,15 @@ def install(record: dict[str, Any] | None) -> None:
 
 
 def describe(record: dict[str, Any] | None) -> list[str]:
-    """One line per op and level of this machine, for `omniattn info`."""
+    """One line per op and level that is in use on this machine, for `omniattn info`."""
     if record is None:
         best = [levels[-1] for d in set(_PRODUCTS.values()) if (levels := product_levels(d))]
         return [f"{op} uses {name} (no record of this CPU)" for op in OPS for name in sorted(best)]
     lines, source = [], f" (measured with torch {record['torch']})"
     for op in OPS:
         for name in product_levels():
+            if CPU_ISAS.index(name) > torch.ops.omniattn.cpu_isa():
+                continue
             least = record["ops"][op]["least"].get(name, 0)
             when = "always" if least == 0 else f"from {least:.1e} multiply-adds of a head on"
             when = when if op == "attention" else when.replace("a head", "an expert")
