@@ -147,6 +147,8 @@ def test_gates_and_betas_before_their_activations():
     torch.testing.assert_close(
         both, compat.chunk_kda(*given, x["gk"] + x["g"][..., None], x["beta"])[0]
     )
+    with pytest.raises(ValueError, match=r"fused_recurrent_gated_delta_rule: gk must have shape"):
+        compat.fused_recurrent_gated_delta_rule(*given, x["g"], x["beta"])
 
 
 def test_betas_of_channels():

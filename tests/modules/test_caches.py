@@ -6,13 +6,16 @@ from layer_checks import functions_of_positions
 
 from omniattn.modules import (
     H2O,
+    NSA,
     Attention,
     BlockKeyCache,
     CrossCache,
     DifferentialAttention,
+    DualChunkAttention,
     GatedAttentionUnit,
     KVCache,
     LatentCache,
+    MoBA,
     MultiHeadLatentAttention,
     PagedCache,
     PagePool,
@@ -214,6 +217,33 @@ def test_block_key_cache_has_the_means_of_whole_blocks():
     for found in (cache.means(), other.means()):
         torch.testing.assert_close(found, expected)
     assert cache.nbytes == KVCache(2, 12, 2, 6).nbytes + 2 * 3 * 2 * 6 * 4
+
+
+def test_states_of_layers_with_other_sizes_are_refused():
+    sizes = {"dim": 16, "num_heads": 2}
+    nsa = {"compress_size": 8, "compress_stride": 4, "block_size": 8, "topk": 3, "window": 8}
+    x = torch.randn(1, 20, 16)
+    for layer, other, message in (
+        (NSA(**sizes, **nsa), NSA(**sizes, **nsa | {"compress_size": 4}),
+         r"compress_stride \(3, 4, 4\), got \(3, 8, 4\)"),
+        (NSA(**sizes, **nsa), NSA(**sizes, **nsa, separate_kv=False),
+         r"branches.* \(1, 8, 4\), got \(3, 8, 4\)"),
+        (DualChunkAttention(**sizes, chunk_size=6, local_window=2),
+         DualChunkAttention(**sizes, chunk_size=8, local_window=2), "period=.*6.* period=4"),
+        (MoBA(**sizes, block_size=4, decode="moba"), MoBA(**sizes, block_size=8, decode="moba"),
+         "block_size=8, got block_size=4"),
+    ):  # fmt: skip
+        state = layer.new_state(1, 32)
+        with torch.no_grad():
+            layer(x, state=state)
+            with pytest.raises(ValueError, match=message):
+                other(x[:, :1], state=state)
+        if not isinstance(layer, MoBA):  # whose means are computed from the keys
+            with pytest.raises(ValueError, match=message):
+                other.new_state(1, 32).load_state_dict(state.state_dict())
+    dual = DualChunkAttention(**sizes, chunk_size=6, local_window=2)
+    with pytest.raises(ValueError, match=r"period=.*4, got a KVCache with period=None"):
+        dual(x, state=KVCache(1, 32, 2, 8))
 
 
 def test_rolling_cache_keeps_the_window_and_no_more():

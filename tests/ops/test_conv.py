@@ -171,7 +171,7 @@ X = torch.ones(2, 3, 4)
         ({"initial_state": torch.ones(2, 4, 3)}, ValueError, r"must have shape \(2, 4, 2\)"),
         ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, r"B must be 1 with cu_seqlens, got x"),
         ({"cu_seqlens": torch.tensor([0.0, 3])}, TypeError, "cu_seqlens must be integers"),
-        ({"activation": "relu"}, ValueError, 'activation must be one of "silu"'),
+        ({"activation": "relu"}, ValueError, 'activation must be "silu" or None'),
         ({"return_final_state": 1}, TypeError, "return_final_state must be True or False"),
     ],
 )

@@ -334,7 +334,11 @@ WRONG = [
     (lambda: masks.Representatives(3, 2, "absolute", ((1, 2),)), "levels need the relative"),
     (lambda: masks.Chunked(4, back=(2, 1)), "far of back must be an int >= 2"),
     (lambda: masks.GridNeighbourhood((4, 5), 5), "kernel_size must be an int >= 1 and <= 4"),
-    (lambda: masks.GridNeighbourhood((4, 5), 2, dilation=3), "kernel_size .* <= 1, got"),
+    (
+        lambda: masks.GridNeighbourhood((5, 5), 3, dilation=2),
+        "kernel_size [*] dilation must be .* got kernel_size=3, dilation=2, tokens=5",
+    ),
+    (lambda: masks.GridNeighbourhood((4, 5), 2, dilation=3), r"kernel_size \* dilation must be .*, got kernel_size=2, dilation=3, tokens=4"),
     (lambda: masks.GridNeighbourhood((4, 5), (2, 2, 2)), "kernel_size must be one value or 2"),
     (lambda: masks.GridNeighbourhood((4, 5), 2, stride=3), "stride must be an int >= 1 and <= 2"),
     (lambda: masks.GridNeighbourhood((4, 0), 1), "shape must be an int >= 1"),

@@ -178,8 +178,9 @@ def test_latents_are_values() -> None:
 def test_wrong_arguments(change: dict, message: str) -> None:
     q, k, v = (t.float() for t in qkv())
     options = {"indices": lists(1, 2, 40, 7, 2), "block_size": 16} | change
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=OP + message):
-        selected_attention(q, k, v, **options)
+    for backend in (None, "reference"):
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=OP + message):
+            selected_attention(q, k, v, **options, backend=backend)
 
 
 def test_debug_accepts_padding() -> None:

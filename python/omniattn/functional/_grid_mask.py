@@ -98,7 +98,12 @@ def grid_axes(
         inner = math.prod(shape[n + 1 :])
         require_int(op, "tokens of a step along an axis", inner, 1, (1 << SIZE_BITS) - 1)
         require_int(op, "dilation", dilations[n], 1, most)
-        require_int(op, "kernel_size", kernels[n], 1, min(length // dilations[n], most))
+        require_int(op, "kernel_size", kernels[n], 1, min(length, most))
+        if kernels[n] * dilations[n] > length:
+            raise ValueError(
+                f"{op}: kernel_size * dilation must be at most the tokens of the axis, "
+                f"got kernel_size={kernels[n]}, dilation={dilations[n]}, tokens={length}"
+            )
         require_int(op, "stride", strides[n], 1, kernels[n])
         require_bool(op, "is_causal", causal[n])
         axes.append(GridAxis(inner, length, kernels[n], dilations[n], strides[n], causal[n]))

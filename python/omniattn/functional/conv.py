@@ -10,9 +10,9 @@ from omniattn.functional._checks import (
     cast_like,
     implementation,
     require_bool,
-    require_choice,
     require_float,
     require_shape,
+    shown,
 )
 from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import sequence_count
@@ -128,8 +128,10 @@ def causal_conv1d(
     if bias is not None:
         bias = cast_like(op, "bias", bias, x)
         require_shape(op, "bias", bias, (channels,))
-    if activation is not None:
-        require_choice(op, "activation", activation, ("silu",))
+    if activation not in ("silu", None):
+        raise ValueError(
+            f'{op}: activation must be "silu" or None, got activation={shown(activation)}'
+        )
     if initial_state is not None:
         initial_state = cast_like(op, "initial_state", initial_state, x)
         require_shape(op, "initial_state", initial_state, (count, channels, weight.shape[1] - 1))

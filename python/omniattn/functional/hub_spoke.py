@@ -49,7 +49,8 @@ def hub_spoke_attention(
         v: (B, Tk, Hkv, Dv).
         q_global, k_global, v_global: second projections, as q, k and v, for `dual`.
         window: keys before the query, and if not causal after it.
-        global_index, global_every: the hubs, positions and multiples of a number.
+        global_index, global_every: the hubs, positions and multiples of a number; those beyond
+            the keys are none.
         causal: only keys up to the query.
         dual: "disjoint", "longformer" or None.
         scale: None is 1 / sqrt(D).

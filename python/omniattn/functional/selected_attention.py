@@ -17,13 +17,15 @@ from omniattn.functional._attention import (
 from omniattn.functional._checks import (
     implementation,
     is_one_of,
+    is_traced,
     require_bool,
     require_int,
     require_seed,
+    use_reference,
 )
 from omniattn.ops.selected_attention import selected_attention as op_of_selected
 from omniattn.reference.attention import default_scale
-from omniattn.reference.selected_attention import require_lists
+from omniattn.reference.selected_attention import require_entries, require_lists
 
 __all__ = ["selected_attention"]
 
@@ -175,8 +177,11 @@ def selected_attention(
     options = Options(scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, seed=seed)
     checked_codes(op, q, full_shape(q, k), options)
     indices = _lists(op, indices, q, k, query_block)
+    blocks = -(-k.shape[1] // block_size)
     if debug:
-        require_lists(op, indices, -(-k.shape[1] // block_size))
+        require_lists(op, indices, blocks)
+    elif use_reference(op, backend, q) and not is_traced():  # as the kernels do
+        require_entries(op, indices, blocks)
     seed = require_seed(op, seed, q) if dropout_p > 0 else None
     factor = default_scale(q.shape[3]) if scale is None else float(scale)
     run = implementation(op, backend, q, op_of_selected)

@@ -110,10 +110,10 @@ def require_interface(model: PreTrainedModel) -> None:
     layer = own_attention(model)
     if layer is not None:
         own = "sdpa" if model._supports_sdpa else "eager"
-        swaps = " and omniattn.hf.patch, which swaps its calls of sdpa," * (own == "sdpa")
+        swaps = "which swaps its calls of sdpa" if own == "sdpa" else "if it has such layers"
         raise NotImplementedError(
             f"omniattn.hf: {type(model).__name__} computes its attention itself ({layer}) and "
-            f'never asks the AttentionInterface of transformers; use attn_implementation="{own}"'
-            f"{swaps} or, for other parts of a composite model, "
+            f'never asks the AttentionInterface of transformers; use attn_implementation="{own}" '
+            f"and omniattn.hf.patch, {swaps}, or, for other parts of a composite model, "
             f'{{"": "{own}", "text_config": "omniattn"}}'
         )

@@ -92,7 +92,8 @@ class Model(nn.Module):
         name = type(model).__name__
         if name not in known:
             raise NotImplementedError(
-                f"from_hf: model must be one of {', '.join(sorted(known))}, got {name}"
+                f"from_hf: model must be one of {', '.join(sorted(known))}, got {name}; "
+                "omniattn.hf.patch replaces layers of others in place"
             )
         weight = next(model.parameters())
         config = replace(known[name].from_hf(model.config), backend=backend)

@@ -16,7 +16,13 @@ from omniattn.modules.expert_parallel import ExpertParallel
 from omniattn.modules.experts import Experts
 from omniattn.modules.gau import GatedAttentionUnit
 from omniattn.modules.hub_spoke import DeterministicSparseAttention, HubSpokeAttention
-from omniattn.modules.kv_cache import BlockKeyCache, CrossCache, KVCache, LatentCache
+from omniattn.modules.kv_cache import (
+    BlockKeyCache,
+    CrossCache,
+    KVCache,
+    LatentCache,
+    PeriodicKeyCache,
+)
 from omniattn.modules.liger_cross_entropy import (
     CrossEntropyOutput,
     LigerCrossEntropyLoss,
@@ -167,6 +173,7 @@ __all__ = [
     "ParallelResidual",
     "PatchMerging",
     "Performer",
+    "PeriodicKeyCache",
     "RMSNorm",
     "RMSNormGated",
     "RWKV4TimeMix",

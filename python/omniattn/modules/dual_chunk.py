@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional._checks import require_choice
 from omniattn.modules import _signatures
+from omniattn.modules.cache import Cache, storage_like
+from omniattn.modules.kv_cache import PeriodicKeyCache
 from omniattn.modules.layer import config_or_fields
+from omniattn.modules.linear import Linear
 from omniattn.modules.rope import RotaryEmbedding
 from omniattn.modules.sparse_attention import SparseAttention, SparseConfig
+from omniattn.modules.state import State, Storage
 
 
 class DualChunkAttention(SparseAttention):
@@ -83,11 +88,37 @@ class DualChunkAttention(SparseAttention):
         self._build(device, dtype)
         self.rotary = RotaryEmbedding(RotaryEmbedding.Config(config.head_size, config.rope_base))
 
+    @property
+    def _period(self) -> int:
+        return self.config.chunk_size - self.config.local_window
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
+        """An empty cache.
+
+        Args:
+            batch, max_length: sizes.
+            device, dtype: of the storage, default: those of the parameters.
+        """
+        c = self.config
+        like = storage_like(cast(Linear, self.get_submodule("q_proj")).weight, **storage)
+        sizes = (batch, max_length, c.kv_heads, c.head_size)
+        return PeriodicKeyCache(*sizes, period=self._period, **like)
+
+    def _cache_of(self, state: State | None) -> Cache | None:
+        cache = super()._cache_of(state)
+        period = getattr(cache, "period", None)
+        if cache is not None and period != self._period:
+            raise ValueError(
+                "DualChunkAttention: state must have period=chunk_size - local_window="
+                f"{self._period}, got a {type(cache).__name__} with period={period}"
+            )
+        return cache
+
     def _rotated(
         self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor] | None, at: Tensor
     ) -> tuple[Tensor, Tensor]:
         c = self.config
-        tables = self.rotary(at % (c.chunk_size - c.local_window))
+        tables = self.rotary(at % self._period)
         k, _ = functional.apply_rotary(
             k, None, *tables, interleaved=c.rope_interleaved, backend=c.backend
         )

@@ -111,6 +111,11 @@ class BlockKeyCache(KVCache):
     def nbytes(self) -> int:
         return super().nbytes + self._means.nbytes
 
+    @property
+    def block_size(self) -> int:
+        """Keys of a block."""
+        return self._size
+
     def means(self) -> Tensor:
         """(B, whole blocks, Hkv, D)."""
         return self._means[:, : self.length // self._size]
@@ -127,6 +132,48 @@ class BlockKeyCache(KVCache):
     def reorder(self, index: Tensor) -> None:
         super().reorder(index)
         self._means = self._means.index_select(0, index)
+
+
+class PeriodicKeyCache(KVCache):
+    """Keys, rotated by their positions modulo `period`, and values: those of dual chunk attention.
+
+    Args:
+        batch, max_length, num_kv_heads, head_dim: sizes of the storage.
+        period: of the rotations.
+        device, dtype: of the storage.
+
+    Reference:
+        An et al., Training-Free Long-Context Scaling of LLMs, 2024, arXiv 2402.17463.
+
+    Example:
+        >>> PeriodicKeyCache(1, 16, 2, 4, period=8).state_dict()["period"]
+        8
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        period: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(batch, max_length, num_kv_heads, head_dim, device=device, dtype=dtype)
+        self.period = period
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"period": self.period}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        *_, period = take("PeriodicKeyCache", state, "k", "v", "period")
+        if period != self.period:
+            raise ValueError(
+                f"PeriodicKeyCache: state must have period={self.period}, got period={period}"
+            )
+        super().load_state_dict({name: state[name] for name in ("k", "v")})
 
 
 class LatentCache(KVCache):

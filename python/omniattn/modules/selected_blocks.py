@@ -139,6 +139,11 @@ class MoBA(Mixer):
         c = self.config
         require_no_mask("MoBA", mask)
         cache = require_cache("MoBA", state)
+        if isinstance(cache, BlockKeyCache) and cache.block_size != c.block_size:
+            raise ValueError(
+                f"MoBA: state must have block_size={c.block_size}, "
+                f"got block_size={cache.block_size}"
+            )
         x, sequences = sequences_of("MoBA", "x", x, state=cache)
         require_tokens("MoBA", x, c.dim)
         q, k, v = (
@@ -220,6 +225,17 @@ class NSAState:
         self.branches, self.compressed = branches, compressed
         self._size, self._stride = size, stride
 
+    def _sizes(self) -> tuple[int, int, int]:
+        return len(self.branches), self._size, self._stride
+
+    def require_sizes(self, branches: int, size: int, stride: int) -> None:
+        """Raises ValueError unless a layer with these numbers made it."""
+        if (branches, size, stride) != self._sizes():
+            raise ValueError(
+                "NSA: state must have the branches, compress_size and compress_stride "
+                f"{branches, size, stride}, got {self._sizes()}"
+            )
+
     @property
     def parts(self) -> tuple[KVCache, ...]:
         """States of the same tokens."""
@@ -253,13 +269,17 @@ class NSAState:
         return {
             "branches": [cache.state_dict() for cache in self.branches],
             "compressed": self.compressed.state_dict(),
+            "compress_size": self._size,
+            "compress_stride": self._stride,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        branches, compressed = take("NSAState", state, "branches", "compressed")
-        if len(branches) != len(self.branches):
+        names = "branches", "compressed", "compress_size", "compress_stride"
+        branches, compressed, *windows = take("NSAState", state, *names)
+        if (len(branches), *windows) != self._sizes():
             raise ValueError(
-                f"NSAState: state must have {len(self.branches)} branches, got {len(branches)}"
+                "NSAState: state must have the branches, compress_size and compress_stride "
+                f"{self._sizes()}, got {(len(branches), *windows)}"
             )
         for cache, saved in zip(self._all(), [*branches, compressed], strict=True):
             cache.load_state_dict(saved)
@@ -399,6 +419,8 @@ class NSA(Mixer):
         require_no_mask("NSA", mask)
         if state is not None and not isinstance(state, NSAState):
             raise TypeError(f"NSA: state must be an NSAState, got {type(state).__name__}")
+        if state is not None:
+            state.require_sizes(3 if c.separate_kv else 1, c.compress_size, c.compress_stride)
         x, sequences = sequences_of("NSA", "x", x, state=state)
         require_tokens("NSA", x, c.dim)
         q = self.q_proj(x).unflatten(-1, (c.num_heads, -1))

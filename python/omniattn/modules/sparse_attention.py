@@ -166,7 +166,7 @@ class SparseAttention(Mixer):
         **given: Any,
     ) -> Tensor:
         c, op = self.config, type(self).__name__
-        cache = require_cache(op, state)
+        cache = self._cache_of(state)
         x, sequences = sequences_of(op, "x", x, state=cache)
         require_tokens(op, x, c.dim)
         if mask is not None or (cache is not None and cache.mask is not None):
@@ -186,6 +186,10 @@ class SparseAttention(Mixer):
         ]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
         return sequences.restored(self._output(out.flatten(-2), x))
+
+    def _cache_of(self, state: State | None) -> Cache | None:
+        """`state`, checked."""
+        return require_cache(type(self).__name__, state)
 
     def _of_sequence(self, row: slice, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call for the sequences `row` of its batch."""

@@ -109,14 +109,19 @@ def selected_keys(
     return chosen[:, :, query][..., key]
 
 
-def require_lists(op: str, indices: Tensor, blocks: int, kind: str = "block") -> None:
-    """Each list holds -1 or numbers in [0, blocks), no number twice. Waits for a GPU."""
+def require_entries(op: str, indices: Tensor, blocks: int, kind: str = "block") -> None:
+    """Each list holds -1 or numbers in [0, blocks). Waits for a GPU."""
     low, high = (int(t) for t in indices.aminmax()) if indices.numel() else (-1, -1)
     if low < -1 or high >= blocks:
         raise ValueError(
             f"{op}: indices must be -1 or numbers of {kind}s in [0, {blocks}), "
             f"got {low if low < -1 else high}"
         )
+
+
+def require_lists(op: str, indices: Tensor, blocks: int, kind: str = "block") -> None:
+    """And no number twice."""
+    require_entries(op, indices, blocks, kind)
     ordered = indices.sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if twice.any():
