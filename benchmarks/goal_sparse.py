@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -189,13 +190,13 @@ def length_rows() -> Iterator[Row]:
 def selected_rows() -> Iterator[Row]:
     """The rate of the dense kernel per visited pair, and a gather in torch."""
     spec = registry()["selected_attention"]
-    for benchmark in spec.benchmarks:
+    for benchmark, dtype in itertools.product(spec.benchmarks, (torch.float32, torch.bfloat16)):
         case = benchmark.case
         if case.label not in ("nsa", "tokens") or torch.float32 not in benchmark.dtypes:
             continue
         if case.label == "tokens":  # with few queries the gradients of all keys are what counts
             case = replace(case, sizes=case.sizes | {"Tq": 32})
-        call = spec.call(case, torch.float32)
+        call = spec.call(case, dtype)
         s = case.sizes
         dense_inputs = {name: call.tensors[name] for name in "qkv"}
         for pass_ in PASSES:
@@ -214,8 +215,11 @@ def selected_rows() -> Iterator[Row]:
                 "dense x visited pairs",
                 1 / (0.6 if case.label == "nsa" else 0.5),
                 share=flops / dense_flops,
+                dtype=dtype,
                 flops=flops,
             )
+            if dtype == torch.bfloat16:  # in which a gather in torch rounds its weights, too
+                continue
             yield Row(
                 name,
                 pass_,
@@ -351,54 +355,68 @@ def _filled(cache: modules.KVCache, length: int) -> int:
     return sum(t.nbytes for t in stored)
 
 
-def _decoding(layer: torch.nn.Module, state: Any, width: int) -> Provider:
-    (x,) = tensors((1, 1, width))
+@dataclass(frozen=True)
+class Steps:
+    """A token after others, by each layer, and the bytes that it has to read."""
 
-    def step() -> object:
-        state.crop(SEEN)
-        with torch.no_grad():
-            return layer(x, state=state)
-
-    return step
+    runs: dict[str, Provider]
+    bytes: dict[str, float]
 
 
-def decode_rows() -> Iterator[Row]:
-    """A token after 32k others: at 80 % of the bandwidth for what has to be read. In small layers
-    the calls of ops take longer than their reading."""
-    for sizes in (SMALL, LARGE):
-        yield from _decode_rows_of(sizes)
-
-
-def _decode_rows_of(sizes: Sizes) -> Iterator[Row]:
+def steps(sizes: Sizes, seen: int) -> Steps:
+    """After `seen` tokens."""
     made = sizes.layers()
-    states = {name: layer.new_state(1, SEEN + 1) for name, layer in made.items()}
-    whole = _filled(states["dense"], SEEN)
-    token = whole // SEEN
+    states = {name: layer.new_state(1, seen + 1) for name, layer in made.items()}
+    whole = _filled(states["dense"], seen)
+    token = whole // seen
     c = made["NSA"].config
     for branch in states["NSA"].branches:
-        _filled(branch, SEEN)
-    compressed = _filled(states["NSA"].compressed, states["NSA"].windows(SEEN))
-    _filled(states["MoBA"], SEEN)
+        _filled(branch, seen)
+    compressed = _filled(states["NSA"].compressed, states["NSA"].windows(seen))
+    _filled(states["MoBA"], seen)
     moba, dsa = made["MoBA"].config, made["DSA"].config
-    _filled(states["DSA"].latents, SEEN)
-    index = _filled(states["DSA"].index, SEEN)
+    _filled(states["DSA"].latents, seen)
+    index = _filled(states["DSA"].index, seen)
     read = {
+        "dense": whole,
         "NSA": compressed + token * (c.topk * c.block_size + c.window),
         # The means, the own block, and for each head the others.
         "MoBA": whole // 2 // moba.block_size
         + token * moba.block_size * (1 + sizes.heads // sizes.kv_heads * (moba.topk - 1)),
         "DSA": index + 4 * dsa.index_topk * dsa.kv_lora_rank,
     }
-    for name, bytes in read.items():
-        weights = 4 * sum(p.numel() for p in made[name].parameters())
+    weights = {name: 4 * sum(p.numel() for p in layer.parameters()) for name, layer in made.items()}
+    (x,) = tensors((1, 1, sizes.width))
+
+    def step(name: str) -> Provider:
+        def run() -> object:
+            states[name].crop(seen)
+            with torch.no_grad():
+                return made[name](x, state=states[name])
+
+        return run
+
+    return Steps(
+        {name: step(name) for name in made},
+        {name: float(read[name] + weights[name]) for name in made},
+    )
+
+
+def decode_rows() -> Iterator[Row]:
+    """A token after 32k others: at 80 % of the bandwidth for what has to be read, against dense
+    attention; and in a large layer against a token after 8k others, by what has to be read. In
+    small layers the calls of ops take longer than their reading."""
+    for sizes in (SMALL, LARGE):
+        found = steps(sizes, SEEN)
         label = "" if sizes == SMALL else f" d{sizes.width} H{sizes.heads}/{sizes.kv_heads}"
-        yield Row(
-            f"{name} decode{label} after {SEEN} tokens",
-            "forward",
-            _decoding(made[name], states[name], sizes.width),
-            _decoding(made["dense"], states["dense"], sizes.width),
-            "dense attention",
-            1.0,
-            bytes=float(bytes + weights),
-            least=0.8,
-        )
+        for name in ("NSA", "MoBA", "DSA"):
+            title = f"{name} decode{label} after {SEEN} tokens"
+            against = found.runs["dense"], "dense attention", 1.0
+            read = {"bytes": found.bytes[name], "least": 0.8}
+            yield Row(title, "forward", found.runs[name], *against, **read)
+    short = steps(LARGE, SEEN // 4)
+    for name in ("NSA", "MoBA", "DSA"):
+        share = found.bytes[name] / short.bytes[name]
+        against = short.runs[name], f"the same after {SEEN // 4}, by bytes", 1.1
+        title = f"{name} decode{label} after {SEEN} tokens"
+        yield Row(title, "forward", found.runs[name], *against, share=share)

@@ -1,6 +1,6 @@
 """This package's linear kernel against torch's: the measurement for ops/gemm_choice.py.
 
-    python benchmarks/linear_choice.py [--threads 1] [--seconds 0.3] [--dtypes bfloat16 ...]
+    python benchmarks/linear_choice.py [--threads 2] [--seconds 0.3] [--dtypes bfloat16 ...]
     python benchmarks/linear_choice.py --record    # adds this family of CPUs to what is installed
 
 Both kernels alternate; the best time of each counts, since a shared machine only ever adds to it.
@@ -136,7 +136,7 @@ def gains_without_gradients(dtype: torch.dtype, seconds: float) -> dict[int, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.3, help="per measurement")
     parser.add_argument(
         "--dtypes", nargs="*", default=["float32", "bfloat16", "float16", "float64"]

@@ -338,7 +338,10 @@ WRONG = [
         lambda: masks.GridNeighbourhood((5, 5), 3, dilation=2),
         "kernel_size [*] dilation must be .* got kernel_size=3, dilation=2, tokens=5",
     ),
-    (lambda: masks.GridNeighbourhood((4, 5), 2, dilation=3), r"kernel_size \* dilation must be .*, got kernel_size=2, dilation=3, tokens=4"),
+    (
+        lambda: masks.GridNeighbourhood((4, 5), 2, dilation=3),
+        r"kernel_size \* dilation must be .*, got kernel_size=2, dilation=3, tokens=4",
+    ),
     (lambda: masks.GridNeighbourhood((4, 5), (2, 2, 2)), "kernel_size must be one value or 2"),
     (lambda: masks.GridNeighbourhood((4, 5), 2, stride=3), "stride must be an int >= 1 and <= 2"),
     (lambda: masks.GridNeighbourhood((4, 0), 1), "shape must be an int >= 1"),
