@@ -162,6 +162,7 @@ class PeriodicKeyCache(KVCache):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(batch, max_length, num_kv_heads, head_dim, device=device, dtype=dtype)
+        require_int("PeriodicKeyCache", "period", period, 1)
         self.period = period
 
     def state_dict(self) -> dict[str, Any]:
