@@ -75,8 +75,9 @@ int main() {
   p.table.kind = ScoreKind::none;
   p.score = score;
   params.lse = &lse;
-  params.weights = weights;
-  isa_baseline::attention_weights_kernels_table.weights(params, scratch, 0, weights_items(p));
+  params.out = weights;
+  isa_baseline::attention_weights_kernels_table.weights(params, scratch, 0,
+                                                        weights_items(params));
   for (int n = 0; n < 3; ++n) {
     if (!near(weights[n], std::exp(softsign(0.5 * q * k[n], 3) - lse))) return 7;
   }
