@@ -37,6 +37,26 @@ def with_table(
     return attention
 
 
+def dense_rows() -> Iterator[Row]:
+    """Dense attention of fp32 against the machine's rate of multiply-adds, and torch's."""
+    heads = 8
+    for length, dim in ((1152, 128), (4096, 64), (4096, 128)):
+        qkv = self_attention(1, length, heads, dim)
+        for causal in (False, True):
+            pairs = length * (length + 1) // 2 if causal else length * length
+            for pass_ in PASSES:
+                yield Row(
+                    f"attention {'causal' if causal else 'full'} N{length} D{dim}",
+                    pass_,
+                    provider(pass_, qkv, functional.attention, causal=causal),
+                    provider(pass_, qkv, sdpa, is_causal=causal),
+                    "torch's attention",
+                    1.0,
+                    flops=2.0 * heads * pairs * dim * PRODUCTS[pass_],
+                    least=0.8,
+                )
+
+
 def mask_rows() -> Iterator[Row]:
     """Time of visited tiles: every mask at most 1.25 of its share of the dense call."""
     length, heads, dim = 4096, 4, 64

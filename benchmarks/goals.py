@@ -44,6 +44,7 @@ SECONDS = 1.0
 #: The least memory that counts.
 PAGE_MIB = 1 / 256
 GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
+    "dense": goal_rows.dense_rows,
     "masks": goal_rows.mask_rows,
     "window": goal_rows.window_rows,
     "varlen": goal_rows.varlen_rows,

@@ -144,9 +144,13 @@ def nsa_scores(
     overlap = torch.minimum(j + per_key, begin + per_block) - torch.maximum(j, begin)
     strides = blocks * per_block
     missing = strides - p.shape[-1] if isinstance(tk, int) else strides + 1  # the sign is unknown
-    p = torch.nn.functional.pad(p, (reach * per_block, missing))[..., : strides + reach * per_block]
-    given = p.unflatten(-1, (blocks + reach, per_block)) @ overlap.clamp(min=0).to(p.dtype)
-    parts = [given[..., reach - n : reach - n + blocks, n] for n in range(reach + 1)]
+    p = torch.nn.functional.pad(p, (reach * per_block, missing))
+    overlap = overlap.clamp(min=0).to(p.dtype)
+    parts = [
+        p[..., (reach - n) * per_block :][..., :strides].unflatten(-1, (blocks, per_block))
+        @ overlap[:, n]
+        for n in range(reach + 1)
+    ]
     scores = functools.reduce(torch.add, parts)
     block, own = torch.arange(blocks, device=p.device), ends[:, None] // block_size
     forced = (block == 0) | (block == own) | (block == own - 1)
