@@ -22,7 +22,7 @@ void weigh_row(const RowScore<A>& score, A* x, Range columns, A shift, A* sums) 
   });
 }
 
-// Writes `count` weights of one query from `key` on, or adds them to those of other heads.
+// Writes `count` weights of one query from `key` on, or adds them to the weights of other heads.
 template <class T>
 void store_weights(const AttentionWeightsParams& w, int64_t head, int64_t query, int64_t key,
                    int64_t count, const compute_t<T>* x) {

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn.functional._checks import require_int
 from omniattn.functional.selected_blocks import block_means
 from omniattn.modules.cache import Cache, StoredCache, check_new
-from omniattn.modules.state import require_index, take
+from omniattn.modules.state import Storage, require_index, take
 
 
 class KVCache(StoredCache):
@@ -97,10 +98,9 @@ class BlockKeyCache(KVCache):
         head_dim: int,
         *,
         block_size: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **storage: Unpack[Storage],
     ) -> None:
-        super().__init__(batch, max_length, num_kv_heads, head_dim, device=device, dtype=dtype)
+        super().__init__(batch, max_length, num_kv_heads, head_dim, **storage)
         self._size = block_size
         shape = (batch, max_length // block_size, num_kv_heads, head_dim)
         self._means = self._k.new_zeros(
@@ -135,7 +135,7 @@ class BlockKeyCache(KVCache):
 
 
 class PeriodicKeyCache(KVCache):
-    """Keys, rotated by their positions modulo `period`, and values: those of dual chunk attention.
+    """Keys rotated by their positions modulo `period`, and values, for dual chunk attention.
 
     Args:
         batch, max_length, num_kv_heads, head_dim: sizes of the storage.
@@ -158,10 +158,9 @@ class PeriodicKeyCache(KVCache):
         head_dim: int,
         *,
         period: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **storage: Unpack[Storage],
     ) -> None:
-        super().__init__(batch, max_length, num_kv_heads, head_dim, device=device, dtype=dtype)
+        super().__init__(batch, max_length, num_kv_heads, head_dim, **storage)
         require_int("PeriodicKeyCache", "period", period, 1)
         self.period = period
 

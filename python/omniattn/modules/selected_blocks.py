@@ -225,16 +225,10 @@ class NSAState:
         self.branches, self.compressed = branches, compressed
         self._size, self._stride = size, stride
 
-    def _sizes(self) -> tuple[int, int, int]:
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What a layer must share with the one that made this: branches, size and stride."""
         return len(self.branches), self._size, self._stride
-
-    def require_sizes(self, branches: int, size: int, stride: int) -> None:
-        """Raises ValueError unless a layer with these numbers made it."""
-        if (branches, size, stride) != self._sizes():
-            raise ValueError(
-                "NSA: state must have the branches, compress_size and compress_stride "
-                f"{branches, size, stride}, got {self._sizes()}"
-            )
 
     @property
     def parts(self) -> tuple[KVCache, ...]:
@@ -276,13 +270,17 @@ class NSAState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         names = "branches", "compressed", "compress_size", "compress_stride"
         branches, compressed, *windows = take("NSAState", state, *names)
-        if (len(branches), *windows) != self._sizes():
-            raise ValueError(
-                "NSAState: state must have the branches, compress_size and compress_stride "
-                f"{self._sizes()}, got {(len(branches), *windows)}"
-            )
+        _require_sizes("NSAState", (len(branches), *windows), self.sizes)
         for cache, saved in zip(self._all(), [*branches, compressed], strict=True):
             cache.load_state_dict(saved)
+
+
+def _require_sizes(op: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise ValueError(
+            f"{op}: state must have the branches, compress_size and compress_stride {wanted}, "
+            f"got {found}"
+        )
 
 
 class NSA(Mixer):
@@ -420,7 +418,8 @@ class NSA(Mixer):
         if state is not None and not isinstance(state, NSAState):
             raise TypeError(f"NSA: state must be an NSAState, got {type(state).__name__}")
         if state is not None:
-            state.require_sizes(3 if c.separate_kv else 1, c.compress_size, c.compress_stride)
+            branches = 3 if c.separate_kv else 1
+            _require_sizes("NSA", state.sizes, (branches, c.compress_size, c.compress_stride))
         x, sequences = sequences_of("NSA", "x", x, state=state)
         require_tokens("NSA", x, c.dim)
         q = self.q_proj(x).unflatten(-1, (c.num_heads, -1))
