@@ -104,29 +104,37 @@ OMNIATTN_INLINE void micro_tile_rows(int64_t rows, const TileArgs<T>& args) {
   }
 }
 
-// All rows of one panel, in tiles whose heights differ by at most one.
+// Rows in tiles whose heights differ by at most one.
+struct Heights {
+  int64_t tiles, least, taller;  // `taller` of the tiles have one row more
+
+  OMNIATTN_INLINE Heights(int64_t rows, int64_t most) : tiles((rows + most - 1) / most) {
+    least = rows / tiles;
+    taller = rows - least * tiles;
+  }
+};
+
+// All rows of one panel. `args` is a reference: a copy of it is written in words and read back in
+// vectors at once, which waits for the stores and took up to a tenth of a recurrence.
 template <class T, ALayout kLayout, bool kPartial, int kVecs>
-void panel_tiles(int64_t m, TileArgs<T> args) {
-  const int64_t tiles = (m + tile_rows(kVecs) - 1) / tile_rows(kVecs);
-  const int64_t height = m / tiles;
-  const int64_t taller = m % tiles;
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t rows = height + (tile < taller ? 1 : 0);
+OMNIATTN_INLINE void panel_tiles(const Heights& heights, TileArgs<T>& args, const T* a,
+                                 compute_t<T>* c) {
+  for (int64_t tile = 0; tile < heights.tiles; ++tile) {
+    const int64_t rows = heights.least + (tile < heights.taller ? 1 : 0);
+    args.a = a, args.c = c;
     micro_tile_rows<T, kLayout, kPartial, kVecs>(rows, args);
-    args.a += kLayout == ALayout::kRows ? rows * args.lda : rows * Operand<T>::kStep;
-    args.c += rows * args.ldc;
+    a += kLayout == ALayout::kRows ? rows * args.lda : rows * Operand<T>::kStep;
+    c += rows * args.ldc;
   }
 }
 
 template <class T, ALayout kLayout, int kVecs = kTileVecs>
-OMNIATTN_INLINE void partial_panel_tiles(int64_t m, int64_t vecs, const TileArgs<T>& args) {
-  if constexpr (kVecs == 1) {
-    panel_tiles<T, kLayout, true, 1>(m, args);
-  } else if (vecs == kVecs) {
-    panel_tiles<T, kLayout, true, kVecs>(m, args);
-  } else {
-    partial_panel_tiles<T, kLayout, kVecs - 1>(m, vecs, args);
+OMNIATTN_INLINE void partial_panel_tiles(int64_t m, int64_t vecs, TileArgs<T>& args, const T* a,
+                                         compute_t<T>* c) {
+  if constexpr (kVecs > 1) {
+    if (vecs < kVecs) return partial_panel_tiles<T, kLayout, kVecs - 1>(m, vecs, args, a, c);
   }
+  panel_tiles<T, kLayout, true, kVecs>({m, tile_rows(kVecs)}, args, a, c);
 }
 
 // All of C.
@@ -135,15 +143,17 @@ void multiply_in_vectors(const T* a, int64_t lda, const Panels<T>& b, compute_t<
                          int64_t m, int64_t n, int64_t k, bool accumulate) {
   constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
   TileArgs<T> args{a, lda, b.data, b.row_stride, c, ldc, k, kWidth, accumulate};
-  for (; n >= kPanelCols<T>; n -= kPanelCols<T>) {
-    panel_tiles<T, kLayout, false, kTileVecs>(m, args);
-    args.b += b.panel_stride * Operand<T>::kStep;
-    args.c += kPanelCols<T>;
+  if (n >= kPanelCols<T>) {
+    const Heights heights(m, tile_rows(kTileVecs));
+    for (; n >= kPanelCols<T>; n -= kPanelCols<T>, c += kPanelCols<T>) {
+      panel_tiles<T, kLayout, false, kTileVecs>(heights, args, a, c);
+      args.b += b.panel_stride * Operand<T>::kStep;
+    }
   }
   if (n > 0) {
     const int64_t vecs = (n + kWidth - 1) / kWidth;
     args.last = n - (vecs - 1) * kWidth;
-    partial_panel_tiles<T, kLayout>(m, vecs, args);
+    partial_panel_tiles<T, kLayout>(m, vecs, args, a, c);
   }
 }
 

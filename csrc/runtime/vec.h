@@ -4,7 +4,8 @@
 //
 //   files      vec_core.h has the vectors; vec_avx512.h, vec_avx2.h and vec_portable.h have masks,
 //              fma, max, min, sqrt, round, floor, load, store and stream, and their own versions of
-//              scale2, reciprocal, partial loads and stores, and reductions where these are better;
+//              scale2, scale2_to_normal, reciprocal, partial loads and stores, and reductions where
+//              these are better;
 //              vectors of 16-bit pairs come from vec_avx512.h, or from vec_pairs.h without AVX-512
 //   storage    load(p) and store(p, v) take double, float, bf16 or f16 pointers and convert to and
 //              from the compute type; narrowing rounds to nearest even and keeps NaN
@@ -38,6 +39,11 @@ OMNIATTN_INLINE VecF scale2(VecF a, VecF n) {
   const VecF::Bits whole = __builtin_convertvector(n.v, VecF::Bits);
   const VecF::Bits half = whole >> 1;
   return a * VecF::from_bits((half + 127) << 23) * VecF::from_bits((whole - half + 127) << 23);
+}
+
+// In one step, for normal results.
+OMNIATTN_INLINE VecF scale2_to_normal(VecF a, VecF n) {
+  return VecF::from_bits(a.bits() + (__builtin_convertvector(n.v, VecF::Bits) << 23));
 }
 
 // Accesses to the end of a row are calls, which shortens builds.
@@ -168,15 +174,23 @@ OMNIATTN_INLINE VecD map_lanes(VecD x, F f) {
   return load(lanes);
 }
 
+// e^x as a number in [0.7, 1.42] and a power of 2, for x in [-105, 89].
+struct ScaledExp {
+  VecF value, power;
+
+  OMNIATTN_INLINE explicit ScaledExp(VecF x) : value(x), power(round(x * 1.442695041f)) {
+    const VecF high = fma(power, VecF(-0x1.62e4p-1f), x);
+    const VecF r = fma(power, VecF(-0x1.7f7d1cp-20f), high);
+    const VecF p = horner(r, 4.999999404e-01f, 1.666651517e-01f, 4.166845605e-02f, 8.369418792e-03f,
+                          1.381314476e-03f);
+    value = fma(r * r, p, r) + 1.0f;
+  }
+};
+
 // e^x within 2 ULP; -inf gives 0.
 OMNIATTN_INLINE VecF exp(VecF x) {
-  const VecF clamped = min(VecF(89.0f), max(VecF(-105.0f), x));
-  const VecF n = round(clamped * 1.442695041f);
-  const VecF high = fma(n, VecF(-0x1.62e4p-1f), clamped);
-  const VecF r = fma(n, VecF(-0x1.7f7d1cp-20f), high);
-  const VecF p = horner(r, 4.999999404e-01f, 1.666651517e-01f, 4.166845605e-02f, 8.369418792e-03f,
-                        1.381314476e-03f);
-  return scale2(fma(r * r, p, r) + 1.0f, n);
+  const ScaledExp e(min(VecF(89.0f), max(VecF(-105.0f), x)));
+  return scale2(e.value, e.power);
 }
 OMNIATTN_INLINE VecD exp(VecD x) {
   return map_lanes(x, [](double lane) { return __builtin_exp(lane); });
@@ -261,7 +275,9 @@ OMNIATTN_INLINE Normal<double> normal(VecD x) {
 
 // 1 / (1 + e^-x) within 4 ULP; 0 for x < -87, where e^-x leaves the range of reciprocal.
 OMNIATTN_INLINE VecF sigmoid(VecF x) {
-  return select(x < VecF(-87.0f), VecF(0.0f), reciprocal(1.0f + exp(-x)));
+  const ScaledExp e(min(VecF(87.0f), max(VecF(-87.0f), -x)));
+  return select(x < VecF(-87.0f), VecF(0.0f),
+                reciprocal(1.0f + scale2_to_normal(e.value, e.power)));
 }
 OMNIATTN_INLINE VecD sigmoid(VecD x) { return 1.0 / (1.0 + exp(-x)); }
 

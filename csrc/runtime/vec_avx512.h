@@ -62,6 +62,7 @@ OMNIATTN_INLINE VecD floor(VecD a) { return VecD(_mm512_roundscale_pd(a.v, 9)); 
 
 // a * 2^n for integral n in [-160, 160], rounded once.
 OMNIATTN_INLINE VecF scale2(VecF a, VecF n) { return VecF(_mm512_scalef_ps(a.v, n.v)); }
+OMNIATTN_INLINE VecF scale2_to_normal(VecF a, VecF n) { return scale2(a, n); }
 
 // 1 / a within 1 ULP for |a| in [2^-126, 2^126]; a division occupies its unit for 16 cycles.
 OMNIATTN_INLINE VecF reciprocal(VecF a) {

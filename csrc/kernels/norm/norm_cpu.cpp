@@ -98,10 +98,12 @@ OMNIATTN_INLINE void backward_rows(const NormBackwardParams& p, compute_t<T>* dw
   const int64_t n = p.cols;
   const auto inverse_n = C(1) / static_cast<C>(n > 0 ? n : 1);
   const Scale<T> scale{static_cast<const T*>(p.weight), static_cast<C>(p.offset)};
-  const T* const gy = static_cast<const T*>(p.grad_y) + row * p.grad_y_stride;
-  const H* const h = static_cast<const H*>(p.h) + row * p.h_stride;
+  // Values, not members of p, which would be read again after each store.
+  const int64_t gy_stride = p.grad_y_stride, h_stride = p.h_stride, gh_stride = p.grad_h_stride;
+  const T* const gy = static_cast<const T*>(p.grad_y) + row * gy_stride;
+  const H* const h = static_cast<const H*>(p.h) + row * h_stride;
   const H* const gh =
-      p.grad_h != nullptr ? static_cast<const H*>(p.grad_h) + row * p.grad_h_stride : nullptr;
+      p.grad_h != nullptr ? static_cast<const H*>(p.grad_h) + row * gh_stride : nullptr;
   const int64_t ahead = row + kRows <= last - kRows ? kRows : 0;
   T* const dx = static_cast<T*>(p.dx) + row * n;
   H* const dh = kMixed ? static_cast<H*>(p.dh) + row * n : nullptr;
@@ -115,8 +117,8 @@ OMNIATTN_INLINE void backward_rows(const NormBackwardParams& p, compute_t<T>* dw
     rstd[r] = stats[2 * r + 1];
     RowSum<C> m_xh, m_sum;
     for_row_by_four<T, kAny>(n, [&](int64_t i, auto part, int k) {
-      const auto m = part.load(gy + r * p.grad_y_stride + i) * scale.load(i, part);
-      const auto d = part.load(h + r * p.h_stride + i) - mean[r];
+      const auto m = part.load(gy + r * gy_stride + i) * scale.load(i, part);
+      const auto d = part.load(h + r * h_stride + i) - mean[r];
       m_xh.add(k, part.zero_beyond(m * d));
       if constexpr (kCenter) m_sum.add(k, part.zero_beyond(m));
     });
@@ -129,15 +131,15 @@ OMNIATTN_INLINE void backward_rows(const NormBackwardParams& p, compute_t<T>* dw
     V dw_sum(C(0)), db_sum(C(0));
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      prefetch(gy + (r + ahead) * p.grad_y_stride + i);
-      prefetch(h + (r + ahead) * p.h_stride + i);
-      const V g = part.load(gy + r * p.grad_y_stride + i);
-      V d = part.load(h + r * p.h_stride + i);
+      prefetch(gy + (r + ahead) * gy_stride + i);
+      prefetch(h + (r + ahead) * h_stride + i);
+      const V g = part.load(gy + r * gy_stride + i);
+      V d = part.load(h + r * h_stride + i);
       if constexpr (kCenter) d = d - mean[r];
       V v = g * w - d * slope[r];
       if constexpr (kCenter) v = v - shift[r];
       v = v * rstd[r];
-      if (gh != nullptr) v += part.load(gh + r * p.grad_h_stride + i);
+      if (gh != nullptr) v += part.load(gh + r * gh_stride + i);
       part.store(dx + r * n + i, v);
       if constexpr (kMixed) part.store(dh + r * n + i, v);
       dw_sum += g * (d * rstd[r]);

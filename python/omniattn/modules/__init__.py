@@ -55,6 +55,7 @@ from omniattn.modules.mamba2 import Mamba2
 from omniattn.modules.mixer import ChannelMixer, Mixer, Norm
 from omniattn.modules.mla import MultiHeadLatentAttention
 from omniattn.modules.mlp import MLP, GatedMLP
+from omniattn.modules.moba import MoBA
 from omniattn.modules.moe import MoE
 from omniattn.modules.mtp import MultiTokenPredictor
 from omniattn.modules.multihead import MultiheadAttention
@@ -64,6 +65,7 @@ from omniattn.modules.neighborhood import (
     NeighborhoodAttention3D,
 )
 from omniattn.modules.norm import GroupNorm, LayerNorm, RMSNorm, RMSNormGated
+from omniattn.modules.nsa import NSA, NSAState
 from omniattn.modules.paged_cache import PagedCache, PagePool
 from omniattn.modules.performer import Performer
 from omniattn.modules.positions import (
@@ -85,7 +87,6 @@ from omniattn.modules.router_state import RouterState
 from omniattn.modules.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
 from omniattn.modules.s4 import S4, S4D
-from omniattn.modules.selected_blocks import NSA, MoBA, NSAState
 from omniattn.modules.selective_attention import SelectiveAttention, SelectiveCache
 from omniattn.modules.selective_ssm import SimpleSelectiveSSM
 from omniattn.modules.short_conv import ShortConvolution

@@ -205,13 +205,9 @@ class LatentCache(KVCache):
         max_length: int,
         rank: int,
         rope_dim: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **storage: Unpack[Storage],
     ) -> None:
-        super().__init__(
-            batch, max_length, 1, rank + rope_dim, v_head_dim=0, device=device, dtype=dtype
-        )
+        super().__init__(batch, max_length, 1, rank + rope_dim, v_head_dim=0, **storage)
         self._rank = rank
 
     def views(self) -> tuple[Tensor, Tensor]:

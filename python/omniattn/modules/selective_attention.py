@@ -40,11 +40,9 @@ class SelectiveCache(KVCache):
         max_length: int,
         num_kv_heads: int,
         head_dim: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **storage: Unpack[Storage],
     ) -> None:
-        super().__init__(batch, max_length, num_kv_heads, head_dim, device=device, dtype=dtype)
+        super().__init__(batch, max_length, num_kv_heads, head_dim, **storage)
         self._penalty = widen(self._k.new_zeros(batch, max_length))
 
     @property

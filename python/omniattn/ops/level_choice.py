@@ -57,16 +57,21 @@ def install(record: dict[str, Any] | None) -> None:
             torch.ops.omniattn.set_least_madds(number, CPU_ISAS.index(name), least.get(name, 0))
 
 
+def _levels_in_use() -> list[str]:
+    """Those of them up to the level of this process, which OMNIATTN_CPU_ISA may cap."""
+    highest = torch.ops.omniattn.cpu_isa()
+    return [name for name in product_levels() if CPU_ISAS.index(name) <= highest]
+
+
 def describe(record: dict[str, Any] | None) -> list[str]:
     """One line per op and level that is in use on this machine, for `omniattn info`."""
+    levels = _levels_in_use()
     if record is None:
-        best = [levels[-1] for d in set(_PRODUCTS.values()) if (levels := product_levels(d))]
-        return [f"{op} uses {name} (no record of this CPU)" for op in OPS for name in sorted(best)]
+        best = sorted({_PRODUCTS[name]: name for name in levels}.values())
+        return [f"{op} uses {name} (no record of this CPU)" for op in OPS for name in best]
     lines, source = [], f" (measured with torch {record['torch']})"
     for op in OPS:
-        for name in product_levels():
-            if CPU_ISAS.index(name) > torch.ops.omniattn.cpu_isa():
-                continue
+        for name in levels:
             least = record["ops"][op]["least"].get(name, 0)
             when = "always" if least == 0 else f"from {least:.1e} multiply-adds of a head on"
             when = when if op == "attention" else when.replace("a head", "an expert")
