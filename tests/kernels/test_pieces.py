@@ -23,7 +23,7 @@ def isa(request):
 
 
 def product(a, b):
-    """A B by multiply-adds of fp32, 256 terms at a time: what a usual library computes, but with the
+    """A B by multiply-adds of fp32, 256 terms at a time: as usual libraries have it, but with the
     same bits on all machines."""
     c = np.zeros((a.shape[0], b.shape[1]), np.float32)
     for first in range(0, a.shape[1], 256):

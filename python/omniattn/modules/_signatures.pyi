@@ -28,11 +28,13 @@ import omniattn.modules.mamba
 import omniattn.modules.mamba2
 import omniattn.modules.mla
 import omniattn.modules.mlp
+import omniattn.modules.moba
 import omniattn.modules.moe
 import omniattn.modules.mtp
 import omniattn.modules.multihead
 import omniattn.modules.neighborhood
 import omniattn.modules.norm
+import omniattn.modules.nsa
 import omniattn.modules.performer
 import omniattn.modules.positions
 import omniattn.modules.relative_attention
@@ -43,7 +45,6 @@ import omniattn.modules.router
 import omniattn.modules.rwkv
 import omniattn.modules.rwkv_heads
 import omniattn.modules.s4
-import omniattn.modules.selected_blocks
 import omniattn.modules.selective_attention
 import omniattn.modules.selective_ssm
 import omniattn.modules.short_conv
@@ -896,7 +897,7 @@ def Mamba2(
 @overload
 def MoBA(
     self: torch.nn.Module,
-    config: omniattn.modules.selected_blocks.MoBA.Config,
+    config: omniattn.modules.moba.MoBA.Config,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
@@ -1061,7 +1062,7 @@ def MultiheadAttention(
 @overload
 def NSA(
     self: torch.nn.Module,
-    config: omniattn.modules.selected_blocks.NSA.Config,
+    config: omniattn.modules.nsa.NSA.Config,
     *,
     device: torch.device | str | None = ...,
     dtype: torch.dtype | None = ...,
