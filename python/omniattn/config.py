@@ -31,4 +31,4 @@ FP32_PIECES = int(_PIECES)
 
 #: Whether each call of an op with a choice of paths says on stderr which one it takes
 #: (`OMNIATTN_LOG_PATHS=1`).
-LOG_PATHS = os.environ.get("OMNIATTN_LOG_PATHS", "0") != "0"
+LOG_PATHS = os.environ.get("OMNIATTN_LOG_PATHS", "0") not in ("", "0")

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
@@ -53,6 +53,27 @@ HYBRID = BlocksConfig(
 def model() -> Decoder:
     torch.manual_seed(0)
     return HYBRID.build(dtype=torch.float64)
+
+
+def test_a_mixer_of_any_width_needs_no_dim():
+    class Scaled(Mixer):
+        @dataclass(frozen=True)
+        class Config(LayerConfig):
+            factor: float = 2.0
+
+        def __init__(self, config, *, device=None, dtype=None):
+            super().__init__()
+            self.config = config
+
+        def forward(self, x, *, state=None, rope=None, mask=None):
+            return x * self.config.factor
+
+    try:
+        block = DecoderBlock.Config(Scaled.Config(), MLP, NORM)
+        small = BlocksConfig(vocab_size=5, dim=24, num_layers=1, blocks=(block,)).build()
+        assert small(torch.tensor([[1, 2]])).shape == (1, 2, 5)
+    finally:
+        Layer.layers.pop("Scaled")
 
 
 def test_a_layer_joins_by_being_defined():

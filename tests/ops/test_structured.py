@@ -76,7 +76,11 @@ def test_powers_that_grow_stay_within_the_length():
     [
         ({"c": [1.0]}, TypeError, r"c must be a torch.Tensor"),
         ({"c": torch.ones(2, 3, 2, dtype=torch.bfloat16)}, TypeError, r"c.dtype=torch.bfloat16"),
-        ({"c": torch.ones(2, 3)}, ValueError, r"c must have shape \(H, N\).*c.shape=\(2, 3\)"),
+        (
+            {"c": torch.ones(2, 3)},
+            ValueError,
+            r"c must be complex of shape \(H, N\).*c.shape=\(2, 3\)",
+        ),
         ({"c": torch.ones(2, 3, 3)}, ValueError, r"c.shape=\(2, 3, 3\)"),
         ({"x": torch.ones(2, 3, 2, dtype=torch.float64)}, TypeError, r"x.dtype=torch.float64"),
         ({"x": torch.ones(2, 4, 2)}, ValueError, r"x must have shape \(2, 3, 2\)"),

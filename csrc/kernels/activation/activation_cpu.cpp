@@ -2,6 +2,7 @@
 #include "kernels/activation/activation.h"
 
 #include "kernels/activation/activate.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
 
@@ -90,12 +91,16 @@ void clamped_backward(const GluBackwardParams& p, int64_t begin, int64_t end) {
 }
 
 void glu_any(const GluParams& p, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT(0 <= begin && begin <= end && (p.up != nullptr || p.clamp.limit <= 0));
+  OMNIATTN_ASSERT_HAS(p.gate, end - begin);
   dispatch(p.dtype, [&]<class T>(T) {
     if (p.clamp.limit > 0) return clamped<T>(p, begin, end);
     with_activation(p.act, [&]<Activation kAct> { glu<T, kAct>(p, begin, end); });
   });
 }
 void glu_backward_any(const GluBackwardParams& p, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT(0 <= begin && begin <= end && (p.up != nullptr || p.dup == nullptr));
+  OMNIATTN_ASSERT_HAS(p.gate, end - begin);
   dispatch(p.dtype, [&]<class T>(T) {
     if (p.clamp.limit > 0) return clamped_backward<T>(p, begin, end);
     with_activation(p.act, [&]<Activation kAct> { glu_backward<T, kAct>(p, begin, end); });

@@ -10,6 +10,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_backward_tile.h"
 #include "kernels/attention/attention_distance.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/transpose.h"
 #include "semantics/softmax.h"
@@ -341,6 +342,7 @@ void whole_head(const AttentionBackwardParams& params, void* scratch, int64_t b,
 }
 
 void prepare(const AttentionBackwardParams& params, void*, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, forward_items(params.problem));
   dispatch(params.problem.dtype, [&](auto type) {
     using T = decltype(type);
     const auto rows = all_rows<T>(params);
@@ -351,6 +353,8 @@ void prepare(const AttentionBackwardParams& params, void*, int64_t begin, int64_
 }
 
 void backward(const AttentionBackwardParams& params, void* scratch, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, backward_items(params));
+  OMNIATTN_ASSERT_HAS(scratch, backward_scratch_elements(params));
   const TileScope tiles;
   dispatch(params.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) backward_item<decltype(type)>(params, scratch, i);
@@ -359,6 +363,7 @@ void backward(const AttentionBackwardParams& params, void* scratch, int64_t begi
 }
 
 void finish(const AttentionBackwardParams& params, void*, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, forward_items(params.problem));
   dispatch(params.problem.dtype, [&](auto type) {
     using T = decltype(type);
     const auto rows = all_rows<T>(params);
@@ -370,6 +375,8 @@ void finish(const AttentionBackwardParams& params, void*, int64_t begin, int64_t
 
 void backward_heads(const AttentionBackwardParams& params, void* scratch, int64_t begin,
                     int64_t end) {
+  OMNIATTN_ASSERT(0 <= begin && begin <= end);
+  OMNIATTN_ASSERT_HAS(scratch, backward_scratch_elements(params));
   const TileScope tiles;
   dispatch(params.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) {

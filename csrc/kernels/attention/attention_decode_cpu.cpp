@@ -6,6 +6,7 @@
 // item.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_decode_tile.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "semantics/softmax.h"
 
@@ -262,12 +263,15 @@ void merge_row(const AttentionForwardParams& params, int64_t item) {
 }
 
 void decode(const AttentionForwardParams& p, void* scratch, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, decode_items(p.problem));
+  OMNIATTN_ASSERT_HAS(scratch, decode_scratch_elements(p.problem));
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) decode_item<decltype(type)>(p, scratch, i);
   });
 }
 
 void merge(const AttentionForwardParams& p, void*, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, merge_items(p.problem));
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) merge_row<decltype(type)>(p, i);
   });

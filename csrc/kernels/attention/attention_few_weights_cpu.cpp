@@ -2,6 +2,7 @@
 // item is a few key blocks of one kv head, whose keys it reads once, in place.
 #include "kernels/attention/attention_decode_tile.h"
 #include "kernels/attention/attention_weights.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "semantics/softmax.h"
 
@@ -55,6 +56,8 @@ void few_rows_item(const AttentionWeightsParams& w, void* scratch, int64_t item)
 }
 
 void weights(const AttentionWeightsParams& p, void* scratch, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, few_rows_items(p.problem));
+  OMNIATTN_ASSERT_HAS(scratch, few_rows_scratch_elements(p.problem));
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) few_rows_item<decltype(type)>(p, scratch, i);
   });

@@ -5,6 +5,7 @@
 #include "kernels/attention/attention_distance.h"
 #include "kernels/attention/attention_softmax.h"
 #include "kernels/attention/attention_tile.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "semantics/softmax.h"
 
@@ -190,12 +191,15 @@ void head_item(const AttentionForwardParams& params, void* scratch, int64_t item
 }
 
 void pack(const AttentionForwardParams& p, void*, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, pack_items(p.problem));
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) pack_item<decltype(type)>(p, i);
   });
 }
 
 void forward(const AttentionForwardParams& p, void* scratch, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, forward_items(p.problem));
+  OMNIATTN_ASSERT_HAS(scratch, forward_scratch_elements(p.problem));
   const TileScope tiles;
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) block_item<decltype(type)>(p, scratch, i);
@@ -203,6 +207,8 @@ void forward(const AttentionForwardParams& p, void* scratch, int64_t begin, int6
 }
 
 void forward_heads(const AttentionForwardParams& p, void* scratch, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, kv_head_items(p.problem));
+  OMNIATTN_ASSERT_HAS(scratch, forward_scratch_elements(p.problem));
   const TileScope tiles;
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) head_item<decltype(type)>(p, scratch, i);

@@ -2,6 +2,7 @@
 // work item is a query block of one head, which walks the key blocks in order.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_distance.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -74,6 +75,8 @@ void select_item(const AttentionSelectParams& params, void* scratch, int64_t ite
 }
 
 void select_keys(const AttentionSelectParams& p, void* scratch, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, forward_items(p.problem));
+  OMNIATTN_ASSERT_HAS(scratch, select_scratch_elements(p.problem));
   const TileScope tiles;
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) select_item<decltype(type)>(p, scratch, i);

@@ -3,6 +3,7 @@
 // after the other, each in query order.
 #include "kernels/attention/attention_distance.h"
 #include "kernels/attention/attention_weights.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "semantics/softmax.h"
 
@@ -56,6 +57,8 @@ void weights_item(const AttentionWeightsParams& w, void* scratch, int64_t item) 
 }
 
 void weights(const AttentionWeightsParams& p, void* scratch, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, weights_items(p));
+  OMNIATTN_ASSERT_HAS(scratch, weights_scratch_elements(p.problem));
   const TileScope tiles;
   dispatch(p.problem.dtype, [&](auto type) {
     for (int64_t i = begin; i < end; ++i) weights_item<decltype(type)>(p, scratch, i);

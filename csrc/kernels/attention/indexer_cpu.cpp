@@ -2,6 +2,7 @@
 // L1, their sums over heads go to the candidates of each query.
 #include "kernels/attention/indexer_list.h"
 #include "kernels/attention/indexer_tile.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "semantics/block_schedule.h"
 #include "semantics/softmax.h"
@@ -146,17 +147,22 @@ void merge_row(const IndexerParams& p, void* scratch, int64_t row) {
 }
 
 void pack(const IndexerParams& p, void*, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.batch * indexer_tiles(p));
   dispatch(p.dtype, [&](auto type) {
     for (int64_t n = begin; n < end; ++n) pack_tile<decltype(type)>(p, n);
   });
 }
 void choose(const IndexerParams& p, void* scratch, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.batch * indexer_blocks(p) * p.splits);
+  OMNIATTN_ASSERT_HAS(scratch, indexer_scratch(p));
   const TileScope scope;
   dispatch(p.dtype, [&](auto type) {
     for (int64_t n = begin; n < end; ++n) choose_item<decltype(type)>(p, scratch, n);
   });
 }
 void merge(const IndexerParams& p, void* scratch, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, p.batch * p.tq);
+  OMNIATTN_ASSERT_HAS(scratch, indexer_merge_scratch(p));
   dispatch(p.dtype, [&](auto type) {
     for (int64_t n = begin; n < end; ++n) merge_row<compute_t<decltype(type)>>(p, scratch, n);
   });

@@ -285,6 +285,7 @@ void run_program(const ProgramRow& row, const ProgramRun& run, int32_t in, void*
 
 void sum_parts(DType dtype, const void* parts, int64_t count, int64_t elements, void* out,
                int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, elements);
   dispatch_compute(dtype, [&]<class A>(A) {
     const auto* const from = static_cast<const A*>(parts);
     for (int64_t i = begin; i < end; ++i) {

@@ -291,14 +291,14 @@ void backward(const CausalConvBackwardParams& p, void* dweight, void* dbias, voi
 
 void forward_any(const CausalConvParams& p, int64_t begin, int64_t end) {
   OMNIATTN_ASSERT_ITEMS(begin, end, conv_rows(p.conv));
-  OMNIATTN_ASSERT_ROWS(p.conv.x, p.conv.x_row, p.conv.steps, p.conv.channels);
+  OMNIATTN_ASSERT_ROWS(p.conv.x, p.conv.x_row, conv_rows(p.conv), p.conv.channels);
   dispatch(p.conv.dtype, [&]<class T>(T) { forward<T>(p, begin, end); });
 }
 void backward_any(const CausalConvBackwardParams& p, void* dweight, void* dbias, void* memory,
                   int64_t begin, int64_t end) {
   const int64_t before = p.conv.taps - 1;
   OMNIATTN_ASSERT_ITEMS(begin, end, conv_rows(p.conv) + p.conv.sequences * before);
-  OMNIATTN_ASSERT_ROWS(p.grad_y, p.grad_y_row, p.conv.steps, p.conv.channels);
+  OMNIATTN_ASSERT_ROWS(p.grad_y, p.grad_y_row, conv_rows(p.conv), p.conv.channels);
   OMNIATTN_ASSERT_HAS(memory, before * p.conv.channels);
   dispatch(p.conv.dtype, [&]<class T>(T) { backward<T>(p, dweight, dbias, memory, begin, end); });
 }

@@ -1,6 +1,7 @@
 #include "kernels/gemm/gemm.h"
 
 #include "kernels/gemm/gemm_pieces.h"
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/dot_rows.h"
 #include "runtime/gemm_tile.h"
@@ -298,6 +299,7 @@ int64_t workspace_bytes(const GemmParams& p) {
 }
 
 void run(const GemmParams& p, void* workspace, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, items(p));
   if (is_dot(p)) return run_dot(p, begin, end);
   const TileScope tiles;
 #if defined(OMNIATTN_PAIRS)
@@ -331,6 +333,7 @@ void column_sums(const T* x, int64_t stride, int64_t rows, T* out, int64_t begin
 
 void column_sums_any(DType dtype, const void* x, int64_t stride, int64_t rows, void* out,
                      int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, rows > 1 ? stride : end);
   dispatch(dtype, [&]<class T>(T) {
     column_sums(static_cast<const T*>(x), stride, rows, static_cast<T*>(out), begin, end);
   });

@@ -1,9 +1,11 @@
 // Elementwise random draws, see random.h: first the words of a block, then the function.
 #include "kernels/random/random.h"
 
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/philox_vec.h"
 #include "runtime/row.h"
+#include "semantics/arith.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -51,10 +53,12 @@ void dropout(const DropoutParams& p, int64_t begin, int64_t end) {
 }
 
 void dropout_any(const DropoutParams& p, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, ceil_div(p.n, kRandomBlock));
   dispatch(p.dtype, [&]<class S>(S) { dropout<S>(p, begin, end); });
 }
 
 void uniform(const UniformParams& p, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT_ITEMS(begin, end, ceil_div(p.n, kRandomBlock));
   for_blocks(p.stream, p.n, begin, end, [&](int64_t first, int64_t n, const uint32_t* words) {
     float* const y = p.y + first;
     for_row<float>(n, [&](int64_t i, auto part) {

@@ -125,6 +125,7 @@ template <class C>
     case FeatureMap::exp:
       return each([](Vec<C> y) { return exp(y); });
   }
+  OMNIATTN_FAIL("a feature map is none of those that kernels have");
 }
 // d, the gradient of features x, becomes that of what they are of.
 template <class C>
@@ -152,6 +153,7 @@ template <class C>
     case FeatureMap::exp:
       return each([](Vec<C> y) { return y; });
   }
+  OMNIATTN_FAIL("a feature map is none of those that kernels have");
 }
 
 // Divides a row by a number: multiplies it by the inverse, unless the number is so large that its

@@ -1,6 +1,7 @@
 // Sums over shards on the CPU, see sums.h.
 #include "kernels/sums/sums.h"
 
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
 
@@ -9,6 +10,8 @@ namespace {
 
 void sum_shards(DType dtype, const void* partial, int64_t shards, int64_t stride, int64_t n,
                 void* out) {
+  OMNIATTN_ASSERT(shards >= 0 && (shards <= 1 || stride >= n));  // of none, callers give zeros
+  OMNIATTN_ASSERT_HAS(out, n);
   dispatch(dtype, [&]<class T>(T) {
     const auto* const sums = static_cast<const compute_t<T>*>(partial);
     for_row<T, Order::any>(n, [&](int64_t i, auto part) {

@@ -4,6 +4,7 @@
 // number is left.
 #include "kernels/topk/topk.h"
 
+#include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/vec.h"
 
@@ -102,6 +103,8 @@ void top_k_row(const S* scores, const uint8_t* mask, int64_t n, int64_t k, void*
 }
 
 void top_k(const TopKParams& p, void* scratch, int64_t begin, int64_t end) {
+  OMNIATTN_ASSERT(0 <= begin && begin <= end && 0 <= p.k && p.k <= p.n);
+  OMNIATTN_ASSERT_HAS(scratch, p.k);
   dispatch(p.dtype, [&]<class S>(S) {
     for (int64_t row = begin; row < end; ++row) {
       top_k_row(static_cast<const S*>(p.scores) + row * p.scores_stride,

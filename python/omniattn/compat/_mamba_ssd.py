@@ -171,7 +171,7 @@ def _scan(
 
 
 def _of_sequences(op: str, states: Tensor, bounds: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Of the states of the sequences at `bounds` those of the sequences at `cu_seqlens`."""
+    """The states of the sequences at `cu_seqlens`, from all those at `bounds`."""
     wanted = cu_seqlens.to(bounds)
     if not is_traced():
         inside = bounds[(bounds >= wanted[0]) & (bounds <= wanted[-1])]

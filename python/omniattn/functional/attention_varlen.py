@@ -216,7 +216,7 @@ def attention_cached(
             cache_seqlens exceed the capacity or the block table names a page that does not exist.
 
     Note:
-        With few queries (decoding) pages are read in place, and results are bitwise those of
+        With few queries (decoding) pages are read in place, and results are bitwise as of
         contiguous keys; with many, and in the backward, pages are gathered first.
 
     Example:

@@ -92,7 +92,7 @@ def detsa_attention(
 
     Reference:
         No paper; the strided pattern of Child et al., 2019, arXiv:1904.10509, anchored to the
-        query, with pooled groups as those of Liu et al., 2018, arXiv:1801.10198.
+        query, with pooled groups as in Liu et al., 2018, arXiv:1801.10198.
 
     Example:
         >>> q = torch.ones(1, 9, 2, 4)

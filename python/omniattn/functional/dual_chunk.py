@@ -1,4 +1,4 @@
-"""Dual chunk attention for texts longer than those of training, and a mixture of near and far."""
+"""Dual chunk attention for texts longer than in training, and a mixture of near and far."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def dual_chunk_attention(
         sin: as cos.
         chunk_size, local_window: local_window < chunk_size; ChunkLlama has 3/4 and 1/8 of
             train_length.
-        train_length, mscale: of texts longer than those of training the logits are multiplied by
+        train_length, mscale: of texts longer than in training the logits are multiplied by
             :func:`dual_chunk_mscale`; None leaves them.
         interleaved: rotary pairs are (2i, 2i + 1).
         k_rotated: k has the rotations by p_k already, as a cache keeps it.

@@ -87,7 +87,7 @@ def mlstm(
         States are computed as products of blocks of steps: a NaN or infinity may also reach outputs
         of up to 31 steps before its own.
 
-        The states hold scaled keys, as those of the xlstm package. mlstm_kernels scales q and so
+        The states hold scaled keys, as in the xlstm package. mlstm_kernels scales q and so
         has K^0.5 times this C and n.
 
     Reference:

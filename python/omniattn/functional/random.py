@@ -62,7 +62,7 @@ def dropout(
 
     Note:
         The gradient is the same function of dy: the backward draws the mask again and keeps the
-        seed alone. The bits are not those of torch.nn.functional.dropout, which depend on device
+        seed alone. The bits differ from torch.nn.functional.dropout's, which depend on device
         and size. Half inputs are scaled in fp32 and rounded once. Dropped NaN and infinities become
         0.
 

@@ -129,7 +129,7 @@ def selected_attention(
         causal: query i sees keys up to i + Tk - Tq, also inside of blocks.
         scale: factor on q k^T; None is 1 / sqrt(D).
         softcap, sinks, dropout_p, seed: see :func:`attention`; the dropout mask is the one of that
-            function, so that results agree with those of a mask.
+            function, so that results agree with a mask's.
         return_lse: also return the log-sum-exp of the logits.
         debug: check `indices` for numbers outside of the keys and for blocks named twice, which
             count twice, and wait for a GPU to do so. Without, the CPU still refuses numbers outside

@@ -135,7 +135,7 @@ def _as_pairs(op: str, name: str, t: Tensor) -> Tensor:
     pairs = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     if pairs.ndim != 3 or pairs.shape[2] != 2:
         raise ValueError(
-            f"{op}: {name} must have shape (H, N), or (H, N, 2) of pairs, "
+            f"{op}: {name} must be complex of shape (H, N), or real of shape (H, N, 2), "
             f"got {name}.shape={tuple(t.shape)}, {name}.dtype={t.dtype}"
         )
     return pairs

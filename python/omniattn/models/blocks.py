@@ -97,8 +97,8 @@ class BlocksConfig(Decoder.Config):
                     f"BlocksConfig: blocks must be configs of DecoderBlock, got block={block!r}"
                 )
             for name in ("mixer", "norm"):
-                dim = getattr(block, name).dim
-                if dim != self.dim:
+                dim = getattr(getattr(block, name), "dim", None)  # of a layer that has one width
+                if dim is not None and dim != self.dim:
                     raise ValueError(
                         f"BlocksConfig: {name} of a block must have the dim of the model, "
                         f"got {name}.dim={dim}, dim={self.dim}"

@@ -267,8 +267,8 @@ class Attention(Mixer):
         """An empty cache.
 
         Args:
-            batch, max_length: sizes; a cross-attention takes those of its source.
-            device, dtype: of the storage, default: those of the parameters.
+            batch, max_length: sizes; of the source in a cross-attention.
+            device, dtype: of the storage, default: as the parameters.
             rolling: keep only what the window sees; needs causal and a left window.
             eviction: which tokens to keep, a policy or one for each query head; causal
                 self-attention by softmax without a window only.
@@ -303,7 +303,7 @@ class Attention(Mixer):
             source: (B, S, source_dim), of cross-attention; may be left out once it is in `state`.
                 Nested if x is.
             state: a Cache. Self-attention appends the new keys and values and attends to all; with
-                cross-attention the first call stores those of the source, later calls read them.
+                cross-attention the first call stores the keys of the source, later calls read them.
             rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding;
                 self-attention only.
             mask: boolean, True = attend, broadcastable to (B, num_heads, T, S), a value of

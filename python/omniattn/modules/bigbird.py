@@ -48,7 +48,7 @@ class BigBirdAttention(SparseAttention):
             causal: query i sees keys up to its own position, and random blocks are drawn from those
                 before; then the last block that sees all is that of max_length.
             max_length: tokens of which blocks are counted, so that texts of any length have the
-                same pattern; None for those of x, without a state.
+                same pattern; None for the tokens of x, without a state.
             count_duplicates: blocks that `rand_blocks` of a call repeats count as often, as in
                 transformers.
             num_global_tokens: so many tokens in front are global (BigBird-ETC); without a state.
@@ -106,7 +106,7 @@ class BigBirdAttention(SparseAttention):
         Args:
             x, state, rope, mask: see SparseAttention.
             key_padding: (B, T) of bool, True = real; without a state, and not of a nested x.
-            rand_blocks: (num_heads, blocks - 2, r) of integers in place of those of the seed.
+            rand_blocks: (num_heads, blocks - 2, r) of integers, used instead of the seed.
         """
         if state is not None and key_padding is not None:
             raise ValueError("BigBirdAttention: key_padding must be None with a state")

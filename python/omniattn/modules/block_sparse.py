@@ -1,4 +1,4 @@
-"""Attention to blocks of keys: the own block and global tokens, or those of a mask."""
+"""Attention to blocks of keys: the own block and global tokens, or the blocks of a mask."""
 
 from __future__ import annotations
 

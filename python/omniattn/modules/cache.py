@@ -47,7 +47,7 @@ class Cache(ABC):
 
     @abstractmethod
     def reorder(self, index: Tensor) -> None:
-        """Makes row b what row index[b] was, e.g. after a step of beam search; index (B',) int."""
+        """Replaces row b by row index[b], e.g. after a step of beam search; index (B',) int."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def storage_like(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Storage:
-    """Device and dtype of a storage, by default those of the weight."""
+    """Device and dtype of a storage, by default as the weight."""
     return {
         "device": weight.device if device is None else device,
         "dtype": weight.dtype if dtype is None else dtype,

@@ -97,7 +97,7 @@ class DualChunkAttention(SparseAttention):
 
         Args:
             batch, max_length: sizes.
-            device, dtype: of the storage, default: those of the parameters.
+            device, dtype: of the storage, default: as the parameters.
         """
         c = self.config
         like = storage_like(cast(Linear, self.get_submodule("q_proj")).weight, **storage)

@@ -44,7 +44,7 @@ class Eviction(ABC):
 
     A call stores its tokens, attends to all that are kept, adds up the weights w that each has
     received, ``weight = decay^n weight + sum_i decay^(n - 1 - i) w_i`` over its n queries, the mean
-    over the query heads of its group, and then keeps those of `keep`.
+    over the query heads of its group, and then keeps what `keep` chooses.
     """
 
     #: Forgetting of the sums, 1 for plain sums.

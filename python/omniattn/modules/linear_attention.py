@@ -152,7 +152,7 @@ class DeltaAttention(LinearAttention):
 
     Reference:
         Katharopoulos et al., Transformers are RNNs, 2020, arXiv 2006.16236, for the state; the
-        gates are those of this package.
+        gates are this package's own.
 
     Example:
         >>> DeltaAttention(dim=8, num_heads=2)(torch.ones(1, 5, 8)).shape

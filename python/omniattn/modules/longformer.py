@@ -84,7 +84,7 @@ class LongformerAttention(SparseAttention):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the projections as Linear does, and copies them to those of global tokens."""
+        """Draws the projections as Linear does; global tokens begin with copies of them."""
         c = self.config
         if not c.dual:
             return

@@ -102,7 +102,7 @@ class Mamba(StateMixer):
             conv_bias: whether conv1d has a bias.
             bias: whether in_proj and out_proj have one.
             norm_eps: of RMS norms over r, B and C, as Jamba has them; None for no norms.
-            norm_weights: whether these norms have weights; those of FalconMamba have none.
+            norm_weights: whether these norms have weights; in FalconMamba they have none.
             init_std, out_init_std, backend: as in Attention.
         """
 

@@ -259,7 +259,7 @@ class MultiHeadLatentAttention(Mixer):
         return torch.einsum("bthr,hvr->bthv", out, self._up_weights()[1])
 
     def _expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all heads from those of the latents."""
+        """Keys and values of all heads from the latents."""
         c = self.config
         k_latent, k_rope = k.split([c.kv_lora_rank, c.qk_rope_dim], -1)
         k_nope, v = self._expand(k_latent[:, :, 0], v[:, :, 0])

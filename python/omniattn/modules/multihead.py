@@ -163,7 +163,7 @@ class MultiheadAttention(Layer):
         ]
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, T, H, D), and k and v with the keys that are added to those of the source."""
+        """q (B, T, H, D), and k and v with the keys that are added to the source's."""
         c = self.config
         q, k, v = self._project(query, key, value)
         if self.bias_k is not None and self.bias_v is not None:

@@ -231,7 +231,7 @@ class NeighborhoodAttention1D(_Neighborhood, Mixer):
 
 
 class NeighborhoodAttention2D(_Neighborhood):
-    """Attention of each token of an image to those of a window around it.
+    """Attention of each token of an image to the tokens of a window around it.
 
     Args:
         config: sizes and options, see `NeighborhoodConfig`.
@@ -269,7 +269,7 @@ class NeighborhoodAttention2D(_Neighborhood):
 
 
 class NeighborhoodAttention3D(_Neighborhood):
-    """Attention of each token of a video to those of a window around it.
+    """Attention of each token of a video to the tokens of a window around it.
 
     Args:
         config: sizes and options, see `NeighborhoodConfig`.

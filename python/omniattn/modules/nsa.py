@@ -291,7 +291,7 @@ class NSA(Mixer):
         return sequences.restored(self.o_proj(out.flatten(-2)))
 
     def _attend(self, state: NSAState | None, q: Tensor, gates: Tensor, *pairs: Tensor) -> Tensor:
-        """O of the keys and values of each branch, or those of all."""
+        """O of the keys and values of each branch, or of one pair for all branches."""
         c = self.config
         compressed = self._compressed(pairs[0], pairs[1], state)
         return functional.nsa_attention(
@@ -310,7 +310,7 @@ class NSA(Mixer):
         )
 
     def _compressed(self, k: Tensor, v: Tensor, state: NSAState | None) -> tuple[Tensor, Tensor]:
-        """Compressed keys and values of all tokens; a state has those of earlier tokens."""
+        """Compressed keys and values of all tokens; a state keeps what earlier tokens gave."""
         if state is None:
             return self.k_compression(k), self.v_compression(v)
         first = state.compressed.length * self.config.compress_stride

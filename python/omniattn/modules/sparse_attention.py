@@ -124,7 +124,7 @@ class SparseAttention(Mixer):
 
         Args:
             batch, max_length: sizes.
-            device, dtype: of the storage, default: those of the parameters.
+            device, dtype: of the storage, default: as the parameters.
         """
         c: SparseConfig = self.config
         self._require_causal()
@@ -234,7 +234,7 @@ class SparseAttention(Mixer):
 
     @abstractmethod
     def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
-        """O (B, Tq, Hq, D) of q, k, v and those of the second set."""
+        """O (B, Tq, Hq, D) of q, k, v and of the second set."""
 
 
 def _cached(

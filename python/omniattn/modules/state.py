@@ -45,7 +45,7 @@ class State(Protocol):
         """Forgets all tokens from position `length` on; ValueError where they cannot be."""
 
     def reorder(self, index: Tensor) -> None:
-        """Makes row b what row index[b] was; index (B',) int repeats, drops or swaps sequences."""
+        """Replaces row b by row index[b]; index (B',) int repeats, drops or swaps sequences."""
 
     def state_dict(self) -> dict[str, Any]:
         """What has been stored, without unused storage."""
@@ -69,7 +69,7 @@ class Stateful:
 
         Args:
             batch, max_length: sizes; a state that does not grow ignores the length.
-            device, dtype: of the storage, default: those of the parameters.
+            device, dtype: of the storage, default: as the parameters.
         """
         raise NotImplementedError(f"{type(self).__name__}: new_state is not defined")
 

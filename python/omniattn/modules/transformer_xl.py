@@ -38,7 +38,7 @@ class TransformerXLAttention(Mixer):
     Args:
         config: sizes and options.
         biases: u and v of another layer, `(first.r_w_bias, first.r_r_bias)`, which the layers of
-            the paper share; None for those of this layer alone.
+            the paper share; None for biases of this layer alone.
         device, dtype: of the parameters.
 
     Shape:

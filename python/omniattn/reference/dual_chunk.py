@@ -15,7 +15,7 @@ from omniattn.reference.rope import apply_rotary
 
 
 def dual_chunk_mscale(length: int, train_length: int, kind: str) -> float:
-    """Factor of the logits of texts of `length` tokens, longer than those of training.
+    """Factor of the logits of texts of `length` tokens, longer than in training.
 
     "chunkllama": ``(0.05 ln(T / L) + 1)^2``, the square of what cos and sin are multiplied by;
     "qwen": ``max(1, 0.1 ln(T / L) + 1)^2``, as vLLM has it for Qwen2.5-1M. 1 if T <= L.
