@@ -29,9 +29,12 @@ MaskRule rule_of(MaskRule rule, int64_t b) {
     case SideTensor::blocks:
       rule.side = moved(rule.side, b * rule.stride_b, sizeof(int32_t));
       break;
-    default:
+    case SideTensor::none:
+    case SideTensor::per_batch:
+    case SideTensor::ids:
       rule.side = moved(rule.side, b * rule.stride_b, sizeof(int64_t));
       rule.second = moved(rule.second, b * rule.second_stride_b, sizeof(int64_t));
+      break;
   }
   return rule;
 }
