@@ -4,12 +4,12 @@ this file on software tiles): their products are those of fp32, not of rounded n
 import pytest
 import torch
 from recurrence_cases import decays, draw
+from tile_cases import VECTORS
 from torch.nn import functional as nnf
 
 from omniattn import functional as F
 from omniattn import testing
 from omniattn.functional._recurrence import run
-from omniattn.ops import level_choice
 
 #: What pieces of numbers leave out, relative to a result, in the mean of squares.
 LEFT_OUT = 2.0**-15
@@ -177,8 +177,7 @@ def test_levels_differ_by_less_than_a_rounding():
     given = inputs(100, 2, 2, 64, 64)
     start = draw(2, 2, 64, 64, seed=8)
     tiles = results("gated delta", given, start, None, half=True)
-    below = [isa for isa in testing.isas() if isa not in level_choice.product_levels()][-1]
-    with testing.isa(below):
+    with testing.isa(VECTORS):
         vectors = results("gated delta", given, start, None, half=True)
     assert not torch.equal(tiles[1], vectors[1])
     for a, b in zip(tiles, vectors, strict=True):

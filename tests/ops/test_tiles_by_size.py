@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tile_cases import ON_TILES, by_experts, experts, gradients
+from tile_cases import ON_TILES, VECTORS, by_experts, experts, gradients
 
 from omniattn import config, testing
 from omniattn.functional import attention_varlen, selected_attention
@@ -26,9 +26,6 @@ def use_tiles_from():
     level_choice.install(level_choice.record_of(cpu_family()))
 
 
-#: What small problems are left to: vectors of fp32, whose results differ visibly.
-BELOW = [isa for isa in testing.isas() if isa not in level_choice.product_levels()][-1]
-
 #: Whether tiles multiply a type.
 TILES_OF = {torch.bfloat16: ON_TILES, torch.float16: "amx_fp16" in testing.isas()}
 half_types = pytest.mark.parametrize("dtype", TILES_OF, ids=str)
@@ -48,7 +45,7 @@ def test_each_sequence_runs_on_the_level_of_its_size(use_tiles_from, dtype):
 
     use_tiles_from("attention", 0)
     on_tiles = results()
-    with testing.isa(BELOW):
+    with testing.isa(VECTORS):
         below = results()
     use_tiles_from("attention", 10**6)
     for found, large, small in zip(results(), on_tiles, below, strict=True):
@@ -64,7 +61,7 @@ def test_experts_run_on_the_level_of_their_size(use_tiles_from, dtype):
     madds = math.ceil(40 / 3) * 2 * 48 * 70
     use_tiles_from("moe_experts", 0)
     on_tiles = gradients(by_experts, tensors, index)
-    with testing.isa(BELOW):
+    with testing.isa(VECTORS):
         below = gradients(by_experts, tensors, index)
     assert torch.equal(below[0], on_tiles[0]) is not TILES_OF[dtype]
     for least, expected in [(madds, on_tiles), (madds + 1, below)]:
@@ -92,7 +89,7 @@ def test_lists_of_few_rows_run_on_vectors(use_tiles_from, rows, block_size, vect
 
     use_tiles_from("attention", 0)
     found = results()
-    with testing.isa(BELOW):
+    with testing.isa(VECTORS):
         below = results()
     same = [torch.equal(a, b) for a, b in zip(found, below, strict=True)]
     assert all(same) if vectors or not TILES_OF[dtype] else not any(same)

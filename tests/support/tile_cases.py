@@ -1,11 +1,14 @@
-"""Experts of few tokens and of many, and their results and gradients."""
+"""Levels of products; experts of few tokens and of many, and their results and gradients."""
 
 import torch
 
 from omniattn import testing
 from omniattn.functional import moe_experts
+from omniattn.ops import level_choice
 
 ON_TILES = "amx_bf16" in testing.isas()
+#: The best level that multiplies all types on vectors of fp32.
+VECTORS = [isa for isa in testing.isas() if isa not in level_choice.product_levels()][-1]
 
 
 def experts(transposed=False):

@@ -163,7 +163,7 @@ struct BackwardSteps {
   const CausalConvBackwardParams p = rows.p;
   const ConvSequence s = rows.s;
   const Conv<T, kTaps> conv{p.conv, s};
-  const int64_t n = p.conv.channels, taps = conv.taps, before = conv.before;
+  const int64_t n = p.conv.channels, before = conv.before;
 
   [[gnu::noinline]] static void run(const BackwardRows<T>& rows, int64_t t) {
     const BackwardSteps steps{rows, t};

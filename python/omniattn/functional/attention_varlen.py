@@ -216,8 +216,8 @@ def attention_cached(
             cache_seqlens exceed the capacity or the block table names a page that does not exist.
 
     Note:
-        With few queries (decoding) pages are read in place, and results are bitwise as of
-        contiguous keys; with many, and in the backward, pages are gathered first.
+        With few queries (decoding) pages are read in place, and results equal those of
+        contiguous keys bit for bit; with many, and in the backward, pages are gathered first.
 
     Example:
         >>> q, k = torch.zeros(2, 1, 1, 4), torch.zeros(2, 3, 1, 4)

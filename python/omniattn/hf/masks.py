@@ -102,7 +102,7 @@ def attention_mask(
     config: PreTrainedConfig | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """The mask of one forward pass; the arguments are as of transformers' mask functions.
+    """The mask of one forward pass; it takes what transformers' mask functions take.
 
     Returns:
         A RuleMask. Under torch.compile and torch.export None for plain causal, otherwise the dense

@@ -58,7 +58,7 @@ def install(record: dict[str, Any] | None) -> None:
 
 
 def _levels_in_use() -> list[str]:
-    """Those of them up to the level of this process, which OMNIATTN_CPU_ISA may cap."""
+    """Levels of products up to the level of this process, which OMNIATTN_CPU_ISA may cap."""
     highest = torch.ops.omniattn.cpu_isa()
     return [name for name in product_levels() if CPU_ISAS.index(name) <= highest]
 
