@@ -221,6 +221,7 @@ struct Backward {
 
   // dx of a step of one sequence, to row `row` of the rows that wait.
   void step(int64_t i, int64_t t, int64_t row) const {
+    OMNIATTN_ASSERT(row < kProductRows);
     const T* const dy = b.row(params.grad_y, i, t, 0);
     C* const at = gradient(i);
     for_row<C>(n, [&](int64_t j, auto part) {
@@ -244,9 +245,13 @@ struct Backward {
     });
   }
 
-  // dr (+)= h^T dx of the rows that wait.
+  // Adds h^T dx of the waiting rows to dr, where dr is wanted, and empties the buffer.
   void add_products() {
-    if (params.dr == nullptr) return;
+    if (params.dr != nullptr) multiply_waiting();
+    has_products = true;
+    waiting = 0;
+  }
+  void multiply_waiting() {
     C* const dr = static_cast<C*>(params.dr) + b.index * 4 * b.p.heads * n * n;
     for (int64_t g = 0; g < 4; ++g) {
       C* const of_gate = dr + (g * b.p.heads + b.head) * n * n;
@@ -257,8 +262,6 @@ struct Backward {
         for (int64_t row = 0; row < n; ++row) copy_row<C>(nullptr, n, of_gate + row * n);
       }
     }
-    has_products = true;
-    waiting = 0;
   }
 
   void finish(int64_t i) const {
