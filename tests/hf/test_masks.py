@@ -108,6 +108,12 @@ def test_packed_sequences_are_rules(name, last):
     assert torch.equal(as_dense(mask), expected)
 
 
+def test_position_ids_name_the_documents_of_transformers():
+    positions = torch.randint(0, 3, (50, 40)).cumsum(-1) % 7
+    expected = mu.find_packed_sequence_indices(positions)
+    assert torch.equal(masks.Documents.from_position_ids(positions).queries, expected)
+
+
 @pytest.mark.parametrize(
     "predicate",
     [

@@ -276,13 +276,35 @@ def test_a_grid_that_is_generated_token_by_token():
 def test_documents_of_packed_batches():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
     mask = masks.Documents.from_position_ids(positions)
-    assert mask.queries.tolist() == [[1, 1, 1, 2, 2, 3], [1] * 6]
+    assert mask.queries.tolist() == [[0, 0, 0, 1, 1, 2], [0] * 6]
     mask = masks.Documents.from_cu_seqlens(torch.tensor([0, 3, 5, 6], dtype=torch.int32))
     assert mask.queries.tolist() == [[0, 0, 0, 1, 1, 2]]
     broadcast = functional.attention(*qkv(TQ, TQ), mask=masks.Documents(IDS_Q[:1]))
     torch.testing.assert_close(
         broadcast, functional.attention(*qkv(TQ, TQ), mask=masks.Documents(IDS_Q))
     )
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [[2, 3, 4, 2, 2, 3]],  # RoBERTa's positions start at 2
+        [[0, 1, 2, 0, 1, 0], [5, 6, 7, 8, 9, 10]],
+        [[7, 8, 3, 4, 4, 6], [0, 0, 0, 0, 0, 0]],
+        [[255, 0, 1, 2, 0, 1]],
+        [[9]],
+        [[]],
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_documents_start_where_the_count_breaks(positions, dtype):
+    got = masks.Documents.from_position_ids(torch.tensor(positions, dtype=dtype)).queries
+    for row, ids in zip(positions, got.tolist(), strict=True):
+        count, expected = 0, []
+        for t, position in enumerate(row):
+            count += t > 0 and position != row[t - 1] + 1
+            expected.append(count)
+        assert ids == expected
 
 
 def test_window_conventions():

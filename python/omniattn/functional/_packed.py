@@ -6,6 +6,23 @@ import torch
 from torch import Tensor
 
 
+def document_ids(position_ids: Tensor) -> Tensor:
+    """Number of the document of each token, counted from 0 in each row, by its position.
+
+    A document starts where the count breaks: where a position is not the one before it plus 1. So
+    it may start at any position, like those of RoBERTa, which start at 2.
+
+    Args:
+        position_ids: (..., T), any integer dtype.
+
+    Returns:
+        (..., T), int64, in order.
+    """
+    position = position_ids.long()  # unsigned integers would wrap around
+    starts = position[..., 1:] != position[..., :-1] + 1
+    return torch.nn.functional.pad(starts.cumsum(-1), (position.shape[-1] - starts.shape[-1], 0))
+
+
 class Packed:
     """Which sequence each token of a packed row is in, where they are packed."""
 

@@ -32,6 +32,7 @@ from omniattn.functional._checks import (
 from omniattn.functional._computed_mask import AnyOf, Not
 from omniattn.functional._grid_mask import GridNeighbourhood
 from omniattn.functional._mask import All, Mask, require_bool_mask
+from omniattn.functional._packed import document_ids
 from omniattn.functional._sparse_masks import Dilated, EveryKth, Fixed, Strided
 from omniattn.functional._token_masks import GlobalTokens, Representatives
 
@@ -231,9 +232,14 @@ class Documents(Mask):
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> Documents:
-        """Hugging Face's packed sequences (B, T): a document starts wherever the position is 0."""
+        """Packed sequences (B, T) of Hugging Face: a document starts wherever a position is not
+        the one before it plus 1."""
         require_integers("Documents", "position_ids", position_ids)
-        return cls((position_ids == 0).cumsum(-1))
+        if position_ids.dim() == 0:
+            raise ValueError(
+                "Documents: position_ids must have shape (B, T), got position_ids.shape=()"
+            )
+        return cls(document_ids(position_ids))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> Documents:
