@@ -7,7 +7,9 @@ under the names and arguments of other packages, `testing` compares them with th
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -16,30 +18,50 @@ from omniattn import config as _config
 if _config.LIBRARY_DIR is not None:
     __path__.insert(0, str(_config.LIBRARY_DIR))
 
-from omniattn import compositions as compositions
-from omniattn import functional, reference
-from omniattn.ops import _library
-
 if TYPE_CHECKING:
     from omniattn import compat as compat
+    from omniattn import compositions as compositions
+    from omniattn import functional as functional
     from omniattn import hf as hf
-    from omniattn import models, modules, training
+    from omniattn import models, modules, reference, training
     from omniattn import testing as testing
-
-_library.explain_missing()
-_library.explain_layouts()
 
 __version__ = "0.1.0"
 
 # Without hf, so that `from omniattn import *` needs no transformers.
 __all__ = ["functional", "models", "modules", "reference", "training"]
 
+_EAGER = ("compositions", "functional", "reference")
 _LAZY = ("compat", "hf", "models", "modules", "testing", "training")
+
+
+@functools.cache
+def load() -> None:
+    """Imports torch and registers the ops.
+
+    Runs at import, except on the command line, which reads its arguments first.
+    """
+    for name in _EAGER:
+        importlib.import_module(f"{__name__}.{name}")
+    library = importlib.import_module(f"{__name__}.ops._library")
+    library.explain_missing()
+    library.explain_layouts()
+
+
+def _is_command_line() -> bool:
+    """True in the script `omniattn`, and while Python looks for the module of its option -m."""
+    if sys.argv[:1] == ["-m"]:  # the arguments after the name of the module follow
+        return sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
+    return "omniattn_cli" in sys.modules
+
+
+if not _is_command_line():
+    load()
 
 
 def __getattr__(name: str) -> ModuleType:
     """Imports a subpackage at its first use, so that `import omniattn` stays fast."""
-    if name not in _LAZY:
+    if name not in _EAGER + _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return importlib.import_module(f"{__name__}.{name}")
@@ -48,4 +70,4 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_EAGER, *_LAZY})

@@ -1,6 +1,9 @@
 """python -m omniattn info: what it says of this machine, and what to do where CUDA is not used."""
 
+import json
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +30,28 @@ def test_names_versions_kernels_threads_and_libraries(capsys):
     assert re.search(r"\d\d native ops", text)
     for op, names in _library.paths("cpu").items():
         assert f"{op}: {', '.join(names)}" in text
+
+
+def leaves(value: Any) -> Iterator[str]:
+    """The words of the text and the numbers of JSON values."""
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from leaves(one)
+    elif not isinstance(value, bool):
+        yield from str(value).split()
+
+
+def test_json_has_the_facts_of_the_table(capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    text = printed(capsys)
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    for library in facts["libraries"].values():
+        assert f"{len(library.pop('ops'))} native ops" in text
+    missing = [leaf for leaf in leaves(facts) if leaf not in text]
+    assert not missing
+    names = {"omniattn", "torch", "cpu", "kernels", "linear", "levels", "threads", "cuda"}
+    assert facts.keys() == names | {"libraries"}
 
 
 def test_every_instruction_set_is_explained():

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import runpy
 import signal
 import subprocess
 import sys
@@ -349,7 +348,9 @@ def test_missing_extra_is_named(tmp_path, text, capsys, monkeypatch):
         (["--steps", "x"], "--steps: must be an integer, got 'x'"),
         (["--compare", "1.5"], "--compare: must be an integer, got '1.5'"),
         (["--batch", str(2**31)], "must be from 1 to"),
-        (["--model", "gpt"], "invalid choice: 'gpt'"),
+        (["--model", "gpt"], "--model: must be one of llama, llama-tiny, "),
+        (["--config", "run.py"], "--config: must be a Python file and a name in it"),
+        (["--config", "run.py:a-b"], "--config: must be a Python file and a name in it"),
         (["--seed", "a"], "--seed: must be an integer, got 'a'"),
         (["--seed", str(2**63)], "must fit into 64 bits"),
         (["--data", ""], "must not be empty"),
@@ -359,16 +360,92 @@ def test_wrong_options_are_a_usage_error(tmp_path, capsys, options, message):
     with pytest.raises(SystemExit) as caught:
         train(tmp_path / "o", *options)
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("omniattn train: ") and message in line
 
 
 def test_an_interrupt_during_imports_leaves_no_traceback(monkeypatch, capsys):
-    class Interrupted:
-        def __getattr__(self, name):
-            raise KeyboardInterrupt
+    def interrupted():
+        raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "omniattn.cli", Interrupted())
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_module("omniattn.__main__")
-    assert caught.value.code == 130
-    assert capsys.readouterr().err == "omniattn: interrupted\n"
+    monkeypatch.setattr("omniattn.load", interrupted)
+    assert main(["info"]) == 130
+    assert capsys.readouterr().err == "info: interrupted\n"
+
+
+CONFIG_FILE = """
+from dataclasses import dataclass, replace
+import torch
+from omniattn.models import PRESETS, BlocksConfig
+from omniattn.modules import DecoderBlock, GatedMLP, RMSNorm
+from omniattn.training import TrainConfig
+from neighbour import Average
+
+MODEL = BlocksConfig(
+    dim=32,
+    num_layers=1,
+    blocks=(DecoderBlock.Config(Average.Config(32), GatedMLP.Config(32, 48), RMSNorm.Config(32)),),
+)
+RUN = TrainConfig(MODEL, steps=3, batch=2, length=17, lr=1e-2)
+TINY = PRESETS["llama-tiny"]
+NUMBER = 1
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """Configs with a mixer that a file of the same folder defines."""
+    support = Path(__file__).parents[1] / "support"
+    (tmp_path / "neighbour.py").write_text((support / "average_mixer.py").read_text())
+    path = tmp_path / "own_configs.py"
+    path.write_text(CONFIG_FILE)
+    return path
+
+
+def test_a_run_of_a_config_in_a_file(tmp_path, text, config_file):
+    """Options are on top of it, and other processes resume it with the file, not without."""
+    out = tmp_path / "run"
+
+    def started(*options):
+        command = [sys.executable, "-m", "omniattn", "train", "--out", out, "--compare", "0"]
+        return subprocess.run([*command, *options], capture_output=True, text=True)
+
+    given = ("--config", f"{config_file}:RUN")
+    first = started(*given, "--data", text, "--batch", "3")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("BlocksConfig: ")
+    run = json.loads(read_checkpoint(out / "checkpoint.safetensors")[1]["run"])
+    assert (run["step"], run["config"]["batch"], run["config"]["lr"]) == (3, 3, 1e-2)
+    without = started("--resume", "--steps", "4")
+    assert without.returncode == 1 and len(without.stderr.splitlines()) == 1
+    assert "type='Average'" in without.stderr
+    resumed = started("--resume", "--steps", "4", *given)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "after 4 steps" in resumed.stdout
+    other = started("--resume", "--config", f"{config_file}:TINY")
+    assert "--config must have the model of the run to resume" in other.stderr
+
+
+def test_a_config_of_a_model_takes_the_recipe_of_its_kind(tmp_path, text, capsys):
+    path = tmp_path / "plain_config.py"
+    path.write_text("from omniattn.models import PRESETS\nTINY = PRESETS['llama-tiny']\nN = 1\n")
+    options = ["--data", str(text), "--steps", "1", "--length", "16", "--compare", "0"]
+
+    def tried(reference, *more):
+        return main(["train", "--config", reference, "--out", str(tmp_path / "o"), *options, *more])
+
+    assert tried(f"{path}:TINY") == 0
+    assert saved_config(tmp_path / "o/checkpoint.safetensors").model_name == "LlamaConfig"
+    capsys.readouterr()
+    for reference, message in (
+        (f"{path}:N", "N must be a TrainConfig or the config of a model, got int"),
+        (f"{path}:M", "has no M"),
+        (f"{tmp_path}/none.py:M", "cannot read"),
+        (f"{tmp_path}/none.txt:M", "must name a file *.py"),
+        (f"{tmp_path}/torch.py:M", "must not have the name of a module that is in use"),
+    ):
+        assert tried(reference, "--out", str(tmp_path / "p")) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+    assert tried(f"{path}:TINY", "--model", "llama", "--out", str(tmp_path / "p")) == 1
+    assert "--config and --model" in capsys.readouterr().err

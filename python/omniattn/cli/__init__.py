@@ -1,35 +1,55 @@
-"""The command line: python -m omniattn {train, check, info, hub}."""
+"""The command line: omniattn {train, check, info, hub}, or python -m omniattn.
+
+Arguments are read without torch, so that --help and wrong options take no seconds.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from omniattn.cli import check, hub, info, train
+import omniattn
+from omniattn.cli.arguments import COMMANDS
 from omniattn.cli.errors import CommandError
 
-COMMANDS = (train, check, info, hub)
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a wrong argument in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists all options\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    description = (__doc__ or "").partition("\n")[0]
+    parser = _Parser(prog="omniattn", description=description, formatter_class=formatter)
+    version = f"omniattn {omniattn.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="name")
+    for name, add_arguments in COMMANDS.items():
+        text = add_arguments.__doc__ or ""
+        description = "\n".join(line.removeprefix("    ") for line in text.splitlines())
+        command = commands.add_parser(
+            name, help=text.partition("\n")[0], description=description, formatter_class=formatter
+        )
+        add_arguments(command)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one sub-command and returns its exit code; expected failures are one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m omniattn", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="command")
-    for module in COMMANDS:
-        name = module.__name__.rpartition(".")[2]
-        summary = (module.__doc__ or "").partition("\n")[0]
-        command = commands.add_parser(name, help=summary, description=module.__doc__)
-        command.formatter_class = argparse.RawDescriptionHelpFormatter
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, name=name)
-    args = parser.parse_args(arguments)
+    args = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample or a path may hold any character
     try:
-        code: int = args.run(args)
+        omniattn.load()
+        code: int = importlib.import_module(f"omniattn.cli.{args.name}").run(args)
         print(end="", flush=True)
     except CommandError as error:
         print(f"{args.name}: {error}", file=sys.stderr)

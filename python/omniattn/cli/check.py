@@ -1,11 +1,4 @@
-"""Check every op on this machine: errors against fp64, speed against the definition.
-
-An op passes when, over all cases of its OpSpec, no output is further from the fp64 reference than
-twice the error of eager torch in the same dtype (gradients: three times) plus rounding. Speed is
-that of the first case that the op is benchmarked on, against its definition in plain torch;
-benchmarks/run.py of the repository times it against torch's own kernels. Exit code 1 if an op is
-out of budget.
-"""
+"""omniattn check: the registry against fp64, and its speed."""
 
 from __future__ import annotations
 
@@ -32,12 +25,6 @@ class _Parity(NamedTuple):
     @property
     def passed(self) -> bool:
         return not self.failure
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("ops", nargs="*", metavar="op", help="default: all of them")
-    parser.add_argument("--no-speed", action="store_true", help="errors only")
 
 
 def run(args: argparse.Namespace) -> int:

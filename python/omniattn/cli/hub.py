@@ -1,13 +1,4 @@
-"""Write a kernel repository, which Hugging Face's `kernels` loads from its folder.
-
-    python -m omniattn hub DIR
-    kernels.get_local_kernel(Path("DIR"))
-    kernels.LocalLayerRepository(Path("DIR"), layer_name="RMSNorm")
-
-DIR/build/torch-stable-abi211-cpu-<machine>-linux gets this package with its native library, layers
-under the names that transformers uses, and the metadata. One process holds one version of the
-package: its ops are torch.ops.omniattn, in the repository and when installed.
-"""
+"""omniattn hub: the package as a kernel repository of Hugging Face."""
 
 from __future__ import annotations
 
@@ -73,22 +64,6 @@ globals().update({name: devices["cpu"].load() for name, devices in kernel_mappin
 
 __all__ = sorted(kernel_mapping())
 '''
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder")
-    parser.add_argument(
-        "--cuda",
-        metavar="VERSION",
-        help="add a variant with the CUDA library, which was built by this version, such as 13.0",
-    )
-    parser.add_argument(
-        "--archs",
-        nargs="+",
-        default=["8.0", "9.0"],
-        help="compute capabilities of the CUDA library, default: 8.0 9.0",
-    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,17 +1,16 @@
-"""Show what runs here: CPU, instruction set, threads, CUDA, libraries and ops.
-
-Where CUDA is not used, it says why and what to do.
-"""
+"""omniattn info: facts about this machine and this build, as a table or as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import platform
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from omniattn.ops import _library, gemm_choice, level_choice
 from omniattn.ops._cpu import cpu_family, cpuinfo
 from omniattn.ops._precision import pieces_of
 
+_CPU_NUMBERS = {"family": "cpu family", "model": "model"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 #: What each instruction set means; all of them support all dtypes.
@@ -45,77 +45,114 @@ _SOFTWARE_TILES = "libomniattn_amx_"
 _NOT_ASKED_FOR = -2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command has no options."""
-
-
 def run(args: argparse.Namespace) -> int:
-    """Prints the table."""
+    """Prints the table, or the facts as JSON."""
+    found = facts()
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
     table = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
     table.subsequent_indent = " " * 14
-    for name, value in _rows():
+    for name, value in _rows(found):
         table.initial_indent = f"{name:<14}"
         print(table.fill(value))
     print("`python -m omniattn check` compares every op with its definition on this machine.")
     return 0
 
 
-def _rows() -> Iterator[tuple[str, str]]:
-    yield "omniattn", f"{omniattn.__version__} in {Path(omniattn.__file__).parent}"
-    yield "torch", f"{torch.__version__}, Python {platform.python_version()}"
-    yield "CPU", _cpu()
-    yield "kernels", _kernels()
-    yield "linear", _linear()
-    if levels := level_choice.describe(level_choice.record_of(cpu_family())):
-        yield "levels", "; ".join(levels)
-    yield "threads", _threads()
-    yield "CUDA", _cuda()
-    every = _library.ops_of("cpu")
-    for device, path in _library.loaded.items():
-        given = " (by OMNIATTN_LIBRARY_DIR)" if path.parent == config.LIBRARY_DIR else ""
-        ops = _library.ops_of(device)
-        missing = sorted(set(every).difference(ops))
-        without = f", without {', '.join(missing)}" if missing else ""
-        yield f"{device} library", f"{path}{given}, {len(ops)} native ops{without}"
-        tables = "; ".join(f"{op}: {', '.join(n)}" for op, n in _library.paths(device).items())
+def facts() -> dict[str, Any]:
+    """What the command shows, in values that JSON has."""
+    entries = cpuinfo()
+    names = {"name": "model name", **_CPU_NUMBERS}
+    cpu = {key: entries[name] for key, name in names.items() if name in entries}
+    given = {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ}
+    return {
+        "omniattn": {
+            "version": omniattn.__version__,
+            "folder": str(Path(omniattn.__file__).parent),
+        },
+        "torch": {"version": torch.__version__, "python": platform.python_version()},
+        "cpu": {"name": platform.processor(), **cpu, "machine": platform.machine()},
+        "kernels": _kernels(),
+        "linear": _linear(),
+        "levels": level_choice.describe(level_choice.record_of(cpu_family())),
+        "threads": {"count": torch.get_num_threads(), "environment": given, "cpus": os.cpu_count()},
+        "cuda": _cuda(),
+        "libraries": {device: _library_facts(device) for device in _library.loaded},
+    }
+
+
+def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "omniattn", "{version} in {folder}".format(**found["omniattn"])
+    yield "torch", "{version}, Python {python}".format(**found["torch"])
+    cpu = found["cpu"]
+    numbers = [f"{text} {cpu[k]}" for k, text in _CPU_NUMBERS.items() if k in cpu]
+    yield "CPU", ", ".join(filter(None, (cpu["name"], *numbers, cpu["machine"])))
+    yield "kernels", "{level} ({reason}): {meaning}".format(**found["kernels"])
+    yield "linear", _linear_row(found["linear"])
+    if found["levels"]:
+        yield "levels", "; ".join(found["levels"])
+    threads = found["threads"]
+    given = ", ".join(f"{name}={value}" for name, value in threads["environment"].items())
+    yield (
+        "threads",
+        f"{threads['count']}{given and f' ({given})'}, CPUs: {threads['cpus']}; "
+        "torch.set_num_threads or OMP_NUM_THREADS changes it",
+    )
+    cuda = found["cuda"]
+    used = "used, on {device}" if cuda["used"] else "not used: {reason}; {advice}"
+    yield "CUDA", used.format(**cuda)
+    for device, library in found["libraries"].items():
+        given = " (by OMNIATTN_LIBRARY_DIR)" if library["by_environment"] else ""
+        missing = ", ".join(library["without"])
+        count = f"{len(library['ops'])} native ops{missing and f', without {missing}'}"
+        yield f"{device} library", f"{library['path']}{given}, {count}"
+        tables = "; ".join(f"{op}: {', '.join(names)}" for op, names in library["paths"].items())
         yield (
             f"{device} paths",
             f"{tables} (the first that takes a call; OMNIATTN_LOG_PATHS=1 logs it)",
         )
 
 
-def _cpu() -> str:
-    """The processor's name, and the numbers that distinguish models."""
-    entries = cpuinfo()
-    parts = [entries.get("model name", platform.processor())]
-    parts += [f"{key} {entries[key]}" for key in ("cpu family", "model") if key in entries]
-    return ", ".join(filter(None, (*parts, platform.machine())))
+def _library_facts(device: str) -> dict[str, Any]:
+    path, ops = _library.loaded[device], _library.ops_of(device)
+    return {
+        "path": str(path),
+        "by_environment": path.parent == config.LIBRARY_DIR,
+        "ops": sorted(ops),
+        "without": sorted(set(_library.ops_of("cpu")).difference(ops)),
+        "paths": _library.paths(device),
+    }
 
 
-def _kernels() -> str:
+def _kernels() -> dict[str, str]:
     tiles: int = torch.ops.omniattn.tile_state()
     found = config.CPU_ISAS[torch.ops.omniattn.detected_cpu_isa()]
     found = "amx_bf16" if tiles == _NOT_ASKED_FOR else found
     chosen = config.CPU_ISAS[torch.ops.omniattn.cpu_isa()]
     if chosen != found:
-        choice = f"although this CPU has {found}: OMNIATTN_CPU_ISA={config.CPU_ISA}"
+        reason = f"although this CPU has {found}: OMNIATTN_CPU_ISA={config.CPU_ISA}"
     elif tiles > 0:
         small = ", a thread has a signal stack of less than 12 KiB" if tiles == errno.ENOSPC else ""
-        choice = f"although this CPU has AMX: Linux refused its tiles, {os.strerror(tiles)}{small}"
+        reason = f"although this CPU has AMX: Linux refused its tiles, {os.strerror(tiles)}{small}"
     elif _library.loaded["cpu"].name.startswith(_SOFTWARE_TILES):
-        choice = "with tiles in software, for tests"
+        reason = "with tiles in software, for tests"
     elif config.CPU_ISA not in (None, chosen):
-        choice = f"the best this CPU supports, less than OMNIATTN_CPU_ISA={config.CPU_ISA}"
+        reason = f"the best this CPU supports, less than OMNIATTN_CPU_ISA={config.CPU_ISA}"
     else:
-        choice = "the best this CPU supports, detected from its instructions, not its name"
-    return f"{chosen} ({choice}): {_MEANING[chosen]}"
+        reason = "the best this CPU supports, detected from its instructions, not its name"
+    return {"level": chosen, "reason": reason, "meaning": _MEANING[chosen]}
 
 
-def _linear() -> str:
-    """Whose matrix product `linear` uses."""
+def _linear() -> dict[str, str]:
+    """Whose matrix product `linear` uses, by dtype."""
     of = {str(d).removeprefix("torch."): rule.products for d, rule in gemm_choice.CHOICE.items()}
     if pieces := pieces_of(torch.empty(0)):
         of["float32"] = f"omniattn, of {pieces} pieces of bfloat16"
+    return of
+
+
+def _linear_row(of: dict[str, str]) -> str:
     parts = [
         f"{', '.join(dtype for dtype in of if of[dtype] == whose)} by {whose}"
         for whose in dict.fromkeys(of.values())
@@ -126,27 +163,19 @@ def _linear() -> str:
     )
 
 
-def _threads() -> str:
-    variables = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
-    given = f" ({', '.join(variables)})" if variables else ""
-    return (
-        f"{torch.get_num_threads()}{given}, CPUs: {os.cpu_count()}; "
-        "torch.set_num_threads or OMP_NUM_THREADS changes it"
-    )
-
-
-def _cuda() -> str:
+def _cuda() -> dict[str, Any]:
+    """Whether CUDA is used, and on which device, or why not and what to do."""
     if _library.cuda_unavailable is None:
-        return f"used, on {torch.cuda.get_device_name()}"
+        return {"used": True, "device": torch.cuda.get_device_name()}
     if torch.version.cuda is None:
-        todo = (
+        advice = (
             "for an NVIDIA GPU, install a torch with CUDA (see pytorch.org), then omniattn again, "
             "with nvcc 12 or newer on the PATH"
         )
     elif not torch.cuda.is_available():
-        todo = "see if nvidia-smi lists a GPU and if CUDA_VISIBLE_DEVICES hides it"
+        advice = "see if nvidia-smi lists a GPU and if CUDA_VISIBLE_DEVICES hides it"
     elif _library.find(_library.CUDA_LIBRARY) is None:
-        todo = "install omniattn again, with nvcc 12 or newer on the PATH"
+        advice = "install omniattn again, with nvcc 12 or newer on the PATH"
     else:
-        todo = "install omniattn again, to build it with the torch that is here now"
-    return f"not used: {_library.cuda_unavailable}; {todo}"
+        advice = "install omniattn again, to build it with the torch that is here now"
+    return {"used": False, "reason": _library.cuda_unavailable, "advice": advice}

@@ -1,12 +1,4 @@
-"""Train a small model, by default a byte-level decoder on the source of Python's standard library.
-
-Writes to the output folder: checkpoint.safetensors (weights and the whole training state),
-loss.png, sample.txt if it writes text, load.png if it has experts. Ctrl-C saves and stops; --resume
-continues bit for bit, and with more --steps beyond the end, at the final learning rate. It finds
-the data of the run by itself; --data gives their new path if they have moved. The first steps are
-repeated with the plain-torch reference of every op, to show the difference in loss and, where both
-sides ran for long enough to tell, in speed.
-"""
+"""omniattn train: a run of the Trainer with its files, progress and comparison."""
 
 from __future__ import annotations
 
@@ -25,10 +17,10 @@ from typing import Any
 
 import torch
 
+from omniattn.cli.config_file import read_config
 from omniattn.cli.errors import CommandError, require, writing
 from omniattn.cli.plots import plot_load, plot_losses
-from omniattn.models import PRESETS, CheckpointError
-from omniattn.models.presets import TRAINED
+from omniattn.models import CheckpointError, ModelConfig
 from omniattn.training import TextTask, TrainConfig, Trainer, recipe_of, saved_config
 
 _RUNS = Path("runs")
@@ -40,43 +32,13 @@ _INTERRUPTED = 130  # the shell's exit code of a process that SIGINT ended
 _TIMED_STEPS, _TIMED_SECONDS = 10, 2.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command. A default of None means: that of TrainConfig, or of the saved run."""
-    parser.add_argument("--data", type=_path, metavar="PATH", help="text file, or folder of them")
-    parser.add_argument("--model", choices=TRAINED, help="default: llama")
-    parser.add_argument("--steps", type=_positive, help="optimizer steps (default: 200)")
-    parser.add_argument("--batch", type=_positive, help="examples per step (default: 8)")
-    parser.add_argument(
-        "--length", type=_positive, help="tokens per example of text (default: 256)"
-    )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32")
-    parser.add_argument("--seed", type=_seed, help="of weights, data order and sample (default: 0)")
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--backend", choices=["cpu", "cuda", "reference"], help="force all ops")
-    parser.add_argument(
-        "--out", type=_path, metavar="DIR", help="output folder (default: the next runs/train-N)"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in --out (default: the latest), beyond its end with more --steps",
-    )
-    parser.add_argument(
-        "--compare",
-        type=_not_negative,
-        default=20,
-        metavar="N",
-        help="repeat the first N steps with the reference; 0: do not (default: 20)",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Trains, compares, plots and samples."""
     require("tqdm", "matplotlib", "safetensors")
     trainer, checkpoint = _prepare(args)
     c, model = trainer.config, trainer.model
     print(
-        f"{c.model}: {model.config.num_parameters:,} parameters, {c.dtype}, "
+        f"{c.model_name}: {model.config.num_parameters:,} parameters, {c.dtype}, "
         f"{trainer.device}, threads: {torch.get_num_threads()}; {trainer.task.summary}; "
         f"output in {checkpoint.parent}",
         flush=True,
@@ -115,45 +77,13 @@ def run(args: argparse.Namespace) -> int:
 def _again(args: argparse.Namespace, out: Path) -> str:
     """The options that continue a run: where it is, and what a checkpoint does not keep."""
     options = ["--out", str(out)]
+    if args.config is not None:
+        options += ["--config", ":".join(map(str, args.config))]
     if args.device != "cpu":
         options += ["--device", args.device]
     if args.backend is not None:
         options += ["--backend", args.backend]
     return shlex.join(options)
-
-
-def _path(text: str) -> Path:
-    if not text:  # an unset variable of a shell; Path("") is the current folder
-        raise argparse.ArgumentTypeError("must not be empty")
-    return Path(text)
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
-
-
-def _positive(text: str) -> int:
-    value = _integer(text)
-    if not 0 < value < 2**31:
-        raise argparse.ArgumentTypeError(f"must be from 1 to 2^31 - 1, got {value}")
-    return value
-
-
-def _not_negative(text: str) -> int:
-    value = _integer(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
-    return value
-
-
-def _seed(text: str) -> int:
-    value = _integer(text)
-    if not -(2**63) <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"must fit into 64 bits, got {value}")
-    return value
 
 
 @contextmanager
@@ -185,8 +115,30 @@ def _output_folder(args: argparse.Namespace) -> Path:
     return _RUNS / f"train-{last if args.resume else last + 1}"
 
 
-def _config(args: argparse.Namespace, saved: TrainConfig | None) -> TrainConfig:
-    """The options that were given, on top of the saved run or of the defaults."""
+def _start(args: argparse.Namespace) -> TrainConfig:
+    """The config that the options are on top of."""
+    if args.config is None:
+        config = TrainConfig() if args.model is None else TrainConfig(model=args.model)
+    elif args.model is not None:
+        raise CommandError("--config and --model both say what is trained; give one of them")
+    else:
+        found = read_config(*args.config)
+        if isinstance(found, TrainConfig):
+            return found
+        config = TrainConfig(model=found)
+    try:
+        return replace(config, **recipe_of(config.model_config).options)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+
+
+def _portable(model: str | ModelConfig) -> str | ModelConfig:
+    """As checkpoints keep it."""
+    return model if isinstance(model, str) else replace(model, backend=None)
+
+
+def _config(args: argparse.Namespace, start: TrainConfig, saved: TrainConfig | None) -> TrainConfig:
+    """The options that were given, on top of the saved run or of `start`."""
     given = {
         f.name: getattr(args, f.name)
         for f in fields(TrainConfig)
@@ -195,8 +147,11 @@ def _config(args: argparse.Namespace, saved: TrainConfig | None) -> TrainConfig:
     if args.data is not None:
         given["data"] = str(args.data.absolute())
     if saved is None:
-        config = TrainConfig(model=given.get("model", TrainConfig.model))
-        return replace(config, **{**recipe_of(PRESETS[config.model]).options, **given})
+        return replace(start, **given)
+    if args.config is not None:  # the other fields are those of the saved run
+        if _portable(start.model) != saved.model:
+            raise CommandError("--config must have the model of the run to resume")
+        saved = replace(saved, model=start.model)
     saved = replace(saved, data=given.pop("data", saved.data))  # its content is checked
     steps = given.pop("steps", saved.steps)
     if steps < saved.steps:
@@ -217,20 +172,21 @@ def _config(args: argparse.Namespace, saved: TrainConfig | None) -> TrainConfig:
 
 def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
     checkpoint = _output_folder(args) / "checkpoint.safetensors"
+    start = _start(args)  # first, since a file may define layers of the saved run
     try:
         saved = saved_config(checkpoint) if args.resume else None
     except OSError as error:
         raise CommandError(f"cannot read {checkpoint}: {error.strerror or error}") from error
-    except CheckpointError as error:
+    except ValueError as error:  # damaged, or with layers that no loaded module defines
         raise CommandError(str(error)) from error
-    config = _config(args, saved)
+    config = _config(args, start, saved)
 
-    model = PRESETS[config.model]
+    model, name = config.model_config, config.model_name
     if args.length is not None and not issubclass(recipe_of(model).task, TextTask):
-        raise CommandError(f"{config.model} trains on images, which have no --length")
+        raise CommandError(f"{name} trains on images, which have no --length")
     if model.longest is not None and config.length > model.longest:
         raise CommandError(
-            f"{config.model} has positions for {model.longest} tokens, got --length {config.length}"
+            f"{name} has positions for {model.longest} tokens, got --length {config.length}"
         )
     source = config.data or "default data"
     try:

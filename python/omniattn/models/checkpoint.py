@@ -80,6 +80,22 @@ def model_metadata(model: Model) -> dict[str, str]:
     return {"architecture": config.architecture, "config": json.dumps(config.to_dict())}
 
 
+def config_of(metadata: dict[str, str], backend: str | None = None) -> ModelConfig:
+    """The config in the metadata of a file.
+
+    Raises:
+        CheckpointError: if its architecture is unknown.
+    """
+    known = ModelConfig.architectures
+    architecture = known.get(metadata.get("architecture", ""))
+    if architecture is None:
+        raise CheckpointError(
+            f"checkpoint: architecture must be one of {', '.join(known)}, "
+            f"got architecture={metadata.get('architecture')!r}"
+        )
+    return architecture.from_dict(json.loads(metadata["config"]) | {"backend": backend})
+
+
 def save_model(model: Model, path: Path | str) -> None:
     """Writes weights and config, atomically; needs safetensors.
 
@@ -113,14 +129,6 @@ def load_model(
         CheckpointError: if it is damaged or holds an unknown architecture.
     """
     tensors, metadata = read_checkpoint(path)
-    known = ModelConfig.architectures
-    architecture = known.get(metadata.get("architecture", ""))
-    if architecture is None:
-        raise CheckpointError(
-            f"checkpoint: architecture must be one of {', '.join(known)}, "
-            f"got architecture={metadata.get('architecture')!r}"
-        )
-    config = architecture.from_dict(json.loads(metadata["config"]) | {"backend": backend})
-    model = config.build(device="meta")
+    model = config_of(metadata, backend).build(device="meta")
     model.load_state_dict({n: t for n, t in tensors.items() if "/" not in n}, assign=True)
     return model.to(device).eval()

@@ -39,5 +39,15 @@ _RECIPES: dict[type, Recipe] = {
 
 
 def recipe_of(config: ModelConfig) -> Recipe:
-    """The recipe of the nearest base class that has one."""
-    return next(_RECIPES[kind] for kind in type(config).__mro__ if kind in _RECIPES)
+    """The recipe of the nearest base class that has one.
+
+    Raises:
+        ValueError: no base class has one.
+    """
+    for kind in type(config).__mro__:
+        if kind in _RECIPES:
+            return _RECIPES[kind]
+    known = ", ".join(kind.__qualname__ for kind in _RECIPES)
+    raise ValueError(
+        f"recipe_of: config must be one of {known} or derived from it, got {type(config).__name__}"
+    )

@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch import nn
 
 from omniattn.models.checkpoint import (
     CheckpointError,
+    config_of,
     model_metadata,
     read_checkpoint,
     write_checkpoint,
 )
+from omniattn.models.model import ModelConfig
 from omniattn.models.presets import PRESETS
 from omniattn.models.routers import Routers
 from omniattn.training.optimizer import parameter_groups, warmup_cosine
@@ -30,7 +32,7 @@ class TrainConfig:
     """What determines a training run, except the content of its data.
 
     Args:
-        model: a name in PRESETS.
+        model: a name in PRESETS, or the config of a model.
         steps, batch, length: optimizer steps; examples per step; tokens per example of text.
         dtype: "float32", or "bfloat16" for autocast with fp32 weights.
         seed: of the weights and of the batches.
@@ -41,7 +43,7 @@ class TrainConfig:
         data: path of the file or folder; None: what comes with the machine.
     """
 
-    model: str = "llama"
+    model: str | ModelConfig = "llama"
     steps: int = 200
     batch: int = 8
     length: int = 256
@@ -56,6 +58,23 @@ class TrainConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
     data: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, ModelConfig) and self.model not in PRESETS:
+            raise ValueError(
+                "TrainConfig: model must be a name in PRESETS or the config of a model, "
+                f"got model={self.model!r}"
+            )
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The config of the model."""
+        return PRESETS[self.model] if isinstance(self.model, str) else self.model
+
+    @property
+    def model_name(self) -> str:
+        """The name of the preset, or of the class of the config."""
+        return self.model if isinstance(self.model, str) else type(self.model).__qualname__
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -88,7 +107,8 @@ class Trainer:
         self.config, self.task, self.device = config, task, torch.device(device)
         torch.manual_seed(config.seed)
         # Weights are drawn on the CPU, so that every device starts from the same ones.
-        self.model = replace(PRESETS[config.model], backend=backend).build().to(self.device)
+        model = config.model_config
+        self.model = replace(model, backend=backend or model.backend).build().to(self.device)
         self.routers = Routers(self.model)
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, config.weight_decay),
@@ -165,8 +185,11 @@ class Trainer:
         for name, value in self.routers.history().items():
             tensors[f"routers/{name}"] = value
         tensors["rng/cpu"] = torch.get_rng_state()
+        config = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
+        if not isinstance(self.config.model, str):
+            config["model"] = None  # it is in the metadata of the model
         run = {
-            "config": asdict(self.config),
+            "config": config,
             "data": self.task.digest,
             "step": self.step,
             "losses": self.losses,
@@ -223,12 +246,12 @@ def saved_config(path: Path) -> TrainConfig:
     """
     _, metadata = read_checkpoint(path)
     values = _run_of(path, metadata)["config"]
+    if values.get("model") not in (None, *PRESETS):
+        raise CheckpointError(f"checkpoint: {path} is of an unknown model {values['model']!r}")
+    model = values.get("model") or config_of(metadata)
     try:
-        config = TrainConfig(**values | {"betas": tuple(values["betas"])})
+        return TrainConfig(**values | {"betas": tuple(values["betas"]), "model": model})
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"checkpoint: {path} is of another version of omniattn ({error})"
         ) from error
-    if config.model not in PRESETS:
-        raise CheckpointError(f"checkpoint: {path} is of an unknown model {config.model!r}")
-    return config

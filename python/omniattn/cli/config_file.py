@@ -1,0 +1,46 @@
+"""Configs in Python files of users."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from omniattn.cli.errors import CommandError
+from omniattn.models import ModelConfig
+from omniattn.training import TrainConfig
+
+
+def read_config(path: Path, name: str) -> TrainConfig | ModelConfig:
+    """The config of this name in a Python file, which becomes a module under its own name.
+
+    Raises:
+        CommandError: the file cannot be read, or has no config of this name.
+    """
+    module = sys.modules.get(path.stem)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            raise CommandError(f"--config must name a file *.py, got {path}")
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, str(path.parent.absolute()))  # as Python does for a script
+        try:
+            spec.loader.exec_module(module)
+        except BaseException as error:
+            del sys.modules[path.stem]
+            if isinstance(error, OSError) and error.filename == str(path.absolute()):
+                raise CommandError(f"cannot read {path}: {error.strerror or error}") from error
+            raise
+    elif Path(module.__file__ or "").absolute() != path.absolute():
+        raise CommandError(
+            f"--config must not have the name of a module that is in use, got {path}"
+        )
+    if not hasattr(module, name):
+        raise CommandError(f"--config: {path} has no {name}")
+    config = getattr(module, name)
+    if not isinstance(config, TrainConfig | ModelConfig):
+        raise CommandError(
+            f"--config: {name} must be a TrainConfig or the config of a model, "
+            f"got {type(config).__name__}"
+        )
+    return config

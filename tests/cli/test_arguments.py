@@ -1,0 +1,95 @@
+"""The command line before its commands run: help, versions and wrong arguments, without torch."""
+
+import resource
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+import omniattn
+from omniattn.cli import main
+from omniattn.cli.arguments import COMMANDS, FAMILIES
+from omniattn.models.presets import TRAINED
+
+#: The console script, and the module as Python runs it.
+SCRIPT = "import sys; sys.argv[0] = 'omniattn'; from omniattn_cli import main; sys.exit(main())"
+WAYS = (["-c", SCRIPT], ["-m", "omniattn"])
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["script", "module"])
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], *([c, "--help"] for c in COMMANDS)]
+)
+def test_help_does_not_import_torch(way, arguments):
+    result = run("-X", "importtime", *way, *arguments)
+    assert result.returncode == 0, result.stderr
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "omniattn.cli.arguments" in imported
+    assert not {"torch", "numpy"} & imported
+    wanted = f"omniattn {omniattn.__version__}" if arguments == ["--version"] else "usage: omniattn"
+    assert result.stdout.startswith(wanted)
+
+
+def test_help_is_fast():
+    """In seconds of CPU time, which other processes change least."""
+
+    def seconds() -> float:
+        return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+    taken = []
+    for _ in range(3):
+        before = seconds()
+        assert run("-m", "omniattn", "train", "--help").returncode == 0
+        taken.append(seconds() - before)
+    assert min(taken) < 0.3
+
+
+def test_only_the_command_line_defers_torch():
+    """Other modules of the package and programs that import it have the ops at once."""
+    code = "import omniattn, torch; torch.ops.omniattn.cpu_isa()"
+    assert run("-c", code).returncode == 0
+    deferred = "import omniattn_cli, omniattn, sys; assert 'torch' not in sys.modules; " + (
+        "omniattn.functional; omniattn.load(); import torch; torch.ops.omniattn.cpu_isa()"
+    )
+    result = run("-c", deferred)
+    assert result.returncode == 0, result.stderr
+
+
+def test_models_are_listed_by_family(capsys):
+    names = [name for family in FAMILIES.values() for name in family]
+    assert sorted(names) == sorted(TRAINED)
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    for family, names in FAMILIES.items():
+        assert f"  {family}:\n    {names[0]}," in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "omniattn: the following arguments are required: command"),
+        (["trin"], "omniattn: argument command: invalid choice: 'trin'"),
+        (["info", "--jason"], "omniattn: unrecognized arguments: --jason"),
+        (["hub"], "omniattn hub: the following arguments are required: DIR"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
+
+
+def test_an_installed_package_has_the_script():
+    installed = entry_points(group="console_scripts", name="omniattn")
+    if not installed:
+        pytest.skip("the package is on the path, not installed")
+    (script,) = installed
+    assert script.value == "omniattn_cli:main"
