@@ -45,6 +45,7 @@ MATRIX = {
     "every_isa": ("few", (F64, F32, BF16, F16)),
     "compiled": ("tiny", (F32,)),
     "exported": ("tiny", (F32,)),
+    "traced": ("tiny", (F32,)),
     "checkpointed": ("tiny", (F32,)),
     "autocast": ("few", (BF16,)),
     "transforms": ("tiny", (F32,)),

@@ -173,6 +173,7 @@ def is_traced() -> bool:
     """Whether a call is part of a trace or of a transform of torch.func."""
     return (
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     )

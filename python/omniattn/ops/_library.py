@@ -51,6 +51,23 @@ def paths(device: str) -> dict[str, list[str]]:
     return {op: names.split(", ") for op, names in (line.split(": ") for line in lines)}
 
 
+def active_isa() -> int:
+    """The level of instructions in use, a number of `config.CPU_ISAS`.
+
+    Calls ask here and not the library, since an op without tensors would become a part of the
+    programs that torch.jit.trace and other recorders of ops make.
+    """
+    return _active_isa
+
+
+def set_active_isa(isa: int) -> bool:
+    """Makes a level the one in use; False if this machine or build has none of this number."""
+    global _active_isa
+    known: bool = torch.ops.omniattn.set_cpu_isa(isa)
+    _active_isa = torch.ops.omniattn.cpu_isa()
+    return known
+
+
 def _load_cuda() -> str | None:
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no CUDA device"
@@ -240,4 +257,5 @@ def _refuse_layout(name: str) -> Callable[..., NoReturn]:
 
 _check_torch()
 _load("cpu", config.CPU_LIBRARY)
+_active_isa: int = torch.ops.omniattn.cpu_isa()
 cuda_unavailable = _load_cuda()

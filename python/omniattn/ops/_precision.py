@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from omniattn import config
-from omniattn.ops import _library as _library  # loads the ops
+from omniattn.ops import _library
 from omniattn.ops._compile import assume_constant_result
 
 __all__ = ["pieces_of"]
@@ -42,4 +42,4 @@ def pieces_of(x: Tensor) -> int:
 def _allowed(ours: int) -> int:
     torchs: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     pieces = 2 if torchs == "tf32" else ours
-    return pieces if torch.ops.omniattn.cpu_isa() >= _AMX else 0
+    return pieces if _library.active_isa() >= _AMX else 0

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from omniattn.config import CPU_ISAS
+from omniattn.ops import _library
 
 __all__ = ["current_device", "isa", "isas", "on_device", "threads"]
 
@@ -38,13 +39,13 @@ def isas() -> tuple[str, ...]:
 @contextmanager
 def isa(name: str) -> Iterator[None]:
     """Runs the kernels of one instruction set."""
-    before = torch.ops.omniattn.cpu_isa()
-    if name not in CPU_ISAS or not torch.ops.omniattn.set_cpu_isa(CPU_ISAS.index(name)):
+    before = _library.active_isa()
+    if name not in CPU_ISAS or not _library.set_active_isa(CPU_ISAS.index(name)):
         raise ValueError(f"isa: name must be one of {isas()}, got name={name!r}")
     try:
         yield
     finally:
-        torch.ops.omniattn.set_cpu_isa(before)
+        _library.set_active_isa(before)
 
 
 @contextmanager

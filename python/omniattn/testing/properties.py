@@ -173,6 +173,14 @@ def exported(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     _assert_all_same(spec, program.module()(*inputs), call.run(spec.function))
 
 
+def traced(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """torch.jit.trace records the call and repeats it."""
+    call = spec.call(case, dtype)
+    inputs = tuple(call.tensors.values())
+    program = torch.jit.trace(_Module(call, spec.function), inputs, check_trace=False)
+    _assert_all_same(spec, program(*inputs), call.run(spec.function))
+
+
 def checkpointed(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     """Recomputation by torch.utils.checkpoint gives the same gradients."""
 
@@ -314,6 +322,7 @@ PROPERTIES: dict[str, Property] = {
         every_isa,
         compiled,
         exported,
+        traced,
         checkpointed,
         autocast,
         transforms,
