@@ -5,131 +5,35 @@ import copy
 import pytest
 import torch
 from average_mixer import Average
+from mixer_cases import MIXERS
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from omniattn.modules import (
     H2O,
-    MLSTM,
-    NSA,
-    S4,
-    S4D,
-    SLSTM,
     Attention,
-    BigBirdAttention,
-    BlockSparseAttention,
     CrossCache,
     DecoderBlock,
-    DeepSeekSparseAttention,
-    DeltaAttention,
-    DeltaNet,
-    DeterministicSparseAttention,
-    DifferentialAttention,
     DSAState,
-    DualChunkAttention,
     EvictingCache,
-    GatedAttentionUnit,
-    GatedDeltaNet,
-    GatedLinearAttention,
     GatedMLP,
-    HubSpokeAttention,
-    KimiDeltaAttention,
     KVCache,
     LatentCache,
-    LinearAttention,
-    LocalStridedAttention,
-    LongformerAttention,
-    Mamba,
-    Mamba2,
     Mixer,
-    MoBA,
-    MultiHeadLatentAttention,
-    MultiScaleRetention,
-    NeighborhoodAttention1D,
     NSAState,
     PagedCache,
     PagePool,
-    Performer,
     RecurrentState,
     RMSNorm,
     RollingCache,
     RotaryEmbedding,
-    RoutedBlockAttention,
-    RWKV4TimeMix,
-    RWKV5TimeMix,
     RWKV6TimeMix,
     RWKV7TimeMix,
     RWKVChannelMix,
-    SelectiveAttention,
     SelectiveCache,
-    SimpleSelectiveSSM,
     State,
-    TransformerXLAttention,
 )
 from omniattn.modules.layer import Layer
-
-STD = {"init_std": 0.5}
-MIXERS = [
-    Attention.Config(24, 4, 2, init_std=0.5),
-    Average.Config(24),
-    BigBirdAttention.Config(24, 4, 2, block=2, n_random=0, causal=True, max_length=30, **STD),
-    BigBirdAttention.Config(24, 4, 2, block=1, n_random=1, causal=True, max_length=30, **STD),
-    BlockSparseAttention.Config(24, 4, 2, block_size=3, global_index=(1,), **STD),
-    DeterministicSparseAttention.Config(24, 4, 2, window=2, stride=2, **STD),
-    DeterministicSparseAttention.Config(
-        24, 4, window=2, stride=2, anchor="absolute", representative="mean", **STD
-    ),
-    DualChunkAttention.Config(24, 4, 2, chunk_size=4, local_window=1, **STD),
-    HubSpokeAttention.Config(24, 4, 2, window=2, global_every=3, **STD),
-    HubSpokeAttention.Config(24, 4, 2, window=2, global_every=3, dual="disjoint", **STD),
-    HubSpokeAttention.Config(24, 4, window=2, global_every=3, dual="longformer", **STD),
-    LocalStridedAttention.Config(24, 4, 2, window=3, stride=2, **STD),
-    LocalStridedAttention.Config(
-        24, 4, window=2, stride=3, gate="headwise", residual_inside=True, **STD
-    ),
-    LongformerAttention.Config(24, 4, 2, window=4, causal=True, global_index=(0, 6), **STD),
-    LongformerAttention.Config(24, 4, window=4, causal=True, dual=False, global_index=(), **STD),
-    DeltaAttention.Config(24, 2, init_std=0.5),
-    DeltaNet.Config(24, 2, init_std=0.5),
-    DifferentialAttention.Config(24, 2, depth=1, head_dim=6, init_std=0.5),
-    GatedAttentionUnit.Config(24, key_dim=6, norm_n=16, init_std=0.5),
-    GatedDeltaNet.Config(24, 2, init_std=0.5),
-    GatedLinearAttention.Config(24, 2, init_std=0.5),
-    KimiDeltaAttention.Config(24, 2, init_std=0.5),
-    LinearAttention.Config(24, 2, init_std=0.5),
-    MoBA.Config(24, 4, 2, block_size=2, topk=2, decode="moba", init_std=0.5),
-    NeighborhoodAttention1D.Config(24, 4, kernel_size=2, dilation=3, is_causal=True, **STD),
-    NSA.Config(24, 4, 2, None, 2, 1, 2, 4, 3, init_std=0.5),
-    NSA.Config(24, 4, 1, None, 4, 2, 2, 3, 3, "mean", separate_kv=False, init_std=0.5),
-    RoutedBlockAttention.Config(24, 4, 2, block_size=2, topk=2, router_dim=4, **STD),
-    RoutedBlockAttention.Config(24, 4, block_size=2, topk=3, router_grad="distill", **STD),
-    MultiHeadLatentAttention.Config(24, 2, None, 8, 8, 6, 8, init_std=0.5),
-    DeepSeekSparseAttention.Config(
-        *(24, 2, None, 8, 8, 6, 8), index_heads=2, index_dim=8, index_topk=3, **STD
-    ),
-    DeepSeekSparseAttention.Config(
-        *(24, 2, 10, 8, 8, 6, 8), indexer="single", index_dim=4, index_topk=3, **STD
-    ),
-    MultiScaleRetention.Config(24, 4, init_std=0.5),
-    MultiScaleRetention.Config(24, 4, normalize=True, init_std=0.5),
-    MLSTM.Config(24, 2),
-    Mamba2.Config(24, 8, headdim=12, ngroups=2, init_std=0.5),
-    Mamba.Config(24, init_std=0.5),
-    Mamba.Config(24, 3, norm_eps=1e-6, init_std=0.5),
-    Performer.Config(24, 2, init_std=0.5),
-    RWKV4TimeMix.Config(24, init_std=0.5),
-    S4.Config(24, 8, init_std=0.5),
-    S4D.Config(24, 8, init_std=0.5),
-    SLSTM.Config(24, 2),
-    RWKV5TimeMix.Config(24, head_dim=8, init_std=0.5),
-    RWKV6TimeMix.Config(24, head_dim=8, init_std=0.5),
-    RWKV7TimeMix.Config(24, head_dim=8, init_std=0.5),
-    SelectiveAttention.Config(24, 4, 2, init_std=0.5),
-    SimpleSelectiveSSM.Config(24, 5, init_std=0.5),
-    SimpleSelectiveSSM.Config(24, 5, a_dep=True, init_std=0.5),
-    TransformerXLAttention.Config(24, 4, init_std=0.5),
-    TransformerXLAttention.Config(24, 4, memory_length=4, same_length=True, init_std=0.5),
-]
 
 
 def test_every_mixer_is_tried():

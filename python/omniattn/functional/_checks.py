@@ -100,6 +100,12 @@ def require_float(op: str, name: str, x: Tensor) -> None:
         refuse_nested(op, name, x)
 
 
+def has_own_ops(x: Tensor) -> bool:
+    """True if `x` is a wrapper of other tensors (quantised, sharded), which defines torch's ops for
+    itself and does not know those of this package."""
+    return type(x) not in _PLAIN and hasattr(x, "__tensor_flatten__") and not x.is_nested
+
+
 def refuse_nested(op: str, name: str, x: Tensor) -> None:
     raise TypeError(
         f"{op}: {name} must not be nested (its values() are packed rows, and its offsets() the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from omniattn import reference
 from omniattn.functional._checks import (
     cast_like,
     implementation,
@@ -251,3 +252,20 @@ def _gated(
     run = implementation(op, backend, gate, ops.glu)
     y: Tensor = run(gate, up, *ops.encode(activation, alpha, limit))
     return y
+
+
+@token_wise("up")
+def activated(
+    gate: Tensor,
+    up: Tensor | None,
+    *,
+    activation: str,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    """Hidden layer of `mlp` and `glu_mlp`, with their names of activations: act(gate) * up, or
+    act(gate) where up is None."""
+    if up is None:
+        return reference.activate(gate, activation)
+    return _gated("glu_mlp", backend, gate, up, activation, alpha, limit)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from omniattn.functional._checks import (
     autocast_linear,
+    has_own_ops,
     implementation,
     require_float,
     require_like,
@@ -32,7 +33,8 @@ def linear(
     Args:
         x: (..., K), float64, float32, bfloat16 or float16, any strides; or a jagged nested tensor
             (B, j, ..., K), and then so is y. Under autocast all tensors are cast to its dtype.
-        weight: (N, K) of x's dtype.
+        weight: (N, K) of x's dtype; or a subclass of torch.Tensor whose data are those of other
+            tensors, such as a quantised weight, for torch's linear, which calls its own.
         bias: (N,) of x's dtype, or None.
         backend: None for the kernel that was measured to be faster on this kind of machine, this
             package's or torch's (`omniattn.ops.gemm_choice`, printed by `omniattn info`); "cpu" for
@@ -61,6 +63,8 @@ def linear(
         >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 5.0], [0.0, 1.0]]))
         tensor([13.,  2.])
     """
+    if backend is None and isinstance(weight, Tensor) and has_own_ops(weight):
+        return torch.nn.functional.linear(x, weight, bias)
     x, weight, bias = autocast_linear(x, weight, bias)
     require_float("linear", "x", x)
     require_like("linear", "weight", weight, x)

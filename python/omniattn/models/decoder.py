@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
-from omniattn import functional
 from omniattn.functional._checks import shown
 from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
 from omniattn.models._states import require_states
+from omniattn.models.head import head_logits, head_loss
 from omniattn.models.model import Embedding, Model, ModelConfig
 from omniattn.modules import (
     Attention,
@@ -273,7 +273,7 @@ class Decoder(Model, Stateful):
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """Normed states (..., dim) -> logits (..., vocab_size)."""
-        return functional.linear(x, self.head_weight, backend=self.config.backend)
+        return head_logits(self, x)
 
     @takes_cache
     def forward(
@@ -305,9 +305,7 @@ class Decoder(Model, Stateful):
             return self.head(x)
         if self.predictor is not None and self.training:
             self._predictor_loss = self._predict_further(x, tokens, targets, **given)
-        return functional.linear_cross_entropy(
-            x, self.head_weight, targets, backend=self.config.backend
-        )
+        return head_loss(self, x, targets)
 
     def _predict_further(
         self,
@@ -337,10 +335,5 @@ class Decoder(Model, Stateful):
             return (out + residual).to(y.dtype)
 
         states = self.predictor(x, tokens, self.embed_tokens, lambda y: y, run)
-        losses = [
-            functional.linear_cross_entropy(
-                state, self.head_weight, targets[:, d:], backend=self.config.backend
-            )
-            for d, state in enumerate(states, 1)
-        ]
+        losses = [head_loss(self, state, targets[:, d:]) for d, state in enumerate(states, 1)]
         return torch.stack(losses).mean()

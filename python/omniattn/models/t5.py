@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from omniattn import functional
 from omniattn.models._states import require_states
+from omniattn.models.head import head_logits, head_loss
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.models.model import Embedding, Model, ModelConfig, require_token_ids
 from omniattn.modules import (
@@ -300,13 +300,11 @@ class T5(Model, Stateful):
 
     def head(self, x: Tensor) -> Tensor:
         """States (..., dim) -> logits (..., vocab_size)."""
-        return functional.linear(x, self.head_weight, backend=self.config.backend)
+        return head_logits(self, x)
 
     def forward(self, source: Tensor, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (B, T, vocab_size), or with targets, of which -100 does not count, the loss."""
         x = self.hidden(tokens, self.encode(source))
         if targets is None:
             return self.head(x)
-        return functional.linear_cross_entropy(
-            x, self.head_weight, targets, backend=self.config.backend
-        )
+        return head_loss(self, x, targets)

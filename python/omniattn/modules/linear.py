@@ -1,17 +1,21 @@
 """Linear layer on `functional.linear`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from omniattn import functional
+from omniattn.functional._checks import has_own_ops
 from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 
 
-class Linear(Layer):
+class Linear(Layer, nn.Linear):
     """y = x W^T + b.
+
+    A torch.nn.Linear, so that adapters (PEFT), quantisation and sharding find it.
 
     Args:
         config: sizes and options.
@@ -44,13 +48,8 @@ class Linear(Layer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.config = config
-        shape = (config.out_features, config.in_features)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        bias = torch.empty(config.out_features, device=device, dtype=dtype)
-        self.bias = nn.Parameter(bias) if config.bias else None
-        self.reset_parameters()
+        self.config = c = config  # before the constructor, which draws
+        nn.Linear.__init__(self, c.in_features, c.out_features, c.bias, device, dtype)
 
     def reset_parameters(self) -> None:
         """Draws the weight from N(0, init_std^2) and zeroes the bias."""
@@ -63,3 +62,29 @@ class Linear(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in_features) -> (..., out_features)."""
         return functional.linear(x, self.weight, self.bias, backend=self.config.backend)
+
+
+def is_plain(*layers: Any) -> bool:
+    """True if a call of each layer reads its weight and bias and does nothing else.
+
+    An op may then read them in place of the call. It must not where an adapter wraps the layer, a
+    hook watches it, or its weight is quantised or sharded.
+    """
+    return all(
+        type(layer).forward is Linear.forward
+        and "forward" not in vars(layer)
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and not (layer._backward_hooks or layer._backward_pre_hooks)
+        and not has_own_ops(layer.weight)
+        for layer in layers
+    )
+
+
+def weight_of(layer: Linear) -> torch.Tensor:
+    """W of a layer without a bias, as its calls apply it: with its adapters, dequantised."""
+    if is_plain(layer):
+        return layer.weight
+    dtype = layer.weight.dtype
+    one = torch.eye(layer.in_features, device=layer.weight.device, dtype=dtype)
+    transposed: torch.Tensor = layer(one)
+    return transposed.T

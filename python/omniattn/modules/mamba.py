@@ -28,15 +28,12 @@ __all__ = ["Mamba"]
 _NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
 
 
-class StepProjection(nn.Module):
+class StepProjection(nn.Linear):
     """W_dt (inner, rank) and b_dt (inner) of a Mamba, whose scan adds b_dt."""
 
     def __init__(self, config: Mamba.Config, **factory: Any) -> None:
-        super().__init__()
-        self.config = config
-        self.weight = nn.Parameter(torch.empty(config.inner, config.rank, **factory))
-        self.bias = nn.Parameter(torch.empty(config.inner, **factory))
-        self.reset_parameters()
+        self.config = config  # before the constructor, which draws
+        super().__init__(config.rank, config.inner, **factory)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -18,7 +18,7 @@ from omniattn.modules.cache import require_cache, storage_like
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache, LatentCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
-from omniattn.modules.linear import Linear
+from omniattn.modules.linear import Linear, weight_of
 from omniattn.modules.mixer import Mixer, require_tokens
 from omniattn.modules.norm import RMSNorm
 from omniattn.modules.score_mod import with_positions
@@ -215,9 +215,9 @@ class MultiHeadLatentAttention(Mixer):
         """From latents to keys (H, qk_nope_dim, rank) and values (H, v_dim, rank)."""
         c = self.config
         if c.separate_kv_latents:
-            k, v = self.k_b_proj.weight, self.v_b_proj.weight
+            k, v = weight_of(self.k_b_proj), weight_of(self.v_b_proj)
             return k.unflatten(0, (c.num_heads, -1)), v.unflatten(0, (c.num_heads, -1))
-        both = self.kv_b_proj.weight.unflatten(0, (c.num_heads, -1))
+        both = weight_of(self.kv_b_proj).unflatten(0, (c.num_heads, -1))
         k, v = both.split([c.qk_nope_dim, c.v_dim], 1)
         return k, v
 

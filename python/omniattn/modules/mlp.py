@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from omniattn import functional
 from omniattn.functional._checks import require_number
+from omniattn.functional.activation import activated
 from omniattn.functional.ffn import ACTIVATIONS
 from omniattn.modules import _signatures
 from omniattn.modules.layer import LayerConfig, config_or_fields
-from omniattn.modules.linear import Linear
+from omniattn.modules.linear import Linear, is_plain
 from omniattn.modules.mixer import ChannelMixer
 
 #: Name of a gated activation -> that of the activation.
@@ -26,7 +28,34 @@ GATED_ACTIVATIONS = {
 }
 
 
-class MLP(ChannelMixer):
+class _FeedForward(ChannelMixer):
+    """What both kinds share: calls of the projections one by one, where these are not plain."""
+
+    config: Any
+    up_proj: Linear
+    down_proj: Linear
+
+    def _by_layers(
+        self, x: torch.Tensor, activation: str, gate: Linear | None = None, **clamp: float
+    ) -> torch.Tensor:
+        """The formula of the op with calls of the projections, which may be adapters."""
+        c = self.config
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            up = self.up_proj(x)
+            first, second = (up, None) if gate is None else (gate(x), up)
+            hidden = activated(first, second, activation=activation, backend=c.backend, **clamp)
+            hidden = functional.dropout(hidden, c.dropout_p, training=self.training)
+            y: torch.Tensor = self.down_proj(hidden)
+            return y
+
+        if c.recompute and torch.is_grad_enabled():
+            again: torch.Tensor = checkpoint(run, x, use_reentrant=False)
+            return again
+        return run(x)
+
+
+class MLP(_FeedForward):
     """y = dropout(act(x W_up + b_up)) W_down + b_down.
 
     Args:
@@ -88,6 +117,8 @@ class MLP(ChannelMixer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., dim)."""
         c = self.config
+        if not is_plain(self.up_proj, self.down_proj):
+            return self._by_layers(x, c.activation)
         return functional.mlp(
             x,
             self.up_proj.weight,
@@ -109,7 +140,7 @@ def check_clamp(op: str, clamp: tuple[float, float]) -> None:
         require_number(op, f"{name} of clamp", value, above=0)
 
 
-class GatedMLP(ChannelMixer):
+class GatedMLP(_FeedForward):
     """y = dropout(act(x W_gate) * (x W_up)) W_down.
 
     Args:
@@ -162,6 +193,10 @@ class GatedMLP(ChannelMixer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., dim)."""
         c = self.config
+        if not is_plain(self.gate_proj, self.up_proj, self.down_proj):
+            alpha, limit = c.clamp
+            name = GATED_ACTIVATIONS[c.activation]
+            return self._by_layers(x, name, self.gate_proj, alpha=alpha, limit=limit)
         return functional.glu_mlp(
             x,
             self.gate_proj.weight,

@@ -15,7 +15,7 @@ from omniattn.modules.mixer import Norm
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class RMSNorm(Norm):
+class RMSNorm(Norm, nn.RMSNorm):
     """y = x (offset + w) / sqrt(mean(x^2) + eps) over the last dimension.
 
     Args:
@@ -53,16 +53,16 @@ class RMSNorm(Norm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.config = config
-        self.weight = nn.Parameter(torch.empty(config.dim, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.config = c = config  # before the constructor, which draws
+        nn.RMSNorm.__init__(self, c.dim, c.eps, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Makes the factor offset + w one."""
         nn.init.constant_(self.weight, 1 - self.config.offset)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> Normed:
         """x (..., dim) -> y, or (y, x + residual) when a residual is given."""
         c = self.config
         return functional.rms_norm(
@@ -76,7 +76,7 @@ class RMSNorm(Norm):
         )
 
 
-class LayerNorm(Norm):
+class LayerNorm(Norm, nn.LayerNorm):
     """y = (x - mean) w / sqrt(var + eps) + b over the last dimension.
 
     Args:
@@ -112,12 +112,8 @@ class LayerNorm(Norm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.config = config
-        self.weight = nn.Parameter(torch.empty(config.dim, device=device, dtype=dtype))
-        bias = torch.empty(config.dim, device=device, dtype=dtype)
-        self.bias = nn.Parameter(bias) if config.bias else None
-        self.reset_parameters()
+        self.config = c = config  # before the constructor, which draws
+        nn.LayerNorm.__init__(self, c.dim, c.eps, bias=c.bias, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Sets the weight to 1 and the bias to 0."""
@@ -125,7 +121,9 @@ class LayerNorm(Norm):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> Normed:
         """x (..., dim) -> y, or (y, x + residual) when a residual is given."""
         c = self.config
         return functional.layer_norm(

@@ -1,0 +1,42 @@
+"""The head of a language model: logits, or their loss without the logits."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from omniattn import functional
+from omniattn.modules.linear import is_plain
+
+
+class WithHead(Protocol):
+    """A model whose head is a layer, or None where it is tied to the embeddings."""
+
+    config: Any
+    lm_head: Any
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Weight (vocab_size, dim) of the head."""
+
+
+def head_logits(model: WithHead, x: Tensor) -> Tensor:
+    """States (..., dim) -> logits (..., vocab_size)."""
+    if model.lm_head is not None:
+        logits: Tensor = model.lm_head(x)
+        return logits
+    return functional.linear(x, model.head_weight, backend=model.config.backend)
+
+
+def head_loss(model: WithHead, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Loss of states (B, T, dim); `options` as of `functional.linear_cross_entropy`.
+
+    A head that is an adapter or has a hook is called, and so makes the logits.
+    """
+    backend = model.config.backend
+    if model.lm_head is not None and not is_plain(model.lm_head):
+        return functional.cross_entropy(model.lm_head(x), targets, backend=backend, **options)
+    return functional.linear_cross_entropy(
+        x, model.head_weight, targets, backend=backend, **options
+    )
