@@ -115,6 +115,19 @@ def valid_config(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
+def test_errors_of_a_config_show_the_sizes_of_tensors(name):
+    config, wrong = valid_config(name), torch.full((30, 20), 0.8125)
+    for field in dataclasses.fields(config):
+        for value in (wrong, (wrong, wrong), [wrong.tolist()]):
+            try:
+                dataclasses.replace(config, **{field.name: value})
+            except (TypeError, ValueError) as error:
+                message = str(error)
+                assert len(message) < 1200 and "\n" not in message, message
+                assert isinstance(value, list) or "0.8125" not in message, message
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_module_takes_its_config_or_the_fields_of_it(name):
     module, fields, others = getattr(modules, name), FIELDS[name], OTHERS.get(name, {})
     make = getattr(module.Config, "of", module.Config)

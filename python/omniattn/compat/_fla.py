@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn.compat._errors import errors_of
-from omniattn.functional._checks import require_number, require_tensor
+from omniattn.functional._checks import require_number, require_tensor, shown
 from omniattn.reference.precision import widen
 
 Result: TypeAlias = tuple[Tensor, Tensor | None]
@@ -55,7 +55,7 @@ def fla_function(
             for name, value in given.items():
                 if name not in taken and value is not None and value is not False:
                     raise NotImplementedError(
-                        f"{choose.__name__}: {name} is not supported, got {name}={value!r}"
+                        f"{choose.__name__}: {name} is not supported, got {name}={shown(value)}"
                     )
             return run(choose.__name__, call, tensors, given)
 
@@ -139,6 +139,7 @@ def delta_call(
     beta: Tensor,
 ) -> Call:
     """A delta rule of q, k, v and gates, with a beta (B, T, Hv), or (B, T, Hv, V) of channels."""
+    require_tensor(op, "beta", beta)
     if beta.ndim != 4:
         return function, (*tensors, beta)
     v = tensors[2]

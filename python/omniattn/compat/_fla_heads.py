@@ -10,7 +10,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.compat._errors import errors_of
 from omniattn.compat._fla import Call, fla_function, require_inputs
-from omniattn.functional._checks import require_int, require_shape, require_tensor
+from omniattn.functional._checks import require_int, require_shape, require_tensor, shown
 from omniattn.reference.precision import widen
 
 __all__ = [
@@ -229,5 +229,6 @@ def _based(
 def _require_no_matrix(op: str, output_attentions: bool) -> None:
     if output_attentions:
         raise NotImplementedError(
-            f"{op}: output_attentions is not supported, got output_attentions={output_attentions!r}"
+            f"{op}: output_attentions is not supported, "
+            f"got output_attentions={shown(output_attentions)}"
         )

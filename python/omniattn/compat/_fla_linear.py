@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.compat._errors import errors_of
+from omniattn.compat._errors import errors_of, require_form
 from omniattn.compat._fla import Call, fla_function, require_inputs, run
-from omniattn.functional._checks import require_device, require_shape
+from omniattn.functional._checks import require_device, require_shape, require_tensor
 from omniattn.reference.precision import widen
 
 __all__ = [
@@ -54,6 +54,9 @@ def _linear(
     if initial_state is not None:
         pair = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
         matrix, total = pair
+        require_tensor(op, "initial_state", matrix)
+        if total is not None:
+            require_tensor(op, "initial_state", total)
         sums = matrix.new_zeros(matrix.shape[:-1]) if total is None else total.squeeze(1)
         given["initial_state"] = torch.cat((matrix, sums[..., None].to(matrix.dtype)), -1)
     # A scale of q cancels, except in the constant that fla adds to the denominator.
@@ -322,6 +325,7 @@ def fused_recurrent_rwkv4(
     """:func:`functional.rwkv4` of exp(w), with states (B, 3, 1, C)."""
     op = "fused_recurrent_rwkv4"
     require_inputs(op, None, w=w, u=u, k=k, v=v, state=state)
+    require_form(op, "state", state, "B, 3, 1, C")
     with errors_of(op, initial_state="state"):
         y, after = functional.rwkv4(w.exp(), u, k, v, initial_state=state.squeeze(2))
     return y, after[:, :, None]

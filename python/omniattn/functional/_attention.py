@@ -125,7 +125,9 @@ def run(
     codes = checked_codes(op, q, full, options, layout)
     require_bool(op, "return_lse", return_lse)
     if return_lse and options.normaliser != "softmax":
-        raise ValueError(f"{op}: return_lse needs softmax, got normaliser={options.normaliser!r}")
+        raise ValueError(
+            f"{op}: return_lse needs softmax, got normaliser={shown(options.normaliser)}"
+        )
     seed = require_seed(op, options.seed, q) if options.dropout_p > 0 else None
     attend = implementation(op, backend, q, ops.attention)
     aux, mask, score, params = codes
@@ -370,7 +372,7 @@ def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list
     require_choice(op, "normaliser", normaliser, ("softmax", *NORMALISERS))
     if normaliser != "softmax":
         if sinks is not None:
-            raise ValueError(f"{op}: sinks need softmax, got normaliser={normaliser!r}")
+            raise ValueError(f"{op}: sinks need softmax, got normaliser={shown(normaliser)}")
         rules.append((ScoreKind[normaliser.upper()], None, ()))
     return rules
 

@@ -36,19 +36,19 @@ def use_reference(op: str, backend: str | None, x: Tensor) -> bool:
     if backend is None and x.is_cpu:
         return False
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
-        raise ValueError(f"{op}: backend must be one of {BACKENDS}, got backend={backend!r}")
+        raise ValueError(f"{op}: backend must be one of {BACKENDS}, got backend={shown(backend)}")
     if backend == "reference":
         return True
     device = x.device.type
     if backend is not None and backend != device:
         raise ValueError(
-            f"{op}: backend must match the device of the tensors, got backend={backend!r}, "
-            f"device={device!r}"
+            f"{op}: backend must match the device of the tensors, got backend={shown(backend)}, "
+            f"device={shown(device)}"
         )
     if device not in _library.loaded and device != "meta":
         reason = _library.cuda_unavailable if device == "cuda" else "no kernels for this device"
         raise NotImplementedError(
-            f"{op}: no native kernel for device={device!r} ({reason}); "
+            f"{op}: no native kernel for device={shown(device)} ({reason}); "
             'backend="reference" runs the eager definition'
         )
     return False
@@ -66,10 +66,27 @@ def shown(value: Any) -> str:
     """A value in an error: of tensors and arrays the sizes, of anything else one line."""
     if isinstance(value, Tensor) and value.is_nested:
         return f"a nested tensor of {value.dtype}"
-    if hasattr(value, "shape") and hasattr(value, "dtype") and math.prod(value.shape) > 4:
+    if _is_array(value) and (math.prod(value.shape) > 4 or value.dtype == object):
         return f"{type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
-    text = " ".join(repr(value).split())
+    if isinstance(value, (list, tuple)) and any(map(_is_array, value)):
+        text = f"[{', '.join(map(shown, value[:4]))}]"
+    elif isinstance(value, dict) and any(map(_is_array, value.values())):
+        text = ", ".join(f"{key!r}: {shown(each)}" for key, each in list(value.items())[:4])
+        text = f"{{{text}}}"
+    else:
+        text = " ".join(repr(value).split())
     return text if len(text) <= _LINE else f"{text[:_LINE]}..."
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def holds_arrays(value: Any) -> bool:
+    """True if `value` is a tensor or an array of several dimensions, or a sequence of such."""
+    if isinstance(value, (list, tuple)):
+        return any(map(holds_arrays, value))
+    return _is_array(value) and len(value.shape) > 0
 
 
 def require_tensor(op: str, name: str, x: Tensor) -> None:
@@ -242,7 +259,7 @@ def require_int(
     ):
         raise error(f"{op}: {name} must be an int{_limits(least, most)}, got {name}={shown(value)}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{op}: {name} must fit into 64 bits, got {name}={value!r}")
+        raise ValueError(f"{op}: {name} must fit into 64 bits, got {name}={shown(value)}")
 
 
 def require_pair(op: str, name: str, value: Any, least: int, most: int | None = None) -> None:
@@ -278,7 +295,7 @@ def require_number(
         if getattr(value, "requires_grad", False) and torch.is_grad_enabled():
             raise ValueError(
                 f"{op}: {name} must be a number, which gets no gradient; detach it, "
-                f"got {name}={value!r}"
+                f"got {name}={shown(value)}"
             )
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             known, number = True, float(value)

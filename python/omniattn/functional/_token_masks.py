@@ -69,7 +69,7 @@ def require_representatives(op: str, window: Any, stride: Any, anchor: Any, leve
     if levels is None:
         return
     if anchor != "relative":
-        raise ValueError(f"{op}: levels need the relative anchor, got anchor={anchor!r}")
+        raise ValueError(f"{op}: levels need the relative anchor, got anchor={shown(anchor)}")
     pairs = isinstance(levels, tuple) and all(
         isinstance(level, tuple) and len(level) == 2 for level in levels
     )

@@ -11,6 +11,7 @@ from omniattn.functional._checks import (
     require_float,
     require_like,
     require_shape,
+    shown,
 )
 from omniattn.functional._jagged import token_wise
 from omniattn.functional._loss import (
@@ -88,7 +89,7 @@ def jsd(
     number = check_divergence(op, *options, reduction)
     if log_probs and temperature != 1:
         raise ValueError(
-            f"{op}: temperature must be 1 with log_probs, got temperature={temperature!r}"
+            f"{op}: temperature must be 1 with log_probs, got temperature={shown(temperature)}"
         )
     run = implementation(op, backend, student, ops.jsd)
     loss: Tensor = run(student, teacher, target, *options, log_probs, number)

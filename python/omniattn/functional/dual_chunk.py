@@ -20,6 +20,7 @@ from omniattn.functional._checks import (
     require_device,
     require_float,
     require_int,
+    shown,
     use_reference,
 )
 from omniattn.functional._sparse import score_options
@@ -171,8 +172,8 @@ def _require_scaling(op: str, mscale: str | None, train_length: int | None) -> N
         require_choice(op, "mscale", mscale, ("chunkllama", "qwen"))
     if (mscale is None) != (train_length is None):
         raise ValueError(
-            f"{op}: mscale and train_length must be given together, got mscale={mscale!r}, "
-            f"train_length={train_length!r}"
+            f"{op}: mscale and train_length must be given together, got mscale={shown(mscale)}, "
+            f"train_length={shown(train_length)}"
         )
     if train_length is not None:
         require_int(op, "train_length", train_length, 1)

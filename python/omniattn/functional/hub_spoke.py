@@ -7,7 +7,13 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.functional._attention import autocast, check_shapes
-from omniattn.functional._checks import require_bool, require_choice, require_int, use_reference
+from omniattn.functional._checks import (
+    require_bool,
+    require_choice,
+    require_int,
+    shown,
+    use_reference,
+)
 from omniattn.functional._sparse import score_options, second_set
 from omniattn.functional._token_masks import index_tuple, require_global_tokens
 from omniattn.functional.attention import attention
@@ -88,7 +94,7 @@ def hub_spoke_attention(
         require_choice(op, "dual", dual, ("disjoint", "longformer"))
     if given != (dual is not None):
         raise ValueError(
-            f"{op}: {', '.join(names)} must be given if and only if dual is, got dual={dual!r}"
+            f"{op}: {', '.join(names)} must be given if and only if dual is, got dual={shown(dual)}"
         )
     second = second_set(op, (q, k, v), (q_global, k_global, v_global), names)
     global_index = index_tuple(op, "global_index", global_index)

@@ -28,6 +28,7 @@ from omniattn.functional._checks import (
     require_int,
     require_integers,
     require_pair,
+    shown,
 )
 from omniattn.functional._computed_mask import AnyOf, Not
 from omniattn.functional._grid_mask import GridNeighbourhood
@@ -181,7 +182,7 @@ class Chunked(Mask):
     def __post_init__(self) -> None:
         require_int("Chunked", "size", self.size, 1)
         if not isinstance(self.back, tuple) or len(self.back) != 2:
-            raise TypeError(f"Chunked: back must be (near, far), got back={self.back!r}")
+            raise TypeError(f"Chunked: back must be (near, far), got back={shown(self.back)}")
         near, far = self.back
         require_int("Chunked", "near of back", near, 0, ANY_FAR - 1)
         if far is not None:

@@ -17,6 +17,7 @@ from omniattn.functional._checks import (
     require_number,
     require_shape,
     require_tensor,
+    shown,
 )
 
 __all__ = ["GRPO_LOSSES", "PolicyLoss", "grpo_loss"]
@@ -263,5 +264,5 @@ def check_choices(op: str, loss_type: str, level: str) -> None:
     if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
         raise ValueError(
             f'{op}: importance_sampling_level must be "token" for {loss_type}, '
-            f"got importance_sampling_level={level!r}"
+            f"got importance_sampling_level={shown(level)}"
         )

@@ -22,6 +22,7 @@ from omniattn.functional._checks import (
     require_number,
     require_shape,
     require_tensor,
+    shown,
 )
 
 __all__ = [
@@ -179,7 +180,7 @@ def check_dpo(op: str, loss_type: str, label_smoothing: float, discopop_tau: flo
         limits = "> 0 and < 1" if loss_type == "exo_pair" else "< 0.5"
         raise ValueError(
             f"{op}: label_smoothing must be {limits} for {loss_type}, "
-            f"got label_smoothing={label_smoothing!r}"
+            f"got label_smoothing={shown(label_smoothing)}"
         )
 
 

@@ -16,6 +16,7 @@ from omniattn.functional._checks import (
     require_int,
     require_integers,
     require_number,
+    shown,
 )
 from omniattn.reference.rope_scaling import RopeScaling as RopeScaling
 from omniattn.reference.rope_scaling import scaling_from_hf
@@ -85,7 +86,7 @@ def rope_scaling(op: str, scaling: object) -> RopeScaling | None:
     if scaling is not None and not isinstance(scaling, RopeScaling):
         raise TypeError(
             f"{op}: scaling must be None, a RopeScaling or a mapping with a rope_type, "
-            f"got scaling={scaling!r}"
+            f"got scaling={shown(scaling)}"
         )
     return scaling
 
@@ -157,7 +158,9 @@ def mrope_axes(sections: Sequence[int], *, interleaved: bool = False) -> tuple[i
     """
     op = "mrope_axes"
     if not isinstance(sections, Sequence):
-        raise TypeError(f"{op}: sections must be a sequence of ints, got sections={sections!r}")
+        raise TypeError(
+            f"{op}: sections must be a sequence of ints, got sections={shown(sections)}"
+        )
     for size in sections:
         require_int(op, "each of sections", size, 0)
     require_bool(op, "interleaved", interleaved)
@@ -209,11 +212,11 @@ def rotary_tables(
         raise ValueError(f"{op}: theta must have 1 dimension, got theta.shape={tuple(theta.shape)}")
     require_integers(op, "positions", positions)
     if dtype not in FLOATS:
-        raise TypeError(f"{op}: dtype must be a floating-point dtype, got dtype={dtype!r}")
+        raise TypeError(f"{op}: dtype must be a floating-point dtype, got dtype={shown(dtype)}")
     require_number(op, "magnitude", magnitude)
     if axes is not None:
         if not isinstance(axes, Sequence):
-            raise TypeError(f"{op}: axes must be a sequence of ints, got axes={axes!r}")
+            raise TypeError(f"{op}: axes must be a sequence of ints, got axes={shown(axes)}")
         for axis in axes:
             require_int(op, "each of axes", axis)
         count = positions.shape[0] if positions.dim() else 0

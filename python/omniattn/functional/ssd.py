@@ -9,12 +9,14 @@ from torch.nn import functional as nnf
 
 from omniattn.functional._checks import (
     cast_like,
+    holds_arrays,
     require_bool,
     require_decaying,
     require_float,
     require_number,
     require_shape,
     require_strided,
+    shown,
 )
 from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import cleared, run, sequence_count, widened
@@ -179,19 +181,19 @@ def require_heads(op: str, x: Tensor, B: Tensor, C: Tensor) -> None:
 def require_limits(op: str, dt_limit: tuple[float, float], softplus: bool) -> tuple[float, float]:
     """The numbers of `dt_limit`, of which infinite ones are no limits: a softplus is above 0 as it
     is."""
-    if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2:
-        raise TypeError(f"{op}: dt_limit must be (least, largest), got dt_limit={dt_limit!r}")
+    if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2 or holds_arrays(dt_limit):
+        raise TypeError(f"{op}: dt_limit must be (least, largest), got dt_limit={shown(dt_limit)}")
     least, largest = dt_limit
     if least == -math.inf:
         if not softplus:
             raise ValueError(
                 f"{op}: dt_limit must begin at 0 or above without dt_softplus, since states grow "
-                f"in steps below 0, got dt_limit={dt_limit!r}"
+                f"in steps below 0, got dt_limit={shown(dt_limit)}"
             )
         least = 0.0
     for bound in (least, largest):
         if bound != math.inf:
             require_number(op, "dt_limit", bound, 0)
     if least > largest or least == math.inf:
-        raise ValueError(f"{op}: dt_limit must be (least, largest), got dt_limit={dt_limit!r}")
+        raise ValueError(f"{op}: dt_limit must be (least, largest), got dt_limit={shown(dt_limit)}")
     return float(least), float(largest)

@@ -94,7 +94,8 @@ class BlocksConfig(Decoder.Config):
         for block in self.blocks:
             if not isinstance(block, DecoderBlock.Config):
                 raise TypeError(
-                    f"BlocksConfig: blocks must be configs of DecoderBlock, got block={block!r}"
+                    f"BlocksConfig: blocks must be configs of DecoderBlock, "
+                    f"got block={shown(block)}"
                 )
             for name in ("mixer", "norm"):
                 dim = getattr(getattr(block, name), "dim", None)  # of a layer that has one width

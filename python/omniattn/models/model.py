@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from omniattn.functional._checks import require_device, require_integers, require_rows
+from omniattn.functional._checks import require_device, require_integers, require_rows, shown
 from omniattn.models.hf import SYNONYMS, TOKEN_IDS, Counterpart, copy_weights
 from omniattn.modules.layer import Layer, LayerConfig, check_fields
 from omniattn.reference import RopeScaling
@@ -150,7 +150,8 @@ class ModelConfig(ABC):
             if not isinstance(pair, tuple) or len(pair) != 2 or pair[0] not in TOKEN_IDS:
                 raise ValueError(
                     f"{type(self).__qualname__.removesuffix('.Config')}: token_ids must be pairs "
-                    f"of {', '.join(TOKEN_IDS)} and their ids, got token_ids={self.token_ids!r}"
+                    f"of {', '.join(TOKEN_IDS)} and their ids, "
+                    f"got token_ids={shown(self.token_ids)}"
                 )
 
     @abstractmethod
@@ -218,7 +219,7 @@ class ModelConfig(ABC):
         if config.model_type != model_type:
             raise NotImplementedError(
                 f"{cls.__name__}: model_type must be {model_type!r}, "
-                f"got model_type={config.model_type!r}"
+                f"got model_type={shown(config.model_type)}"
             )
         ids = [(name, getattr(config, name)) for name in TOKEN_IDS if hasattr(config, name)]
         found = cls.from_dict(cls.hf.from_hf(config) | {"token_ids": ids})
@@ -228,7 +229,7 @@ class ModelConfig(ABC):
                 value = SYNONYMS.get(value, value)
             if value != wanted:
                 raise NotImplementedError(
-                    f"{cls.__name__}: {name} must be {wanted!r}, got {name}={value!r}"
+                    f"{cls.__name__}: {name} must be {wanted!r}, got {name}={shown(value)}"
                 )
         return found
 

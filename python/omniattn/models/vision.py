@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_choice, require_float, require_strided
+from omniattn.functional._checks import require_choice, require_float, require_strided, shown
 from omniattn.models.encoder import EncoderConfig
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.models.model import Model
@@ -122,7 +122,7 @@ class Classifier(Model):
 def _class_token_only(ours: ViTConfig) -> dict[str, Any]:
     if ours.pool != "token":
         raise NotImplementedError(
-            f"ViTConfig: pool must be 'token' in transformers, got pool={ours.pool!r}"
+            f"ViTConfig: pool must be 'token' in transformers, got pool={shown(ours.pool)}"
         )
     return {}
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional._checks import require_number
+from omniattn.functional._checks import require_number, shown
 from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
@@ -152,7 +152,7 @@ class Attention(Mixer):
             ):
                 if value not in known:
                     raise ValueError(
-                        f"Attention: {name} must be one of {known}, got {name}={value!r}"
+                        f"Attention: {name} must be one of {known}, got {name}={shown(value)}"
                     )
             if self.qk_norm == "l2" and (self.head_scale or self.scale is not None):
                 raise ValueError(
@@ -162,7 +162,7 @@ class Attention(Mixer):
             if self.qk_norm_offset and self.qk_norm not in ("rms", "rms_full"):
                 raise ValueError(
                     'Attention: qk_norm_offset needs qk_norm "rms" or "rms_full", '
-                    f"got qk_norm={self.qk_norm!r}, qk_norm_offset={self.qk_norm_offset}"
+                    f"got qk_norm={shown(self.qk_norm)}, qk_norm_offset={self.qk_norm_offset}"
                 )
             if self.normaliser == "softmax" and self.norm_n is not None:
                 raise ValueError(f"Attention: norm_n needs sigmoid, got norm_n={self.norm_n}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from omniattn.functional._checks import shown
 from omniattn.modules.cache import Cache
 from omniattn.modules.evicting_cache import EvictingCache
 from omniattn.modules.eviction import Eviction, Window, policies_of_groups
@@ -32,7 +33,7 @@ def new_cache(
             raise ValueError(
                 "Attention: eviction needs causal self-attention by softmax without a window, "
                 f"got causal={c.causal}, window_size={c.window_size}, "
-                f"normaliser={c.normaliser!r}, rolling={rolling}"
+                f"normaliser={shown(c.normaliser)}, rolling={rolling}"
             )
         policies = policies_of_groups("Attention", eviction, c.num_heads, c.kv_heads)
         if isinstance(policies, Window):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._checks import shown
 from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
@@ -93,7 +94,7 @@ class DifferentialAttention(Mixer):
                 if value not in known:
                     raise ValueError(
                         f"DifferentialAttention: {name} must be one of {known}, "
-                        f"got {name}={value!r}"
+                        f"got {name}={shown(value)}"
                     )
             if self.num_heads <= 0 or self.kv_heads <= 0 or self.num_heads % self.kv_heads:
                 raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional._checks import require_choice
+from omniattn.functional._checks import require_choice, shown
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.auxiliary import AuxiliaryLoss
@@ -182,7 +182,7 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
             if self.index_activation not in (None, "relu"):
                 raise ValueError(
                     f'{op}: index_activation must be "relu" or None, '
-                    f"got index_activation={self.index_activation!r}"
+                    f"got index_activation={shown(self.index_activation)}"
                 )
             if self.index_topk < 1 or self.scorers < 1:
                 raise ValueError(

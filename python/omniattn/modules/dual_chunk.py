@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional._checks import require_choice
+from omniattn.functional._checks import require_choice, shown
 from omniattn.modules import _signatures
 from omniattn.modules.cache import Cache, storage_like
 from omniattn.modules.kv_cache import PeriodicKeyCache
@@ -72,7 +72,7 @@ class DualChunkAttention(SparseAttention):
             if (self.mscale is None) != (self.train_length is None):
                 raise ValueError(
                     f"{op}: mscale and train_length must be given together, "
-                    f"got mscale={self.mscale!r}, train_length={self.train_length}"
+                    f"got mscale={shown(self.mscale)}, train_length={self.train_length}"
                 )
 
     @config_or_fields(Config, _signatures.DualChunkAttention)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from omniattn.functional._checks import require_choice, require_int, require_number
+from omniattn.functional._checks import require_choice, require_int, require_number, shown
 
 
 class Slots(NamedTuple):
@@ -279,7 +279,8 @@ def policies_of_groups(
         return eviction
     if not isinstance(eviction, Sequence) or not all(isinstance(p, Eviction) for p in eviction):
         raise TypeError(
-            f"{op}: eviction must be an Eviction or one for each head, got eviction={eviction!r}"
+            f"{op}: eviction must be an Eviction or one for each head, "
+            f"got eviction={shown(eviction)}"
         )
     if len(eviction) != heads:
         raise ValueError(
@@ -319,4 +320,4 @@ def require_plain(options: dict[str, Any]) -> None:
         )
     normaliser = options.get("normaliser", "softmax")
     if normaliser != "softmax":
-        raise ValueError(f"EvictingCache: needs softmax, got normaliser={normaliser!r}")
+        raise ValueError(f"EvictingCache: needs softmax, got normaliser={shown(normaliser)}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_number, require_tensor
+from omniattn.functional._checks import require_number, require_tensor, shown
 from omniattn.functional.moe import ACTIVATIONS
 from omniattn.functional.routing import Routing
 from omniattn.modules import _signatures
@@ -108,7 +108,7 @@ class Experts(DefaultVectors, Layer):
             if self.activation not in ACTIVATIONS:
                 raise ValueError(
                     f"Experts: activation must be one of {', '.join(ACTIVATIONS)}, "
-                    f"got activation={self.activation!r}"
+                    f"got activation={shown(self.activation)}"
                 )
             check_clamp("Experts", self.clamp)
             require_number("Experts", "default_decay", self.default_decay, 0, 1)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._checks import shown
 from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
@@ -86,7 +87,8 @@ class GatedAttentionUnit(Mixer):
             ):
                 if value not in known:
                     raise ValueError(
-                        f"GatedAttentionUnit: {name} must be one of {known}, got {name}={value!r}"
+                        f"GatedAttentionUnit: {name} must be one of {known}, "
+                        f"got {name}={shown(value)}"
                     )
 
     @config_or_fields(Config, _signatures.GatedAttentionUnit)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.functional._checks import require_choice
+from omniattn.functional._checks import require_choice, shown
 from omniattn.functional.masks import GlobalTokens, Representatives
 from omniattn.modules import _signatures
 from omniattn.modules.layer import config_or_fields
@@ -57,7 +57,7 @@ class HubSpokeAttention(SparseAttention):
             if self.dual not in (None, "disjoint", "longformer"):
                 raise ValueError(
                     'HubSpokeAttention: dual must be "disjoint", "longformer" or None, '
-                    f"got dual={self.dual!r}"
+                    f"got dual={shown(self.dual)}"
                 )
 
         @property

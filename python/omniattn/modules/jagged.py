@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.functional._checks import require_tensor
+from omniattn.functional._checks import require_tensor, shown
 from omniattn.functional._jagged import length_bound, longest, require_ragged, with_boundaries
 
 
@@ -149,7 +149,9 @@ def sequences_of(
         return x, Sequences()
     require_ragged(op, name, x, dim=dim)
     if state is not None:
-        raise ValueError(f"{op}: state must be None where {name} is nested, got state={state!r}")
+        raise ValueError(
+            f"{op}: state must be None where {name} is nested, got state={shown(state)}"
+        )
     return x.values()[None], Sequences(x)
 
 

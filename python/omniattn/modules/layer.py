@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, overload
 import torch
 from torch import Tensor, nn
 
-from omniattn.functional._checks import BACKENDS, require_int, require_number, require_pair
+from omniattn.functional._checks import (
+    BACKENDS,
+    holds_arrays,
+    require_int,
+    require_number,
+    require_pair,
+    shown,
+)
 from omniattn.functional.norm import CASTINGS
 
 if TYPE_CHECKING:
@@ -59,7 +66,7 @@ def check_fields(config: Any) -> None:
             least = 0 if name in _OPTIONAL else 1
             if not isinstance(value, Integral) or int(value) < least:
                 raise ValueError(
-                    f"{op}: {name} must be an integer >= {least}, got {name}={value!r}"
+                    f"{op}: {name} must be an integer >= {least}, got {name}={shown(value)}"
                 )
         annotation = field.type
         if not isinstance(annotation, str):
@@ -67,15 +74,22 @@ def check_fields(config: Any) -> None:
         kinds = annotation.split(" | ")
         allowed = tuple(_TYPES[kind] for kind in kinds if kind in _TYPES)
         wrong = not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)
-        if len(allowed) == len(kinds) and wrong:
-            raise TypeError(f"{op}: {name} must be {annotation}, got {name}={value!r}")
+        parts = [kind for kind in kinds if kind.endswith("Config")]
+        if len(allowed) + len(parts) == len(kinds):
+            wrong = wrong and not (parts and isinstance(value, LayerConfig))
+        else:
+            wrong = holds_arrays(value) and "Tensor" not in annotation
+        if wrong:
+            raise TypeError(f"{op}: {name} must be {annotation}, got {name}={shown(value)}")
         if isinstance(value, Real) and not isinstance(value, bool):
             _check_number(op, name, value)
         if name == "window_size":
             require_pair(op, name, value, -1)
         for option, choices in (("casting", CASTINGS), ("backend", BACKENDS)):
             if name == option and value not in choices:
-                raise ValueError(f"{op}: {name} must be one of {choices}, got {name}={value!r}")
+                raise ValueError(
+                    f"{op}: {name} must be one of {choices}, got {name}={shown(value)}"
+                )
 
 
 def _check_number(op: str, name: str, value: Any) -> None:
@@ -131,7 +145,7 @@ class LayerConfig:
         """The fields that have no default, or another value than it, and `causal`, which layers
         may have on by default and functions have not; without the configs of parts."""
         return ", ".join(
-            f"{field.name}={value!r}"
+            f"{field.name}={shown(value)}"
             for field in fields(self)
             if not isinstance(value := getattr(self, field.name), LayerConfig)
             and (field.name == "causal" or value != field.default)
@@ -176,7 +190,7 @@ class Layer(nn.Module):
         known = Layer.layers.setdefault(name, cls)
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(
-                f"Layer: names must be unique, got name={name!r} of {known.__module__}."
+                f"Layer: names must be unique, got name={shown(name)} of {known.__module__}."
                 f"{known.__qualname__} and {cls.__module__}.{cls.__qualname__}"
             )
         Layer.layers[name] = cls  # replaced when a notebook cell runs again
@@ -202,7 +216,7 @@ class Layer(nn.Module):
         if not isinstance(config, LayerConfig) or not issubclass(config.layer, cls):
             fit = (known for known, layer in Layer.layers.items() if issubclass(layer, cls))
             raise TypeError(
-                f"{op}: {name} must be the Config of {', '.join(fit)}, got {name}={config!r}"
+                f"{op}: {name} must be the Config of {', '.join(fit)}, got {name}={shown(config)}"
             )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_choice
+from omniattn.functional._checks import require_choice, shown
 from omniattn.functional._loss import REDUCTIONS
 
 __all__ = ["CrossEntropyOutput", "LigerCrossEntropyLoss", "LigerFusedLinearCrossEntropyLoss"]
@@ -57,7 +57,7 @@ class _CrossEntropy(nn.Module):
             raise NotImplementedError(
                 f"{type(self).__name__}: lse_square_scale must be 0 with class weights (z_loss of "
                 "functional.cross_entropy multiplies it by the weight of the target, Liger does "
-                f"not), got lse_square_scale={lse_square_scale!r}"
+                f"not), got lse_square_scale={shown(lse_square_scale)}"
             )
         self.class_weight = class_weight
         self.options: dict[str, Any] = {
@@ -73,7 +73,7 @@ class _CrossEntropy(nn.Module):
 
     def extra_repr(self) -> str:
         """The options, for print(module)."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return ", ".join(f"{name}={shown(value)}" for name, value in self.options.items())
 
     @torch.no_grad()
     def _with_statistics(

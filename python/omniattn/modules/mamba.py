@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._checks import shown
 from omniattn.functional._steps import decay_rates, in_place, selective_scan_inplace
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
@@ -131,7 +132,8 @@ class Mamba(StateMixer):
                     )
             if self.dt_init not in ("random", "constant"):
                 raise ValueError(
-                    f"Mamba: dt_init must be 'random' or 'constant', got dt_init={self.dt_init!r}"
+                    f"Mamba: dt_init must be 'random' or 'constant', "
+                    f"got dt_init={shown(self.dt_init)}"
                 )
             if not 0 < self.dt_min <= self.dt_max or self.dt_init_floor <= 0:
                 raise ValueError(

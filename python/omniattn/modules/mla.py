@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._checks import shown
 from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
@@ -103,7 +104,7 @@ class MultiHeadLatentAttention(Mixer):
             if self.q_rope_from not in ("latent", "x"):
                 raise ValueError(
                     "MultiHeadLatentAttention: q_rope_from must be 'latent' or 'x', "
-                    f"got q_rope_from={self.q_rope_from!r}"
+                    f"got q_rope_from={shown(self.q_rope_from)}"
                 )
             if self.qk_rope_dim % 2:
                 raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from omniattn import functional
-from omniattn.functional._checks import require_number
+from omniattn.functional._checks import require_number, shown
 from omniattn.functional.activation import activated
 from omniattn.functional.ffn import ACTIVATIONS
 from omniattn.modules import _signatures
@@ -96,7 +96,7 @@ class MLP(_FeedForward):
             if self.activation not in self.activations:
                 raise ValueError(
                     f"{type(self).__qualname__.removesuffix('.Config')}: activation must be one of "
-                    f"{', '.join(self.activations)}, got activation={self.activation!r}"
+                    f"{', '.join(self.activations)}, got activation={shown(self.activation)}"
                 )
 
     @config_or_fields(Config, _signatures.MLP)
@@ -135,7 +135,7 @@ class MLP(_FeedForward):
 def check_clamp(op: str, clamp: tuple[float, float]) -> None:
     """`clamp` must be alpha and limit of clamped_swiglu."""
     if len(clamp) != 2:
-        raise ValueError(f"{op}: clamp must be (alpha, limit), got clamp={clamp}")
+        raise ValueError(f"{op}: clamp must be (alpha, limit), got clamp={shown(clamp)}")
     for name, value in zip(("alpha", "limit"), clamp, strict=True):
         require_number(op, f"{name} of clamp", value, above=0)
 

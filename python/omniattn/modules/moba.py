@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._checks import shown
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.cache import require_cache, storage_like
@@ -85,7 +86,7 @@ class MoBA(Mixer):
                     raise ValueError(f"MoBA: {name} must be an integer >= 1, got {name}={value}")
             if self.decode not in ("full", "moba"):
                 raise ValueError(
-                    f"MoBA: decode must be one of ('full', 'moba'), got decode={self.decode!r}"
+                    f"MoBA: decode must be one of ('full', 'moba'), got decode={shown(self.decode)}"
                 )
 
     @config_or_fields(Config, _signatures.MoBA)

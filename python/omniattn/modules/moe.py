@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.functional._checks import require_float
+from omniattn.functional._checks import require_float, shown
 from omniattn.functional.routing import BALANCE_LOSSES, Routing
 from omniattn.functional.routing._checks import require_mask
 from omniattn.modules import _signatures
@@ -94,18 +94,18 @@ class MoE(ChannelMixer):
                 raise ValueError(
                     "MoE: experts must have default_vectors if and only if router_grad is "
                     f"'default_vector', got default_vectors={self.experts.default_vectors}, "
-                    f"router_grad={self.gate.router_grad!r}"
+                    f"router_grad={shown(self.gate.router_grad)}"
                 )
             allowed = (*BALANCE_LOSSES, IMPORTANCE_LOAD)
             if self.balance not in allowed:
                 raise ValueError(
                     f"MoE: balance must be one of {', '.join(allowed)}, "
-                    f"got balance={self.balance!r}"
+                    f"got balance={shown(self.balance)}"
                 )
             if self.balance == IMPORTANCE_LOAD and self.gate.router != "noisy":
                 raise ValueError(
-                    f"MoE: balance={IMPORTANCE_LOAD!r} needs router='noisy', "
-                    f"got router={self.gate.router!r}"
+                    f"MoE: balance={shown(IMPORTANCE_LOAD)} needs router='noisy', "
+                    f"got router={shown(self.gate.router)}"
                 )
             if self.shared_gate and self.shared is None:
                 raise ValueError("MoE: shared_gate needs shared experts, got shared=None")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._checks import shown
 from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear
@@ -68,7 +69,7 @@ class MultiTokenPredictor(Layer):
             if self.concat not in ("hidden_first", "embedding_first"):
                 raise ValueError(
                     "MultiTokenPredictor: concat must be hidden_first or embedding_first, "
-                    f"got concat={self.concat!r}"
+                    f"got concat={shown(self.concat)}"
                 )
 
     @config_or_fields(Config, _signatures.MultiTokenPredictor)

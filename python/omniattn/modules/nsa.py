@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.functional._checks import shown
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.cache import storage_like
@@ -210,7 +211,8 @@ class NSA(Mixer):
             self._require_multiple("block_size", "compress_stride")
             if self.compress not in ("mlp", "mean"):
                 raise ValueError(
-                    f"NSA: compress must be one of ('mlp', 'mean'), got compress={self.compress!r}"
+                    f"NSA: compress must be one of ('mlp', 'mean'), "
+                    f"got compress={shown(self.compress)}"
                 )
 
     @config_or_fields(Config, _signatures.NSA)

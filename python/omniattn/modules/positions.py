@@ -15,6 +15,7 @@ from omniattn.functional._checks import (
     require_integers,
     require_rows,
     require_tensor,
+    shown,
 )
 from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
@@ -131,7 +132,9 @@ class SinCosPositional2d(Layer):
         c = self.config
         require_tensor("SinCosPositional2d", "x", x)
         if not isinstance(grid, (tuple, list)) or len(grid) != 2:
-            raise TypeError(f"SinCosPositional2d: grid must be (height, width), got grid={grid!r}")
+            raise TypeError(
+                f"SinCosPositional2d: grid must be (height, width), got grid={shown(grid)}"
+            )
         table = functional.sincos_2d(
             c.dim,
             *grid,

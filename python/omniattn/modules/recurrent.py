@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
+from omniattn.functional._checks import shown
 from omniattn.modules.cache import storage_like
 from omniattn.modules.jagged import Sequences
 from omniattn.modules.layer import LayerConfig
@@ -77,7 +78,7 @@ class RecurrentConfig(LayerConfig):
             )
         if self.gate not in (None, "silu", "sigmoid"):
             raise ValueError(
-                f"{op}: gate must be 'silu', 'sigmoid' or None, got gate={self.gate!r}"
+                f"{op}: gate must be 'silu', 'sigmoid' or None, got gate={shown(self.gate)}"
             )
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_number, widen
+from omniattn.functional._checks import require_number, shown, widen
 from omniattn.modules import _signatures
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.layer import LayerConfig, config_or_fields
@@ -106,7 +106,7 @@ class Residual(nn.Module):
             if self.placement not in PLACEMENTS:
                 raise ValueError(
                     f"Residual: placement must be one of {', '.join(PLACEMENTS)}, "
-                    f"got placement={self.placement!r}"
+                    f"got placement={shown(self.placement)}"
                 )
             if self.residual_in_fp32 and self.placement == "post":
                 raise ValueError(

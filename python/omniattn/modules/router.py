@@ -15,6 +15,7 @@ from omniattn.functional._checks import (
     require_int,
     require_number,
     require_tensor,
+    shown,
 )
 from omniattn.functional.routing import ROUTER_GRADS, Routing
 from omniattn.functional.routing.routers import check_groups
@@ -114,7 +115,7 @@ class Router(Float32Buffers, Layer):
                     raise ValueError(
                         f"Router: {name} must be {plain!r} unless router is "
                         f"{' or '.join(map(repr, routers))}, "
-                        f"got {name}={getattr(self, name)!r}, router={self.router!r}"
+                        f"got {name}={getattr(self, name)!r}, router={shown(self.router)}"
                     )
 
         def _check_capacity(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
+from omniattn.functional._checks import shown
 from omniattn.functional._steps import causal_conv1d_inplace
 from omniattn.modules import _signatures
 from omniattn.modules.layer import Layer, LayerConfig, config_or_fields
@@ -57,7 +58,7 @@ class ShortConvolution(Layer):
             if self.kernel_size < 1 or self.activation not in (None, "silu"):
                 raise ValueError(
                     "ShortConvolution: kernel_size must be >= 1, and activation 'silu' or None, "
-                    f"got kernel_size={self.kernel_size}, activation={self.activation!r}"
+                    f"got kernel_size={self.kernel_size}, activation={shown(self.activation)}"
                 )
 
     @config_or_fields(Config, _signatures.ShortConvolution)

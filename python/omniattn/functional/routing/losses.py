@@ -11,6 +11,7 @@ from omniattn.functional._checks import (
     require_float,
     require_number,
     require_shape,
+    shown,
 )
 from omniattn.functional.routing._checks import require_integers_on, require_mask
 from omniattn.functional.routing.routers import check_groups
@@ -85,7 +86,7 @@ def load_balance_loss(
     require_integers_on(op, "index", index, scores, "scores")
     if kind not in BALANCE_LOSSES:
         raise ValueError(
-            f"{op}: kind must be one of {', '.join(BALANCE_LOSSES)}, got kind={kind!r}"
+            f"{op}: kind must be one of {', '.join(BALANCE_LOSSES)}, got kind={shown(kind)}"
         )
     if 0 in (index.dim(), scores.dim()) or index.shape[:-1] != scores.shape[:-1]:
         raise ValueError(

@@ -12,6 +12,7 @@ from omniattn.functional._checks import (
     require_int,
     require_integers,
     require_shape,
+    shown,
 )
 from omniattn.functional.routing._checks import (
     require_float_on,
@@ -35,7 +36,7 @@ class Routing(NamedTuple):
 
 def require_routing(op: str, routing: Routing) -> None:
     if not isinstance(routing, Routing):
-        raise TypeError(f"{op}: routing must be a Routing, got routing={routing!r}")
+        raise TypeError(f"{op}: routing must be a Routing, got routing={shown(routing)}")
     experts, weights, scores = routing
     require_float(op, "routing.scores", scores)
     require_float_on(op, "routing.weights", weights, scores, "routing.scores")
