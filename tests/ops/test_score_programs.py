@@ -70,7 +70,14 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "fmod": lambda s: torch.fmod(s * 3, 2) - torch.fmod(s * 3, -2),
     "floor_divide": lambda s: s + s.detach() // 0.317 + s.detach().floor_divide(-0.7331),
     "integer": lambda s: s * s.to(torch.int64).abs(),
+    "at limits": lambda s: _at_limits(s - s.detach()),
 }
+
+
+def _at_limits(zero: Tensor) -> Tensor:
+    """Sums of 0 whose slope depends on that of each limit."""
+    both = zero.clamp(0, 1) + 2 * torch.clip(zero, min=-1, max=0) + 3 * zero.clip(max=zero)
+    return both + 5 * torch.clamp_min(zero, 0) + 7 * zero.clamp_max(0.0)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

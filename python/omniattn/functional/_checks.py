@@ -15,6 +15,7 @@ from typing_extensions import TypeIs
 
 from omniattn.ops import _library
 from omniattn.ops._autograd import Op
+from omniattn.reference.limits import clamp as clamp
 from omniattn.reference.philox import new_seed as new_seed
 from omniattn.reference.precision import widen as widen
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn.functional._checks import (
+    clamp,
     is_one_of,
     require_bool,
     require_choice,
@@ -141,8 +142,8 @@ def grpo_loss(
         importance_ratio = None  # is in the weight
     else:
         low, high = 1 - epsilon_low, 1 + epsilon_high
-        first = ratio if delta is None else ratio.clamp(max=delta)
-        loss = -torch.min(first * advantage, ratio.clamp(low, high) * advantage)
+        first = ratio if delta is None else clamp(ratio, most=delta)
+        loss = -torch.min(first * advantage, clamp(ratio, low, high) * advantage)
     if importance_ratio is not None:
         loss = loss * importance_ratio
     tokens, penalty = kept.sum().clamp(min=1), log_prob.new_zeros(())

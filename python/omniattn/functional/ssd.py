@@ -9,6 +9,7 @@ from torch.nn import functional as nnf
 
 from omniattn.functional._checks import (
     cast_like,
+    clamp,
     holds_arrays,
     require_bool,
     require_decaying,
@@ -139,7 +140,7 @@ def state_space_duality(
         dt = nnf.softplus(dt)
     least, largest = require_limits(op, dt_limit, dt_softplus)
     if least > 0 or largest < math.inf or not dt_softplus:
-        dt = dt.clamp(least, largest)
+        dt = clamp(dt, least, largest)
     if D is not None:
         D = widened(op, "D", D, x, ((heads,), (heads, size)), "x")
         D = (D if D.ndim == 2 else D[:, None]).expand(count, heads, size)

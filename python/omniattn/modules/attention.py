@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional._checks import require_number, shown
+from omniattn.functional._checks import clamp, require_number, shown
 from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
@@ -387,7 +387,7 @@ class Attention(Mixer):
     def _head_scale(self) -> Tensor | None:
         if self.logit_scale is None:
             return self.head_scale
-        return self.logit_scale.clamp(max=math.log(100)).exp()
+        return clamp(self.logit_scale, most=math.log(100)).exp()
 
     def _cross_keys_and_values(
         self, source: Tensor | None, cache: Cache | None, rope: tuple[Tensor, Tensor] | None

@@ -11,7 +11,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_choice
+from omniattn.functional._checks import clamp, require_choice
 
 __all__ = [
     "LigerFusedLinearJSD",
@@ -86,7 +86,7 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         """y_pred (N, V), y_true (N, V) -> () or (N, V)."""
         if self.log_target:
             return nnf.kl_div(y_pred, y_true, reduction=self.reduction, log_target=True)
-        loss = y_true * (y_true.clamp(min=self.eps).log() - y_pred)
+        loss = y_true * (clamp(y_true, self.eps).log() - y_pred)
         if self.reduction == "none":
             return loss
         if self.reduction == "mean":

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from omniattn.reference.limits import clamp
 from omniattn.reference.precision import widen
 
 #: Activations by name, on fp32 or fp64.
@@ -51,7 +52,7 @@ def clamped_swiglu(
     """g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = up within [-limit, limit] (gpt-oss)."""
     if up is None:
         gate, up = gate.chunk(2, -1)
-    g, u = widen(gate).clamp(max=limit), widen(up).clamp(-limit, limit)
+    g, u = clamp(widen(gate), most=limit), clamp(widen(up), -limit, limit)
     return (g * torch.sigmoid(alpha * g) * (u + 1)).to(gate.dtype)
 
 

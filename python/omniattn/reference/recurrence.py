@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
+from omniattn.reference.limits import clamp
 from omniattn.reference.precision import compute_dtype, widen
 
 
@@ -374,7 +375,7 @@ def ssd(
         step = step + dt_bias.to(wide.dtype)
     if dt_softplus:
         step = nnf.softplus(step)
-    step = step.clamp(*dt_limit)
+    step = clamp(step, *dt_limit)
     before = None if initial_state is None else initial_state.mT
     y, state = recurrence(
         widen(C),

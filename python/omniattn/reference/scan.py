@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn.reference.activation import log_sigmoid
+from omniattn.reference.limits import clamp
 from omniattn.reference.precision import complex_dtype, compute_dtype
 from omniattn.reference.recurrence import in_sequences
 
@@ -248,7 +249,7 @@ FORGET_GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 def inverse_exp(m: Tensor) -> Tensor:
     """e^-m, at most e^80 (e^700 in fp64): infinity would make gradients NaN."""
-    return torch.exp(-m.clamp(min=-700 if m.dtype == torch.float64 else -80))
+    return torch.exp(-clamp(m, -700 if m.dtype == torch.float64 else -80))
 
 
 def mlstm(

@@ -11,10 +11,30 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from omniattn.encoding.options import PairMod, ScoreMod
+from omniattn.reference.limits import Limit, clamp
 
 
-class _TensorIndices(TorchFunctionMode):
-    """t[i] with a 0-d tensor i would read its value, which vmap does not have."""
+def _clamp(x: Tensor, min: Limit = None, max: Limit = None) -> Tensor:
+    return clamp(x, min, max)
+
+
+def _clamp_max(x: Tensor, max: Limit) -> Tensor:
+    return clamp(x, None, max)
+
+
+_CLAMPS: dict[Any, Callable[..., Tensor]] = {
+    **{getattr(t, n): _clamp for t in (torch, Tensor) for n in ("clamp", "clip", "clamp_min")},
+    torch.clamp_max: _clamp_max,
+    Tensor.clamp_max: _clamp_max,
+}
+
+
+class _Definition(TorchFunctionMode):
+    """Changes two functions of torch for what is computed from a pair.
+
+    t[i] with a 0-d tensor i would read its value, which vmap does not have. The slope of clamp at a
+    limit depends on the version of torch.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -29,6 +49,8 @@ class _TensorIndices(TorchFunctionMode):
                 return torch.ops.aten.index(
                     t, [i if isinstance(i, Tensor) else None for i in found]
                 )
+        if func in _CLAMPS and isinstance(args[0], Tensor) and args[0].dim() == 0:
+            func = _CLAMPS[func]
         return func(*args, **(kwargs or {}))
 
 
@@ -67,5 +89,5 @@ def at_each_pair(
     for dim in range(3, -1, -1):
         one = tuple(0 if n == dim else None for n in range(4))
         over = torch.vmap(over, in_dims=(*(0 for _ in scores), *one))
-    with _TensorIndices():
+    with _Definition():
         return over(*scores, *positions)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn.functional._checks import (
+    clamp,
     require_float,
     require_number,
     require_shape,
@@ -104,7 +105,7 @@ def load_balance_loss(
     if kind == "deepseek_v3":
         if leading:
             sequences, tokens = math.prod(leading[:-1]), leading[-1]
-        scores = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+        scores = scores / clamp(scores.sum(-1, keepdim=True), torch.finfo(scores.dtype).tiny)
     scores = scores.reshape(sequences, tokens, experts)
     index = index.long().reshape(sequences, tokens, index.shape[-1])
     real = token_mask.reshape(sequences, tokens, 1)

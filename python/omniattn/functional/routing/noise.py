@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from omniattn.functional._checks import (
+    clamp,
     require_float,
     require_like,
     require_number,
@@ -83,7 +84,7 @@ def noisy_top_k(
     inside = torch.zeros_like(h, dtype=torch.bool).scatter(-1, routing.experts, True)
     threshold = torch.where(inside, best[..., k:], best[..., k - 1 : k])
     # A noise that has died out would give 0 / 0, and its gradient 0 * inf.
-    stays = torch.special.ndtr((clean - threshold) / deviation.clamp(min=1e-10))
+    stays = torch.special.ndtr((clean - threshold) / clamp(deviation, 1e-10))
     return routing, masked(stays, 0.0).reshape(-1, experts).sum(0)
 
 
