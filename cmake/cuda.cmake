@@ -1,6 +1,6 @@
-# libomniattn_cuda.so: the CUDA implementations of the ops, loaded where torch sees a GPU. Optional: on
-# where nvcc works and the torch of this environment could use it, and in development builds, which test
-# it. It builds against any torch.
+# libomniattn_cuda.so: the CUDA implementations of the ops, loaded where torch sees a GPU. Optional: built where
+# nvcc works and the torch of this environment could use it, and in development builds, which test it. It builds
+# against any torch.
 if(NOT DEFINED OMNIATTN_CUDA AND NOT OMNIATTN_SANITIZE)
   include(CheckLanguage)
   check_language(CUDA)
@@ -31,7 +31,7 @@ if(CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
 endif()
 
-# The one function that is taken from libtorch_cuda.so, which a CPU-only torch lacks. Linking against a
+# The only function taken from libtorch_cuda.so, which a CPU-only torch lacks. Linking against a
 # stub of that name puts it into DT_NEEDED; leaving the symbol open instead would fail at load time,
 # because torch does not make libtorch_cuda's symbols global.
 set(stub "${PROJECT_BINARY_DIR}/torch_cuda_stub")

@@ -3,10 +3,10 @@
 # Every kernel source is compiled once per ISA into its own namespace (OMNIATTN_ISA) and picked at run
 # time by csrc/runtime/cpu_isa.h. The objects see no torch include path. Never -march=native.
 
-# The table of csrc/runtime/isa.h: OMNIATTN_ISAS are the levels that have all kernels,
-# OMNIATTN_PRODUCT_ISAS those that have products only; OMNIATTN_FLAGS_<isa> asks the compiler for the
-# extensions of a level and of all before it, and tiles.h for those of OMNIATTN_TILE_ISAS, of which
-# OMNIATTN_BF16_TILE_ISAS multiply bf16.
+# Parses the table of csrc/runtime/isa.h. OMNIATTN_ISAS are the levels that have all kernels,
+# OMNIATTN_PRODUCT_ISAS the product-only levels. OMNIATTN_FLAGS_<isa> enables the compiler's
+# extensions of a level and of all before it. OMNIATTN_TILE_ISAS use AMX tiles, by the statements of
+# tiles.h; OMNIATTN_BF16_TILE_ISAS among them multiply bf16.
 set(isa_table "${CMAKE_CURRENT_LIST_DIR}/../csrc/runtime/isa.h")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${isa_table}")
 file(READ "${isa_table}" isa_table)
@@ -44,15 +44,15 @@ foreach(level IN LISTS isa_table)
   endif()
 endforeach()
 if("avx2" IN_LIST OMNIATTN_ISAS)
-  # What runs on processors older than 2013 shall not take most of a build and of a wheel.
-  # With -Os gcc does not see that loops run, and warns of what they set.
-  # Functions that are called once are alike for several types and compress better out of line.
+  # Keep baseline objects small: few users have processors from before 2013.
+  # With -Os gcc does not see that loops run at least once, and warns of variables that they set.
+  # Functions called once are nearly identical for several types and compress better out of line.
   set(OMNIATTN_FLAGS_baseline $<$<CONFIG:Release>:-Os> $<$<CONFIG:Release>:-fno-inline-functions-called-once>
     -Wno-maybe-uninitialized)
 endif()
 
-# For tests: levels of products by the instructions of others. The vectors of the second form are made
-# of shorter ones; no call between objects passes them, so that gcc's note on their ABI is void.
+# For tests: product-only levels emulated by other instructions. The portable form builds its vectors from shorter
+# ones. No call between objects passes them, so gcc's note on their ABI does not apply.
 set(OMNIATTN_FLAGS_emulated ${OMNIATTN_FLAGS_avx512})
 set(OMNIATTN_FLAGS_portable ${OMNIATTN_FLAGS_avx2} -DOMNIATTN_WIDE_VECTORS -Wno-psabi)
 
@@ -60,11 +60,11 @@ set(OMNIATTN_KERNEL_OPTIONS
   -fno-math-errno -fno-trapping-math  # neither errno nor FP exception flags are part of any contract
   -fno-strict-aliasing                # 16-bit storage is read as vectors
   -fno-exceptions                     # objects of kernels need no C++ runtime
-  # Nothing is thrown through kernels: tables to unwind them would be a thirtieth of the wheel.
+  # No exception passes through kernels; unwind tables would be a thirtieth of the wheel.
   $<$<CONFIG:Release>:-fno-asynchronous-unwind-tables>
 )
 
-# omniattn_isa_library(target isa flags source...): the sources in namespace isa_<isa>.
+# omniattn_isa_library(target isa flags source...): compiles the sources into namespace isa_<isa>.
 function(omniattn_isa_library target isa flags)
   add_library(${target} OBJECT ${ARGN})
   target_link_libraries(${target} PRIVATE omniattn_options)
@@ -72,9 +72,9 @@ function(omniattn_isa_library target isa flags)
   target_compile_options(${target} PRIVATE ${OMNIATTN_KERNEL_OPTIONS} ${flags})
 endfunction()
 
-# omniattn_isa_libraries(prefix [SOURCES source...] [PRODUCTS source...] [BF16_TILES source...]):
-# <prefix>_<isa> for each ISA, of those that have products only from the sources of PRODUCTS, of that
-# with tiles of bf16 from those of BF16_TILES as well; their objects in <prefix>_OBJECTS.
+# omniattn_isa_libraries(prefix [SOURCES source...] [PRODUCTS source...] [BF16_TILES source...]) adds <prefix>_<isa>
+# for each ISA. Product-only levels compile the sources of PRODUCTS alone; levels with bf16 tiles compile those of
+# BF16_TILES as well. All objects are listed in <prefix>_OBJECTS.
 function(omniattn_isa_libraries prefix)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;PRODUCTS;BF16_TILES")
   set(objects "")
@@ -92,7 +92,7 @@ function(omniattn_isa_libraries prefix)
   set(${prefix}_OBJECTS ${objects} PARENT_SCOPE)
 endfunction()
 
-# omniattn_add_kernels(SOURCES ... PRODUCTS ... BF16_TILES ...): the kernels of the product, in OMNIATTN_KERNEL_OBJECTS.
+# omniattn_add_kernels(SOURCES ... PRODUCTS ... BF16_TILES ...): the released kernels, in OMNIATTN_KERNEL_OBJECTS.
 function(omniattn_add_kernels)
   add_library(kernels_dispatch OBJECT csrc/runtime/cpu_isa.cpp)
   target_link_libraries(kernels_dispatch PRIVATE omniattn_options)

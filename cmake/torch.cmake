@@ -25,8 +25,8 @@ if(NOT EXISTS "${OMNIATTN_TORCH_DIR}/include/torch/csrc/stable/library.h")
 endif()
 message(STATUS "torch: ${OMNIATTN_TORCH_DIR}")
 
-# The headers by a path that stays: pip builds with a torch in a folder of a random name, so that the
-# compiler's cache would know none of its objects again.
+# A stable path to the headers: pip builds with a torch in a folder with a random name, with which every look-up in
+# the compiler cache would miss.
 file(CREATE_LINK "${OMNIATTN_TORCH_DIR}/include" "${PROJECT_BINARY_DIR}/torch_include" SYMBOLIC)
 
 add_library(torch_stable SHARED IMPORTED)

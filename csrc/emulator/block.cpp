@@ -111,7 +111,7 @@ std::string deadlock() {
 struct sigaction previous_action;
 
 void on_fault(int signal, siginfo_t* info, void* context) {
-  if (block().current == nullptr) {  // not ours: let it occur again under the previous action
+  if (block().current == nullptr) {  // not from a kernel: let it occur again under the old action
     sigaction(signal, &previous_action, nullptr);
     return;
   }
@@ -189,7 +189,7 @@ bool run_warp(Warp& warp, const std::array<int, kWarpSize>& turns) {
   return progress;
 }
 
-// Describes what a block left unfinished when all its threads had ended; "" if nothing.
+// Describes operations that are unfinished although all threads of a block have ended; "" if none.
 std::string leftovers() {
   for (const Barrier& b : scheduler.barriers) {
     if (b.arrived == 0) continue;

@@ -1,9 +1,9 @@
 // Runs CUDA kernels on the CPU: one fiber per thread, one block at a time, one launch at a time.
 //
 // Threads of a warp that meet in a warp operation (a collective) leave their operands; the last
-// thread computes the results of all. Everything that synchronises knows its source position, so
-// that divergence and deadlocks are reported with it. docs/cuda.md lists what the emulator cannot
-// find.
+// operands; the last thread computes the results of all. Every synchronising operation knows its
+// source position, so that divergence and deadlocks are reported with it. docs/cuda.md lists what
+// the emulator cannot find.
 #pragma once
 
 #include <array>
@@ -40,7 +40,7 @@ inline size_t shared_memory_limit = 163 << 10;
 struct AsyncCopy {
   void* shared;
   const void* global;
-  bool valid;  // false: the target becomes zero
+  bool valid;  // false: the target is filled with zeros
   Location where;
 };
 
@@ -51,7 +51,7 @@ struct Thread {
   uint3 index;
   int id, warp, lane;
   State state;
-  // Where the thread synchronised last, or waits now.
+  // Where the thread synchronised last, or where it waits now.
   Location where;
   const char* operation;
   uint32_t mask;
@@ -94,7 +94,7 @@ struct Block {
   const SharedArray* dynamic = nullptr;
 };
 inline Block running_block;
-inline Block& block() { return running_block; }  // of threadIdx: kernels call it all the time
+inline Block& block() { return running_block; }  // threadIdx reads it: kernels call it all the time
 
 // Runs body() once per thread of the grid; throws Error if a rule is broken.
 void launch(dim3 grid, dim3 size, size_t dynamic_bytes, const std::function<void()>& body);
@@ -114,7 +114,7 @@ void collective(uint32_t mask, const char* operation, void* slot, void (*compute
 // Fails unless the 16 bytes are in shared memory and aligned.
 void require_shared_16(const void* address, const char* operation, const Location& where);
 
-// cp.async: the target is poisoned from the issue until the wait for its group.
+// cp.async: the target is poisoned from the issue of the copy until the wait for its group.
 void copy_async(void* shared, const void* global, bool valid, const Location& where);
 void commit_copies();
 // Waits until at most `pending` groups of this thread are unfinished.

@@ -13,7 +13,7 @@ constexpr size_t kStackBytes = 256 << 10;  // red zones make frames larger
 #else
 constexpr size_t kStackBytes = 64 << 10;
 #endif
-// Stacks that began at the same place of a page would compete for the same lines of the L1 cache.
+// Stacks that began at the same offset in a page would compete for the same lines of the L1 cache.
 constexpr size_t kOffset = 192, kOffsets = 32;
 
 }  // namespace

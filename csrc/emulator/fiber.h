@@ -98,7 +98,7 @@ class Fiber {
     switch_stack(&context_, &resumer.context);
   }
 
-  char* low_;  // of the mapping: the unreadable page
+  char* low_;  // start of the mapping: the unreadable page
   char* top_;
   Context context_;             // while suspended
   void* fake_stack_ = nullptr;  // ASan's record of this stack

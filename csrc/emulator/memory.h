@@ -26,13 +26,13 @@ class SharedMemory {
   SharedMemory();
   ~SharedMemory();
 
-  // Forgets all arrays; their memory becomes unreadable.
+  // Drops all arrays; their memory becomes unreadable.
   void clear();
   // The array with this key, created at its first request.
   const SharedArray& array(const void* key, const char* name, size_t bytes);
   // Fills everything with poison.
   void poison();
-  // An array whose padding was written to, or null. Only sizes that are no multiple of the
+  // An array whose padding was overwritten, or null. Only arrays whose size is no multiple of the
   // alignment have padding.
   const SharedArray* overrun() const;
 

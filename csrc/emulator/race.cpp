@@ -1,11 +1,11 @@
 // Finds races on shared memory, reads of uninitialised shared memory and reads of a cp.async target
 // before its wait, in any schedule.
 //
-// Kernels compiled with -fsanitize=thread report every load and store to __tsan_* functions. The
-// functions are defined here, not by libtsan (which does not know fibers or CUDA barriers), so this
-// file is compiled without that flag. Every byte remembers its last write and its latest readers;
-// barriers carry vector clocks of warps, so that full and named barriers are distinguished. Lanes
-// of one warp are ordered by __syncwarp and by barriers, never by shuffles.
+// Kernels compiled with -fsanitize=thread report every load and store to __tsan_* functions. These
+// are defined here, not by libtsan (which does not know fibers or CUDA barriers), so this file is
+// compiled without that flag. Every byte remembers its last write and its latest readers. Barriers
+// carry vector clocks of warps, so that full and named barriers are distinguished. Lanes of one
+// warp are ordered by __syncwarp and by barriers, never by shuffles.
 #include <sys/mman.h>
 
 #include <array>
@@ -18,9 +18,9 @@ namespace omniattn::emulator {
 namespace {
 
 constexpr int kMaxWarps = kMaxThreads / kWarpSize;
-using Clock = std::array<uint32_t, kMaxWarps>;  // per warp: the last epoch known to be over
+using Clock = std::array<uint32_t, kMaxWarps>;  // per warp: the last epoch known to have ended
 
-// When and where a thread of a warp touched a byte. An epoch ends when the thread arrives at a
+// Time and place of a thread's access to a byte. An epoch ends when the thread arrives at a
 // barrier, a phase when the warp synchronises.
 struct Access {
   int16_t warp = -1, lane = -1;
@@ -31,7 +31,7 @@ struct Access {
 
 struct Byte {
   uint64_t block;    // serial number of the block that the other fields belong to
-  bool pending;      // target of a cp.async that was not waited for
+  bool pending;      // target of a cp.async that has not been waited for
   uint32_t readers;  // bit w: warp w has read since the last write, see reads[w]
   Access write;
   std::array<Access, kMaxWarps> reads;
@@ -117,7 +117,7 @@ class RaceChecker final : public Observer {
     return b;
   }
 
-  // Whether `earlier` is over for this thread.
+  // True if `earlier` is ordered before any access that this thread makes now.
   bool ordered(const Access& earlier, const Thread& thread) const {
     const ThreadClock& t = threads_[static_cast<size_t>(thread.id)];
     if (earlier.warp < 0) return true;
@@ -187,7 +187,7 @@ class RaceChecker final : public Observer {
 RaceChecker checker;
 
 inline void accessed(const void* address, size_t size, bool write, const void* pc) {
-  // First the test that rejects most accesses.
+  // The test that rejects most accesses comes first.
   if (static_cast<size_t>(static_cast<const char*>(address) - checker.shared_begin) <
       SharedMemory::kReserved) {
     checker.accesses(address, size, write, pc);

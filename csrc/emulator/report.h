@@ -16,12 +16,12 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// "file.cu:12"
+// Position in the form "file.cu:12".
 std::string position(const Location& location);
-// The same for a code address, from its debug information.
+// Position of a code address, from its debug information.
 std::string position(const void* pc);
 
-// All parts, written one after another to a stream.
+// Concatenates all parts as a stream writes them.
 template <class... Parts>
 std::string text(const Parts&... parts) {
   std::ostringstream out;

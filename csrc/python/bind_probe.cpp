@@ -30,7 +30,7 @@ const char* dtype_name(DType dtype) {
 }
 
 #if defined(__x86_64__)
-// Levels of products by the instructions of another level.
+// Product-only levels, emulated by the instructions of another level.
 struct Emulated {
   const char* isa;
   Isa by;
@@ -111,8 +111,8 @@ double best_rate(double seconds, int threads, const Run& run) {
   return best;
 }
 
-// numpy does not align to cache lines; the blocks in a kernel's workspace are aligned. The numbers
-// are random, as pairs of bf16 too: tiles multiply zeros, such as half of 1.0f, faster.
+// numpy does not align to cache lines, but a kernel's workspace is aligned. The numbers are random,
+// also as pairs of bf16: tiles multiply zeros, such as the low half of 1.0f, faster.
 struct AlignedFloats {
   explicit AlignedFloats(int64_t n) : storage(static_cast<size_t>(n) + 16) {
     data = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) & ~63ull);

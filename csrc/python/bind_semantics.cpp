@@ -21,8 +21,8 @@ using Span = std::pair<int64_t, int64_t>;
 Range range(Span s) { return {s.first, s.second}; }
 Span span(Range r) { return {r.begin, r.end}; }
 
-// A mask with the side tensors it borrows, numpy arrays with the shapes of semantics/mask_rules.h;
-// a rule's second tensor follows its first.
+// A mask with its side tensors, numpy arrays with the shapes of semantics/mask_rules.h, which it
+// keeps alive; the second tensor of a rule follows its first.
 struct OwnedMask {
   AttentionMask mask;
   std::vector<py::array> side;

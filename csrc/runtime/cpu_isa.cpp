@@ -14,8 +14,8 @@ constexpr const char* kNames[kIsaCount] = {OMNIATTN_ISAS(OMNIATTN_NAME)};
 
 constexpr uint32_t bit(Isa isa) { return 1u << static_cast<int32_t>(isa); }
 
-// A library for tests may emulate the levels of products, from one on, by the instructions of
-// another level; the machine need not have them.
+// A library for tests may emulate the product-only levels, from one on, by the instructions of
+// another level. The machine need not have them.
 bool is_emulated([[maybe_unused]] Isa isa) {
 #if defined(OMNIATTN_EMULATED_FROM)
   return !has_all_kernels(isa) && isa >= Isa::OMNIATTN_EMULATED_FROM;
@@ -40,12 +40,12 @@ Isa cap() {
   return isa;
 }
 
-// What became of the tiles of a level that the machine has: 0, an errno or kTilesNotAskedFor.
+// Requests the tiles of a level that the machine has: 0, an errno or kTilesNotAskedFor.
 int32_t ask_for_tiles(Isa isa) {
   return isa > cap() ? kTilesNotAskedFor : Machine::request_tiles();
 }
 
-// The levels of this machine, a bit for each. Each needs those before it, but emulated ones.
+// Levels of this machine, one bit each. Except emulated ones, a level needs all levels before it.
 struct Levels {
   uint32_t bits = 0;
   int32_t tiles = kNoTiles;
@@ -58,7 +58,7 @@ struct Levels {
   }
 
  private:
-  bool complete_ = true;  // none before was missing
+  bool complete_ = true;  // no earlier level was missing
 
   void add(Isa isa, bool present) {
     if (is_emulated(isa)) {
@@ -66,7 +66,7 @@ struct Levels {
       return;
     }
     complete_ = complete_ && present;
-    if (complete_ && multiplies_on_tiles(isa) && tiles != 0) {  // one request is for all levels
+    if (complete_ && multiplies_on_tiles(isa) && tiles != 0) {  // one request covers all levels
       tiles = ask_for_tiles(isa);
       complete_ = tiles == 0;
     }

@@ -10,11 +10,11 @@
 
 namespace omniattn {
 
-// A bit for each ISA of this machine, among those this binary was built with, up to one. There may
-// be gaps where a library for tests emulates the highest.
+// ISAs of this machine that this binary was built with, up to `isa`, one bit each. A library for
+// tests may leave gaps below the levels that it emulates.
 uint32_t levels_up_to(Isa isa);
 bool has_isa(Isa isa);
-Isa detected_isa();  // the best of them
+Isa detected_isa();  // the highest of them
 // The ISA that kernels run on now.
 Isa active_isa();
 // Sets the active ISA. Returns false and changes nothing if the machine lacks it.
@@ -24,10 +24,10 @@ const char* isa_name(Isa isa);
 // Parses a name as isa_name writes it; false if there is no such ISA.
 bool parse_isa(const char* name, Isa& isa);
 
-// What became of the tile registers of AMX: 0 if the system has given them, its errno if it
-// refused, or one of these.
+// State of the AMX tile registers: 0 if the system has granted them, its errno if it refused, or
+// one of these constants.
 inline constexpr int32_t kNoTiles = -1;           // the processor or the system has none
-inline constexpr int32_t kTilesNotAskedFor = -2;  // OMNIATTN_CPU_ISA is lower
+inline constexpr int32_t kTilesNotAskedFor = -2;  // OMNIATTN_CPU_ISA is below the levels of tiles
 int32_t tile_state();
 
 }  // namespace omniattn
@@ -75,7 +75,7 @@ int32_t tile_state();
     return *table;                                                 \
   }                                                                \
   inline const Type& name(DType factors) { return name##_on(active_isa(), factors); }
-// name(): for kernels that only the level with tiles of bf16 has; null where it is not active.
+// name(): the table of kernels for levels with bf16 tiles; null where no such level is active.
 #define OMNIATTN_BF16_TILE_KERNEL_TABLE(Type, name)                      \
   OMNIATTN_BUILT_ISAS(OMNIATTN_DECLARE_TABLE, Type, name)                \
   inline const Type* name() {                                            \

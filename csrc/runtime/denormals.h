@@ -1,6 +1,6 @@
-// While an object of this type lives, results below the smallest normal number become zero on the
-// thread that made it. Far keys of ALiBi have such probabilities, and x86 takes some 150 cycles for
-// each operation on one, which made the whole op 2.4 to 6.5 times as slow.
+// While an object of this type lives, denormal results become zero on the thread that created it.
+// Far keys of ALiBi have such probabilities, and x86 takes some 150 cycles for each operation on
+// one, which made the whole op 2.4 to 6.5 times as slow.
 #pragma once
 
 #if defined(__SSE2__)

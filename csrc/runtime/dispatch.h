@@ -1,4 +1,4 @@
-// From a run-time dtype to a storage type.
+// Maps a run-time dtype to a storage type.
 #pragma once
 
 #include "runtime/assert.h"
@@ -8,7 +8,7 @@ namespace omniattn {
 
 namespace {
 
-// Whether this object has kernels for T; for some ISAs there are products of some types only.
+// True if this object has kernels for T: product-only ISAs have them for some types only.
 template <class T>
 #if defined(OMNIATTN_ISA)
 constexpr bool kIsBuiltFor = has_products(OMNIATTN_ISA::kIsa, TypeTraits<T>::kDType);
@@ -38,7 +38,7 @@ template <class F>
   OMNIATTN_FAIL("a kernel was called with a dtype that it was not built for");
 }
 
-// Calls f(C{}) with the type that a dtype is computed in.
+// Calls f(C{}) with the compute type of a dtype.
 template <class F>
 [[gnu::always_inline]] inline void dispatch_compute(DType dtype, const F& f) {
   dtype == DType::f64 ? f(double{}) : f(float{});

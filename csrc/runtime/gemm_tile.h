@@ -44,24 +44,24 @@ constexpr int tile_rows(int vecs) {
   return kTileAccumulators / vecs < 8 ? kTileAccumulators / vecs : 8;
 }
 
-// Whether products are in AMX tiles.
+// True if products use AMX tiles.
 constexpr bool kOnTiles = multiplies_on_tiles(kIsa);
-// Rows of C that a caller which calls for few at a time asks for.
+// Number of rows of C to compute per call, for callers that call for few rows at a time.
 constexpr int64_t kTileRows = kOnTiles ? 32 : tile_rows(kTileVecs);
 
-// The operand type in which storage type S is multiplied.
+// Operand type in which elements of storage type S are multiplied.
 template <class S>
 using operand_t = std::conditional_t<multiplies(kIsa, TypeTraits<S>::kDType), S, compute_t<S>>;
 
-// Whether an A that a kernel computed, such as weights or gradients, stays fp32 beside operands T,
-// and tiles split it (tile_pieces.h): fp16 has not the range of fp32, which bf16 has.
+// True if an A that a kernel computed (weights, gradients) stays fp32 next to operands T, split by
+// the tiles into pieces (tile_pieces.h): fp16 lacks the range of fp32, bf16 has it.
 template <class T>
 constexpr bool kSplits = std::is_same_v<T, f16>;
-// The type of such an A.
+// Type of an A that a kernel computed.
 template <class T>
 using computed_t = std::conditional_t<kSplits<T>, float, T>;
 
-// What a tile does for one step of k: one element, or one pair of 16-bit numbers.
+// Operations of a register tile on one step of k: one element, or one pair of 16-bit numbers.
 template <class T>
 struct Operand {
   static_assert(sizeof(T) >= 4, "half types are widened at packing unless there is a bf16 dot");
@@ -86,17 +86,17 @@ struct Operand<bf16> {
   OMNIATTN_INLINE static VecF multiply_add(B a, B b, VecF acc) { return dot_bf16(acc, a, b); }
 };
 template <>
-struct Operand<f16> {  // on AMX alone
+struct Operand<f16> {  // multiplied by AMX tiles only
   static constexpr int kStep = 2;
 };
-// Of two rows of floats, which are narrowed to bf16.
+// Pairs the elements of two rows of floats, narrowed to bf16.
 OMNIATTN_INLINE PairVec load_pairs_of_rows_n(const float* first, int64_t n, const float* second,
                                              int64_t n_second) {
   return narrow_to_pairs<bf16>(load_n(first, n), load_n(second, n_second));
 }
 #endif
 
-// Columns of one panel.
+// Number of columns in a panel.
 template <class T>
 constexpr int64_t kPanelCols = kTileVecs * Vec<compute_t<T>>::kWidth;
 
@@ -131,7 +131,7 @@ OMNIATTN_INLINE Panels<T> row_panels(const T* rows, int64_t ldb) {
 
 enum class ALayout { kRows, kTransposed };
 
-// lda is in elements for row-major A, in columns (pairs where A has them) for transposed A.
+// lda counts elements of a row-major A, columns (or pairs, where A has them) of a transposed A.
 template <class T, ALayout kLayout = ALayout::kRows, class A = T>
 void gemm_tile(const A* a, int64_t lda, const Panels<T>& b, compute_t<T>* c, int64_t ldc, int64_t m,
                int64_t n, int64_t k, bool accumulate);
@@ -139,8 +139,8 @@ void gemm_tile(const A* a, int64_t lda, const Panels<T>& b, compute_t<T>* c, int
 namespace {
 
 // Packing.
-// From storage type S to operand type T. Both helpers fill ceil(n / kPanelCols) panels, with zeros
-// past column n and past an odd k.
+// Converts from storage type S to operand type T. Both helpers fill ceil(n / kPanelCols) panels,
+// with zeros past column n and past an odd k.
 
 template <class T>
 OMNIATTN_INLINE int64_t packed_elements(int64_t k, int64_t n) {
@@ -178,8 +178,8 @@ void pack_b(const S* b, int64_t ldb, int64_t k, int64_t n, T* packed) {
   }
 }
 
-// One kWidth x kWidth block of B^T, from rows b[0 .. rows) with `terms` elements left, to `steps`
-// rows of `stride` columns.
+// Transposes one kWidth x kWidth block of B^T, from rows b[0 .. rows) with `terms` remaining
+// elements to `steps` rows of `stride` columns.
 template <class T, class S>
 OMNIATTN_INLINE void pack_transposed_block(const S* b, int64_t ldb, int64_t rows, int64_t terms,
                                            int64_t steps, T* out, int64_t stride) {
@@ -213,8 +213,8 @@ OMNIATTN_INLINE void pack_transposed_block(const S* b, int64_t ldb, int64_t rows
   }
 }
 
-// B given transposed, as (n, k) row-major. Products of n columns read panels up to a multiple of
-// kWidth only; a caller of no others says so by `filled`.
+// B given transposed, as (n, k) row-major. Products of n columns read panels only up to a multiple
+// of kWidth; a caller that makes no wider ones passes it as `filled`.
 template <class T, class S>
 void pack_bt(const S* b, int64_t ldb, int64_t k, int64_t n, T* packed, int64_t filled = INT64_MAX) {
   constexpr int64_t kStep = Operand<T>::kStep;

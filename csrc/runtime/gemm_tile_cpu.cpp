@@ -54,11 +54,11 @@ template <class T, ALayout kLayout, bool kPartial, int kRows, int kVecs>
   const int64_t lda = args.lda;
   const int64_t ldc = args.ldc;
   const int64_t last = args.last;
-  // Said aloud, so that the mask of the last vector is made before the loop.
+  // Tells the compiler the range of `last`, so that it makes the mask before the loop.
   if (last < 1 || last > Acc::kWidth) __builtin_unreachable();
   const bool accumulate = args.accumulate;
 
-  // C is read at the end only, when these lines have arrived.
+  // Prefetches C, which is read only at the end.
   Acc acc[kRows][kVecs];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
@@ -104,7 +104,7 @@ OMNIATTN_INLINE void micro_tile_rows(int64_t rows, const TileArgs<T>& args) {
   }
 }
 
-// Rows in tiles whose heights differ by at most one.
+// Splits rows into tiles whose heights differ by at most one.
 struct Heights {
   int64_t tiles, least, taller;  // `taller` of the tiles have one row more
 
@@ -114,8 +114,8 @@ struct Heights {
   }
 };
 
-// All rows of one panel. `args` is a reference: a copy of it is written in words and read back in
-// vectors at once, which waits for the stores and took up to a tenth of a recurrence.
+// Computes all rows of one panel. `args` is a reference: a copy would be written in words and read
+// back in vectors at once, which waits for the stores and took up to a tenth of a recurrence.
 template <class T, ALayout kLayout, bool kPartial, int kVecs>
 OMNIATTN_INLINE void panel_tiles(const Heights& heights, TileArgs<T>& args, const T* a,
                                  compute_t<T>* c) {
@@ -137,7 +137,7 @@ OMNIATTN_INLINE void partial_panel_tiles(int64_t m, int64_t vecs, TileArgs<T>& a
   panel_tiles<T, kLayout, true, kVecs>({m, tile_rows(kVecs)}, args, a, c);
 }
 
-// All of C.
+// Computes all of C.
 template <class T, ALayout kLayout>
 void multiply_in_vectors(const T* a, int64_t lda, const Panels<T>& b, compute_t<T>* c, int64_t ldc,
                          int64_t m, int64_t n, int64_t k, bool accumulate) {
@@ -177,8 +177,8 @@ void gemm_tile(const A* a, int64_t lda, const Panels<T>& b, compute_t<T>* c, int
   }
 }
 
-// Takes the addresses of the tiles of every type that the ISA multiplies, so that they are compiled
-// here.
+// Takes the addresses of the tiles of every type that the ISA multiplies, which makes this file
+// compile them.
 [[gnu::used]] static void instantiate(DType dtype, const void** tiles) {
   dispatch(dtype, [&]<class S>(S) {
     using T = operand_t<S>;

@@ -1,6 +1,6 @@
-// The features of the GPU that a CUDA kernel may use, as thin PTX wrappers; kernels include no
-// other header of CUDA. For tests, the emulator's header of the same name comes first in the
-// include path and defines the same names for the CPU. PTX ISA 8.x, sm_80 and newer.
+// The GPU features that CUDA kernels may use, as thin PTX wrappers; kernels include no other CUDA
+// header. For tests, the emulator's header of the same name comes first in the include path and
+// defines the same names for the CPU. PTX ISA 8.x, sm_80 and newer.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,10 +11,10 @@
 #include "runtime/dtype.h"
 #include "runtime/stream.h"
 
-// The only form of static shared memory; the array is aligned to 16 bytes.
+// Declares static shared memory, always in this form; the array is aligned to 16 bytes.
 #define GPU_SHARED(T, name, n) __shared__ __align__(16) T name[n]
 
-// A function that must not be inlined.
+// Declares a function that must not be inlined.
 #define GPU_NOINLINE __device__ __noinline__ inline
 
 // Enqueues a kernel; errors show in cudaGetLastError().
@@ -81,7 +81,7 @@ __device__ __forceinline__ uint32_t to_tf32(float x) {
   return bits;
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of 16-bit elements; lane l addresses row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -95,8 +95,8 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
                : "memory");
 }
 
-// 16 bytes from global to shared memory, zeros if not `valid` (the address must be legal even
-// then).
+// Copies 16 bytes from global to shared memory, or writes zeros if not `valid` (even then the
+// address must be legal).
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
@@ -119,7 +119,7 @@ __device__ __forceinline__ void barrier_arrive(int id, int count) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
-// One instruction each, instead of the bit operations of runtime/dtype.h; a NaN loses its payload.
+// Takes one instruction instead of the bit operations of runtime/dtype.h; NaNs lose their payload.
 template <class T>
 __device__ __forceinline__ compute_t<T> widen(T x) {
   if constexpr (TypeTraits<T>::kDType == DType::f16) {
@@ -145,14 +145,14 @@ __device__ __forceinline__ T narrow(compute_t<T> x) {
   }
 }
 
-// Hides from the compiler where x comes from, so that it does not compute expressions of x ahead of
-// a loop and keep them in registers.
+// Hides the origin of x from the compiler, so that it does not compute expressions of x ahead of a
+// loop and keep them in registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// Two elements in one register.
+// Packs two elements into one register.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   uint32_t y;
@@ -171,7 +171,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Bytes of shared memory that a block can have on the current GPU.
+// Bytes of shared memory that one block can have on the current GPU.
 inline int64_t shared_memory_limit() {
   int device = 0, bytes = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return 0;

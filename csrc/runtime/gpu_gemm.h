@@ -1,11 +1,11 @@
 // Products of tiles: a block of kGemmThreads threads computes Gemm::kRows x kGemmColumns sums over
-// k and leaves them in shared memory, where the kernel goes on with them. Gemm is GemmByMma
+// k and leaves them in shared memory, where the kernel continues with them. Gemm is GemmByMma
 // (gpu_gemm_mma.h) or GemmByFma (gpu_gemm_fma.h); a kernel is a template over it:
 //
 //   auto& shared = *dynamic_shared<typename Gemm::Shared>();
 //   Gemm::multiply(a, b, k, rows, shared);
 //   for_row_parts<Gemm::kWidth>(rows, columns, lanes, [&](int r, int c) {
-//     ... kWidth sums from shared.sums + r * kGemmStride + c on ...
+//     ... reads kWidth sums from shared.sums + r * kGemmStride + c on ...
 //   });
 //   __syncthreads();  // before the next tile
 //
@@ -20,17 +20,17 @@ inline constexpr int kGemmThreads = 256;
 inline constexpr int kGemmColumns = 128;
 inline constexpr int kGemmStride = kGemmColumns + 4;  // row stride of sums, avoids bank conflicts
 
-// An operand of a tile: rows (left operand) or columns (right operand) i, of k elements each. It is
-// contiguous along k where along_k(), else along i.
+// An operand of a tile: rows (left operand) or columns (right operand) i of k elements each,
+// contiguous along k if along_k(), else along i.
 template <class X>
 concept GemmOperand = requires(const X& x, int i, int64_t k) {
   *x.at(i, k);        // the address of an element
-  bool(x.has(i, k));  // whether it exists; if not, it counts as 0
+  bool(x.has(i, k));  // whether the element exists; if not, it counts as 0
   bool(x.along_k());
-  *x.data;  // any address that can be read
+  *x.data;  // any readable address
 };
 
-// A row of a tile is shared by `lanes` threads, each of which takes W adjacent elements at a time.
+// Splits each row of a tile among `lanes` threads, which take W adjacent elements at a time.
 template <int W, class F>
 __device__ __forceinline__ void for_row_parts(int64_t rows, int64_t cols, int lanes, const F& f) {
   const int thread = static_cast<int>(threadIdx.x);

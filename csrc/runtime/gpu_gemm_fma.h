@@ -1,5 +1,5 @@
-// The product of gpu_gemm.h by FMA in the compute type, for any dtype and alignment: tiles of
-// 64 x 128, of which each thread computes 4 x 8 elements.
+// The product of gpu_gemm.h by FMA in the compute type, for any dtype and alignment. Tiles are 64 x
+// 128; each thread computes 4 x 8 elements.
 #pragma once
 
 #include "runtime/gpu_fma.h"
@@ -22,7 +22,7 @@ struct GemmByFma {
     C sums[kRows * kGemmStride];
   };
 
-  // to[c][i] = element k + c of index i. Threads follow the order of elements in memory.
+  // to[c][i] = element k + c of index i. Threads are assigned in the order of elements in memory.
   template <int kCount, class Operand>
   static __device__ __forceinline__ void load_stage(const Operand& from, int64_t k, C* to,
                                                     int stride) {

@@ -1,5 +1,5 @@
-// The product of gpu_gemm.h by tensor cores: 8 warps compute 64 x 32 elements each of a tile of
-// 128 x 128, in steps of 64 along k; the next 64 are copied meanwhile.
+// The product of gpu_gemm.h by tensor cores: 8 warps compute 64 x 32 elements each of a tile of 128
+// x 128, in steps of 64 along k, while the next 64 are being copied.
 #pragma once
 
 #include "runtime/gpu_gemm.h"
@@ -24,11 +24,11 @@ struct GemmByMma {
     float sums[kRows * kGemmStride];
   };
 
-  // 128 indices x kDepth; a row in shared memory is an index or a step of k.
+  // Copy of 128 indices x kDepth in shared memory; a row is an index or a step of k.
   template <bool kAlongK>
   using Copy = SharedRows<T, kAlongK ? kDepth : 128>;
 
-  // An operand from k on, seen as the rows of its copy.
+  // View of an operand from k on, as the rows of its copy.
   template <bool kAlongK, class Operand>
   struct Source {
     const Operand& operand;
@@ -49,8 +49,8 @@ struct GemmByMma {
         Source<kAlongK, Operand>{from, k, from.data});
   }
 
-  // A lane's offset for pieces 2 n and 2 n + 1 is that for pieces 0 and 1, xor 16 n. opaque() makes
-  // it one operation at each use instead of a register for each place.
+  // A lane's offset for pieces 2 n and 2 n + 1 is its offset for pieces 0 and 1, xor 16 n. opaque()
+  // turns this into one operation per use instead of one register per piece.
   struct Lane {
     int left, right;
 
@@ -69,12 +69,12 @@ struct GemmByMma {
         ldmatrix_x4_trans(x, from + 16 * step * 128 + (opaque(at) ^ first));
       }
     }
-    // Rows [first, first + 16) and k [16 step, 16 step + 16) of the left operand.
+    // Loads rows [first, first + 16), k [16 step, 16 step + 16) of the left operand.
     __device__ __forceinline__ void load_left(uint32_t (&a)[4], const Stage& stage, int first,
                                               int step) const {
       load<kAAlongK>(a, stage.a, left, first, step);
     }
-    // Columns [first, first + 16) of the right operand, for two products of 8 columns.
+    // Loads columns [first, first + 16) of the right operand, for two products of 8 columns.
     __device__ __forceinline__ void load_right(uint32_t (&b)[4], const Stage& stage, int first,
                                                int step) const {
       load<kBAlongK>(b, stage.b, right, first, step);

@@ -1,5 +1,5 @@
-// Tensor cores (mma.sync m16n8k16) on 16-bit operands in shared memory. Of a 16 x 8 result, lane
-// 4 g + t holds columns 2 t and 2 t + 1 of rows g and g + 8.
+// Tensor cores (mma.sync m16n8k16) on 16-bit operands in shared memory. Lane 4 g + t holds columns
+// 2 t and 2 t + 1 of rows g and g + 8 of a 16 x 8 result.
 #pragma once
 
 #include "runtime/gpu.h"
@@ -41,7 +41,7 @@ struct SharedRows {
       cp_async_16(data + offset(r, c), valid ? from.at(r, 8 * c) : from.data, valid);
     }
   }
-  // The first `count` rows of `from`, `width` elements each.
+  // Starts the copy of the first `count` rows of `from`, `width` elements each.
   template <int kRows, int kThreads>
   __device__ __forceinline__ void load(const T* from, int64_t stride, int64_t count,
                                        int64_t width) const {

@@ -26,7 +26,7 @@ struct alignas(sizeof(T) * W) Pack {
 template <class T>
 inline constexpr int kVectorWidth = 16 / static_cast<int>(sizeof(T));
 
-// A Pack as 16-byte pieces.
+// A Pack, seen as 16-byte pieces.
 template <class T, int W>
 struct Pieces {
   static constexpr int kCount = static_cast<int>(sizeof(T)) * W / 16;
@@ -34,7 +34,7 @@ struct Pieces {
   uint4 v[kCount];
 };
 
-// Loads and stores of a Pack take one instruction per 16 bytes, or one if W is 1.
+// Loads and stores take one instruction per 16 bytes of a Pack, or one if W is 1.
 template <int W, class T>
 __device__ __forceinline__ Pack<T, W> load(const T* p) {
   if constexpr (W == 1) {
@@ -46,8 +46,8 @@ __device__ __forceinline__ Pack<T, W> load(const T* p) {
     return __builtin_bit_cast(Pack<T, W>, pieces);
   }
 }
-// For memory that no kernel writes meanwhile. The compiler may move these loads over stores, so
-// that several are in flight.
+// Loads from memory that no kernel writes meanwhile. The compiler may move these loads over stores,
+// so that several are in flight.
 template <int W, class T>
 __device__ __forceinline__ Pack<T, W> load_constant(const T* p) {
   if constexpr (W == 1) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void sweep_row(int64_t n, const F& f) {
 template <int W>
 struct Width {};
 
-// The number of elements of p before the first 16-byte boundary, where sizeof(T) * W is 16.
+// Number of elements of p before the first 16-byte boundary, where sizeof(T) * W is 16.
 template <int W, class T>
 __device__ __forceinline__ int64_t elements_to_boundary(const T* p) {
   return -static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) / sizeof(T)) & (W - 1);
@@ -135,7 +135,7 @@ template <class C>
 __device__ __forceinline__ C row_sum(C x) {
   return row_reduce(x, C(0), [](C a, C b) { return a + b; });
 }
-// NaN is ignored.
+// Ignores NaN.
 template <class C>
 __device__ __forceinline__ C row_max(C x) {
   return row_reduce(x, C(-INFINITY), [](C a, C b) { return fmax(a, b); });
@@ -162,9 +162,9 @@ struct ColumnSums {
   }
 };
 
-// A block for rows of `packs` Packs: the fewest threads, at most max_threads, that keep the whole
-// row in registers at `kept` Packs each. Short rows share a block, so that an SM can hold its full
-// number of warps.
+// Shape of a block for rows of `packs` Packs: the fewest threads, at most max_threads, that keep
+// the whole row in registers at `kept` Packs each. Short rows share a block, so that an SM can hold
+// its full number of warps.
 inline dim3 row_block(int64_t packs, int kept, unsigned max_threads) {
   constexpr unsigned kShortRows = 4;
   if (packs <= 32 * kept) return dim3(32, kShortRows);
@@ -173,14 +173,14 @@ inline dim3 row_block(int64_t packs, int kept, unsigned max_threads) {
   return dim3(threads);
 }
 
-// The number of blocks for `rows` rows, block.y each; kernels loop over the grid for larger counts.
+// Number of blocks for `rows` rows, block.y each; kernels loop over the grid for larger counts.
 inline unsigned row_grid(int64_t rows, dim3 block) {
   constexpr int64_t kMaxGrid = 0x7fffffff;
   return static_cast<unsigned>(min((rows + block.y - 1) / block.y, kMaxGrid));
 }
 
-// Calls f(T{}, Width<W>{}) with the dtype and the widest access. vectorised(T{}, Width<W>{}) says
-// whether all pointers and strides allow 16 bytes.
+// Calls f(T{}, Width<W>{}) with the dtype and the widest possible access. vectorised(T{},
+// Width<W>{}) returns true if all pointers and strides allow 16 bytes.
 template <class V, class F>
 void dispatch_width(DType dtype, const V& vectorised, const F& f) {
   dispatch(dtype, [&]<class T>(T) {

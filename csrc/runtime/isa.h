@@ -1,4 +1,4 @@
-// The instruction sets that kernels are compiled for, in one table. cmake/isa.cmake reads names,
+// All instruction sets that kernels are compiled for, in one table. cmake/isa.cmake reads names,
 // operands and extensions from it.
 #pragma once
 
@@ -8,12 +8,12 @@
 
 // level(name, operands, present): slowest first; a level includes the extensions of all before it.
 //
-// operands  the types that it multiplies as they are stored. A level with f32 has kernels for every
+// operands  the types multiplied in their storage format. A level with f32 has kernels for every
 //           dtype and widens the other 16-bit types. A level without f32 has products of its types
 //           only; everything else runs on the level before it.
-// present   whether the machine has it; HAS(x) names the extension that the compiler calls -mx, and
-//           TILES(x) one whose registers the system gives to a process on request (cpu_isa.cpp) and
-//           whose statements are our own (tiles.h), since not every compiler has it.
+// present   true if the machine has it; HAS(x) names the extension of the compiler option -mx,
+//           TILES(x) one whose registers the system grants to a process on request (cpu_isa.cpp),
+//           whose instructions tiles.h writes as assembly, since not every compiler has them.
 // clang-format off
 #define OMNIATTN_PORTABLE_ISAS(level, ...) level(baseline, f64 | f32, true, __VA_ARGS__)
 #define OMNIATTN_X86_ISAS(level, ...)                                                            \
@@ -25,7 +25,7 @@
   level(amx_fp16, f16, TILES(amx-fp16), __VA_ARGS__)
 // clang-format on
 
-// All levels, and those that kernels are compiled for on this architecture.
+// All levels, and the levels that kernels are compiled for on this architecture.
 #define OMNIATTN_ISAS(...) OMNIATTN_PORTABLE_ISAS(__VA_ARGS__) OMNIATTN_X86_ISAS(__VA_ARGS__)
 #if defined(__x86_64__)
 #define OMNIATTN_BUILT_ISAS(...) OMNIATTN_ISAS(__VA_ARGS__)
@@ -43,7 +43,7 @@ enum class Isa : int32_t { OMNIATTN_ISAS(OMNIATTN_NAME) };
 inline constexpr int32_t kIsaCount = OMNIATTN_ISAS(OMNIATTN_COUNT);
 #undef OMNIATTN_COUNT
 
-// Whether the level multiplies the type as it is stored.
+// True if the level multiplies the type in its storage format.
 OMNIATTN_FN bool multiplies(Isa isa, DType dtype) {
   enum : uint32_t {
     f64 = 1u << static_cast<int>(DType::f64),
@@ -63,20 +63,20 @@ OMNIATTN_FN bool multiplies(Isa isa, DType dtype) {
   return (types >> static_cast<int>(dtype) & 1) != 0;
 }
 
-// Whether the level multiplies in tile registers (runtime/tiles.h).
+// True if the level multiplies in tile registers (runtime/tiles.h).
 OMNIATTN_FN bool multiplies_on_tiles(Isa isa) {
   return isa == Isa::amx_bf16 || isa == Isa::amx_fp16;
 }
 
-// Whether the level has every kernel, and whether it has products of this type.
+// True if the level has every kernel; true if it has products of this type.
 OMNIATTN_FN bool has_all_kernels(Isa isa) { return multiplies(isa, DType::f32); }
 OMNIATTN_FN bool has_products(Isa isa, DType factors) {
   return has_all_kernels(isa) || multiplies(isa, factors);
 }
 
-// The namespaces that kernels are compiled in (OMNIATTN_ISA), each with its level. The _emulated
-// and _portable ones exist in tests only: they run a level's kernels with the instructions of
-// avx512 and of avx2.
+// Namespaces that kernels are compiled into (OMNIATTN_ISA), each with its level. The _emulated and
+// _portable ones exist in tests only: they run a level's kernels with the instructions of avx512
+// and of avx2.
 #define OMNIATTN_NAMESPACES(name, ...) \
   namespace isa_##name {               \
     constexpr Isa kIsa = Isa::name;    \

@@ -8,7 +8,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// In each four lanes the sums of adjacent lanes of a, then of b.
+// Sums pairs of adjacent lanes. Each four lanes of the result hold two sums of a, then two of b.
 template <class A>
 OMNIATTN_INLINE Vec<A> fold(Vec<A> a, Vec<A> b) {
   constexpr int kWidth = Vec<A>::kWidth;
@@ -18,8 +18,8 @@ OMNIATTN_INLINE Vec<A> fold(Vec<A> a, Vec<A> b) {
         __builtin_shufflevector(a.v, b.v, (I / 4 * 4 + I % 2 * 2 + I / 2 % 2 * kWidth + 1)...));
   }(std::make_integer_sequence<int, kWidth>{});
 }
-// p[i] = the sum of the lanes of x[i]. Takes a quarter of the instructions of four reduce_add,
-// which were a quarter of the time of dot_tile; a masked store of the four takes some 20 on Zen 3.
+// p[i] = the sum of the lanes of x[i]. Four calls of reduce_add, which took a quarter of dot_tile,
+// need 4 times the instructions; a masked store of the sums takes 20 micro-ops on Zen 3.
 template <class A>
 OMNIATTN_INLINE void store_sums(A* p, const Vec<A> (&x)[4]) {
   constexpr int kWidth = Vec<A>::kWidth;

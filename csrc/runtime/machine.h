@@ -1,4 +1,4 @@
-// What cpu_isa.cpp asks the machine. Tests compile it with another header of this name.
+// Queries of cpu_isa.cpp to the machine. Tests compile it with another header of this name.
 #pragma once
 
 #include <cerrno>
@@ -13,7 +13,7 @@
 #endif
 
 #if defined(__x86_64__)
-// Whether the processor and the system have an extension, by the compiler's name for it.
+// True if the processor and the system have an extension; `name` is the compiler's name for it.
 #define OMNIATTN_HAS_EXTENSION(name) (__builtin_cpu_init(), __builtin_cpu_supports(name))
 #endif
 
@@ -21,12 +21,12 @@ namespace omniattn {
 
 struct Machine {
 #if defined(__x86_64__)
-  // Whether the processor has an extension of tiles and the system saves their registers. Compilers
-  // that we support do not know all of these names in __builtin_cpu_supports.
+  // True if the processor has an extension of tiles and the system saves their registers. Some
+  // compilers that we support lack some of these names in __builtin_cpu_supports.
   static bool has_tiles(const char* extension) {
     constexpr struct {
       const char* name;
-      int subleaf, place, bit;  // of CPUID leaf 7; the place of EAX is 0, of EDX 3
+      int subleaf, place, bit;  // of CPUID leaf 7; place is 0 for EAX, 3 for EDX
     } kExtensions[] = {{"amx-bf16", 0, 3, 22}, {"amx-tile", 0, 3, 24}, {"amx-fp16", 1, 0, 21}};
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & bit_OSXSAVE) == 0) return false;
@@ -48,9 +48,9 @@ struct Machine {
   }
 #endif
 
-  // Asks Linux for tile registers, for all threads of the process: 0 or errno. Where a thread has a
-  // signal stack that is too small for them, it refuses (ENOSPC); once granted, sigaltstack()
-  // refuses such stacks.
+  // Asks Linux for tile registers, for all threads of the process; returns 0 or errno. Linux
+  // refuses (ENOSPC) while a thread has a signal stack that is too small for them; once they are
+  // granted, sigaltstack() refuses such stacks.
   static int request_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
     constexpr long kRequestPermission = 0x1023, kTileData = 18;

@@ -1,8 +1,8 @@
-// The level that an op's kernels run on, where a level of products (runtime/isa.h) may be slower
-// than the one below it because there is little to multiply.
+// The level that an op's kernels run on. A product-only level (runtime/isa.h) may be slower than
+// the one below it where there is little to multiply.
 //
-// From how many multiply-adds on a level is used is measured on a family of CPUs
-// (benchmarks/level_choice.py) and set when Python loads the ops. Without a record: always.
+// The least number of multiply-adds for a level is measured on a family of CPUs
+// (benchmarks/level_choice.py) and set when Python loads the ops. It is 0 without a record.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ inline std::atomic<int64_t>& least_madds(MeasuredOp op, Isa isa) {
   return least[static_cast<int32_t>(op)][static_cast<int32_t>(isa)];
 }
 
-// The best level up to the active one that multiplies these factors, and is fast at so many
+// The highest level up to the active one that multiplies these factors and is fast at `madds`
 // multiply-adds.
 inline Isa isa_for(MeasuredOp op, DType factors, int64_t madds) {
   Isa isa = active_isa();

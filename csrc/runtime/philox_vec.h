@@ -13,7 +13,7 @@ typedef uint64_t Words64 __attribute__((vector_size(kVecBytes)));
 // Elements per call of store_element_words: a block of four for each 64-bit lane.
 constexpr int kWordsPerStore = 4 * VecD::kWidth;
 
-// 64-bit products of the lower halves of the lanes.
+// Products, as 64 bits, of the lower halves of the lanes.
 OMNIATTN_INLINE Words64 multiply_lower(Words64 a, uint32_t b) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Words64>(
@@ -26,8 +26,8 @@ OMNIATTN_INLINE Words64 multiply_lower(Words64 a, uint32_t b) {
 #endif
 }
 
-// philox() on vectors: words[0 .. kWordsPerStore) are those of the elements from 4 group on. The
-// upper halves of the lanes hold unused bits, so that the low word of a product needs no mask.
+// philox() on vectors: words[0 .. kWordsPerStore) belong to the elements from 4 group on. The upper
+// halves of the lanes hold unused bits, so the low word of a product needs no mask.
 OMNIATTN_INLINE void store_element_words(const ElementStream& stream, uint64_t group,
                                          uint32_t* words) {
   const Words64 index = reinterpret_cast<Words64>(lane_index_bits<double>()) + group;

@@ -1,5 +1,5 @@
-// What tests and benchmarks measure of one ISA: the SIMD functions element by element, the register
-// tiles on blocks of the caller, and the peak rates of the machine. Part of `_kernels` only.
+// Measurements of one ISA for tests and benchmarks: SIMD functions element by element, register
+// tiles on the caller's blocks, and peak rates of the machine. Part of `_kernels` only.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ enum class VecFunction : int32_t {
   exp2,
   log,
   tanh,
-  normal,  // the distribution function
+  normal,  // the cumulative distribution function
   sigmoid,
   sqrt,
   round,
@@ -52,15 +52,15 @@ struct ProbeKernels {
 
   // y[i] = f(x[i]), x and y of storage type `dtype`.
   void (*map)(VecFunction f, DType dtype, const void* x, void* y, int64_t n);
-  // The sum and the maximum of whole vectors; n is a multiple of the width.
+  // Sum and maximum of whole vectors; n is a multiple of the width.
   void (*reduce)(DType dtype, const void* x, int64_t n, double* sum, double* maximum);
   void (*pack)(const TileProbe&);
-  // The product without the packing, `repeats` times.
+  // Runs the product without the packing, `repeats` times.
   void (*tile)(const TileProbe&, int64_t repeats);
 
-  // FLOPs of `rounds` rounds of independent multiply-adds on operands of `dtype`, on tiles with the
-  // loads of their operands from L1; 0 if the ISA has none for it (bf16 or f16 without a dot
-  // product).
+  // FLOPs of `rounds` rounds of independent multiply-adds on operands of `dtype`; on tiles,
+  // including the loads of their operands from L1. 0 if the ISA has no such instruction (bf16 or
+  // f16 without a dot product).
   double (*multiply_adds)(DType operand, int64_t rounds);
   // Sum of n floats; a[i] = b[i] + s c[i] with and without write-allocate.
   float (*read)(const float* x, int64_t n);

@@ -127,14 +127,14 @@ template <class T>
 OMNIATTN_INLINE void keep_in_register(Vec<T>& x) {
 #if defined(__aarch64__)
   asm volatile("" : "+w"(x.v));
-#elif defined(OMNIATTN_WIDE_VECTORS)  // which no register holds
+#elif defined(OMNIATTN_WIDE_VECTORS)  // no register holds such a vector
   asm volatile("" : "+m"(x.v));
 #else
   asm volatile("" : "+v"(x.v));
 #endif
 }
 
-// As many accumulators as a tile has, so that the probe is bound by the same units and latencies.
+// Uses as many accumulators as a tile, so that the same units and latencies bound the probe.
 template <class T>
 double multiply_adds(int64_t rounds) {
   using Op = Operand<T>;
@@ -155,8 +155,8 @@ double multiply_adds(int64_t rounds) {
 }
 
 #if defined(OMNIATTN_PAIRS)
-// Products of tiles whose operands come from L1, as in tile_product.h: the ceiling of 32 x 32
-// blocks. The operands are random, since products with zero are faster, by 25 % on Sapphire Rapids.
+// Products of tiles whose operands come from L1, as in tile_product.h: the upper bound for 32 x 32
+// blocks. Operands are random, since products with zero are faster, by 25 % on Sapphire Rapids.
 template <class H>
 [[maybe_unused]] double tile_multiply_adds(int64_t rounds) {
   constexpr int64_t kSteps = 8;  // 16 KiB of A and of B

@@ -3,8 +3,8 @@
 //
 //   for_row<T>(n, [&](int64_t i, auto part) { part.store(y + i, part.load(x + i) * 2.0f); });
 //
-// A body that accesses only pointers of T and float (sums through load_sums and store_sums) may ask
-// for Order::any. Rows of bf16 are then processed as even and odd elements, see Halves.
+// A body that accesses only pointers of T and float (sums through load_sums and store_sums) may
+// request Order::any. Rows of bf16 are then processed as even and odd elements, see Halves.
 #pragma once
 
 #include "runtime/vec.h"
@@ -14,8 +14,8 @@ namespace {
 
 enum class Order { natural, any };
 
-// 2 kWidth elements of bf16 as a vector of the even and one of the odd elements. Widening is then a
-// shift or a mask and narrowing needs no shuffle: RMSNorm in bf16 took 0.7 of the time.
+// 2 kWidth elements of bf16 as one vector of even and one of odd elements. Widening is then a shift
+// or a mask, and narrowing needs no shuffle: RMSNorm in bf16 took 0.7 of the time.
 struct Halves {
   VecF even, odd;
 
@@ -37,7 +37,7 @@ struct Halves {
   OMNIATTN_INLINE Halves& operator+=(Halves b) { return *this = *this + b; }
 };
 
-// f on vectors, or on both halves of Halves.
+// Applies f to vectors, or to both halves of Halves.
 template <class F, class T, class... Rest>
 OMNIATTN_INLINE auto lanewise(const F& f, Vec<T> x, Rest... rest) {
   return f(x, rest...);
@@ -60,7 +60,7 @@ OMNIATTN_INLINE VecF::Bits rounded_to_upper_half(VecF x) {
   return select(x != x, VecF::from_bits(bits | 0x400000), VecF::from_bits(rounded)).bits();
 }
 
-// Whole vectors of even and odd elements.
+// Accesses whole vectors of even and odd elements.
 struct EvenOdd {
   OMNIATTN_INLINE Halves load(const bf16* p) const {
     VecF::Bits pairs;
@@ -84,7 +84,7 @@ struct EvenOdd {
     OMNIATTN_ISA::store(p, low);
     OMNIATTN_ISA::store(p + VecF::kWidth, high);
   }
-  // Sums kept per element are stored in the order of the lanes.
+  // Sums kept per element are stored in lane order.
   OMNIATTN_INLINE Halves load_sums(const float* p) const {
     return {OMNIATTN_ISA::load(p), OMNIATTN_ISA::load(p + VecF::kWidth)};
   }
@@ -101,7 +101,7 @@ struct EvenOdd {
   }
 };
 
-// The kWidth elements from a position on.
+// Accesses the kWidth elements from a position on.
 struct Whole {
   template <class S>
   OMNIATTN_INLINE auto load(const S* p) const {
@@ -111,7 +111,7 @@ struct Whole {
   OMNIATTN_INLINE void store(S* p, Vec<compute_t<S>> x) const {
     OMNIATTN_ISA::store(p, x);
   }
-  // Past the caches, to an aligned address.
+  // Bypasses the caches; the address must be aligned.
   template <class S>
   OMNIATTN_INLINE void stream(S* p, Vec<compute_t<S>> x) const {
     OMNIATTN_ISA::stream(p, x);
@@ -137,7 +137,7 @@ struct Whole {
   }
 };
 
-// The first n of these elements.
+// Accesses the first n of these elements.
 struct First {
   int64_t n;
 
@@ -189,7 +189,7 @@ OMNIATTN_INLINE void for_row(int64_t n, const F& body) {
   if (i < n) body(i, First{n - i});
 }
 
-// A sum in four parts, which hide the latency of the addition.
+// A sum in four parts, which hides the latency of the addition.
 template <class T>
 struct RowSum {
   Vec<T> parts[4] = {Vec<T>(T{0}), Vec<T>(T{0}), Vec<T>(T{0}), Vec<T>(T{0})};

@@ -1,4 +1,4 @@
-// What the launchers of CUDA kernels and their callers share, without CUDA's headers.
+// Stream and status types of CUDA launchers and their callers, free of CUDA's headers.
 #pragma once
 
 struct CUstream_st;

@@ -1,10 +1,10 @@
-// gemm_tile on AMX tiles of fp16 where A is fp32: what a kernel computed, such as weights, hidden
-// layers and gradients, times a tensor of fp16. fp16 has neither the range nor the digits of A:
+// gemm_tile on AMX tiles of fp16 with an fp32 A that a kernel computed, such as weights, hidden
+// layers and gradients. fp16 has neither the range nor the digits of A:
 //
 // - A row of A is multiplied by the power of two that brings its largest element to [2^14, 2^15),
 //   and the row of C by the inverse. Both are exact.
-// - An element is the sum of two pieces, each the fp16 nearest to what is left of it. They hold 22
-//   bits of it, down to 2^-39 of the largest of its row.
+// - An element is the sum of two pieces, each the fp16 nearest to the remainder. They hold 22 bits,
+//   down to 2^-39 of the largest element of the row.
 #pragma once
 
 #include "runtime/tile_product.h"
@@ -13,30 +13,30 @@ namespace omniattn::OMNIATTN_ISA {
 namespace {
 
 constexpr int64_t kPieceDepth = kTileDepth / 2;              // both pieces of 32 rows take 32 KiB
-constexpr int64_t kPieceElements = kStripRows * kTileTerms;  // of a piece of a step
+constexpr int64_t kPieceElements = kStripRows * kTileTerms;  // in one piece of one step
 
 struct PowerOfTwo {
-  VecF up, down;  // and its inverse
+  VecF up, down;  // down: the inverse of up
 };
-// Of rows with these largest elements, neither it nor its inverse a denormal.
+// Scale of rows with these largest elements; neither the scale nor its inverse is a denormal.
 OMNIATTN_INLINE PowerOfTwo power_of(VecF largest) {
   constexpr int kBias = 127, kMost = 2 * kBias - 1;
   const VecF::Bits wanted = 2 * kBias + 14 - (largest.bits() >> 23);
   const VecF::Bits exponent = wanted < kMost ? wanted : VecF::Bits{} + kMost;
   return {VecF::from_bits(exponent << 23), VecF::from_bits((2 * kBias - exponent) << 23)};
 }
-// What is not finite counts as the largest number, so that the rest of its row stays finite.
+// A non-finite x counts as the largest finite number, so that the rest of its row stays finite.
 OMNIATTN_INLINE VecF larger_magnitude(VecF largest, VecF x) {
   return max(largest, min(abs(x), VecF(__FLT_MAX__)));
 }
 
-// What the first piece leaves of x; of what is not finite nothing, since it would be NaN.
+// Remainder x - piece; 0 if x is not finite, where it would be NaN.
 OMNIATTN_INLINE VecF left_of(VecF x, VecF piece) {
   return select(abs(x) <= VecF(__FLT_MAX__), x - piece, VecF(0.0f));
 }
 
-// `rows` rows of A, k terms each, to tiles: the first pieces of 32 rows, then the second ones, of
-// one step after the other. Zeros up to whole tiles.
+// Splits `rows` rows of A, k terms each, into tiles. Each step has the first pieces of 32 rows,
+// then their second pieces, with zeros up to whole tiles.
 inline void split_rows_to_tiles(const float* a, int64_t lda, int64_t rows, int64_t k, f16* tiles,
                                 float* down) {
   for (int64_t r = 0; r < kStripRows; ++r) {
@@ -59,7 +59,7 @@ inline void split_rows_to_tiles(const float* a, int64_t lda, int64_t rows, int64
   }
 }
 
-// The same from A (k, rows).
+// split_rows_to_tiles for a transposed A (k, rows).
 inline void split_columns_to_tiles(const float* a, int64_t lda, int64_t rows, int64_t k, f16* tiles,
                                    float* down) {
   for (int64_t half = 0; half < kStripRows; half += VecF::kWidth) {
@@ -92,7 +92,7 @@ inline void split_columns_to_tiles(const float* a, int64_t lda, int64_t rows, in
   }
 }
 
-// A strip of rows of C over at most kPieceDepth terms: C (+)= down * (A B).
+// Computes a strip of rows of C over at most kPieceDepth terms: C (+)= down * (A B).
 inline void multiply_strip_of_pieces(const TileOperand<f16>& a, const Panels<f16>& b, int64_t term,
                                      const float* down, float* c, int64_t ldc, int64_t rows,
                                      int64_t n, int64_t k, bool accumulate) {

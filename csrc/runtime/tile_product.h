@@ -2,8 +2,8 @@
 // The loads of a step come first, then its four products.
 //
 // A is read in place where its rows are whole cache lines that do not compete for few sets of L1.
-// Else 32 rows of it, at most kTileDepth terms, are copied to tiles one after the other, which stay
-// in L1 while B passes through it. Panels of B are loaded as they are: 16 pairs of rows at a
+// Otherwise 32 rows of it, at most kTileDepth terms, are copied into consecutive tiles, which
+// stay in L1 while B streams through. Panels of B are loaded as they are: 16 pairs of rows at a
 // stride.
 #pragma once
 
@@ -15,12 +15,12 @@ namespace {
 
 constexpr int64_t kTileRowsOfC = 16;              // rows and columns of one tile of C
 constexpr int64_t kStripRows = 2 * kTileRowsOfC;  // rows of A, and columns of B, of a block
-constexpr int64_t kTileTerms = 32;                // of k in one product of tiles
+constexpr int64_t kTileTerms = 32;                // terms of k in one product of tiles
 constexpr int64_t kTileDepth = 512;               // 32 rows of A take 32 KiB
 constexpr int64_t kTileElements = kTileRowsOfC * kTileTerms;
 
-// Tiles of an operand: one step of k after the other, and the second tile of a step (16 more rows
-// of A, 16 more columns of B). Offsets in elements.
+// Tiles of an operand: one step of k after the other, each with an optional second tile (16 more
+// rows of A, 16 more columns of B). Offsets are in elements.
 template <class H>
 struct TileOperand {
   const H* data;
@@ -31,13 +31,13 @@ struct TileOperand {
   OMNIATTN_INLINE int64_t row_bytes() const { return row * static_cast<int64_t>(sizeof(H)); }
 };
 
-// A tile after the other, those of a step together.
+// Consecutive tiles; both tiles of a step are adjacent.
 template <class H>
 OMNIATTN_INLINE TileOperand<H> packed_tiles(const H* data) {
   return {data, kTileTerms, 2 * kTileElements, kTileElements};
 }
 
-// C is (16 kRowTiles) x (16 kColTiles). While it is computed, `next` lines of C are prefetched.
+// C is (16 kRowTiles) x (16 kColTiles). `next` lines of C are prefetched while it is computed.
 template <class H, int kRowTiles, int kColTiles>
 struct TileBlock {
   float* c;
@@ -86,19 +86,19 @@ struct TileBlock {
   }
 };
 
-// One block of C and what it is made of. B of the last terms, if they are no whole step, is `tail`.
-// A step of A has kPieces steps of tiles, which are multiplied with the same B (tile_pieces.h).
+// One block of C and its operands. If the last terms are no whole step, their B is `tail`. A step
+// of A has kPieces steps of tiles, which are multiplied with the same B (tile_pieces.h).
 //
-// Operands are passed by reference. To copy one, the compiler loads several of its members at
-// once, just after they were stored one by one. The CPU cannot forward such stores: the load waits
-// until all earlier stores, including those of tiles, have reached L1. That took a tenth of the
-// time of short products.
+// Operands are passed by reference. To copy one, the compiler loads several of its members at once,
+// just after they were stored one by one. The CPU cannot forward such stores: the load waits until
+// all earlier stores, including those of tiles, have reached L1. This took a tenth of the time of
+// short products.
 template <class H>
 struct BlockProduct {
   const TileOperand<H>&a, &b, &tail;
   int64_t steps;
   bool has_tail, accumulate;
-  const float* next;  // the block of C that follows, to prefetch; null: none
+  const float* next;  // the following block of C, to be prefetched; null: none
 };
 
 template <int kPieces, int kRowTiles, int kColTiles, class H>
@@ -135,7 +135,7 @@ void multiply_tiles_of_block(const BlockProduct<H>& p, int64_t rows, int64_t col
   }
 }
 
-// A block of C that tiles do not cover exactly is computed in a copy.
+// A block of C that whole tiles do not fit is computed in a copy.
 template <class H>
 [[gnu::noinline]] void multiply_partial_block(const BlockProduct<H>& p, int64_t rows, int64_t cols,
                                               float* c, int64_t ldc) {
@@ -157,7 +157,7 @@ template <class H>
 
 // Copies.
 
-// `rows` rows of A, k terms each, to tiles, with zeros up to whole tiles.
+// Copies `rows` rows of A, k terms each, to tiles, with zeros up to whole tiles.
 template <class H>
 void copy_rows_to_tiles(const H* a, int64_t lda, int64_t rows, int64_t k, H* tiles) {
   for (int64_t first = 0; first < k; first += kTileTerms, tiles += 2 * kTileElements) {
@@ -168,7 +168,7 @@ void copy_rows_to_tiles(const H* a, int64_t lda, int64_t rows, int64_t k, H* til
   }
 }
 
-// The same from A in pairs of terms, [ceil(k / 2)][lda][2].
+// Copies A in pairs of terms, [ceil(k / 2)][lda][2], to tiles.
 template <class H>
 void transpose_to_tiles(const H* a, int64_t lda, int64_t rows, int64_t k, H* tiles) {
   const int64_t pairs = (k + 1) / 2;
@@ -187,7 +187,7 @@ void transpose_to_tiles(const H* a, int64_t lda, int64_t rows, int64_t k, H* til
   }
 }
 
-// The last `terms` rows of B, fewer than a step has, with zeros after them.
+// Copies the last `terms` rows of B, less than a step, and fills up with zeros.
 template <class H>
 void copy_tail_of_b(const TileOperand<H>& b, int64_t terms, int64_t cols, H* tiles) {
   for (int64_t half = 0; half < kStripRows; half += 16, tiles += kTileElements) {
@@ -199,7 +199,7 @@ void copy_tail_of_b(const TileOperand<H>& b, int64_t terms, int64_t cols, H* til
   }
 }
 
-// Whether tiles can be loaded from rows in place: each is one cache line, and 32 rows take at most
+// True if tiles can be loaded from rows in place: each is one cache line, and 32 rows take at most
 // eight lines of each of the 64 sets of L1. (Rows at a multiple of 2 KiB would take 16 or 32.)
 OMNIATTN_INLINE bool reads_in_place(const void* a, int64_t lda) {
   const auto address = reinterpret_cast<uintptr_t>(a);
@@ -207,7 +207,7 @@ OMNIATTN_INLINE bool reads_in_place(const void* a, int64_t lda) {
 }
 
 // Calls f(product, first column, columns) for the blocks of a strip of rows of C. The first term of
-// A meets row `term` of B.
+// A corresponds to row `term` of B.
 template <class H, class F>
 OMNIATTN_INLINE void for_blocks(const TileOperand<H>& a, const Panels<H>& b, int64_t term,
                                 int64_t n, int64_t k, const F& f) {
@@ -224,7 +224,7 @@ OMNIATTN_INLINE void for_blocks(const TileOperand<H>& a, const Panels<H>& b, int
   }
 }
 
-// A strip over at most kTileDepth terms. `following` is the next strip of C, or null.
+// Computes a strip over at most kTileDepth terms. `following` is the next strip of C, or null.
 template <class H>
 void multiply_strip(const TileOperand<H>& a, const Panels<H>& b, int64_t term, float* c,
                     int64_t ldc, int64_t rows, int64_t n, int64_t k, bool accumulate,

@@ -3,13 +3,13 @@
 //
 //   C (16 x 16 fp32) += A (16 x 32 H) B,   B as 16 pairs of rows x 16 columns
 //
-// Without OMNIATTN_TILES the same in software, equal to the hardware in every bit but the payloads
-// of NaN: of each element of C one chain of fused multiply-adds over the even terms and one over
-// the odd ones, both from 0, whose sum is added to C; rounded to nearest even, with operands and
-// results that are denormals of fp32 as 0, whatever MXCSR says. A denormal of bf16 is one of fp32
-// too; one of fp16 is not, and keeps its value (Intel SDM, TDPBF16PS and TDPFP16PS).
+// Without OMNIATTN_TILES the same in software, equal to the hardware in every bit except NaN
+// payloads: each element of C sums one chain of fused multiply-adds over the even terms and one
+// over the odd terms, both from 0, and adds the sum to C. Rounding is to nearest even, and denormal
+// fp32 operands and results count as 0, whatever MXCSR says. A denormal bf16 is a denormal fp32
+// too; a denormal fp16 is not, and keeps its value (Intel SDM, TDPBF16PS and TDPFP16PS).
 //
-// A TileScope must be alive on the thread: leaf functions make one per call. It is not kept,
+// A TileScope must be alive on the thread: leaf functions make one per call. It is not kept longer,
 // because oneDNN configures the tiles of the same threads for itself.
 #pragma once
 
@@ -55,8 +55,8 @@ struct AmxScope {
   AmxScope(const AmxScope&) = delete;
 };
 
-// Statements of our own: the macros of gcc 12 take no constant expressions for numbers of tiles,
-// do not say which memory they read and write, and lack those of fp16. Strides are in bytes.
+// Our own assembly: the macros of gcc 12 take no constant expressions as tile numbers, do not
+// declare the memory they read and write, and lack fp16. Strides are in bytes.
 struct TileRegisters {
   template <int kTile>
   OMNIATTN_INLINE void zero() {
@@ -66,8 +66,8 @@ struct TileRegisters {
   OMNIATTN_INLINE void load(const void* p, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
   }
-  // Of data that L1 need not keep. With plain loads a streamed operand evicts the resident one:
-  // 1.6 to 2.3 TFLOP/s in a loop of 16 steps.
+  // Loads data that L1 need not keep. With plain loads a streamed operand evicts the resident one:
+  // 1.6 instead of 2.3 TFLOP/s in a loop of 16 steps.
   template <int kTile>
   OMNIATTN_INLINE void load_once(const void* p, int64_t stride) {
     asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");

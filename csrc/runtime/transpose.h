@@ -7,7 +7,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// to (cols, rows) = factor times the transpose of from (rows, cols), converted.
+// to (cols, rows) = factor times the transpose of from (rows, cols), converted to T.
 template <class S, class T>
 void store_transposed(const S* from, int64_t ld, int64_t rows, int64_t cols, compute_t<S> factor,
                       T* to, int64_t ld_to) {

@@ -11,7 +11,7 @@
 //              from the compute type; narrowing rounds to nearest even and keeps NaN
 //   partial    load_n(p, n), store_n(p, v, n) access the first n elements and nothing past them;
 //              missing lanes read as 0; n <= 0 means none, n >= kWidth means all
-//   NaN        max(a, b) and min(a, b) give b where either is NaN: pass the data second
+//   NaN        max(a, b) and min(a, b) return b where either is NaN: pass the data second
 #pragma once
 
 #if defined(__AVX512F__)
@@ -30,23 +30,23 @@ namespace {
 
 OMNIATTN_INLINE VecD reciprocal(VecD a) { return 1.0 / a; }
 
-#if !defined(__AVX512F__)  // which has instructions for these
+#if !defined(__AVX512F__)  // AVX-512 has instructions for these
 
 OMNIATTN_INLINE VecF reciprocal(VecF a) { return 1.0f / a; }
 
-// Two steps, so that subnormal results and 2^128 are reached without an out-of-range factor.
+// Multiplies in two steps, so that subnormal results and 2^128 need no out-of-range factor.
 OMNIATTN_INLINE VecF scale2(VecF a, VecF n) {
   const VecF::Bits whole = __builtin_convertvector(n.v, VecF::Bits);
   const VecF::Bits half = whole >> 1;
   return a * VecF::from_bits((half + 127) << 23) * VecF::from_bits((whole - half + 127) << 23);
 }
 
-// In one step, for normal results.
+// Multiplies in one step, for normal results.
 OMNIATTN_INLINE VecF scale2_to_normal(VecF a, VecF n) {
   return VecF::from_bits(a.bits() + (__builtin_convertvector(n.v, VecF::Bits) << 23));
 }
 
-// Accesses to the end of a row are calls, which shortens builds.
+// Accesses to the end of a row are out-of-line calls, which shortens builds.
 template <class S>
 [[gnu::noinline]] Vec<compute_t<S>> load_part(const S* p, int64_t n) {
   constexpr int kWidth = Vec<compute_t<S>>::kWidth;
@@ -76,7 +76,7 @@ OMNIATTN_INLINE Mask<T> load_mask_n(const uint8_t* p, int64_t n) {
   return r;
 }
 
-// A fixed tree: the upper half of the lanes is folded onto the lower one until one lane is left.
+// Reduces in a fixed tree: folds the upper half of the lanes onto the lower one until one is left.
 template <class T, class F>
 OMNIATTN_INLINE T reduce(Vec<T> x, F combine) {
   T lanes[x.kWidth];
@@ -146,7 +146,7 @@ OMNIATTN_INLINE void transpose_from(Vec<T>* rows) {
     transpose_from<2 * kStep>(rows);
   }
 }
-// rows[i] lane j <-> rows[j] lane i, for kWidth rows in registers.
+// Transposes kWidth rows in registers: rows[i] lane j <-> rows[j] lane i.
 template <class T>
 OMNIATTN_INLINE void transpose(Vec<T> (&rows)[Vec<T>::kWidth]) {
   transpose_from<1>(rows);

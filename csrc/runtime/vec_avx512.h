@@ -82,7 +82,7 @@ OMNIATTN_INLINE VecF widen_bf16(__m256i h) {
 OMNIATTN_INLINE VecF widen_f16(__m256i h) { return VecF(_mm512_cvtph_ps(h)); }
 OMNIATTN_INLINE __m256i narrow_bf16(VecF x) {
 #if defined(__AVX512BF16__)
-  constexpr int kDenormal = 0x20;  // which the instruction narrows to 0
+  constexpr int kDenormal = 0x20;  // the instruction narrows denormals to 0
   if (__builtin_expect(_mm512_fpclass_ps_mask(x.v, kDenormal) == 0, 1)) {
     return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v));
   }
@@ -165,13 +165,13 @@ template <class H>
 OMNIATTN_INLINE PairVec load_pairs(const H* p) {
   return {_mm512_loadu_si512(p)};
 }
-// Both terms of one pair in every lane.
+// Broadcasts both terms of a pair to every lane.
 OMNIATTN_INLINE PairVec broadcast_pair(const bf16* p) {
   int32_t pair;
   __builtin_memcpy(&pair, p, sizeof(pair));
   return {_mm512_set1_epi32(pair)};
 }
-// The first term of a pair, paired with 0, in every lane.
+// Broadcasts the first term of a pair, paired with 0, to every lane.
 OMNIATTN_INLINE PairVec broadcast_half_pair(const bf16* p) { return {_mm512_set1_epi32(p->bits)}; }
 template <class H>
 OMNIATTN_INLINE void store_pairs(H* p, PairVec x) {
@@ -181,7 +181,7 @@ template <class H>
 OMNIATTN_INLINE void store_pairs_n(H* p, PairVec x, int64_t pairs) {
   _mm512_mask_storeu_epi32(p, first16(pairs), x.v);
 }
-// The 32-bit lanes unchanged, for moving them between vectors.
+// Reinterprets the 32-bit lanes, to move them between vectors.
 OMNIATTN_INLINE VecF as_lanes(PairVec x) { return VecF(_mm512_castsi512_ps(x.v)); }
 OMNIATTN_INLINE PairVec as_pairs(VecF x) { return {_mm512_castps_si512(x.v)}; }
 template <class H>
@@ -197,7 +197,7 @@ OMNIATTN_INLINE PairVec interleave(__m256i first, __m256i second) {
   return {_mm512_or_si512(_mm512_cvtepu16_epi32(first),
                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16))};
 }
-// Lane i pairs element i of two rows; the first n and n_second elements are read.
+// Pairs element i of two rows in lane i; reads the first n and n_second elements.
 template <class H>
 OMNIATTN_INLINE PairVec load_pairs_of_rows_n(const H* first, int64_t n, const H* second,
                                              int64_t n_second) {
@@ -205,7 +205,7 @@ OMNIATTN_INLINE PairVec load_pairs_of_rows_n(const H* first, int64_t n, const H*
                     _mm256_maskz_loadu_epi16(first16(n_second), second));
 }
 
-// Narrowing of factors of products, which read denormals of bf16 as 0: these may become 0 here.
+// Narrows factors of products. Products read denormal bf16 as 0, so denormals may become 0 here.
 OMNIATTN_INLINE __m256i narrow_factors(VecF x) {
 #if defined(__AVX512BF16__)
   return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v));
@@ -214,7 +214,7 @@ OMNIATTN_INLINE __m256i narrow_factors(VecF x) {
 #endif
 }
 OMNIATTN_INLINE void store_factors(bf16* p, VecF x) { _mm256_storeu_epi16(p, narrow_factors(x)); }
-// Stores x, and y after it.
+// Stores x, followed by y.
 OMNIATTN_INLINE void store_factors(bf16* p, VecF x, VecF y) {
 #if defined(__AVX512BF16__)
   _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(y.v, x.v)));
@@ -238,7 +238,7 @@ OMNIATTN_INLINE PairVec narrow_to_pairs(VecF first, VecF second) {
 #endif
 }
 
-// The terms of each pair as floats.
+// Terms of each pair as floats.
 template <class H>
 OMNIATTN_INLINE VecF first_terms(PairVec x) {
   if constexpr (std::is_same_v<H, f16>) return widen_f16(_mm512_cvtepi32_epi16(x.v));

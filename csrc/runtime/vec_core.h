@@ -18,14 +18,14 @@
 
 #include "runtime/dtype.h"
 
-// Vectors of pairs of 16-bit numbers (PairVec) come with 512 bits. OMNIATTN_WIDE_VECTORS makes
-// these of shorter ones, for software tiles on machines without AVX-512.
+// Vectors of pairs of 16-bit numbers (PairVec) need 512 bits. OMNIATTN_WIDE_VECTORS builds them
+// from shorter ones, for software tiles on machines without AVX-512.
 #if defined(__AVX512F__) || defined(OMNIATTN_WIDE_VECTORS)
 #define OMNIATTN_PAIRS
 #endif
 
-// The baseline is built for size in a release (cmake/isa.cmake): there the compiler chooses, and
-// rows are walked in one way (row.h).
+// A release builds the baseline for size (cmake/isa.cmake): there the compiler decides on inlining,
+// and row.h walks rows in a single way.
 #if defined(__OPTIMIZE_SIZE__)
 #define OMNIATTN_INLINE inline
 #define OMNIATTN_FOR_SIZE true
@@ -114,7 +114,7 @@ OMNIATTN_INLINE typename Vec<T>::Bits lane_index_bits() {
   for (int i = 0; i < Vec<T>::kWidth; ++i) index[i] = i;
   return index;
 }
-// 0, 1, 2, ... as numbers.
+// Lane indices 0, 1, 2, ... as numbers.
 template <class T>
 OMNIATTN_INLINE Vec<T> lane_index() {
   return Vec<T>(__builtin_convertvector(lane_index_bits<T>(), typename Vec<T>::Raw));
@@ -124,7 +124,7 @@ template <class V>
 struct VecPair {
   V first, second;
 };
-// The lanes of a, then of b: those of even index and those of odd index.
+// Concatenates the lanes of a and b and separates the even from the odd lanes.
 template <class T>
 OMNIATTN_INLINE VecPair<Vec<T>> deinterleave(Vec<T> a, Vec<T> b) {
   return [&]<int... I>(std::integer_sequence<int, I...>) -> VecPair<Vec<T>> {
@@ -132,7 +132,7 @@ OMNIATTN_INLINE VecPair<Vec<T>> deinterleave(Vec<T> a, Vec<T> b) {
             Vec<T>(__builtin_shufflevector(a.v, b.v, (2 * I + 1)...))};
   }(std::make_integer_sequence<int, Vec<T>::kWidth>{});
 }
-// The inverse: a0, b0, a1, b1, ...
+// Inverse of deinterleave: a0, b0, a1, b1, ...
 template <class T>
 OMNIATTN_INLINE VecPair<Vec<T>> interleave(Vec<T> a, Vec<T> b) {
   constexpr int kWidth = Vec<T>::kWidth;

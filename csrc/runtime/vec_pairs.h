@@ -1,5 +1,5 @@
-// The pairs of vec_avx512.h in the compiler's vector extensions: for tests of software tiles
-// on machines without AVX-512, so that clarity comes before speed.
+// The pairs of vec_avx512.h in the compiler's vector extensions, for tests of software tiles on
+// machines without AVX-512. Clarity comes before speed.
 #pragma once
 
 #include "runtime/vec_portable.h"
@@ -68,7 +68,7 @@ template <class H>
   return load_pairs_of_rows_n(low, VecF::kWidth, high, VecF::kWidth);
 }
 
-// The terms of each pair as floats.
+// Terms of each pair as floats.
 template <class H>
 OMNIATTN_INLINE VecF first_terms(PairVec x) {
   if constexpr (std::is_same_v<H, bf16>) return VecF::from_bits(x.v << 16);

@@ -35,7 +35,7 @@ OMNIATTN_INLINE VecF sqrt(VecF a) {
 OMNIATTN_INLINE VecD sqrt(VecD a) {
   return map_lanes_unrolled<double>([&](int i) { return __builtin_sqrt(a.v[i]); });
 }
-// Adding and subtracting 1.5 * 2^mantissa leaves the nearest integer; larger numbers are integers.
+// Adding and subtracting 1.5 * 2^mantissa gives the nearest integer; larger numbers are integers.
 OMNIATTN_INLINE VecF round(VecF a) {
   const VecF magic = 0x1.8p23f;
   return select(abs(a) < VecF(0x1p22f), copysign((a + magic) - magic, a), a);

@@ -6,14 +6,14 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The sine and the cosine of x + low, |low| far below |x|, within an absolute error of 2^-23; in
-// [-pi / 4, pi / 4] within 1.5 ULP. From x the nearest multiple of pi / 2 is taken in three parts,
-// of which two have few enough bits that this is exact even where fma rounds twice.
+// Sine and cosine of x + low, with |low| far below |x|, within an absolute error of 2^-23, and
+// within 1.5 ULP in [-pi / 4, pi / 4]. The nearest multiple of pi / 2 is subtracted from x in three
+// parts, two of which have so few bits that this is exact even where fma rounds twice.
 template <class T>
 struct SinCos {
   Vec<T> sin, cos;
 };
-template <class T>  // a call: rare
+template <class T>  // an out-of-line call: rare
 [[gnu::noinline]] SinCos<T> sincos_lanes(Vec<T> x, Vec<T> low) {
   T angles[x.kWidth], rests[x.kWidth], sines[x.kWidth], cosines[x.kWidth];
   store(angles, x);

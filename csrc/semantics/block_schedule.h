@@ -1,4 +1,4 @@
-// Which tiles a kernel visits: the key blocks of a query block, and the query blocks of a key
+// Tiles that a kernel visits: the key blocks of a query block, and the query blocks of a key
 // block. Blocks start at multiples of their size; the last one is cut at the end of the sequence.
 #pragma once
 
@@ -21,29 +21,29 @@ OMNIATTN_FN Range block(int64_t n, int64_t size, int64_t length) {
   return intersect({n * size, (n + 1) * size}, {0, length});
 }
 
-// Numbers of the key blocks that the queries q may see.
+// Numbers of the key blocks that some query of q may see.
 OMNIATTN_FN Range key_blocks(const MaskView& mask, int64_t b, Range q, int64_t size) {
   return blocks_of(visible_keys(mask, b, q), size);
 }
 
-// Numbers of the query blocks that may see the keys k.
+// Numbers of the query blocks that may see some key of k.
 OMNIATTN_FN Range query_blocks(const MaskView& mask, int64_t b, Range k, int64_t size) {
   return blocks_of(visible_queries(mask, b, k), size);
 }
 
-// A walk visits the keys that some of a range of queries may see, or the queries that may see some
-// of a range of keys.
+// Direction of a walk: along the keys that some query of a range may see, or along the queries that
+// may see some key of a range.
 enum class Along { keys, queries };
 
-// Walks the blocks of one head that hold such a key or query. The rules of the mask find the next
-// block, so that kernels do not test the blocks in between.
+// Walks the blocks of one head that hold such a key or query. The rules of the mask skip to the
+// next such block, so kernels do not test the blocks in between.
 template <Along kAlong>
 struct Cursor {
   MaskView mask;
   int64_t b, h;
-  Range others;  // the queries whose keys are walked along, or the keys whose queries
+  Range others;  // the fixed range: queries if the walk is along keys, keys if along queries
   int64_t size;
-  Range left;  // numbers of blocks that are still to be visited, in order
+  Range left;  // numbers of the blocks still to be visited, in order
 
   OMNIATTN_FN Cursor(const MaskView& mask_, int64_t b_, int64_t h_, Range others_, int64_t size_)
       : mask(mask_), b(b_), h(h_), others(others_), size(size_), left(candidates()) {}

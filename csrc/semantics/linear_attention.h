@@ -1,4 +1,4 @@
-// Features of linear attention, and what its outputs are divided by.
+// Feature maps of linear attention, and the divisor of its outputs.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace omniattn {
 
-// Numbered as in python/omniattn/ops/recurrence.py. The slope of each is known from its value.
+// Numbered as in python/omniattn/ops/recurrence.py. Each slope is computed from the map's value.
 enum class FeatureMap : int32_t {
   identity = 0,
   elu1 = 1,  // elu(x) + 1: e^x up to 0, x + 1 from there on
@@ -17,9 +17,9 @@ enum class FeatureMap : int32_t {
 };
 inline constexpr int64_t kFeatureMapCount = 5;
 
-// What an output is divided by, and its slopes in the sum of weights and in the least divisor: the
-// size of the sum, at least `least`, plus eps; without a `least` (null) the sum itself, with a size
-// of at least eps.
+// Divisor of an output, and its slopes in the sum of weights and in `least`: max(|sum|, least) +
+// eps. Without `least` (null) the divisor is the sum itself, its size raised to eps if it is
+// smaller.
 template <class C>
 struct Divisor {
   C value, by_sum, by_least;
@@ -28,7 +28,7 @@ template <class C>
 OMNIATTN_FN Divisor<C> divisor(C sum, const C* least, C eps) {
   const bool negative = sum < C(0), given = least != nullptr;
   const C size = negative ? -sum : sum, bound = given ? *least : eps;
-  const bool small = size < bound;  // not of NaN
+  const bool small = size < bound;  // false for NaN
   const C value = small ? bound : size, sign = negative ? C(-1) : C(1);
   if (given) return {value + eps, small ? C(0) : sign, small ? C(1) : C(0)};
   return {sign * value, small ? C(0) : C(1), C(0)};

@@ -5,8 +5,8 @@
 // inside such a function.
 #pragma once
 
-// What no call may reach ends the process, or the kernel: the rules of semantics/ can print
-// nothing.
+// Unreachable: ends the process, or traps in a kernel. semantics/ cannot print, so there is no
+// message.
 #if defined(__CUDA_ARCH__)
 #define OMNIATTN_UNREACHABLE() \
   {                            \

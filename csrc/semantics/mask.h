@@ -1,4 +1,4 @@
-// Which keys a query may attend to: those that every rule of a list allows (mask_rules.h).
+// Keys that a query may attend to: those that every rule of a mask allows (mask_rules.h).
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,9 @@ constexpr int32_t kMaxMaskRules = 8;
 // Encoded form: kind, a, b, index of the first side tensor in aux or -1.
 constexpr int32_t kMaskRuleInts = 4;
 
-// Where a problem lies in a larger one, whose positions the rules refer to. Query 0 of the problem
-// is query first_q of the larger one, which has rest_q more queries; keys likewise. All 0: the
-// problem is the whole.
+// Place of a problem in a larger one, whose positions the rules refer to. Query 0 of the problem is
+// query first_q of the larger one, which has rest_q more queries; likewise for keys. All fields are
+// 0 if the problem is the whole.
 struct Part {
   int64_t first_q, first_k, rest_q, rest_k;
 };
@@ -27,8 +27,8 @@ struct AttentionMask {
   Part part;
 };
 
-// A mask applied to a problem of these lengths, by default its own. Callers use positions of the
-// problem; rules and their side tensors use positions of the whole.
+// A mask applied to a problem of these lengths, by default the lengths of the mask. Callers use
+// positions of the problem; rules and their side tensors use positions of the whole.
 struct MaskView {
   int64_t tq, tk;
   const AttentionMask* mask;
@@ -77,7 +77,7 @@ OMNIATTN_FN SideTensor mask_side_tensor(MaskKind kind) {
   return with_mask_rule(kind, [](auto rule) OMNIATTN_LAMBDA { return rule.kSide; });
 }
 
-// Whether a rule's parameters are valid.
+// True if a rule's parameters are valid.
 OMNIATTN_FN bool mask_parameters_fit(MaskKind kind, int64_t a, int64_t b) {
   if (a <= -kMaskParamLimit || a >= kMaskParamLimit) return false;
   if (b <= -kMaskParamLimit || b >= kMaskParamLimit) return false;
@@ -116,7 +116,7 @@ OMNIATTN_FN Range visible_queries(const MaskView& mask, int64_t b, Range k) {
   return mask.to_part_q(queries);
 }
 
-// The first key from `key` on that some query of q may see in head h; at least Tk if there is none.
+// First key from `key` on that some query of q may see in head h; at least Tk if there is none.
 OMNIATTN_FN int64_t next_visible_key(const MaskView& mask, int64_t b, int64_t h, Range q,
                                      int64_t key) {
   for (int64_t before = -1; before < key && key < mask.tk;) {  // until no rule skips a key
@@ -129,7 +129,7 @@ OMNIATTN_FN int64_t next_visible_key(const MaskView& mask, int64_t b, int64_t h,
   return key;
 }
 
-// The first query from `query` on that may see some key of k in head h; at least Tq if there is
+// First query from `query` on that may see some key of k in head h; at least Tq if there is
 // none.
 OMNIATTN_FN int64_t next_visible_query(const MaskView& mask, int64_t b, int64_t h, Range k,
                                        int64_t query) {
@@ -167,7 +167,7 @@ OMNIATTN_FN bool all_visible(const MaskView& mask, int64_t b, int64_t h, Range q
   return all;
 }
 
-// The class of a tile q x k that is not empty.
+// Class of a tile q x k, which must not be empty.
 OMNIATTN_FN TileClass classify(const MaskView& mask, int64_t b, int64_t h, Range q, Range k) {
   if (is_empty(visible_keys_in(mask, b, h, q, k))) return TileClass::skip;
   return all_visible(mask, b, h, q, k) ? TileClass::full : TileClass::partial;

@@ -1,4 +1,4 @@
-// Neighbourhoods in grids of tokens (NATTEN): a mask rule for each axis, see mask_rules.h.
+// Neighbourhoods in grids of tokens (NATTEN), one mask rule per axis; see mask_rules.h.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@
 
 namespace omniattn::mask_rules {
 
-// One axis of a grid of tokens: floor(p / inner) mod length is the coordinate of position p. A
-// query sees the keys whose coordinates differ from its own by multiples of the dilation and lie,
-// counted in those, in a window of `kernel`: around it, shifted inwards at the ends of the axis,
-// or, with causal, up to it. The queries of a group of `stride` have the window of the one in the
-// middle; if causal, that of the last.
+// One axis of a grid of tokens; position p has the coordinate floor(p / inner) mod length. A query
+// sees the keys whose coordinates differ from its own by multiples of the dilation and lie in a
+// window of `kernel` such coordinates, centred on it and shifted inwards at the ends of the axis;
+// if causal, the window ends at the query. A group of `stride` queries shares the window of its
+// middle query; if causal, the start of the window of its last query.
 //
 // a = inner + length 2^20, b = kernel + dilation 2^13 + stride 2^26 + causal 2^39
 struct Grid {
@@ -43,10 +43,10 @@ struct Grid {
       if (last >= start + length) return {0, length};
       return {first - start, last - start + 1};
     }
-    // From the first to the last coordinate that the queries at y see.
+    // Range from the first to the last coordinate that the queries at y see.
     OMNIATTN_FN Range window(int64_t y) const {
       const int64_t rest = y % dilation, place = y / dilation, group = place / stride * stride;
-      const int64_t count = ceil_div(length - rest, dilation);  // coordinates with this rest
+      const int64_t count = ceil_div(length - rest, dilation);  // coordinates with this remainder
       const int64_t leads = group + (causal ? stride - 1 : stride / 2);
       const int64_t leader = leads < count ? leads : count - 1;
       const int64_t most = causal ? count : count - kernel;
@@ -55,15 +55,15 @@ struct Grid {
       const int64_t last = causal ? place : first + kernel - 1;
       return {rest + first * dilation, rest + last * dilation + 1};
     }
-    // How far a window that is not shifted goes before and after its query.
+    // Reach of an unshifted window before and after its query.
     OMNIATTN_FN int64_t before() const {
       return dilation * (causal ? kernel - 1 : kernel / 2 + stride - 1 - stride / 2);
     }
     OMNIATTN_FN int64_t after() const {
       return causal ? 0 : dilation * ((kernel - 1) / 2 + stride / 2);
     }
-    // Ranges that hold the coordinates that some query at y sees, and of the queries that see some
-    // z. A window that is shifted lies within `size` of its end of the axis.
+    // Bounds of the coordinates that some query at y sees, and of the queries that see some
+    // coordinate of z. A shifted window lies within `size` of its end of the axis.
     OMNIATTN_FN Range keys(Range y) const {
       const int64_t size = causal ? 0 : kernel * dilation;
       const int64_t begin = y.begin - before(), end = y.end + after();
@@ -77,7 +77,7 @@ struct Grid {
       const Range y{z.begin < size ? 0 : z.begin - after(), shifted ? length : z.end + before()};
       return intersect(y, {0, length});
     }
-    // The first position from p on with such a coordinate, and the end of the last one before end.
+    // First position from p on with a wanted coordinate; end of the last one before `end`.
     OMNIATTN_FN int64_t next(Range wanted, int64_t p) const {
       const int64_t start = floor_to(p, period()), y = (p - start) / inner;
       if (y < wanted.begin) return start + wanted.begin * inner;

@@ -1,4 +1,4 @@
-// Ranges of keys, and words with a bit for each of 64 keys, for mask rules.
+// Ranges of keys, and 64-bit words with one bit per key, for mask rules.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@ OMNIATTN_FN int64_t floor_to(int64_t x, int64_t unit) {
   return x - (rest < 0 ? rest + unit : rest);
 }
 
-// The smallest range that holds both.
+// The smallest range that contains both x and y.
 OMNIATTN_FN Range hull(Range x, Range y) {
   if (is_empty(x)) return y;
   if (is_empty(y)) return x;
   return {x.begin < y.begin ? x.begin : y.begin, x.end > y.end ? x.end : y.end};
 }
 
-// The smallest and the largest (inclusive) of ids[r]; r is not empty.
+// Smallest and largest (inclusive) value of ids[r]; r must not be empty.
 OMNIATTN_FN Range bounds(const int64_t* ids, Range r) {
   Range found{ids[r.begin], ids[r.begin]};
   for (int64_t n = r.begin; n < r.end; ++n) {
@@ -34,7 +34,7 @@ OMNIATTN_FN Range bounds(const int64_t* ids, Range r) {
 
 // A range that holds the keys k of `keys` with (i - k) mod period == 0 for some i of [first, last].
 OMNIATTN_FN Range dilated_keys(int64_t first, int64_t last, int64_t period, Range keys) {
-  // The largest and the smallest multiple of `period` that i - k can be.
+  // Largest and smallest multiple of `period` that i - k can be.
   const int64_t farthest = floor_to(last - keys.begin, period);
   const int64_t nearest = -floor_to(keys.end - 1 - first, period);
   if (nearest > farthest) return {0, 0};
@@ -51,7 +51,7 @@ OMNIATTN_FN Range periodic_keys(int64_t period, int64_t from, Range keys) {
   return intersect(found, keys);
 }
 
-// Bits: n stands for key + n, 0 <= n < 64.
+// Bit sets: bit n stands for key + n, 0 <= n < 64.
 
 OMNIATTN_FN uint64_t range_bits(Range r, int64_t key) {
   const Range w = intersect(r, {key, key + 64});
@@ -59,7 +59,7 @@ OMNIATTN_FN uint64_t range_bits(Range r, int64_t key) {
   return (~uint64_t{0} >> (64 - (w.end - w.begin))) << (w.begin - key);
 }
 
-// key + n == at (mod period)
+// Bits n with key + n == at (mod period).
 OMNIATTN_FN uint64_t periodic_bits(int64_t at, int64_t period, int64_t key) {
   const int64_t first = at - floor_to(at - key, period) - key;
   if (first >= 64) return 0;
@@ -68,14 +68,14 @@ OMNIATTN_FN uint64_t periodic_bits(int64_t at, int64_t period, int64_t key) {
   return bits;
 }
 
-// row[n] != 0, for n < count
+// Bits n < count with row[n] != 0.
 OMNIATTN_FN uint64_t byte_bits(const uint8_t* row, int64_t count) {
   uint64_t bits = 0;
   for (int64_t n = 0; n < (count < 64 ? count : 64); ++n) bits |= uint64_t{row[n] != 0} << n;
   return bits;
 }
 
-// row[n] == id, for n < count
+// Bits n < count with row[n] == id.
 OMNIATTN_FN uint64_t equal_bits(const int64_t* row, int64_t id, int64_t count) {
   uint64_t bits = 0;
   for (int64_t n = 0; n < (count < 64 ? count : 64); ++n) bits |= uint64_t{row[n] == id} << n;

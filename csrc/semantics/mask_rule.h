@@ -1,5 +1,5 @@
-// A mask rule's parameters and tensors, the place that it is asked about, and base classes for
-// several rules.
+// A mask rule's parameters and side tensors, the place where it is evaluated, and base classes
+// shared by several rules.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,9 @@ enum class SideTensor : int32_t {
   per_batch,  // int64 (B,)
   per_score,  // bool, broadcast to (B, H, Tq, Tk)
   ids,        // int64 (B, Tq) and int64 (B, Tk)
-  // int32, broadcast to (B, H, query blocks, key blocks): 0 hidden, 1 visible, 2 + n given by row n
-  // of the second tensor, int64 (N, 64), where bit k of word q is set if q sees k. The decoded rule
-  // has b = N.
+  // int32, broadcast to (B, H, query blocks, key blocks): 0 hidden, 1 visible, 2 + n: row n of the
+  // second tensor, int64 (N, 64), whose word q has bit k set if q sees k. The decoded rule has
+  // b = N.
   blocks,
 };
 
@@ -33,23 +33,23 @@ struct MaskRule {
   int64_t a, b;
   const void* side;    // first side tensor, or null
   const void* second;  // second side tensor, or null
-  // Strides of the first side tensor, in elements; keys (of ids: queries) have unit stride.
+  // Strides of the first side tensor, in elements. Keys (for ids: queries) have unit stride.
   int64_t stride_b, stride_h, stride_q;
   int64_t second_stride_b;
 };
 
 namespace mask_rules {
 
-// One rule, for one batch entry and head of a problem.
+// A rule evaluated in one batch entry and head of a problem.
 struct Place {
   const MaskRule& rule;
   int64_t tq, tk;
   int64_t batch, head;
 
-  // The position of query q among the keys, bottom-right aligned: i in mask_rules.h.
+  // Position of query q among the keys, bottom-right aligned: i in mask_rules.h.
   OMNIATTN_FN int64_t position(int64_t q) const { return q + bottom_right_offset(tq, tk); }
   OMNIATTN_FN Range positions(Range q) const { return {position(q.begin), position(q.end)}; }
-  // The queries at these positions.
+  // The queries at positions i.
   OMNIATTN_FN Range queries(Range i) const {
     const int64_t off = bottom_right_offset(tq, tk);
     return {i.begin - off, i.end - off};
@@ -66,7 +66,7 @@ struct InRange {
   OMNIATTN_FN static int64_t next_query(const Place&, Range, int64_t query) { return query; }
 };
 
-// Each query sees one range of keys, Rule::keys. Neither end decreases from a query to the next.
+// Each query sees one range of keys, Rule::keys. Both ends are non-decreasing in the query.
 template <class Rule>
 struct OneRange : InRange {
   OMNIATTN_FN static Range keys_any(const Place& x, Range q) {

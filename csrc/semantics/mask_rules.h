@@ -9,9 +9,9 @@
 //   next_key     the first key from a given one on that some query of a range may see
 //   next_query   the first query from a given one on that may see some key of a range
 //   keys_in      a range holding every key of a tile that some query of the tile sees
-//   all          true only if every query of a tile sees every key of it
+//   all          true only if every query of a tile sees every key of the tile
 //
-// It also names the side tensors that the rule needs (kSide) and checks its parameters
+// A struct also names the side tensors that its rule needs (kSide) and checks its parameters
 // (parameters_fit). To add a rule, write its struct here and a line in OMNIATTN_MASK_RULES. A
 // struct that lacks a member does not compile.
 #pragma once
@@ -46,7 +46,7 @@ constexpr int64_t kPatternBlock = 64;  // queries and keys per block of MaskKind
 
 namespace mask_rules {
 
-// In all that follows mod is never negative, and i is Place::position.
+// Below, mod is never negative, and i is Place::position.
 
 // i - a <= k <= i + b; a or b = -1: unbounded. Causal is (-1, 0). Top-left: i = q.
 template <bool kTopLeft>
@@ -109,8 +109,8 @@ struct Chunk : OneRange<Chunk> {
   }
 };
 
-// k a + b <= q: keys that pool tokens, from k a on, for queries that are not before the last of
-// them.
+// k a + b <= q: key k pools the tokens from k a on, and is visible from its last token
+// onwards.
 struct Pooled : OneRange<Pooled> {
   static constexpr SideTensor kSide = SideTensor::none;
   static constexpr int64_t kStrideLimit = int64_t{1} << 20;  // k a does not overflow
@@ -123,7 +123,7 @@ struct Pooled : OneRange<Pooled> {
   }
 };
 
-// The tensor says which pairs are visible.
+// A tensor gives the visibility of each pair.
 struct PerScore : Anywhere, AnyParameters {
   static constexpr SideTensor kSide = SideTensor::per_score;
   OMNIATTN_FN static Range keys_in(const Place&, Range, Range k) { return k; }
@@ -136,7 +136,7 @@ struct PerScore : Anywhere, AnyParameters {
   }
 };
 
-// id of q == id of k
+// Id of the query == id of the key.
 struct Documents : Anywhere, AnyParameters {
   static constexpr SideTensor kSide = SideTensor::ids;
   OMNIATTN_FN static const int64_t* query_ids(const Place& x) {
@@ -221,14 +221,14 @@ struct StridedHeads : Anywhere {
   }
 };
 
-// floor(i / a) == floor(k / a) or (k + shift) mod a >= a - columns. b is columns, and for heads
-// that differ columns + n 2^kColumnBits: then head h has shift = (h mod n) columns, else 0.
+// floor(i / a) == floor(k / a) or (k + shift) mod a >= a - columns. If b = columns, shift is 0. If
+// b = columns + n 2^kColumnBits, head h has shift = (h mod n) columns.
 struct Fixed : Anywhere {
   static constexpr SideTensor kSide = SideTensor::none;
   static constexpr int kColumnBits = 28;
   OMNIATTN_FN static int64_t columns(int64_t b) { return b & ((int64_t{1} << kColumnBits) - 1); }
   OMNIATTN_FN static int64_t shift(const Place& x) {
-    // 32 bits, where a division costs CUDA kernels few registers.
+    // A 32-bit division costs CUDA kernels few registers.
     const auto n = static_cast<uint32_t>(x.rule.b >> kColumnBits);
     return n == 0 ? 0 : static_cast<uint32_t>(x.head) % n * columns(x.rule.b);
   }
@@ -279,13 +279,13 @@ struct Every : Anywhere {
 struct Blocks : Anywhere, AnyParameters {
   static constexpr SideTensor kSide = SideTensor::blocks;
   OMNIATTN_FN static int64_t next(int64_t n) { return floor_to(n, kPatternBlock) + kPatternBlock; }
-  // Table entry of the block that holds (q, k).
+  // Table entry of the block that contains (q, k).
   OMNIATTN_FN static int32_t code(const Place& x, int64_t q, int64_t k) {
     const MaskRule& r = x.rule;
     return static_cast<const int32_t*>(r.side)[x.batch * r.stride_b + x.head * r.stride_h +
                                                q / kPatternBlock * r.stride_q + k / kPatternBlock];
   }
-  // Whether the block of key k is hidden from every query of q.
+  // True if the block of key k is hidden from every query of q.
   OMNIATTN_FN static bool hides(const Place& x, Range q, int64_t k) {
     for (int64_t row = q.begin; row < q.end; row = next(row)) {
       if (code(x, row, k) != 0) return false;
@@ -296,7 +296,7 @@ struct Blocks : Anywhere, AnyParameters {
     while (key < x.tk && hides(x, q, key)) key = next(key);
     return key;
   }
-  // Whether query q sees no block of k.
+  // True if query q sees no block of k.
   OMNIATTN_FN static bool misses(const Place& x, int64_t q, Range k) {
     for (int64_t key = k.begin; key < k.end; key = next(key)) {
       if (code(x, q, key) != 0) return false;
@@ -320,7 +320,7 @@ struct Blocks : Anywhere, AnyParameters {
     }
     return true;
   }
-  // The 64 bits of query q in the block of `key`.
+  // Visibility bits of query q in the block of `key`.
   OMNIATTN_FN static uint64_t row(const Place& x, int64_t q, int64_t key) {
     if (key >= x.tk) return 0;
     const int32_t c = code(x, q, key);
@@ -336,27 +336,27 @@ struct Blocks : Anywhere, AnyParameters {
   }
 };
 
-// The a keys nearest to i with k mod b == i mod b. The window is centred on i; at an end of the
-// sequence it is shifted inwards, not cut (NATTEN).
+// The a keys nearest to i with k mod b == i mod b. The window is centred on i and, at an end of the
+// sequence, shifted inwards rather than cut (NATTEN).
 struct Neighbours : InRange {
   static constexpr SideTensor kSide = SideTensor::none;
   OMNIATTN_FN static bool parameters_fit(int64_t a, int64_t b) {
     return a >= 1 && a % 2 == 1 && b >= 1 && a < (1 << 29) && b < (1 << 29);
   }
-  // The keys that position i sees in a sequence of `periods` periods of b, counted in periods.
+  // Keys that position i sees in a sequence of `periods` periods of length b, counted in periods.
   OMNIATTN_FN static Range periods_of(const MaskRule& rule, int64_t i, int64_t periods) {
     const int64_t last = periods > rule.a ? periods - rule.a : 0;
     const int64_t centred = floor_to(i, rule.b) / rule.b - rule.a / 2;
     const int64_t first = centred < 0 ? 0 : centred < last ? centred : last;
     return {first, first + rule.a};
   }
-  // From the first to the last key that position i sees.
+  // Range from the first to the last key that position i sees.
   OMNIATTN_FN static Range keys(const Place& x, int64_t i) {
     const int64_t b = x.rule.b, rest = i - floor_to(i, b);
     const Range seen = periods_of(x.rule, i, ceil_div(x.tk - rest, b));
     return intersect({rest + seen.begin * b, rest + (seen.end - 1) * b + 1}, {0, x.tk});
   }
-  // The numbers of periods of two residues differ by at most one.
+  // The period counts of two residues differ by at most one.
   OMNIATTN_FN static Range keys_any(const Place& x, Range q) {
     const int64_t b = x.rule.b;
     return {periods_of(x.rule, x.position(q.begin), x.tk / b).begin * b,

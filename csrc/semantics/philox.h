@@ -55,7 +55,7 @@ struct Dropout {
   double scale;        // factor of kept values: 1 / (1 - p), 0 for p = 1
   PhiloxKey key;
   uint32_t offset;
-  // Where a part of a problem begins (see Part); first_k is a multiple of 4.
+  // First query and key of a part of a problem (see Part); first_k is a multiple of 4.
   int64_t first_q, first_k;
 };
 
@@ -68,8 +68,8 @@ OMNIATTN_FN Dropout make_dropout(double p, int64_t seed, int64_t offset) {
           0};
 }
 
-// Bit n, for 0 <= n < 4 kGroups: (row, query, key + n) is kept. row is b * Hq + h, and key is a
-// multiple of 4.
+// Bit n, for 0 <= n < 4 kGroups, is set if (row, query, key + n) is kept. row is b * Hq + h; key is
+// a multiple of 4.
 template <int kGroups>
 OMNIATTN_FN uint64_t keep_groups(const Dropout& dropout, int64_t row, int64_t query, int64_t key) {
   uint64_t bits = 0;
@@ -83,7 +83,7 @@ OMNIATTN_FN uint64_t keep_groups(const Dropout& dropout, int64_t row, int64_t qu
   return bits;
 }
 
-// The same for 0 <= n < 64.
+// Keep bits of 64 keys: keep_groups for 0 <= n < 64.
 OMNIATTN_FN uint64_t keep_bits(const Dropout& dropout, int64_t row, int64_t query, int64_t key) {
   return keep_groups<16>(dropout, row, query, key);
 }

@@ -1,4 +1,4 @@
-// Rotary position embedding (Su et al., arXiv 2104.09864): which elements form pair n, and the
+// Rotary position embedding (Su et al., arXiv 2104.09864): the elements of pair n, and the
 // rotation (x, y) -> (x cos - y sin, x sin + y cos).
 #pragma once
 

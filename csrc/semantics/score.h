@@ -1,12 +1,12 @@
-// From q.k to the logit: f(s_h scale q.k) + bias + table term, by the rules of score_rules.h. Terms
-// by distance, q.r and k.w, are part of q.k here. s_h is the factor of a head; f(s) is the
+// The logit: f(s_h scale q.k) + bias + table term, by the rules of score_rules.h. Distance terms,
+// q.r and k.w, count as part of q.k here. s_h is the factor of a head; f(s) is the
 // transform c g(s / c), or s without a transform.
 //
-// The factor `pre` is folded into q when q is packed: x = pre * (q.k). The logit is x, or
-// post * g(x), plus the terms. Without terms kernels keep logits in units of ln 2, as s log2(e), so
-// that the softmax is a power of two. A term can be as large as its type allows (a mask of
-// finfo.min), where s log2(e) overflows. Logits with terms are therefore s itself, and only
-// differences of logits, which may overflow to -inf, are multiplied by log2(e).
+// The factor `pre` is folded into q when q is packed: x = pre * (q.k). The logit is x, or post *
+// g(x), plus the terms. Without terms, kernels keep logits in units of ln 2, as s log2(e), so that
+// the softmax uses powers of two. A term can be as large as its type allows (a mask of finfo.min),
+// where s log2(e) overflows. With terms the logits are therefore s itself, and only differences of
+// logits, which may overflow to -inf, are multiplied by log2(e).
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ OMNIATTN_FN auto with_score_rule(ScoreKind kind, const F& f) {
   OMNIATTN_UNREACHABLE();
 }
 
-// The last rule of this role in the list.
+// Last rule of a role in the list.
 OMNIATTN_FN ScoreKind last_of(ScoreRole role) {
   ScoreKind last = ScoreKind::none;
 #define OMNIATTN_RULE(name, number, Rule) \
@@ -83,7 +83,7 @@ inline const char* score_name(ScoreKind kind) {
   OMNIATTN_UNREACHABLE();
 }
 
-// The rules of a call as a set of bits.
+// The rules of a call as a bit set.
 
 #define OMNIATTN_RULE(name, number, Rule) static_assert((number) < 32);
 OMNIATTN_SCORE_RULES(OMNIATTN_RULE)
@@ -91,7 +91,7 @@ OMNIATTN_SCORE_RULES(OMNIATTN_RULE)
 
 OMNIATTN_FN uint32_t term(ScoreKind kind) { return uint32_t{1} << static_cast<int32_t>(kind); }
 
-// All rules of a role.
+// Set of all rules of a role.
 OMNIATTN_FN uint32_t terms_of(ScoreRole role) {
   uint32_t found = 0;
 #define OMNIATTN_RULE(name, number, Rule) \
@@ -101,7 +101,7 @@ OMNIATTN_FN uint32_t terms_of(ScoreRole role) {
   return found;
 }
 
-// The rule with this role in a set.
+// The rule of a set that has this role.
 OMNIATTN_FN ScoreKind rule_of(uint32_t terms, ScoreRole role) {
 #define OMNIATTN_RULE(name, number, Rule) \
   if ((terms & terms_of(role) & term(ScoreKind::name)) != 0) return ScoreKind::name;
@@ -110,26 +110,26 @@ OMNIATTN_FN ScoreKind rule_of(uint32_t terms, ScoreRole role) {
   return ScoreKind::none;
 }
 
-// Whether the weight of a pair is 2^(pre q.k - shift). A sink only adds to the sum of a row; any
-// other rule, also a new one, is not plain.
+// True if the weight of a pair is 2^(pre q.k - shift). A sink only adds to the sum of a row. Any
+// other rule, including a new one, is not plain.
 OMNIATTN_FN bool is_plain(uint32_t terms) { return (terms & ~term(ScoreKind::sinks)) == 0; }
 
-// The rules that change what the transform is applied to.
+// The rules that change the argument of the transform.
 OMNIATTN_FN uint32_t product_terms() {
   return terms_of(ScoreRole::head_scale) | terms_of(ScoreRole::relative_keys) |
          terms_of(ScoreRole::relative_queries);
 }
 
-// Whether the logit of a visible pair is pre q.k. The factor of a head is folded into q, a sink
-// joins the row later, and a normaliser weighs logits; any other rule, also a new one, changes
-// them.
+// True if the logit of a visible pair is pre q.k. The factor of a head is folded into q, a sink
+// joins the row later, and a normaliser weighs logits. Any other rule, including a new one, changes
+// the logits.
 OMNIATTN_FN bool leaves_logits(uint32_t terms) {
   return (terms &
           ~(product_terms() | terms_of(ScoreRole::sinks) | terms_of(ScoreRole::normaliser))) == 0;
 }
 
-// Whether logits must be in natural units: a term is added to them, a sink joins them in the
-// softmax, or a normaliser that is no exponential weighs them. A rule that is not named here needs
+// True if logits must be in natural units: a term is added to them, a sink joins them in the
+// softmax, or a non-exponential normaliser weighs them. A rule that is not named here needs
 // natural units.
 OMNIATTN_FN bool is_natural(uint32_t terms) {
   return (terms & ~(terms_of(ScoreRole::transform) | product_terms())) != 0;
@@ -140,13 +140,13 @@ OMNIATTN_FN bool is_natural(uint32_t terms) {
 struct Score {
   double pre;            // factor of q.k
   double post;           // c of the transform in the unit of logits
-  double chain;          // scale / pre: ds/dx is chain, times g'(x) with a transform
-  bool natural;          // logits are s, else s log2(e)
+  double chain;          // scale / pre: ds/dx is chain, multiplied by g'(x) if there is a transform
+  bool natural;          // true: logits are s; false: s log2(e)
   ScoreKind transform;   // none: x is the logit
   ScoreKind normaliser;  // none: softmax
 };
 
-// `c` is the parameter of the transform, if there is one.
+// `c` is the parameter of the transform, if any.
 OMNIATTN_FN Score make_score(double scale, uint32_t terms, double c) {
   const bool natural = is_natural(terms);
   const double unit = natural ? 1.0 : kLog2E;
@@ -157,7 +157,7 @@ OMNIATTN_FN Score make_score(double scale, uint32_t terms, double c) {
              : Score{scale / c, c * unit, c, natural, transform, normaliser};
 }
 
-// Whether a softmax normalises the weights of a row together.
+// True if the weights of a row are normalised jointly, by a softmax.
 OMNIATTN_FN bool is_softmax(const Score& score) { return score.normaliser == ScoreKind::none; }
 
 // For logits a and b: e^(a - b) = 2^(factor * (a - b)).
@@ -175,21 +175,21 @@ OMNIATTN_FN T to_logit(const Score& score, T s) {
   return score.natural ? s : s * T(kLog2E);
 }
 
-// The transform's g(x) and g'(x), for vectors and scalars.
+// g(x) and g'(x) of the transform, for vectors and scalars.
 template <class V>
 OMNIATTN_FN score_rules::ValueAndSlope<V> transform_at(const Score& score, V x) {
   return with_score_rule<ScoreRole::transform>(
       score.transform, [&](auto rule) OMNIATTN_LAMBDA { return rule.at(x); });
 }
 
-// The weight that a normaliser gives to a logit, and its derivative.
+// Weight that a normaliser gives to a logit, and its derivative.
 template <class V>
 OMNIATTN_FN score_rules::ValueAndSlope<V> weight_at(const Score& score, V logit) {
   return with_score_rule<ScoreRole::normaliser>(
       score.normaliser, [&](auto rule) OMNIATTN_LAMBDA { return rule.at(logit); });
 }
 
-// The table's term.
+// The table term.
 
 template <class Rule>
 OMNIATTN_FN bool needs_both_positions() {
@@ -197,7 +197,7 @@ OMNIATTN_FN bool needs_both_positions() {
   return false;
 }
 
-// Whether the term, if there is one, depends on k - i alone.
+// True if the term, if any, depends on k - i alone.
 OMNIATTN_FN bool is_relative(ScoreKind kind) {
 #define OMNIATTN_RULE(name, number, Rule) \
   if (needs_both_positions<score_rules::Rule>() && kind == ScoreKind::name) return false;
@@ -216,7 +216,7 @@ OMNIATTN_FN double table_factor(const TableTerm& term, int64_t i, int64_t k) {
       term.kind, [&](auto rule) OMNIATTN_LAMBDA { return rule.factor(i, k); });
 }
 
-// Whether the parameters are valid and every row that a (tq, tk) problem reads lies in the table.
+// True if the parameters are valid and every row that a (tq, tk) problem reads lies in the table.
 OMNIATTN_FN bool table_fits(const TableTerm& term, int64_t tq, int64_t tk) {
   constexpr int64_t kLimit = int64_t{1} << 40;
   if (term.a < 0 || term.a >= kLimit || term.b < 0 || term.b >= kLimit) return false;

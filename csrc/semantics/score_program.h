@@ -1,5 +1,5 @@
 // A score_mod as a program: instructions over registers, each of which holds one value for every
-// key of a row. encoding/score_program.py is the same in plain torch.
+// key of a row. encoding/score_program.py defines the same in plain torch.
 //
 // A lane is a number of the compute type A or an integer of the same size (int32 for float, int64
 // for double; integers wrap). Truth values are integers 0 and 1. A program reads the score of its
@@ -9,8 +9,8 @@
 //   distance  (B | 1, Hq | 1, 1, Q + Tk - 1)  the element of b, h and k - q
 //   gathered  up to 4 dimensions              the element that an index names
 //
-// Queries are numbered from first_q on, of which there are Q (see ProgramDomain). What depends on
-// b, h and one of q, k and k - q alone is computed before, by torch, and arrives as a table.
+// Queries are numbered first_q, ..., first_q + Q - 1 (see ProgramDomain). What depends on b, h and
+// one of q, k and k - q alone is precomputed by torch and arrives as a table.
 #pragma once
 
 #include <math.h>  // with the float overloads in the global namespace
@@ -27,13 +27,13 @@ constexpr int64_t kMaxProgramSteps = 32768;
 constexpr int64_t kMaxProgramDims = 4;
 constexpr int64_t kProgramStepInts = 5;  // op, to, a, b, c
 
-// name, number in the encoded form, registers read, and what it makes of their lanes: a and b of
-// the type A, or of integers I, for which U is the type without sign.
+// name, number in the encoded form, registers read, and the result in each lane. a and b have type
+// A, or the integer type I, whose unsigned counterpart is U.
 #define OMNIATTN_PROGRAM_FLOAT_OPS(op)                                                   \
   op(neg, 0, 1, -a) op(abs, 1, 1, a < 0 ? -a : a) op(sign, 2, 1, A((a > 0) - (a < 0)))   \
       op(add, 3, 2, a + b) op(sub, 4, 2, a - b) op(mul, 5, 2, a* b) op(div, 6, 2, a / b) \
           op(min, 7, 2, a != a || a < b ? a : b) op(max, 8, 2, a != a || a > b ? a : b)
-// The same of functions that runtime/vec.h has of vectors.
+// Functions that runtime/vec.h has for vectors.
 #define OMNIATTN_PROGRAM_VECTOR_OPS(op)                                                           \
   op(exp, 10, 1, exp(a)) op(log, 11, 1, log(a)) op(sqrt, 12, 1, sqrt(a)) op(tanh, 13, 1, tanh(a)) \
       op(sigmoid, 14, 1, sigmoid(a)) op(floor, 15, 1, floor(a)) op(round, 16, 1, round(a))
@@ -81,7 +81,7 @@ OMNIATTN_FN bool is_program_op(int64_t code) {
 #undef OMNIATTN_OP
 }
 
-// Registers that an op reads.
+// Number of registers that an op reads.
 OMNIATTN_FN int32_t program_reads(ProgramOp op) {
   switch (op) {
 #define OMNIATTN_OP(name, number, reads, value) \
@@ -99,10 +99,10 @@ struct ProgramStep {
 };
 
 enum class ProgramTableKind : int32_t { grid, distance, gathered };
-// Of the elements of a table; floats are those of DType.
+// Types of a table's elements; the floating-point ones are those of DType.
 enum class ElementType : int32_t { f64, f32, bf16, f16, i64, i32, u8 };
 
-// Where the elements of b, h, q and k lie.
+// Offsets of the elements of b, h, q and k.
 struct ProgramPlaces {
   int64_t origin, stride_b, stride_h, stride_q, stride_k;
   OMNIATTN_FN int64_t at(int64_t b, int64_t h, int64_t q, int64_t k) const {
@@ -114,19 +114,19 @@ struct ProgramTable {
   const void* data;
   ProgramTableKind kind;
   ElementType type;
-  ProgramPlaces places;                  // of what is read by position
-  int64_t dims, sizes[kMaxProgramDims];  // of what is gathered, contiguous
+  ProgramPlaces places;                  // for tables read by position
+  int64_t dims, sizes[kMaxProgramDims];  // for gathered tables, which are contiguous
 };
 
-// A run of steps, and the register that holds what it computes.
+// A sequence of steps, and the register that holds its result.
 struct ProgramRun {
   const ProgramStep* steps;
   int64_t count;
   int32_t result;
 };
 
-// Register 0 holds the score. The backward first computes the value as the forward does, and from
-// its registers and the gradient of the value in register 1 the gradient of the score.
+// Register 0 holds the score. The backward first computes the value as the forward does. From its
+// registers, and the gradient of the value in register 1, it computes the gradient of the score.
 struct ScoreProgram {
   ProgramRun forward, value, gradient;
   int32_t forward_registers, backward_registers;
@@ -136,8 +136,8 @@ struct ScoreProgram {
   const double* constants;
 };
 
-// Positions that a program may be asked for: queries from first_q on and keys from 0 on. Queries of
-// caches stand where they meet their keys, so that there may be queries before key 0.
+// Positions at which a program may be evaluated: queries from first_q on and keys from 0 on.
+// Queries of caches have positions among the keys, so a query may precede key 0.
 struct ProgramDomain {
   int64_t first_q, queries, keys;
 };
@@ -152,7 +152,7 @@ OMNIATTN_FN ProgramPlaces program_places(ProgramTableKind kind, const ProgramDom
   return {-domain.first_q * stride(2), stride(0), stride(1), stride(2), stride(3)};
 }
 
-// What the ops compute, of a lane.
+// The ops, on one lane.
 namespace program_ops {
 
 template <class A>
@@ -179,7 +179,7 @@ OMNIATTN_FN A sigmoid(A x) {
   return A(1) / (A(1) + exp(-x));
 }
 
-// 0 where there is no quotient.
+// Floor of a / b; 0 if b is 0.
 OMNIATTN_FN int64_t floor_div(int64_t a, int64_t b) {
   if (b == 0) return 0;
   if (b == -1) return static_cast<int64_t>(-static_cast<uint64_t>(a));
@@ -198,8 +198,8 @@ OMNIATTN_FN int_of<A> to_int(A x) {
   return x == x ? static_cast<int_of<A>>(inside) : int_of<A>(0);
 }
 
-// place + that of `index` in a dimension of `size`, whose elements lie `stride` apart; negative if
-// it has none.
+// place + offset of `index` in a dimension of `size` with this stride. A negative index counts from
+// the end. Negative if `place` is or if the index is out of range.
 OMNIATTN_FN int64_t place_of(int64_t place, int64_t index, int64_t size, int64_t stride) {
   const int64_t inside = index < 0 ? index + size : index;
   return place < 0 || inside < 0 || inside >= size ? -1 : place + inside * stride;

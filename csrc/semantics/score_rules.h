@@ -1,4 +1,4 @@
-// The rules that make up a score, one struct each. A call has at most one rule of each role:
+// The rules that a score consists of, one struct each. A call has at most one rule of each role:
 //
 //   head_scale  (Hq,)                        a factor of s = scale q.k for each head
 //   relative_keys     (rows, Hq, D), zero    a term scale q.r of s; r is row k - i + zero, clamped
@@ -6,16 +6,16 @@
 //   transform   a parameter c > 0            f(s) = c g(s / c)
 //   bias        (B | 1, Hq | 1, Tq | 1, Tk)  a term
 //   table       (B | 1, rows, Hq), a, b      a term table[row(i, k)][h] * factor(i, k)
-//   program                                  a function of all this and of b, h, q and k, see
+//   program                                  a function of the score and of b, h, q and k, see
 //                                            score_program.h
 //   sinks       (Hq,)                        the logit of one more key, whose value is 0
 //   normaliser                               the weight of each logit, instead of a softmax
 //
 // with i = q + Tk - Tq. The struct of a transform or normaliser gives its value and derivative at x
-// (at), written once for vectors and scalars on the CPU and for CUDA. The struct of a table says
-// which row a pair of positions reads (row), by which factor it is multiplied (factor), whether
-// both depend on k - i alone (kRelative), and whether the table and its parameters are valid
-// (fits).
+// (at), written once for vectors and scalars on the CPU and for CUDA. The struct of a table gives
+// the row that a pair of positions reads (row) and the factor of that row (factor). It also says
+// whether both depend on k - i alone (kRelative), and whether the table and its parameters are
+// valid (fits).
 //
 // To add a rule, write its struct here and a line in OMNIATTN_SCORE_RULES. A struct that lacks a
 // member does not compile.
@@ -70,7 +70,7 @@ struct TableTerm {
 
 namespace score_rules {
 
-// Functions of scalars by the names of runtime/vec.h.
+// Scalar functions under the names that runtime/vec.h uses.
 
 #if defined(__CUDACC__)
 using ::max;
@@ -86,7 +86,7 @@ OMNIATTN_FN double reciprocal(double x) { return 1.0 / x; }
 
 // Roles.
 
-// kParameters: the number of parameters in the encoded form.
+// kParameters: number of parameters in the encoded form.
 struct HeadScale {
   static constexpr ScoreRole kRole = ScoreRole::head_scale;
   static constexpr int32_t kParameters = 0;
@@ -125,7 +125,7 @@ struct Normaliser {
   static constexpr int32_t kParameters = 0;
 };
 
-// The value and derivative of a function at one point. The compiler drops the slope where only the
+// Value and derivative of a function at one point. The compiler drops the slope where only the
 // value is used.
 template <class V>
 struct ValueAndSlope {
@@ -142,7 +142,7 @@ struct Softcap : Transform {
   }
 };
 
-// Normalisers: the weight of a logit x, 0 where x = -inf.
+// Normalisers: the weight of a logit x, which is 0 at x = -inf.
 
 struct Sigmoid : Normaliser {
   template <class V>
@@ -164,7 +164,7 @@ struct SquaredRelu : Normaliser {
 
 // Tables.
 
-// ALiBi: the one row holds the slopes; the term is -slope * |k - i|.
+// ALiBi: the single row holds the slopes; the term is -slope * |k - i|.
 struct Alibi : Table {
   static constexpr bool kRelative = true;
   OMNIATTN_FN static int64_t row(const TableTerm&, int64_t, int64_t) { return 0; }
@@ -174,7 +174,7 @@ struct Alibi : Table {
   OMNIATTN_FN static bool fits(const TableTerm& term, int64_t, int64_t) { return term.rows == 1; }
 };
 
-// Bucket of T5: near distances have one each, farther ones share buckets on a logarithmic scale,
+// T5 bucket: each near distance has its own bucket, farther ones share buckets on a log scale,
 // floor(steps * ln(far / exact) / ln(max_distance / exact)), found by powers instead of logarithms.
 OMNIATTN_FN int64_t t5_bucket(int64_t distance, bool bidirectional, int64_t buckets,
                               int64_t max_distance) {
@@ -195,7 +195,7 @@ OMNIATTN_FN int64_t t5_bucket(int64_t distance, bool bidirectional, int64_t buck
   return side + exact + (step < steps ? step : steps - 1);
 }
 
-// T5: row = bucket of k - i; a: whether both directions count; b: max distance.
+// T5: row = bucket of k - i; a: true if both directions count; b: maximum distance.
 struct Buckets : Table {
   static constexpr bool kRelative = true;
   OMNIATTN_FN static int64_t row(const TableTerm& term, int64_t i, int64_t k) {

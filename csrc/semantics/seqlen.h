@@ -22,10 +22,10 @@ OMNIATTN_FN bool contains(Range outer, Range inner) {
   return outer.begin <= inner.begin && inner.end <= outer.end;
 }
 
-// The key that query 0 is aligned with when the last query is aligned with the last key.
+// Key aligned with query 0 when the last query is aligned with the last key.
 OMNIATTN_FN int64_t bottom_right_offset(int64_t tq, int64_t tk) { return tk - tq; }
 
-// Query head -> key/value head of its group.
+// Key/value head of a query head's group.
 OMNIATTN_FN int64_t kv_head(int64_t q_head, int64_t hq, int64_t hkv) { return q_head / (hq / hkv); }
 
 }  // namespace omniattn

@@ -1,4 +1,4 @@
-// Where the sequences of a call lie in its tensors. On the CPU csrc/ops turns a layout into one
+// Places of a call's sequences in its tensors. On the CPU csrc/ops turns a layout into one
 // problem per sequence; CUDA kernels read SequenceRows.
 #pragma once
 
@@ -16,12 +16,12 @@ enum class LayoutKind : int32_t {
   paged = 15,   // as cached, in pages of k and v; row n of a table lists the pages of sequence n
 };
 
-// A call may be a part of a larger one. These entries then come first, in place of a layout, and
-// masks, side tensors, table term and dropout refer to the larger call, as does a bias that has not
-// the size of the part. merge_attention combines parts of the keys.
+// A call may be a part of a larger one. Its entries then come first, in place of a layout. Masks,
+// side tensors, table term and dropout refer to the larger call, as does a bias whose size is not
+// that of the part. merge_attention combines parts of the keys.
 enum class PartKind : int32_t {
   queries = 17,  // q has the rows a .. a + Tq of b
-  keys = 18,     // k and v have the rows a .. a + Tk of b; a is a multiple of 4 if there is dropout
+  keys = 18,     // k and v have the rows a .. a + Tk of b; with dropout, a is a multiple of 4
 };
 
 OMNIATTN_FN bool is_part(int64_t code) {
@@ -29,13 +29,13 @@ OMNIATTN_FN bool is_part(int64_t code) {
          code == static_cast<int64_t>(PartKind::keys);
 }
 
-// Where the sequences of a batch lie, for CUDA kernels. Packed: sequence n has the rows
+// Places of a batch's sequences, for CUDA kernels. Packed: sequence n has the rows
 // q[n] .. q[n + 1] of q and k[n] .. k[n + 1] of k and v. Cached (q == nullptr): sequence n has
-// entry n of q and the first k[n] rows of entry n of k and v. Neither (k == nullptr): an ordinary
+// entry n of q and the first k[n] rows of entry n of k and v. Plain (k == nullptr): an ordinary
 // batch.
 struct SequenceRows {
   const int64_t *q, *k;
-  int64_t rows_q, rows_k;  // of the tensors; of a paged batch rows_k is the number of pages
+  int64_t rows_q, rows_k;  // of the tensors; for a paged batch rows_k is the number of pages
 };
 
 // The pages of a paged batch. k and v are (pages, size, Hkv, D), and key t of batch entry b is row

@@ -1,9 +1,9 @@
-// Online softmax: a row keeps its running maximum m in the unit of logits (see score.h), the sum l
+// Online softmax. A row keeps its running maximum m in the unit of logits (see score.h), the sum l
 // of e^(s - m) and the unnormalised output. The result of a row without a visible key is defined
-// here and nowhere else: output 0, lse -inf, gradients 0. A logit of NaN or +inf makes l NaN, and
-// with it the output and lse of its row; m alone may have lost a NaN. A sink is a key with value 0
-// that a row sees before all others. Other normalisers (see score_rules.h) need no m and l; their
-// lse is 0.
+// only here: output 0, lse -inf, gradients 0. A logit of NaN or +inf makes l NaN, and
+// with it the output and lse of its row; m alone may miss a NaN. A sink is a key with value 0
+// that a row sees before all others. Other normalisers (see score_rules.h) need neither m nor l;
+// their lse is 0.
 #pragma once
 
 #include "semantics/macros.h"
@@ -16,8 +16,8 @@ OMNIATTN_FN T negative_infinity() {
   return -static_cast<T>(__builtin_inf());
 }
 
-// The shift in the exponent: m, or 0 for a row that has seen no key yet, so that its 2^(-inf) is 0
-// and not NaN.
+// The shift in the exponent: m, or 0 for a row that has seen no key yet, whose 2^(-inf) must be 0
+// rather than NaN.
 template <class T>
 OMNIATTN_FN T softmax_shift(T m) {
   return m == negative_infinity<T>() ? T(0) : m;
@@ -35,7 +35,7 @@ OMNIATTN_FN T softmax_normaliser(T l) {
   return l == T(0) ? T(0) : T(1) / l;
 }
 
-// a * b, which no compiler fuses with a sum.
+// a * b, rounded: no compiler can fuse it with a sum.
 template <class T>
 OMNIATTN_FN T rounded_product(T a, T b) {
   if constexpr (sizeof(T) == sizeof(float)) {
@@ -45,17 +45,17 @@ OMNIATTN_FN T rounded_product(T a, T b) {
   }
 }
 
-// The lse of a row in the unit of logits, always rounded alike; +inf for a fully masked row, so
-// that its probabilities e^(s - lse) are 0.
+// The lse of a row in the unit of logits, always rounded in the same way; +inf for a fully masked
+// row, so that its probabilities e^(s - lse) are 0.
 template <class T>
 OMNIATTN_FN T lse_in_logits(const Score& score, T lse) {
   if (lse == negative_infinity<T>()) return -lse;
   return score.natural ? lse : rounded_product(lse, T(kLog2E));
 }
 
-// The lse of a row in natural units, and what lse_in_logits lost of m + ln l, in the unit of
-// logits: at large ones, that may be all of ln l. Only value and tail give probabilities whose sum
-// is 1.
+// The lse of a row in natural units, and the part of m + ln l that lse_in_logits rounds away, in
+// the unit of logits. At large logits this may be all of ln l. Only value and tail together give
+// probabilities whose sum is 1.
 template <class T>
 struct Lse {
   T value, tail;
@@ -67,8 +67,8 @@ OMNIATTN_FN Lse<T> softmax_lse(const Score& score, T m, T l, T ln_l) {
   return {value, (m - lse_in_logits(score, value)) + to_logit(score, ln_l)};
 }
 
-// The backward's probabilities are e^(s - shift) times 2^exponent, a factor of their row: shift is
-// the sum of lse and tail, exponent what that sum loses.
+// The backward's probabilities are e^(s - shift) times 2^exponent, a factor of their row. shift is
+// the sum of lse and tail, exponent its rounding error.
 template <class T>
 struct BackwardShift {
   T shift, exponent;
@@ -80,7 +80,7 @@ OMNIATTN_FN BackwardShift<T> softmax_backward_shift(const Score& score, const Ls
   return {shift, ((shift - value) - lse.tail) * exponent_factor<T>(score)};
 }
 
-// The final factor and the lse of a row, for any normaliser.
+// Final factor and lse of a row, for any normaliser.
 template <class T>
 OMNIATTN_FN T row_factor(const Score& score, T l) {
   return is_softmax(score) ? softmax_normaliser(l) : T(1);
