@@ -1,4 +1,4 @@
-// glu, and the activation alone that mlp is made of.
+// glu, and the activation op that mlp is composed of.
 #include "kernels/activation/activation.h"
 
 #include <tuple>
@@ -11,8 +11,8 @@
 namespace omniattn::ops::activation {
 namespace {
 
-// The arguments that forward and backward share, checked: rows of `cols` columns of the gate and of
-// up, which is the right half of the gate's rows where they are packed, or null.
+// Checked arguments of forward and backward: rows of `cols` columns of the gate and of up. `up` is
+// the right half of the gate's rows if they are packed, or null.
 struct Problem {
   const char* op;
   DType dtype;
@@ -24,7 +24,7 @@ struct Problem {
   const void* up = nullptr;
   int64_t up_stride = 0;
 
-  // The activation of x alone.
+  // The activation of x, without a product.
   Problem(const char* op_, const char* name, const Tensor& x, int64_t act_)
       : op(op_),
         dtype(dtype_of(op, name, x)),
@@ -55,7 +55,7 @@ struct Problem {
   }
 };
 
-// On the CPU a long row is several items.
+// On the CPU a long row is split into several items.
 template <class Params>
 void run_blocks(const Params& p, int64_t rows, void (*kernel)(const Params&, int64_t, int64_t)) {
   run_items(p, rows * ceil_div(p.cols, kGluBlock), smaller(p.cols, kGluBlock), kernel);
@@ -80,8 +80,8 @@ void forward(const Problem& p, const Tensor& y) {
   }
 }
 
-// dgate and dup are contiguous; dup is null if both lie side by side, as a packed gate's do, or
-// without up.
+// dgate and dup are contiguous. dup is null without up, and for a packed gate, where both gradients
+// lie side by side.
 void backward(const Problem& p, const Rows& grad_y, void* dgate, void* dup) {
   if (p.up != nullptr && !p.up_rows.has_value()) {
     dup = static_cast<char*>(dgate) + p.cols * size_of(p.dtype);
@@ -128,7 +128,7 @@ std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad_y, const Tensor& gate
   return {dgate, dup.tensor()};
 }
 
-// The same without new memory: dgate goes into a tensor of the caller, dup takes grad_y's place.
+// glu_backward without new memory: dgate goes into a tensor of the caller, dup overwrites grad_y.
 void glu_backward_inplace(const Tensor& grad_y, const Tensor& gate, const Tensor& up, int64_t act,
                           std::vector<double> clamp, const Tensor& dgate) {
   const DeviceScope scope(gate);
@@ -146,7 +146,7 @@ Tensor activate(const Tensor& x, int64_t act) {
   return y;
 }
 
-// dx takes grad_y's place.
+// dx overwrites grad_y.
 void activate_backward_inplace(const Tensor& grad_y, const Tensor& x, int64_t act) {
   const DeviceScope scope(x);
   const Problem p("mlp_backward", "x", x, act);
@@ -154,8 +154,8 @@ void activate_backward_inplace(const Tensor& grad_y, const Tensor& x, int64_t ac
   backward(p, as_rows(p.op, "grad_y", grad_y), grad_y.mutable_data_ptr(), nullptr);
 }
 
-// glu: y = act(gate) * up, or clamped, over (..., F), or over one packed gate (..., 2F) without up;
-// activate: act(x) alone. The backwards in place write dup, or dx, over grad_y.
+// glu: y = act(gate) * up, or its clamped form, over (..., F), or over a packed gate (..., 2F)
+// without up. activate: act(x). The in-place backwards write dup, or dx, over grad_y.
 const Registry registry([](Registry& ops) {
   ops.add<glu>("glu(Tensor gate, Tensor? up, int act, float[] clamp) -> Tensor", differentiable);
   ops.add<glu_backward>(

@@ -19,7 +19,7 @@ using OptTensors = std::optional<Tensors>;
 // params: scale, dropout_p, then the parameters of score rules.
 constexpr size_t kFixedParams = 2;
 
-// A tensor (B, T, H, D) whose last dimension has unit stride; a copy where it has not.
+// A tensor (B, T, H, D) with unit stride in its last dimension: a copy if the stride differs.
 Tensor as_heads(const char* op, const char* name, const Tensor& t, DType dtype) {
   require_tensor(op, name, t, dtype);
   require(t.dim() == 4, op, name, " must have 4 dimensions (B, T, H, D), got ", t.dim());
@@ -80,7 +80,7 @@ Call check(const Arguments& given) {
 
 namespace {
 
-// None is an empty list, see the schemas.
+// Turns None into an empty list, see the schemas.
 template <class T>
 std::vector<T> list(std::optional<std::vector<T>> given) {
   return given.has_value() ? *std::move(given) : std::vector<T>();
@@ -88,7 +88,7 @@ std::vector<T> list(std::optional<std::vector<T>> given) {
 
 void fill(const Tensor& t, double value) { torch::stable::fill_(t, value); }
 
-// Without queries, or without keys to see.
+// has_queries: there are rows to compute. has_work: these rows also have keys or sinks to see.
 bool has_queries(const AttentionProblem& p) { return p.batch > 0 && p.tq > 0 && p.hq > 0; }
 bool has_work(const AttentionProblem& p) {
   return has_queries(p) && (p.tk > 0 || p.sinks != nullptr);
@@ -112,7 +112,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor
   const Tensor lse = empty_tensor(call.lse_sizes, accumulator(p.dtype));
   if (lse_tail != nullptr) *lse_tail = empty_tensor(call.lse_sizes, accumulator(p.dtype));
   if (lse.numel() == 0) return {out, lse};
-  // Rows of no sequence, and all rows where there are no keys, see nothing.
+  // Rows outside all sequences see nothing, nor does any row where there are no keys.
   if (call.is_packed || !has_work(p)) {
     fill(out, 0);
     fill(lse, is_softmax(p.score) ? -INFINITY : 0);
@@ -141,7 +141,7 @@ std::tuple<Tensor, Tensor> attention_only(const Tensor& q, const Tensor& k, cons
   return attend(q, k, v, std::move(aux), seed, std::move(mask), std::move(score), params, nullptr);
 }
 
-// What the forward left and the gradients of its results, checked and in memory as kernels read it.
+// Results of the forward and their gradients, checked and in the layout that kernels read.
 struct Results {
   Tensor out, grad_out, lse, lse_tail;
   OptTensor grad_lse;
@@ -166,17 +166,17 @@ Results check_results(const char* op, const Call& call, Results x) {
   return x;
 }
 
-// The zeros or the memory that the gradient of a parameter is written to; `index`: its place in
-// aux.
+// Memory for the gradient of a parameter, filled with zeros if kernels add to it. `index` is the
+// parameter's place in aux.
 Tensor set_gradient(const char* op, const Call& call, int64_t index, const Tensor& parameter,
                     AttentionBackwardParams& b, ProgramGradients& gradients) {
   const AttentionProblem& p = call.problem;
   const Tensor grad = empty_tensor(parameter.sizes(), accumulator(p.dtype));
   void* const data = grad.mutable_data_ptr();
-  bool adds = true;  // to zeros
+  bool adds = true;  // kernels add to zeros
   if (index == call.bias) {
     const auto [s, first] = bias_place(op, call, grad);
-    // Some element belongs to many pairs or to none, or to one that no tile may visit.
+    // An element may belong to many pairs, to no pair, or to a pair whose tile is never visited.
     adds = call.has_layout || p.mask.count > 0 || grad.numel() != p.batch * p.hq * p.tq * p.tk;
     b.grad_bias = static_cast<char*>(data) + first * size_of(accumulator(p.dtype));
     b.grad_bias_stride_b = s.b;
@@ -235,7 +235,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
     grads.push_back(set_gradient(op, call, index, side_tensor(op, aux, index), b, program));
     if (has_program_table(call, index)) b.grad_program = &program;
   }
-  // Rows of no sequence get no gradient.
+  // Rows outside all sequences have zero gradients.
   if (call.has_layout || !has_work(p)) {
     for (const Tensor* t : {&grad_q, &grad_k, &grad_v}) fill(*t, 0);
   }
@@ -246,7 +246,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
   return {grad_q, grad_k, grad_v, grads};
 }
 
-// Of q and k alone, of one problem.
+// Checks a call on q and k alone; layouts are not supported.
 Call check_keys(const char* op, const Tensor& q, const Tensor& k, OptTensors aux, OptInts mask,
                 OptInts score, const Floats& params) {
   Call call = check({.op = op,
@@ -287,7 +287,7 @@ Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, Op
   return out;
 }
 
-// Logits that are compared and weigh nothing: as scale q.k, which a factor of log2(e) would round.
+// Score for logits that are only compared: scale q.k, which a factor of log2(e) would round.
 Score in_natural_units(const Score& s, double scale) {
   return s.transform == ScoreKind::none
              ? Score{scale, 0.0, 1.0, true, s.transform, s.normaliser}
@@ -311,11 +311,11 @@ std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, Op
 
 const Registry registry([](Registry& ops) {
   // attention: weights(f(scale q k^T) + bias) v on (B, T, H, D). mask: kind, a, b, aux index per
-  // rule (semantics/mask.h), ANDed, symbolic as windows and lengths are in compiled graphs; score:
-  // kind, aux index, params index per rule (semantics/score.h); params: scale, dropout_p,
-  // parameters of score rules; seed: [seed, offset]. lse (B, Hq, Tq), and lse_tail of the same
-  // shape, what lse lost when it was rounded (semantics/softmax.h); attention_only gives none. None
-  // is an empty list: AOTInductor's runner makes it of one.
+  // rule (semantics/mask.h), ANDed; symbolic, as windows and lengths are in compiled graphs. score:
+  // kind, aux index, params index per rule (semantics/score.h). params: scale, dropout_p,
+  // parameters of score rules. seed: [seed, offset]. lse (B, Hq, Tq); lse_tail, of the same shape,
+  // is the rounding error of lse (semantics/softmax.h), which attention_only omits. None means an
+  // empty list, since AOTInductor's runner turns one into None.
   ops.add<attention, attention_only>(
       "attention(Tensor q, Tensor k, Tensor v, Tensor[]? aux, Tensor? seed, SymInt[]? mask,"
       " int[]? score, float[] params) -> (Tensor out, Tensor lse, Tensor lse_tail)",
@@ -326,15 +326,15 @@ const Registry registry([](Registry& ops) {
       " int[] score, float[] params, int[] wanted)"
       " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor[] grad_aux)");
 
-  // P (B, Hq, Tq, Tk) of attention from its lse, without dropout, or its sums: column_sums over the
-  // queries, group_sums over the query heads of a kv head
+  // P (B, Hq, Tq, Tk) of attention from its lse, without dropout, or sums of it: column_sums over
+  // the queries, group_sums over the query heads of a kv head
   ops.add<attention_weights>(
       "attention_weights(Tensor q, Tensor k, Tensor lse, Tensor[]? aux, SymInt[]? mask,"
       " int[]? score, float[] params, bool column_sums, bool group_sums) -> Tensor",
       differentiable);
 
-  // the key with the largest logit, the first of equal ones, -1 where none is visible, and that
-  // logit (B, Hq, Tq)
+  // index and logit, both (B, Hq, Tq), of the key with the largest logit; of equal ones the first;
+  // -1 if no key is visible
   ops.add<attention_select>(
       "attention_select(Tensor q, Tensor k, Tensor[]? aux, SymInt[]? mask, int[]? score,"
       " float[] params) -> (Tensor index, Tensor top)");

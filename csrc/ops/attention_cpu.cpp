@@ -33,7 +33,7 @@ int64_t thread_count(const Problems& problems, int64_t items) {
   return work < 50'000 ? 1 : std::min<int64_t>(items, torch::stable::get_num_threads());
 }
 
-// f(problem) added up, and its largest value.
+// Sum of f(problem), and its largest value.
 template <class Problems, class F>
 int64_t total(const Problems& problems, const F& f) {
   int64_t sum = 0;
@@ -47,7 +47,7 @@ int64_t largest(const Problems& problems, const F& f) {
   return found;
 }
 
-// Gives each problem its own part of one workspace, in whole cache lines.
+// Gives each problem its own part of one workspace, in units of whole cache lines.
 template <class Params, class F>
 Tensor share_workspace(std::span<Params> problems, const F& elements) {
   const DType dtype = problems.front().problem.dtype;
@@ -61,7 +61,7 @@ Tensor share_workspace(std::span<Params> problems, const F& elements) {
   return memory;
 }
 
-// Items of all problems over the threads they are worth. Kernels flush denormals.
+// Runs the items of all problems on as many threads as they are worth. Kernels flush denormals.
 template <class Params, class Items>
 void run(AttentionKernel<Params> kernel, std::type_identity_t<std::span<const Params>> problems,
          const Items& items, int64_t scratch_elements) {
@@ -75,21 +75,21 @@ void run(AttentionKernel<Params> kernel, std::type_identity_t<std::span<const Pa
             });
 }
 
-// The problems of a call, of which a path may take some.
+// Size of a call, from which a path decides whether to take a problem.
 struct Load {
-  int64_t heads;    // items that have whole heads for themselves
-  int64_t threads;  // that they are worth
+  int64_t heads;    // items that would own whole heads
+  int64_t threads;  // number of threads that they are worth
 };
 template <class Problems, class F>
 Load load_of(const Problems& problems, const F& heads) {
   const int64_t items = total(problems, heads);
   return {items, thread_count(problems, items)};
 }
-// Whether whole heads, each with its own workspace, keep the threads busy.
+// True if whole heads, each with its own workspace, keep the threads busy.
 bool has_heads_enough(const Load& load) { return load.heads >= 4 * load.threads; }
 
-// The level that is the fastest for the multiply-adds of a kv head, masks aside. Rows of distances
-// are multiplied in the compute type.
+// The fastest level for the multiply-adds of a kv head, disregarding masks. Rows of distances are
+// multiplied in the compute type.
 Isa isa_of(const AttentionProblem& p) {
   return isa_for(MeasuredOp::attention, has_distance_rows(p) ? accumulator(p.dtype) : p.dtype,
                  group_size(p) * p.tq * p.tk * (p.d + p.dv));
@@ -110,8 +110,8 @@ void run_paths_of_level(const Table& table, std::span<Params> problems, const F&
   }
 }
 
-// The same for problems of any level. They change places in a copy: callers add gradients up in
-// their own order.
+// Runs problems of any level, one level after the other. Takes a copy, which it reorders: callers
+// add gradients up in their own order.
 template <class Table, class Params, class F>
 void run_paths(const Table& table, std::vector<Params> all, const F& heads) {
   std::span<Params> problems(all);
@@ -140,7 +140,7 @@ std::vector<Params> problems_of(const Params& x, const Sequences& sequences) {
   return problems;
 }
 
-// Points `relative` into the memory it returns.
+// Expands the table term into the returned memory and points `relative` to it.
 Tensor expand_table(AttentionProblem& p) {
   if (p.table.kind == ScoreKind::none) return buffer(0, p.dtype);
   const bool relative = is_relative(p.table.kind);
@@ -161,7 +161,7 @@ Tensor expand_table(AttentionProblem& p) {
 
 using Forward = AttentionForwardParams;
 using ForwardProblems = std::span<Forward>;
-// Of the level of all problems of a path.
+// Kernels of the level that all problems of a path share.
 const AttentionForwardKernels& kernels_of(ForwardProblems problems) {
   const AttentionProblem& p = problems[0].problem;
   return attention_forward_kernels_on(isa_of(p), p.dtype);
@@ -176,7 +176,7 @@ void run_decode(ForwardProblems problems) {
   run<Forward>(
       kernels.decode, problems, [](const Forward& x) { return decode_items(x.problem); },
       largest(problems, [](const Forward& x) { return decode_scratch_elements(x.problem); }));
-  // Most merges take less time than it takes to open the pool.
+  // Most merges take less time than opening the pool.
   constexpr int64_t kLargeMerge = 1 << 18;
   const auto rows = [](const Forward& x) { return merge_items(x.problem); };
   if (total(problems, [](const Forward& x) {
@@ -188,7 +188,7 @@ void run_decode(ForwardProblems problems) {
   }
 }
 
-// Packs and multiplies one kv head after the other.
+// Packs and multiplies one kv head at a time.
 void run_heads(ForwardProblems problems) {
   run<Forward>(kernels_of(problems).forward_heads, problems, kv_heads,
                largest(problems, [](const Forward& x) {
@@ -273,7 +273,7 @@ const PathTable<bool(const AttentionProblem&), void(const AttentionWeightsParams
          }},
     });
 
-// See fit_tails. The output and lse stay as they are.
+// Fits the tails of large lse (see fit_tails); output and lse keep their values.
 void fit_tail(const Forward& x, Tensors& gathered) {
   const AttentionProblem& p = x.problem;
   if (x.lse_tail == nullptr || !takes_decode_path_cpu(p) || !is_softmax(p.score)) return;
@@ -321,7 +321,7 @@ void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
   const auto run = [](std::vector<Backward> some) {
     run_paths(kBackwardPaths, std::move(some), backward_owners);
   };
-  // Sequences that add to one gradient take turns.
+  // Sequences that add to a shared gradient run one after the other.
   const bool shares_bias = x.grad_bias != nullptr && x.grad_bias_stride_b == 0;
   if (shares_bias || x.grad_program != nullptr) {
     for (const Backward& b : problems) run({b});

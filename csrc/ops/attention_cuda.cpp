@@ -15,7 +15,7 @@ Tensor buffer(int64_t elements, DType dtype) {
   return empty_tensor({elements}, accumulator(dtype));
 }
 
-// Points `relative` into the memory it returns.
+// Expands the table term into the returned memory and points `relative` to it.
 Tensor expand_table(const char* op, AttentionProblem& p) {
   if (p.table.kind == ScoreKind::none || p.tk == 0) return buffer(0, p.dtype);
   const Tensor memory = buffer(attention_table_elements(p), p.dtype);
@@ -24,7 +24,7 @@ Tensor expand_table(const char* op, AttentionProblem& p) {
   return memory;
 }
 
-// Points `program` into the memory it returns, on the GPU: itself, its steps and its constants.
+// Copies `program`, its steps and its constants to the returned GPU memory, and points p to it.
 Tensor upload_program(const char* op, AttentionProblem& p) {
   if (p.program == nullptr) return buffer(0, p.dtype);
   const ScoreProgram& from = *p.program;
@@ -54,7 +54,7 @@ Tensor upload_program(const char* op, AttentionProblem& p) {
   return memory;
 }
 
-// The gradients of the tables of `program`, which lies on the CPU.
+// Computes the gradients of the tables of `program`, which is in CPU memory.
 void run_program_gradients(const char* op, const AttentionBackwardParams& b,
                            const ScoreProgram& program) {
   Tensors parts(kMaxProgramTables);
@@ -83,7 +83,7 @@ void run_program_gradients(const char* op, const AttentionBackwardParams& b,
   }
 }
 
-// Points k and v into the memory it returns, if they are paged.
+// Copies paged k and v into the returned memory and points k and v to it.
 Tensors gather_pages(const char* op, AttentionProblem& p) {
   if (p.pages.table == nullptr) return {};
   const auto gather = [&](const HeadView& from, int64_t width) {
@@ -142,7 +142,7 @@ const PathTable<bool(const AttentionBackwardParams&), Status(AttentionBackwardPa
 
 }  // namespace
 
-// A seed on the CPU is fixed when a graph is captured, one on the GPU is not.
+// A seed on the CPU is fixed when a graph is captured; a seed on the GPU is read at each replay.
 void decode_seed(Call& call, const Tensor& seed) {
   if (!is_here(seed)) return read_seed(call, seed);
   call.kept.push_back(torch::stable::contiguous(seed));

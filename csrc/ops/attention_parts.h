@@ -1,5 +1,5 @@
-// The gradients of the parameters of a call on the CPU: tables, sinks, factors of heads, rows of
-// distances, what a program reads.
+// Gradients of a call's parameters on the CPU: tables, sinks, factors of heads, rows of distances,
+// and tables of a program.
 #pragma once
 
 #include <span>
@@ -8,10 +8,10 @@
 
 namespace omniattn::ops::attention {
 
-// Memory in which the problems of a call add up their parts. Both must outlive it.
+// Memory in which the problems of a call accumulate their partial gradients. Both must outlive it.
 class GradientParts {
  public:
-  // Points the problems to it; their splits are set.
+  // Points the problems to this memory; their `splits` must be set.
   GradientParts(const AttentionBackwardParams& whole, std::span<AttentionBackwardParams> problems);
 
   GradientParts(const GradientParts&) = delete;

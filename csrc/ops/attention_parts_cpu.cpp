@@ -8,7 +8,7 @@
 namespace omniattn::ops::attention {
 namespace {
 
-// The gradients of rows of distances and their parts.
+// Members of a distance term: its rows, their gradient and its parts.
 struct DistanceGradient {
   DistanceRows AttentionProblem::* rows;
   void* AttentionBackwardParams::* grad;

@@ -1,10 +1,10 @@
-// The program of a score_mod, decoded and checked (encoding/score_program.py writes it): kernels
-// read no register, constant or table that is not there, and no register before it is written.
+// Decodes and checks the program of a score_mod (written by encoding/score_program.py), so that
+// kernels read no missing register, constant or table, and no register before it is written.
 //
-// After the rule's kind, first table in aux and first constant in params: the number of tables and
-// the kind of each; the number of constants; registers, result and number of steps of the forward;
-// registers, result and number of steps of the value in the backward, result and number of steps of
-// the gradient; then the steps of the three, 5 integers each.
+// Layout after the rule's kind, first table in aux and first constant in params: number of tables
+// and the kind of each; number of constants; registers, result and number of steps of the forward;
+// registers, result and number of steps of the value in the backward; result and number of steps of
+// the gradient; then the steps of all three, 5 integers each.
 #include <algorithm>
 #include <array>
 #include <utility>
@@ -14,11 +14,11 @@
 namespace omniattn::ops::attention {
 namespace {
 
-// Reads the integers of a code one after the other.
+// Reads the integers of an encoded program one by one.
 class Reader {
  public:
   Reader(const char* op, const Ints& code, size_t at) : op_(op), code_(code), at_(at) {}
-  // In [0, limit).
+  // Reads an integer that must be in [0, limit).
   int64_t next(const char* what, int64_t limit) {
     const int64_t value = next();
     require(value >= 0 && value < limit, op_, what, " of a program must be in [0, ", limit,
@@ -62,7 +62,7 @@ ElementType element_type(const char* op, const Tensor& t, DType dtype) {
   }
 }
 
-// The table of a program in aux[index].
+// Table of a program, from aux[index].
 ProgramTable table_of(const Arguments& given, Call& call, ProgramTableKind kind, int64_t index) {
   const char* const op = given.op;
   Tensor t = side_tensor(op, given.aux, index);
@@ -99,7 +99,7 @@ ProgramTable table_of(const Arguments& given, Call& call, ProgramTableKind kind,
   return table;
 }
 
-// Registers that are written when a step is reached.
+// Registers that have been written when a step is reached.
 struct Written {
   std::array<bool, kMaxProgramRegisters> registers{};
 
@@ -109,7 +109,7 @@ struct Written {
   }
 };
 
-// Checks the table that a step names.
+// Checks the table that a step refers to.
 void require_table(const char* op, const ScoreProgram& p, int64_t n, bool gathered) {
   require(n >= 0 && n < p.table_count, op, "a program must read tables it has, got ", n);
   const bool is_gathered = p.tables[n].kind == ProgramTableKind::gathered;
@@ -188,7 +188,7 @@ void set_program_gradient(const Call& call, int64_t index, const Tensor& grad,
   for (int64_t i = 0; i < 4; ++i) sizes[i] = grad.size(i), strides[i] = grad.stride(i);
   found.whole.places = program_places(table.kind, program_domain(call), sizes, strides);
   found.has_heads = sizes[1] > 1 || call.problem.hq == 1;
-  // Items own rows of queries in no part, and columns of keys: a pair has its own element.
+  // Items own rows of queries or columns of keys: a pair has its own element and needs no parts.
   if (table.kind == ProgramTableKind::grid && sizes[2] > 1 && sizes[3] > 1) {
     found.elements = 0;
     to.shares_batches = to.shares_batches || (sizes[0] == 1 && call.problem.batch > 1);

@@ -1,5 +1,5 @@
-// The rules of masks and scores, decoded and checked: what a rule says about its side tensors and
-// parameters.
+// Decodes and checks the rules of masks and scores, with
+// their side tensors and parameters.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -10,7 +10,7 @@
 namespace omniattn::ops::attention {
 namespace {
 
-// Parts, layouts and rules share one list of codes.
+// Parts, layouts and rules share one range of codes.
 constexpr bool numbers_are_apart() {
   for (int64_t code = 0; code < 256; ++code) {
     if (is_part(code) + is_layout(code) + is_mask_kind(code) > 1) return false;
@@ -26,13 +26,13 @@ const Tensor& typed_side_tensor(const char* op, const char* name, const Tensors&
   return t;
 }
 
-// `t` with unit stride in its last dimension, kept alive.
+// `t` with unit stride in its last dimension, added to the tensors kept alive.
 Tensor keep_rows(Call& call, const Tensor& t) {
   call.kept.push_back(with_unit_last_stride(t));
   return call.kept.back();
 }
 
-// Side tensors of a rule, aux[index] and the next.
+// Sets the side tensors of a rule, aux[index] and the next.
 void set_side_tensors(const char* op, Call& call, MaskRule& rule, const Tensors& aux,
                       int64_t index) {
   const AttentionProblem& p = call.problem;
@@ -91,8 +91,8 @@ void set_side_tensors(const char* op, Call& call, MaskRule& rule, const Tensors&
   }
 }
 
-// The sequences of the layout that the mask starts with become the batch. Errors name the public
-// functions, which know no layouts.
+// Makes the sequences of the layout at the start of the mask the batch. Errors name the public
+// functions, whose callers know no layouts.
 void decode_layout(const Arguments& given, Call& call) {
   const Ints& code = given.mask;
   AttentionProblem& p = call.problem;
@@ -140,7 +140,7 @@ void set_bias(const char* op, Call& call, const Tensor& bias) {
             s.q};
 }
 
-// `t` of these sizes in the compute type, contiguous, kept alive.
+// `t`, checked to have these sizes, contiguous in the compute type and kept alive.
 const void* keep_parameters(const char* op, const char* name, Call& call, const Tensor& t,
                             Sizes sizes) {
   require(is_here(t), op, name, " must be on ", kDeviceName);
@@ -151,7 +151,7 @@ const void* keep_parameters(const char* op, const char* name, Call& call, const 
   return call.kept.back().const_data_ptr();
 }
 
-// The row of distance 0, which counts from the end where it is negative.
+// Row of distance 0; a negative `zero` counts from the end.
 int64_t from_start(double zero, int64_t rows) {
   return static_cast<int64_t>(zero) + (zero < 0 ? rows : 0);
 }
@@ -177,7 +177,7 @@ void set_table(const char* op, Call& call, ScoreKind kind, const Tensor& t, cons
   p.table.data = keep_parameters(op, "table", call, t, {sizes, 3});
 }
 
-// `index`: the place of the rows `t` in aux.
+// `index` is the place of the rows `t` in aux.
 void set_distance_rows(const char* op, Call& call, ScoreKind kind, const Tensor& t, int64_t index,
                        double zero) {
   const char* const name = score_name(kind);
@@ -199,7 +199,7 @@ void check_together(const char* op, const AttentionProblem& p) {
           "relative_queries and head_scale cannot be combined");
 }
 
-// The rows [first, first + count) that a call has of `whole`; sets what else the whole has.
+// Sets the place of a call's rows [first, first + count) in `whole`, and the remainder of `whole`.
 void decode_part(const Arguments& given, Call& call, int64_t code, int64_t first, int64_t whole) {
   AttentionProblem& p = call.problem;
   const bool of_keys = code == static_cast<int64_t>(PartKind::keys);
@@ -293,7 +293,7 @@ void decode_score(const Arguments& given, Call& call) {
   const Ints& score = given.score;
   const Floats& params = given.params;
   AttentionProblem& p = call.problem;
-  double c = 0;  // of the transform
+  double c = 0;  // parameter of the transform
   for (size_t at = 0; at < score.size(); at += kScoreRuleInts) {
     require(at + kScoreRuleInts <= score.size(), op, "score must hold ", kScoreRuleInts,
             " integers per rule, got ", score.size());
@@ -340,7 +340,7 @@ void decode_score(const Arguments& given, Call& call) {
         break;
       case ScoreRole::program:
         decode_program(given, at, call);
-        at = score.size() - kScoreRuleInts;  // its code is what follows
+        at = score.size() - kScoreRuleInts;  // the rest of the code belongs to the program
         break;
       case ScoreRole::normaliser:
         break;

@@ -1,5 +1,5 @@
-// A sequence as a problem of its own: pointers to its first rows, its lengths, its part of the
-// mask.
+// One sequence as a problem: pointers to its first rows, its lengths, and its entries in the side
+// tensors of the mask.
 #include "ops/attention_sequences.h"
 
 #include <type_traits>
@@ -39,9 +39,9 @@ MaskRule rule_of(MaskRule rule, int64_t b) {
   return rule;
 }
 
-// Its table term ends where the longest one's does.
+// Problem of one sequence; it reads the table term that was expanded for the longest one.
 AttentionProblem problem_of(AttentionProblem p, const Sequence& s) {
-  if (p.sequences.q == nullptr) p.first_position = s.tk - s.tq;  // of a cache
+  if (p.sequences.q == nullptr) p.first_position = s.tk - s.tq;  // a cache: queries are at its end
   const int64_t size = size_of(p.dtype), wide = size_of(accumulator(p.dtype));
   if (is_relative(p.table.kind)) p.relative.origin = p.tk - 1 + s.tq - s.tk;
   p.relative.data = moved(p.relative.data, s.b * p.relative.stride_b, wide);

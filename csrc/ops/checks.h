@@ -1,5 +1,5 @@
-// Errors of the torch boundary: "<op>: <what must hold>, got <name>=<value>". They reach Python as
-// RuntimeError.
+// Errors of the torch boundary: "<op>: <what must hold>, got <name>=<value>".
+// Python sees them as RuntimeError.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace omniattn::ops {
 
-// Prints as a Python tuple.
+// Sizes that print as a Python tuple.
 struct Shape {
   const int64_t* sizes;
   size_t dims;

@@ -11,24 +11,24 @@
 namespace omniattn::ops::conv {
 namespace {
 
-// (B, T, D) with unit stride over the channels: a copy where `t` has another one.
+// (B, T, D) with unit stride over the channels: a copy if `t` has another stride.
 Tensor as_steps(const char* op, const char* name, const Tensor& t, DType dtype, Sizes sizes) {
   require_tensor(op, name, t, dtype);
   require_sizes(op, name, t, sizes);
   return with_unit_last_stride(t);
 }
 
-// (..., K - 1, D) of states (..., D, K - 1), (K, D) of weights: what calls return lies so already.
+// (..., K - 1, D) of states, (K, D) of weights: no copy if a previous call returned them.
 Tensor channels_last(const Tensor& t) {
   return as_dense(torch::stable::transpose(t, t.dim() - 2, t.dim() - 1));
 }
 
-// What forward and backward share.
+// Checked arguments of forward and backward.
 struct Problem : SequenceProblem {
   int64_t channels, taps;
   Tensor x, weight;
   OptTensor bias, state;
-  OptTensor zeros;  // (D), for a bias and a state that are not given
+  OptTensor zeros;  // (D), in place of an omitted bias and state
 
   Problem(const char* op_, const Tensor& x_, const Tensor& weight_, const OptTensor& bias_,
           const OptTensor& state_, const OptTensor& cu_seqlens)
@@ -74,13 +74,13 @@ struct Problem : SequenceProblem {
   }
 };
 
-// (..., D, K) of a result (..., K, D), as it is where that is not wanted.
+// View (..., D, K) of a result (..., K, D); an unwanted result is returned as it is.
 Tensor channels_first(const Output& result) {
   const Tensor t = result.tensor();
   return t.dim() < 2 ? t : torch::stable::transpose(t, t.dim() - 2, t.dim() - 1);
 }
 
-// On the CPU: the last K - 1 of the rows in front of x and of x.
+// CPU only: copies the last K - 1 rows of the initial state followed by x.
 void copy_final_state(const CausalConv& p, void* final_state) {
   const int64_t size = size_of(p.dtype), width = p.channels * size, before = p.taps - 1;
   char* out = static_cast<char*>(final_state);
@@ -159,9 +159,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
   return {dx.tensor(), channels_first(dweight), dbias.tensor(), channels_first(dstate)};
 }
 
-// x (B, T, D), weight (D, K), states (N, D, K - 1), the results of the shapes of the last two with
-// the channels next to each other in memory. N is B, or with cu_seqlens (N + 1,) the number of
-// packed sequences.
+// x (B, T, D), weight (D, K), states (N, D, K - 1). Results in the shapes of weight and
+// states have their channels adjacent in memory. N is B, or with cu_seqlens (N + 1,)
+// the number of packed sequences.
 const Registry registry([](Registry& ops) {
   ops.add<causal_conv1d>(
       "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state,"

@@ -1,7 +1,7 @@
-// Which device this library is for, and how its CUDA kernels are launched.
+// The device that this library is for, and how its CUDA kernels are launched.
 //
-// A file of this folder without a suffix is compiled for both devices. Where they differ it says
-// so:
+// A file of this folder without a device suffix is compiled for both devices. Differences are
+// marked by
 //
 //   if constexpr (kOnCuda) {
 //     require_launched(op, launch_norm(params, stream()));
@@ -9,7 +9,7 @@
 //     run_items(params, rows, cols, norm_kernels().forward);
 //   }
 //
-// What stands in the other branch is checked by the compiler, but not called or linked.
+// The compiler checks the other branch, but nothing in it is called or linked.
 #pragma once
 
 #include "ops/checks.h"
@@ -19,14 +19,14 @@
 
 namespace omniattn::ops {
 
-// Whether this library runs the CUDA kernels: on a GPU, or emulated for tensors on the CPU.
+// True if this library runs the CUDA kernels: on a GPU, or emulated for tensors on the CPU.
 #if defined(OMNIATTN_CUDA) || defined(OMNIATTN_EMULATED)
 inline constexpr bool kOnCuda = true;
 #else
 inline constexpr bool kOnCuda = false;
 #endif
 
-// torch's current stream of the current device. (Kernels under emulation have none.)
+// torch's current stream on the current device; null under emulation.
 inline Stream stream() {
   void* current = nullptr;
 #if defined(OMNIATTN_CUDA)

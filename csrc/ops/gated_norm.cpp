@@ -10,7 +10,7 @@
 namespace omniattn::ops::gated_norm {
 namespace {
 
-// The arguments that forward and backward share, checked.
+// Checked arguments of forward and backward.
 struct Problem {
   const char* op;
   DType dtype;
@@ -137,8 +137,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gated_norm_backward(
   return {dx, dz.tensor(), dweight.tensor(), dbias.tensor()};
 }
 
-// Of each of `groups` parts of the last dimension, ((v - mean) * rstd * weight + bias), with v = x;
-// v = x * act(z) for gate 1; the result times act(z) for gate 2. stats (rows, groups, 2)
+// For each of `groups` parts of the last dimension: (v - mean) * rstd * weight + bias. Gate 0: v =
+// x; gate 1: v = x * act(z); gate 2: v = x, the result times act(z). stats (rows, groups, 2).
 const Registry registry([](Registry& ops) {
   ops.add<gated_norm, gated_norm_only>(
       "gated_norm(Tensor x, Tensor? z, Tensor? weight, Tensor? bias, int groups, int gate, int act,"

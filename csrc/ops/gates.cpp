@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kBlock = 512;
 
-// What forward and backward share.
+// Checked arguments of forward and backward.
 struct Problem : ScanProblem {
   int64_t channels;
   ScanInput g, i;

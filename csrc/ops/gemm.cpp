@@ -1,4 +1,4 @@
-// linear: native on the CPU only (gemm_cpu.cpp); on CUDA Python makes it of torch's products.
+// linear: native on the CPU only (gemm_cpu.cpp); on CUDA Python composes it of torch's products.
 #include "ops/registry.h"
 
 namespace omniattn::ops::gemm {

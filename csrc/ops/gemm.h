@@ -1,5 +1,5 @@
-// Matrix products over torch's thread pool, for `linear` and the ops built on it; defined in
-// gemm_cpu.cpp. On CUDA products are torch's.
+// Matrix products on torch's thread pool, for `linear` and the ops built on it; defined in
+// gemm_cpu.cpp. On CUDA the products are torch's.
 #pragma once
 
 #include <span>
@@ -18,15 +18,15 @@ struct Operand {
   bool transposed = false;
 };
 
-// c (m, n) of c_dtype, rows at a distance of ldc, = a (m, k) b (k, n) + bias (n). On tiles, fp32 in
-// `pieces` of bf16 (kernels/gemm/gemm_pieces.h) if these are 2 or 3 and all elements are finite.
+// c (m, n) of c_dtype with row stride ldc = a (m, k) b (k, n) + bias (n). With pieces = 2 or 3,
+// tiles multiply fp32 in pieces of bf16 (kernels/gemm/gemm_pieces.h) if all elements are finite.
 void multiply(const Operand& a, const Operand& b, const void* bias, void* c, DType c_dtype,
               int64_t ldc, int64_t m, int64_t n, int64_t k, bool accumulate = false,
               int64_t pieces = 0);
 
-// All of the products, whose operands are of the same dtypes.
+// Runs all products; their operands must have the same dtypes.
 void multiply_each(std::span<const GemmParams> products);
-// Those alone that pieces can make. Returns which these are.
+// Runs only the products that pieces of bf16 support; returns which ones.
 std::vector<bool> multiply_in_pieces(std::span<const GemmParams> products);
 
 inline void require_pieces(const char* op, int64_t pieces) {

@@ -1,4 +1,4 @@
-// Matrix products on the CPU, and linear made of them.
+// Matrix products on the CPU, and linear on top of them.
 #include "ops/gemm.h"
 
 #include <algorithm>
@@ -14,12 +14,12 @@
 namespace omniattn::ops::gemm {
 namespace {
 
-// Elements of a task of column sums, 256 KiB of fp32: the rows of a task are far apart.
+// Elements in a task of column sums, 256 KiB of fp32: large, as the rows of a task are far apart.
 constexpr int64_t kColumnTask = 65536;
 constexpr int64_t kLineElements = 64;  // at least a cache line
 
-// Whether tiles multiply the dtype. The fp32 rows of A are then narrowed if B is bf16, which rounds
-// them as a product of bf16 in torch does, and split if B is fp16. Elsewhere B is widened.
+// True if tiles multiply the dtype. fp32 rows of A are then narrowed if B is bf16, which rounds as
+// torch does in a bf16 product, and split if B is fp16. Elsewhere B is widened.
 bool is_on_tiles(DType dtype) {
   bool found = false;
   for (int32_t i = 0; i <= static_cast<int32_t>(active_isa()); ++i) {
@@ -29,7 +29,7 @@ bool is_on_tiles(DType dtype) {
   return found;
 }
 
-// The dtype that is multiplied.
+// The dtype in which a product is multiplied.
 DType factors(const GemmParams& p) {
   if (p.pieces > 0) return DType::bf16;
   return is_on_tiles(p.b_dtype) ? p.b_dtype : p.a_dtype;
@@ -47,7 +47,7 @@ void run(std::span<const GemmParams> products) {
   run_stage(products, kernels.items, ThreadMemory(threads, bytes), kernels.run);
 }
 
-// Exponents of the rows or columns of a matrix, and how it is stored.
+// Exponents of the rows or columns of a matrix, and the layout of the matrix.
 struct Exponents {
   const void* x;
   int64_t stride, rows, cols;
@@ -62,7 +62,7 @@ struct Exponents {
     return std::all_of(found, found + count(), [](float e) { return std::isfinite(e); });
   }
 };
-// Of the rows of A and of the columns of B.
+// Exponents of the rows of A, and of the columns of B.
 Exponents exponents_of_a(const GemmParams& p) {
   return p.a_transposed ? Exponents{p.a, p.lda, p.k, p.m, true}
                         : Exponents{p.a, p.lda, p.m, p.k, false};
@@ -72,7 +72,7 @@ Exponents exponents_of_b(const GemmParams& p) {
                         : Exponents{p.b, p.ldb, p.k, p.n, true};
 }
 
-// Finds all, in the memory that it returns.
+// Computes all exponents in the returned memory.
 Tensor find(std::vector<Exponents>& all) {
   int64_t elements = 0;
   for (const Exponents& e : all) elements += round_up(e.count(), kLineElements);
@@ -98,11 +98,11 @@ bool takes_pieces(const GemmParams& p) {
 
 }  // namespace
 
-// A product with an element that is not finite is left to fp32, which keeps it in its place. That
+// Products with a non-finite element are left to fp32, which keeps it in its place. This choice
 // depends on the data alone.
 std::vector<bool> multiply_in_pieces(std::span<const GemmParams> products) {
   std::vector<bool> made(products.size());
-  std::vector<Exponents> exponents;  // of A and B of one product after the other
+  std::vector<Exponents> exponents;  // of A and B of each product in turn
   for (size_t i = 0; i < products.size(); ++i) {
     made[i] = takes_pieces(products[i]);
     if (!made[i]) continue;
@@ -170,7 +170,7 @@ void sum_columns(const Rows& x, DType dtype, void* out) {
 
 namespace {
 
-// The arguments that forward and backward share, checked.
+// Checked arguments of forward and backward.
 struct Problem {
   const char* op;
   DType dtype;

@@ -12,8 +12,8 @@ namespace {
 
 constexpr int64_t kMostKeys = (int64_t{1} << 31) - 1;  // indices are int32
 
-// Packs k once where several blocks of queries read it; then finds the lists, or the candidates of
-// each split and merges them.
+// Packs k once if several blocks of queries read it, then finds the lists; with splits, finds the
+// candidates of each split and merges them.
 void run_cpu(IndexerParams p) {
   const DType acc = accumulator(p.dtype);
   const auto& kernels = indexer_kernels(p.dtype);
@@ -102,12 +102,12 @@ std::tuple<Tensor, Tensor> dsa_indexer(const Tensor& q_given, const Tensor& k_gi
   return {index, scores.tensor()};
 }
 
-// Indices (B, Tq, topk) int32 of the largest scores and, if wanted, these in the compute dtype.
+// index (B, Tq, topk) int32 of the largest scores; if wanted, these scores in the compute dtype.
 const Registry registry([](Registry& ops) {
   ops.add<dsa_indexer>(
       "dsa_indexer(Tensor q, Tensor k, Tensor? w, Tensor? key_padding, SymInt topk, bool causal,"
       " bool relu, bool recent, bool return_scores) -> (Tensor index, Tensor scores)");
-  // loss (B, Tq) in the compute dtype, what the backward needs (kernels/attention/indexer_loss.h).
+  // loss (B, Tq) in the compute dtype; kept: for the backward (kernels/attention/indexer_loss.h).
   const std::string loss =
       "dsa_indexer_loss(Tensor q_idx, Tensor k_idx, Tensor? w, Tensor q, Tensor k, Tensor lse,"
       " Tensor? indices, Tensor? key_padding, float scale, bool causal, bool relu)"

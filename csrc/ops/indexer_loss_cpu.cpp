@@ -16,14 +16,14 @@ HeadView view_of_heads(const Tensor& t) {
   return {t.const_data_ptr(), t.stride(0), t.stride(1), t.dim() == 4 ? t.stride(2) : 0};
 }
 
-// Null stands for all keys: empty lists, which name none, have a place, too.
+// Null means all keys, so empty lists, which select no key, need a valid address.
 const int32_t* lists(const OptTensor& indices) {
   static constexpr int32_t kNone = -1;
   if (!indices.has_value()) return nullptr;
   return indices->numel() > 0 ? static_cast<const int32_t*>(indices->const_data_ptr()) : &kNone;
 }
 
-// What both passes read, checked.
+// Checked arguments of both passes.
 struct Call {
   Tensor q_idx, k_idx, q, k, lse;
   OptTensor w, indices, real;

@@ -1,5 +1,5 @@
-// Losses of a linear layer's logits on the CPU: logits and their gradients live in the compute type
-// for one chunk of tokens at a time.
+// Losses of a linear layer's logits on the CPU: logits and their gradients exist in the compute
+// type for one chunk of tokens at a time.
 #include <tuple>
 
 #include "ops/gemm.h"
@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kChunkLogits = int64_t{1} << 24;
 constexpr int64_t kSumTask = 65536;
 
-// total (...) of `out` = the sums over chunks, in order.
+// total (...), of dtype `out`, = the sum over chunks, added in order.
 void sum_chunks(const Tensor& sums, int64_t chunks, const Tensor& total, DType out) {
   const auto sum = loss_kernels().sum_chunks;
   parallel_ranges(total.numel(), kSumTask, [&](int64_t a, int64_t b) {
@@ -28,7 +28,7 @@ void* at(const Tensor& t, int64_t element, DType dtype) {
   return static_cast<char*>(t.mutable_data_ptr()) + element * size_of(dtype);
 }
 
-// x (..., K) weight^T, of weight (V, K), + bias (V), checked.
+// x (..., K) weight^T + bias, with weight (V, K) and bias (V), checked.
 struct Projection {
   DType dtype, acc;
   Rows x, weight;
@@ -51,18 +51,18 @@ struct Projection {
   gemm::Operand weights(bool transposed) const {
     return {weight.data(), dtype, weight.stride, transposed};
   }
-  // logits (count, V) of the accumulator type, of the tokens from `first` on.
+  // logits (count, V) in the accumulator type, for the tokens from `first` on.
   void multiply(int64_t first, int64_t count, void* logits) const {
     gemm::multiply(inputs(first), weights(true), data_or_null(bias), logits, acc, weight.rows,
                    count, weight.rows, x.cols);
   }
 };
 
-// The tokens of a call in parts.
+// Chunks of the tokens of a call.
 struct Chunks {
   int64_t tokens, count, size;
 
-  // For as many matrices of logits (size, vocab) at a time.
+  // Sized for `matrices` matrices of logits (size, vocab) in memory at a time.
   Chunks(int64_t tokens_, int64_t vocab, int64_t matrices)
       : tokens(tokens_),
         count(std::max<int64_t>(1, ceil_div(tokens, grain_of(vocab, kChunkLogits / matrices)))),
@@ -72,7 +72,7 @@ struct Chunks {
   int64_t length(int64_t c) const { return std::clamp<int64_t>(tokens - first(c), 0, size); }
 };
 
-// `rows` from `first` on.
+// `count` rows from `first` on.
 LossRows part_of(LossRows rows, int64_t first, int64_t count, const Tensor& losses) {
   rows.count = count;
   if (rows.target != nullptr) rows.target += first;
@@ -80,7 +80,7 @@ LossRows part_of(LossRows rows, int64_t first, int64_t count, const Tensor& loss
   return rows;
 }
 
-// Cross entropies of a chunk's logits, which then become their gradients.
+// Computes cross entropies of a chunk's logits, then overwrites the logits by their gradients.
 class CrossEntropyRows {
  public:
   static constexpr int64_t kMatrices = 1;
@@ -117,7 +117,7 @@ class CrossEntropyRows {
   Tensor row_max_, log_sum_;
 };
 
-// Divergences from a teacher's logits, which are made for the same chunk.
+// Divergences from a teacher's logits, which are computed for the same chunk.
 class DivergenceRows {
  public:
   static constexpr int64_t kMatrices = 2;
@@ -170,7 +170,7 @@ struct Wanted {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
-// Runs over the chunks: losses, and gradients of `out` dtype for given weights of the rows.
+// Loops over the chunks: computes losses, and gradients of dtype `out` for given weights of rows.
 template <class RowLosses>
 class LinearLoss {
  public:
@@ -186,14 +186,14 @@ class LinearLoss {
         dbias_(wanted.bias, {p.weight.rows}, out),
         bias_sums_(wanted.bias, {chunks.count, p.weight.rows}, p.acc) {}
 
-  // row_weight: (tokens) or null for no gradients.
+  // row_weight (tokens); null: no gradients.
   Gradients run(const OptTensor& row_weight) {
     for (int64_t c = 0; c < chunks_.count; ++c) {
       const int64_t first = chunks_.first(c), count = chunks_.length(c);
       p_.multiply(first, count, logits_.mutable_data_ptr());
       rows_.forward(first, count, logits_.const_data_ptr());
       if (!row_weight.has_value()) continue;
-      // Gradients take the place of the logits.
+      // Gradients overwrite the logits.
       rows_.backward(at(*row_weight, first, p_.acc), logits_.mutable_data_ptr());
       backward(c, first, count);
     }
@@ -233,7 +233,7 @@ class LinearLoss {
 
 using LossAndGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// The loss, and gradients in the compute type where they are wanted.
+// Computes the loss, and any wanted gradients in the compute type.
 template <class RowLosses>
 LossAndGradients with_gradients(const Projection& p, const Chunks& chunks, RowLosses& rows,
                                 Wanted wanted) {
@@ -248,7 +248,7 @@ LossAndGradients with_gradients(const Projection& p, const Chunks& chunks, RowLo
   return {loss.reduced(rows.losses), dx, dweight, dbias};
 }
 
-// The gradients of unreduced losses.
+// Computes the gradients of unreduced losses.
 template <class RowLosses>
 Gradients gradients(const Tensor& grad, const Projection& p, const Chunks& chunks, RowLosses& rows,
                     Wanted wanted) {
@@ -256,7 +256,7 @@ Gradients gradients(const Tensor& grad, const Projection& p, const Chunks& chunk
   return LinearLoss(p, chunks, rows, p.dtype, wanted).run(row_weights);
 }
 
-// What both passes of linear_cross_entropy have.
+// Checked arguments and working memory of both passes of linear_cross_entropy.
 struct LinearCrossEntropy {
   Projection p;
   Problem loss;
@@ -295,7 +295,7 @@ Gradients linear_cross_entropy_backward(const Tensor& grad, const Tensor& x, con
   return gradients(grad, call.p, call.chunks, call.rows, {x_grad, weight_grad, bias_grad});
 }
 
-// What both passes of linear_jsd have.
+// Checked arguments and working memory of both passes of linear_jsd.
 struct LinearDivergence {
   Projection p, teacher;
   Problem loss;

@@ -1,5 +1,5 @@
 // cross_entropy and jsd: checks and allocation. Their linear forms are native on the CPU only
-// (linear_loss_cpu.cpp); on CUDA Python composes them of these and torch's products.
+// (linear_loss_cpu.cpp); on CUDA Python composes them of these ops and torch's products.
 #include "ops/loss.h"
 
 #include <tuple>
@@ -23,8 +23,8 @@ int64_t product(Sizes sizes) {
   return count;
 }
 
-// Every target must be a class or ignore_index. CUDA kernels check them: reading them here would
-// wait for the GPU.
+// Every target must be a class or ignore_index. On CUDA the kernels check this: reading targets
+// here would wait for the GPU.
 void check_targets(const char* op, const LossRows& rows, int64_t cols) {
   if constexpr (kOnCuda) return;
   for (int64_t i = 0; i < rows.count; ++i) {
@@ -34,7 +34,7 @@ void check_targets(const char* op, const LossRows& rows, int64_t cols) {
   }
 }
 
-// The dtype of gradients of logits of `dtype`, by default the same.
+// The dtype of the gradient of logits of `dtype`; by default the same dtype.
 DType gradient_dtype(const char* op, DType dtype, std::optional<ScalarType> grad_dtype) {
   const DType out = grad_dtype.has_value() ? dtype_of(op, "grad_dtype", *grad_dtype) : dtype;
   const bool narrows = kOnCuda && dtype == DType::f32 && size_of(out) == 2;
@@ -143,7 +143,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Ten
   return {p.reduced(losses), row_max, log_sum};
 }
 
-// dlogits of `grad_dtype`, by default that of the logits.
+// dlogits has grad_dtype, by default the dtype of the logits.
 Tensor cross_entropy_backward(const Tensor& grad, const Tensor& logits, const Tensor& target,
                               const OptTensor& class_weight, const Tensor& row_max,
                               const Tensor& log_sum, int64_t ignore_index, double label_smoothing,
@@ -180,7 +180,7 @@ Tensor cross_entropy_backward(const Tensor& grad, const Tensor& logits, const Te
   return dlogits;
 }
 
-// The arguments that both passes of jsd have, checked.
+// Checked arguments of both passes of jsd.
 struct DivergenceProblem {
   DType dtype;
   Rows student, teacher;
@@ -231,7 +231,7 @@ std::tuple<Tensor, Tensor> jsd(const Tensor& student, const Tensor& teacher,
   return {p.loss.reduced(losses), statistics};
 }
 
-// dstudent of `grad_dtype`, by default that of the student.
+// dstudent has grad_dtype, by default the dtype of the student.
 Tensor jsd_backward(const Tensor& grad, const Tensor& student, const Tensor& teacher,
                     const OptTensor& target, const Tensor& statistics, int64_t ignore_index,
                     double beta, double temperature, bool log_probs, int64_t reduction,
@@ -257,9 +257,9 @@ Tensor jsd_backward(const Tensor& grad, const Tensor& student, const Tensor& tea
   return dstudent;
 }
 
-// target (...) int64, logits (..., V); reduction 0 none, 1 mean over kept targets, 2 sum.
-// The linear forms: the same of x weight^T + bias, a chunk of tokens at a time; gradients for a
-// gradient of 1, which need a reduction.
+// target (...) int64, logits (..., V); reduction: 0 none, 1 mean over kept targets, 2 sum. The
+// linear forms compute logits x weight^T + bias for a chunk of tokens at a time, and with a
+// reduction the gradients for an output gradient of 1.
 const Registry registry([](Registry& ops) {
   ops.add<cross_entropy>(
       "cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, int ignore_index,"

@@ -1,4 +1,4 @@
-// What the losses share.
+// Shared by the loss ops: checked rows of logits, their weights and reduction.
 #pragma once
 
 #include "kernels/loss/divergence.h"
@@ -9,7 +9,7 @@ namespace omniattn::ops::loss {
 
 enum class Reduction : int64_t { none, mean, sum };
 
-// Rows (...) of logits (..., cols) of `dtype`, and how much they count, checked.
+// Checked rows (...) of logits (..., cols) of `dtype`, and their weights.
 struct Problem {
   const char* op;
   DType acc;
@@ -21,19 +21,19 @@ struct Problem {
   Problem(const char* op, DType dtype, int64_t cols, Sizes leading, const OptTensor& target,
           int64_t ignore_index, const OptTensor& class_weight, int64_t reduction);
 
-  // The losses (...), of the compute dtype, as they are or reduced.
+  // The losses (...) in the compute dtype, reduced if there is a reduction.
   Tensor reduced(const Tensor& losses) const;
-  // Weights (...) of the rows in a gradient: grad, which is (...) or with a reduction (), times the
-  // reduction's weight of a row; without a grad for one of 1.
+  // Weights (...) of the rows in a gradient: grad, of shape (...), or () with a reduction, times
+  // the reduction's weight of a row. Without grad, as for a gradient of 1.
   Tensor row_weights(const OptTensor& grad) const;
 };
 
-// Of cross entropies; see loss.h.
+// Options of cross entropies; see kernels/loss/loss.h.
 struct Options {
   double label_smoothing, z_loss, softcap, temperature;
 };
 
-// The targets of a cross entropy checked, and its params without what is computed.
+// Checks the targets of a cross entropy; returns its params without pointers to results.
 CrossEntropyParams cross_entropy_params(const Problem& p, int64_t cols, const Options& options);
 
 // All sizes of `t` except the last; `t` has at least one.

@@ -11,7 +11,7 @@ int64_t cpu_isa() { return static_cast<int64_t>(omniattn::active_isa()); }
 int64_t detected_cpu_isa() { return static_cast<int64_t>(omniattn::detected_isa()); }
 bool set_cpu_isa(int64_t isa) { return omniattn::set_active_isa(static_cast<Isa>(isa)); }
 bool has_cpu_isa(int64_t isa) { return omniattn::has_isa(static_cast<Isa>(isa)); }
-// Refuses what is no measured op and no level.
+// Returns false for an unknown op or level.
 bool set_least_madds(int64_t op, int64_t isa, int64_t madds) {
   const bool known =
       op >= 0 && op < omniattn::kMeasuredOpCount && isa >= 0 && isa < omniattn::kIsaCount;

@@ -39,7 +39,7 @@ OptTensor as_biases(const char* op, const char* name, const OptTensor& t, DType 
   return as_dense(t);
 }
 
-// What h is computed from; clamp: alpha and limit, or nothing.
+// Describes how h is computed; clamp: alpha and limit, or empty.
 MoeHidden as_hidden(const char* op, int64_t act, int64_t gate, const std::vector<double>& clamp,
                     int64_t features) {
   require(act >= 0 && act < kActivationCount, op, "act must be in [0, ", kActivationCount,
@@ -59,7 +59,7 @@ MoeHidden as_hidden(const char* op, int64_t act, int64_t gate, const std::vector
           .features = features};
 }
 
-// A gradient in the layout of its weights.
+// Gradient of the weights of all experts, in the layout of the weights.
 class WeightOutput {
  public:
   WeightOutput(bool wanted, const Experts& w, DType dtype)
@@ -161,10 +161,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> moe_backward(
           dup_bias.tensor(), ddown.tensor(),    ddown_bias.tensor()};
 }
 
-// The sum over the slots of weights (N, k) times expert index (N, k), -1 for none, of x (N, d); up
-// (E, F or 2F, d), down (E, d, F). act: Activation; gate: MoeGate; clamp: alpha and limit of
-// gpt-oss, or nothing. pre (N k, F or 2F), sorted by expert, is kept for the backward where asked
-// for, else empty. pieces: of fp32 on the CPU, see gemm.h.
+// y (N, d) = sum over a token's slots of weights (N, k) times expert index (N, k), -1: none,
+// applied to x (N, d). up (E, F or 2F, d), down (E, d, F). act: Activation; gate: MoeGate; clamp:
+// alpha and limit of gpt-oss, or empty. pre (N k, F or 2F), sorted by expert, is kept for the
+// backward if `keep`, else empty. pieces: for fp32 on the CPU, see gemm.h.
 const Registry registry([](Registry& ops) {
   ops.add<moe>(
       "moe(Tensor x, Tensor index, Tensor weights, Tensor up, Tensor? up_bias, Tensor down,"

@@ -1,5 +1,5 @@
-// A mixture of experts, checked, and how a device runs it; the latter is defined in moe_cpu.cpp and
-// moe_cuda.cpp.
+// Checked arguments of a mixture of experts, and the functions that run it, defined in moe_cpu.cpp
+// and moe_cuda.cpp.
 #pragma once
 
 #include "kernels/moe/moe.h"
@@ -18,12 +18,12 @@ struct Experts {
   bool transposed;  // unit stride along `out`
 
   const void* data() const { return tensor.const_data_ptr(); }
-  // As B of x W^T and of y W.
+  // The matrix B of the products x W^T (forward) and y W (backward).
   MoeMatrix forward() const { return {data(), expert_stride, in_stride, out_stride}; }
   MoeMatrix backward() const { return {data(), expert_stride, out_stride, in_stride}; }
 };
 
-// The arguments that forward and backward share, checked.
+// Checked arguments of forward and backward.
 struct Problem {
   const char* op;
   DType dtype, compute;
@@ -33,8 +33,8 @@ struct Problem {
   Experts up, down;
   OptTensor up_bias, down_bias;
   MoeHidden hidden;
-  int64_t columns;  // of pre
-  int64_t pieces;   // of bf16 that fp32 products are made of (ops/gemm.h)
+  int64_t columns;  // in a row of pre
+  int64_t pieces;   // number of bf16 pieces for fp32 products (ops/gemm.h)
 
   Problem(const char* op, const Tensor& x, const Tensor& index, const Tensor& weights,
           const Tensor& up, const OptTensor& up_bias, const Tensor& down,
@@ -44,14 +44,14 @@ struct Problem {
   int64_t pairs() const { return tokens * slots; }
 };
 
-// Where gradients go, null: not wanted. Those of the weights are in the layout of the weights.
+// Destinations of gradients; null: not wanted. Weight gradients have the layout of the weights.
 struct MoeGradients {
   void *x, *weights, *up, *up_bias, *down, *down_bias;
 };
 
-// pre: (tokens slots, columns) to keep pre-activations in, or null; zeros where there are none.
+// pre: (tokens slots, columns) for the pre-activations, or null; unused rows become zero.
 void run_forward(const Problem& p, void* y, void* pre);
-// pre: null to compute them again.
+// pre: null to recompute it.
 void run_backward(const Problem& p, const Rows& grad_y, const void* pre, const MoeGradients& grads);
 
 }  // namespace omniattn::ops::moe

@@ -13,22 +13,22 @@
 namespace omniattn::ops::moe {
 namespace {
 
-// Elements of a task that copies or adds rows.
+// Elements in a task that copies or adds rows.
 constexpr int64_t kCopyTask = 2 * kTaskElements;
 
-// Of the level that is the fastest for so many rows of an expert.
+// Kernels of the fastest level for this many rows per expert.
 const MoeKernels& kernels_of(const Problem& p) {
   const int64_t rows = ceil_div(p.pairs(), std::max<int64_t>(1, p.experts));
   const int64_t madds = rows * p.dim * (p.columns + p.hidden.features);
   return moe_kernels_on(isa_for(MeasuredOp::moe_experts, p.dtype, madds), p.dtype);
 }
 
-// One at least: experts without features still add their bias.
+// At least one: experts without features still add their bias.
 int64_t feature_groups(const Problem& p) {
   return std::max<int64_t>(1, ceil_div(p.hidden.features, kMoeFeatures));
 }
 
-// Memory for (rows, cols) of a dtype.
+// Memory for (rows, cols) elements of a dtype.
 struct Buffer {
   Tensor tensor;
   int64_t cols;
@@ -41,23 +41,23 @@ struct Buffer {
   }
 };
 
-// Blocks of a wave by who multiplies their rows.
+// Blocks of a wave, by the way their rows are multiplied.
 struct Blocks {
   std::vector<MoeBlock> in_pieces, others;
 };
 
-// Runs the products of a wave, whose items are blocks times groups of columns.
+// Runs the products of a wave. An item is one block and one group of columns.
 class Products {
  public:
-  // rows: the most of a wave.
+  // rows: the largest number of rows of a wave.
   Products(const Problem& p, int64_t rows)
       : memory_(torch::stable::get_num_threads(), kernels_of(p).workspace_bytes(p.dtype)),
         made_(p.pieces > 0 ? rows : 0, p.columns, p.compute) {}
 
-  // Memory for a product that is made in pieces before a kernel reads it.
+  // Memory for a product that is computed in pieces before a kernel reads it.
   void* made() const { return made_.row(0); }
 
-  // Where `made` holds the product of some blocks.
+  // Runs a kernel on all blocks; `made` holds the finished product of the blocks in pieces.
   template <class Params>
   void run(Params p, const Blocks& blocks, int64_t groups,
            void (*kernel)(const Params&, void*, int64_t, int64_t)) const {
@@ -82,7 +82,7 @@ class Products {
   Buffer made_;
 };
 
-// c (rows, n) = a (rows, k) B + bias, in pieces of bf16 where pieces can make it.
+// c (rows, n) = a (rows, k) B + bias in pieces of bf16, for the experts that pieces support.
 Blocks multiply_in_pieces(const Problem& p, const Routing& routing, const Wave& wave, const void* a,
                           int64_t k, const MoeMatrix& b, const OptTensor& bias, int64_t n,
                           void* c) {
@@ -119,7 +119,7 @@ Blocks multiply_in_pieces(const Problem& p, const Routing& routing, const Wave& 
   return blocks;
 }
 
-// out (count, cols) = the rows of x with these numbers.
+// out (count, cols) = the rows of x with the given numbers.
 void gather(const MoeKernels& kernels, DType dtype, const int64_t* numbers, int64_t count,
             const Rows& x, void* out) {
   const MoeGatherParams g{.dtype = dtype,
@@ -178,8 +178,8 @@ void combine(const Problem& p, const Routing& routing, const Buffer& rows, const
                   [&](int64_t a, int64_t b) { kernels_of(p).combine(c, a, b); });
 }
 
-// Gradient of weights w (E, out, in) = sum over rows of grad (rows, out)^T in (rows, in). Of two
-// dtypes the wider one is A, which transposes the product.
+// Gradient of weights w (E, out, in) = sum over rows of grad (rows, out)^T in (rows, in). If the
+// dtypes differ, the wider operand becomes A, which may transpose the product.
 void weight_grad(const Problem& p, const Routing& routing, const Wave& wave, const Experts& w,
                  const Buffer& grad, const Buffer& in, void* result) {
   const bool in_first =
@@ -256,10 +256,10 @@ void run_forward(const Problem& p, void* y, void* pre) {
 
 namespace {
 
-// The backward. Its arrays hold the rows of one wave, except where all rows are needed.
+// The backward. Its arrays hold the rows of one wave, unless all rows are needed.
 class Backward {
  public:
-  // pre: null to compute it again.
+  // pre: null to recompute it.
   Backward(const Problem& p, const Rows& grad_y, const void* pre, const MoeGradients& grads)
       : p_(p),
         grad_y_(grad_y),

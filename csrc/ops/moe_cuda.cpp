@@ -1,5 +1,5 @@
-// moe_experts on CUDA: memory and phases. All sizes are those of the most rows and blocks
-// that there can be, so that nothing waits for the routing.
+// moe_experts on CUDA: memory and phases. All arrays have the maximum number of rows and blocks, so
+// that nothing waits for the routing.
 #include "kernels/moe/moe_cuda.h"
 #include "ops/device.h"
 #include "ops/moe.h"
@@ -17,7 +17,7 @@ bool whole_16_bytes(const Experts& w) {
 }
 bool whole_16_bytes(const OptTensor& bias) { return whole_16_bytes(data_or_null(bias), 0); }
 
-// Whether dtype, sizes and addresses allow tensor cores. grad_y: null in the forward.
+// True if dtype, sizes and addresses allow tensor cores. grad_y: null in the forward.
 bool takes_mma(const Problem& p, const Rows* grad_y) {
   return size_of(p.dtype) == 2 && p.dim % 8 == 0 && p.hidden.features % 8 == 0 &&
          whole_16_bytes(p.x.data(), p.x.stride) && whole_16_bytes(p.up) && whole_16_bytes(p.down) &&
@@ -25,14 +25,14 @@ bool takes_mma(const Problem& p, const Rows* grad_y) {
          (grad_y == nullptr || whole_16_bytes(grad_y->data(), grad_y->stride));
 }
 
-// Both passes differ only in the kernels of their products.
+// A path is a set of product kernels; both passes are otherwise the same.
 const PathTable<bool(const Problem&, const Rows*), const MoeProductKernels> kPaths(
     "moe_experts", {
                        {"mma", takes_mma, &kMoeMma},
                        {"fma", [](const Problem&, const Rows*) { return true; }, &kMoeFma},
                    });
 
-// The routing's arrays, in one piece of memory.
+// Arrays of the routing, in one allocation.
 struct Routing {
   Tensor memory;
   MoeRouting arrays;
@@ -73,7 +73,7 @@ MoeProduct product(const Problem& p, const MoeRouting& r, const MoeRows& a, cons
           .k = k,
           .n = n};
 }
-// Rows of tokens, by row of the routing.
+// Rows of tokens, indexed by row of the routing.
 MoeRows gathered(const Rows& x, const MoeRouting& r) {
   return {x.data(), r.token_of_row, x.stride};
 }
@@ -89,7 +89,7 @@ void up(const Problem& p, const MoeRouting& r, const MoeProductKernels& kernels,
   require_launched(p.op, kernels.up(u, stream()));
 }
 
-// y = the weighted sum over each token's slots of the rows of a times their experts' b.
+// y = sum over each token's slots of weight times (row of a times the expert's b, plus its bias).
 void project(const Problem& p, const MoeRouting& r, const MoeProductKernels& kernels,
              const Tensor& a, const MoeMatrix& b, const void* bias, const void* weights, void* y) {
   const Tensor rows = empty_tensor({r.pairs(), p.dim}, p.compute);
@@ -138,7 +138,7 @@ void weight_grad(const Problem& p, const MoeRouting& r, const MoeProductKernels&
   require_launched(p.op, kernels.weight_grad(g, stream()));
 }
 
-// out: sums of the rows of each expert's x (rows, cols), times routing weights if `by` is not null.
+// out: sums over each expert's rows of x (rows, cols), weighted by `by` if it is not null.
 void column_sums(const Problem& p, const MoeRouting& r, const MoeRows& x, int64_t cols,
                  const void* by, void* out) {
   const MoeColumnSums s{.dtype = p.dtype,
@@ -152,7 +152,7 @@ void column_sums(const Problem& p, const MoeRouting& r, const MoeRows& x, int64_
   require_launched(p.op, launch_moe_column_sums(s, stream()));
 }
 
-// out: gradient of the routing weights from its parts (rows, parts).
+// out: gradient of the routing weights, summed from its parts (rows, parts).
 void slot_grad(const Problem& p, const MoeRouting& r, const Tensor& parts, const Rows& grad_y,
                void* out) {
   const MoeSlotGradParams s{.dtype = p.dtype,

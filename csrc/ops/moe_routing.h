@@ -1,4 +1,4 @@
-// Which rows of a mixture of experts are worked on together, on the CPU.
+// Order of the rows and experts of a mixture of experts, on the CPU.
 #pragma once
 
 #include <vector>
@@ -7,14 +7,14 @@
 
 namespace omniattn::ops::moe {
 
-// Consecutive experts whose intermediate arrays fit into a fixed size, one expert at least.
+// Consecutive experts whose intermediate arrays fit into a fixed size; at least one expert.
 struct Wave {
   int64_t first_expert, experts;
   int64_t row, rows;
   std::vector<MoeBlock> blocks;  // rows counted from `row`, largest block first
 };
 
-// The (token, slot) pairs by expert, stable: rows offsets[e] to offsets[e + 1] are of expert e.
+// The (token, slot) pairs, stably sorted by expert: expert e has rows offsets[e] .. offsets[e + 1].
 struct Routing {
   std::vector<int64_t> offsets, token_of_row, slot_of_row, row_of_slot;
 

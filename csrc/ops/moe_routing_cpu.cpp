@@ -1,4 +1,4 @@
-// The order of the work of a mixture of experts on the CPU.
+// Orders the work of a mixture of experts on the CPU.
 #include "ops/moe_routing.h"
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 namespace omniattn::ops::moe {
 namespace {
 
-// Intermediate arrays of the experts that are worked on together; more only costs memory.
+// Bytes of intermediate arrays of the experts of a wave; more would only cost memory.
 constexpr int64_t kWaveBytes = int64_t{32} << 20;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// rms_norm and layer_norm, with a residual or without.
+// rms_norm and layer_norm, with or without a residual.
 #include "kernels/norm/norm.h"
 
 #include <tuple>
@@ -10,8 +10,8 @@
 namespace omniattn::ops::norm {
 namespace {
 
-// What forward and backward share: x and the residual, or grad_y and h. The second one is a stream
-// of the dtype of the first, or of fp32 where that has 16 bits.
+// Checked arguments of forward and backward: x and the residual, or grad_y and h. The second tensor
+// has the dtype of the first, or is fp32 if the first has 16 bits.
 struct Problem {
   const char* op;
   DType dtype, h_dtype;
@@ -133,10 +133,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
   return {dx, dh.tensor(), dweight.tensor(), dbias.tensor()};
 }
 
-// y = (x - mean) * rstd * (weight + offset) + bias over the last dimension; cast_first rounds to
-// x's dtype before the weight; stats (rows, 2) = mean, rstd. add_norm: the same of h = x +
-// residual, which has the dtype of the residual. Of the backward, dx has the dtype of grad_y; dh is
-// the same in the dtype of h, and empty where the two are equal.
+// y = (x - mean) * rstd * (weight + offset) + bias over the last dimension. cast_first rounds to
+// x's dtype before the weight. stats (rows, 2) = mean, rstd. add_norm: norm of h = x + residual, in
+// the dtype of the residual. In the backward, dx has the dtype of grad_y; dh is the same gradient
+// in the dtype of h, and empty if the two dtypes are equal.
 const Registry registry([](Registry& ops) {
   ops.add<norm, norm_only>(
       "norm(Tensor x, Tensor? weight, Tensor? bias, bool center, float eps, float offset,"

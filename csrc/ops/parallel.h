@@ -1,4 +1,4 @@
-// Work over torch's thread pool. Results must not depend on which thread runs an item.
+// Work on torch's thread pool. Results must not depend on which thread runs an item.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -9,16 +9,16 @@
 
 namespace omniattn::ops {
 
-// Elements of a task of a light kernel, so that it costs more than handing it out.
+// Elements in a task of a light kernel, so that a task costs more than its dispatch.
 inline constexpr int64_t kTaskElements = 16384;
 
-// Items in a task of about `task` elements.
+// Number of items in a task of about `task` elements.
 inline int64_t grain_of(int64_t elements_per_item, int64_t task = kTaskElements) {
   return std::max<int64_t>(1, task / std::max<int64_t>(1, elements_per_item));
 }
 
-// f(begin, end) over contiguous ranges of at least `grain` items. One range is run in place:
-// opening the pool costs about 2 us. f must not throw: an exception inside the pool loses its text.
+// Calls f(begin, end) for contiguous ranges of at least `grain` items; a single one runs in place,
+// since opening the pool takes 2 us. f must not throw: an exception in the pool loses its text.
 template <class F>
 void parallel_ranges(int64_t items, int64_t grain, const F& f) {
   if (items <= 0) return;
@@ -29,7 +29,7 @@ void parallel_ranges(int64_t items, int64_t grain, const F& f) {
   }
 }
 
-// A kernel over the items of a problem, with few elements each.
+// Runs a kernel over the items of a problem, with few elements each.
 template <class Params>
 void run_items(const Params& p, int64_t items, int64_t elements_per_item,
                void (*kernel)(const Params&, int64_t begin, int64_t end)) {
@@ -37,8 +37,8 @@ void run_items(const Params& p, int64_t items, int64_t elements_per_item,
                   [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 
-// f(begin, end) over the ranges `items * s / shards`. The split depends on the shape only, so that
-// partial sums kept per shard give the same total for any number of threads.
+// Calls f(s, begin, end) for the shards `items * s / shards`. The split depends on the shape only,
+// so that partial sums kept per shard give the same total for any number of threads.
 template <class F>
 void parallel_shards(int64_t items, int64_t shards, const F& f) {
   parallel_ranges(shards, 1, [&](int64_t first, int64_t last) {
@@ -48,8 +48,8 @@ void parallel_shards(int64_t items, int64_t shards, const F& f) {
   });
 }
 
-// f(thread, item) with items handed out one by one in order: put the longest first. 0 <= thread <
-// threads names memory that is the caller's own; results must not depend on it.
+// Calls f(thread, item); items are handed out one by one in order: put the longest first. 0 <=
+// thread < threads selects the caller's memory for a thread; results must not depend on it.
 template <class F>
 void parallel_queue(int64_t items, int64_t threads, const F& f) {
   if (threads <= 1) {

@@ -1,4 +1,4 @@
-// Lists and reports of paths, as ops of the library of a device.
+// Lists and reports paths, as ops of each device's library.
 #include "ops/path.h"
 
 #include <torch/csrc/stable/library.h>

@@ -1,5 +1,5 @@
-// The ways to run an op, best first: the first that takes a problem runs it. The tables are listed
-// by `python -m omniattn info`; with OMNIATTN_LOG_PATHS=1 each call says which path it took.
+// The ways to run an op, best first; the first path that takes a problem runs it. `python -m
+// omniattn info` lists the tables; with OMNIATTN_LOG_PATHS=1 each call reports the path it took.
 #pragma once
 
 #include <cstdint>
@@ -17,18 +17,18 @@ struct Path {
   Run* run;  // a function, or the kernels of the path
 };
 
-// A table's op and names, which lists of all tables find.
+// Op and path names of a table, registered for the list of all tables.
 class PathNames {
  public:
   PathNames(const char* op, std::vector<const char*> names);
-  // Reports the path of a call, where that is asked for.
+  // Reports the path of a call, if reports are enabled.
   void report(const char* name) const {
     if (reports_) [[unlikely]] {
       print(name);
     }
   }
   static void set_reports(bool on) { reports_ = on; }
-  // "<op>: <name>, <name>" a line.
+  // One line "<op>: <name>, <name>" per table.
   static std::string all();
 
  private:
@@ -48,7 +48,7 @@ class PathTable {
   PathTable(const char* op, std::initializer_list<Entry> entries)
       : entries_(entries), names_(op, names(entries)) {}
 
-  // Of one problem: what `takes` and `run` are called with.
+  // The first path that takes a problem; `problem` are the arguments of `takes`.
   template <class... Args>
   const Entry& first(const Args&... problem) const {
     auto entry = entries_.begin();

@@ -10,7 +10,7 @@ namespace omniattn::ops::random {
 namespace {
 
 // CUDA kernels read a seed on their device themselves, so that a captured graph can be replayed
-// with another one; a seed on the CPU is fixed when the graph is captured.
+// with another seed; a seed on the CPU is fixed when the graph is captured.
 template <class Params>
 void take_seed(Params& p, const Tensor& seed) {
   if (kOnCuda && is_here(seed)) {
@@ -75,7 +75,7 @@ Tensor uniform_like(const Tensor& x, const Tensor& seed) {
 }
 
 // dropout: y = x / (1 - p) where an element's draw keeps it, else 0. uniform_like: fp32 numbers in
-// [0, 1) of x's shape. Draws are functions of seed = [seed, offset] and the element's index.
+// [0, 1) in x's shape. A draw is a function of seed = [seed, offset] and the element's index.
 const Registry registry([](Registry& ops) {
   ops.add<dropout>("dropout(Tensor x, Tensor seed, float p) -> Tensor", differentiable);
   ops.add<uniform_like>("uniform_like(Tensor x, Tensor seed) -> Tensor");

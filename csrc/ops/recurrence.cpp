@@ -16,7 +16,7 @@
 namespace omniattn::ops::recurrence {
 namespace {
 
-// (B, T, H) or (B, T, H, D) of these sizes, the latter with unit last stride.
+// (B, T, H), or (B, T, H, D) with unit last stride, of the given sizes.
 struct Steps {
   Tensor tensor;
 
@@ -32,7 +32,7 @@ struct Steps {
 using OptSteps = std::optional<Steps>;
 StepView view_or_null(const OptSteps& steps) { return steps ? steps->view() : StepView{}; }
 
-// What forward and backward share.
+// Checked arguments of forward and backward.
 struct Problem : SequenceProblem {
   int64_t key_heads, value_heads, key_width, value_width;
   Steps q, k, v;
@@ -142,7 +142,7 @@ struct Problem : SequenceProblem {
   }
 };
 
-// The public function that names an error; functions with fewer options check their own.
+// Name of the public function in errors; functions with fewer options check their own arguments.
 std::string op_of(const OptTensor& beta, const OptTensor& bonus, const OptTensor& a, bool delta,
                   bool normalize) {
   return a.has_value()       ? "dplr_delta_rule"
@@ -153,9 +153,9 @@ std::string op_of(const OptTensor& beta, const OptTensor& bonus, const OptTensor
                              : "gated_linear_attention";
 }
 
-// Items of a kernel, each with some of `count` parts of a sequence that need `bytes` each, which
-// are read at once: as many as leave the threads as even a share as single parts. No part depends
-// on another, nor do results on threads.
+// Number of sequence parts, `bytes` each, that an item of a kernel reads at once, of `count` parts:
+// as many as balance the threads as well as single parts do. Parts are independent, so results do
+// not depend on the number of threads.
 int64_t parts_of_item(const Problem& p, int64_t count, int64_t bytes) {
   constexpr int64_t kMost = 8, kMostBytes = int64_t{1} << 19;
   const int64_t threads = torch::stable::get_num_threads();
@@ -169,13 +169,13 @@ int64_t parts_of_item(const Problem& p, int64_t count, int64_t bytes) {
   return parts;
 }
 
-// The kernels for a call; `tiles` is null where the machine has none.
+// Kernels for a call; `tiles` is null if the machine has no tiles.
 template <class Kernels>
 const Kernels& on_tiles_or(const Recurrence& p, const Kernels* tiles, const Kernels& others) {
   return tiles != nullptr && recurrence_on_tiles(p) ? *tiles : others;
 }
 
-// kSave: whether the backward will need states; without them `recurrence_only`.
+// kSave: true to save states for the backward; `recurrence_only` does not.
 template <bool kSave>
 std::tuple<Tensor, Tensor, Tensor> recurrence(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& g, const OptTensor& beta,
@@ -210,8 +210,8 @@ std::tuple<Tensor, Tensor, Tensor> recurrence(
   return {o.tensor(), final_state.tensor(), states.tensor()};
 }
 
-// Parts of the value heads of a key head where key heads are few, which are the items of threads;
-// it depends on the heads only, so that results do not depend on threads.
+// Number of parts that the value heads of a key head are split into, if there are few key heads to
+// share among threads. It depends on the heads only, so results do not depend on threads.
 int64_t shards_of(const Problem& p) {
   constexpr int64_t kItems = 16;
   const int64_t group = p.key_heads > 0 ? p.value_heads / p.key_heads : 1;
@@ -222,7 +222,7 @@ int64_t shards_of(const Problem& p) {
   return std::max<int64_t>(1, group);
 }
 
-// A gradient (B, T, Hk, K), or its parts, which are summed at the end.
+// A gradient (B, T, Hk, K), or its parts, which are summed in the end.
 class Sharded {
  public:
   Sharded(const Problem& p, bool wanted, const OptSteps& like, int64_t shards)
@@ -325,9 +325,9 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
 }
 
 // q, k, a, b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), bonus
-// (N, Hv, K), skip (N, Hv, V), least (B, T, Hv), states (N, Hv, K, V), or V + 1 with normalize;
-// wide: o is in fp32 for half types. The last result of the forward is the states at the starts of
-// chunks.
+// (N, Hv, K), skip (N, Hv, V), least (B, T, Hv), states (N, Hv, K, V), or V + 1 columns with
+// normalize. wide: o is fp32 for half types. The last result of the forward holds the states at the
+// starts of chunks.
 const Registry registry([](Registry& ops) {
   ops.add<recurrence<true>, WithoutLast<recurrence<false>>::run>(
       "recurrence(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a,"

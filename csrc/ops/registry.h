@@ -1,11 +1,11 @@
 // Registration of ops with torch's dispatcher, schema and implementation in one place.
 //
-// A differentiable op is registered under two names: `<op>` gets a fake kernel and an autograd
-// formula in Python and is what compiled graphs contain; `<op>_raw` gets a fake kernel only and is
-// what the eager paths call (the autograd key of a Python formula costs 2.5 us even without
+// A differentiable op is registered under two names. `<op>` gets a fake kernel and an autograd
+// formula in Python and appears in compiled graphs. `<op>_raw` gets a fake kernel only and is
+// called by the eager paths (the autograd key of a Python formula costs 2.5 us even without
 // gradients). It takes numbers where graphs have symbols: a list of four as SymInt[] costs 0.8 us
-// more than as int[]. `<op>_only`, where an op has one, is for eager calls without gradients: it
-// leaves out the last result, which is for the backward. See python/omniattn/ops/_autograd.py.
+// more than as int[]. `<op>_only`, if an op has one, serves eager calls without gradients: it omits
+// the last result, which only the backward needs. See python/omniattn/ops/_autograd.py.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -16,7 +16,7 @@
 
 namespace omniattn::ops {
 
-// The schema of `<op>_raw`, and of `<op>_only`.
+// Schema of `<op>_raw` or of `<op>_only`.
 inline std::string eager_schema(std::string schema, const char* suffix) {
   schema.insert(schema.find('('), suffix);
   const std::string symbols = "SymInt[]";
@@ -31,7 +31,7 @@ inline std::string without_last_result(std::string schema) {
 enum class Gradient { none, differentiable };
 using Gradient::differentiable;
 
-// The ops of a file, which has one at namespace scope:
+// Registers the ops of a file, which defines one Registry at namespace scope:
 //
 //   const Registry registry([](Registry& ops) { ops.add<top_k>("top_k(Tensor scores) -> Tensor");
 //   });
@@ -48,8 +48,8 @@ class Registry {
     fill(*this);
   }
 
-  // kFunction is the implementation on this device of an op "name(arguments) -> results", kOnly
-  // that of `<op>_only`.
+  // kFunction implements an op "name(arguments) -> results" on this
+  // device; kOnly implements `<op>_only`.
   template <auto kFunction, auto kOnly = nullptr>
   void add(const std::string& schema, Gradient gradient = Gradient::none) {
     define(schema, gradient);
@@ -58,8 +58,8 @@ class Registry {
       add<kOnly>(without_last_result(eager_schema(schema, "_only")));
   }
 
-  // The schema alone, of ops that other files or Python implement. The CUDA library is loaded after
-  // the one for the CPU, which has them all.
+  // Adds the schema alone, for ops that other files or Python implement. The CUDA library adds
+  // none: it is loaded after the CPU library, which has them all.
   void define([[maybe_unused]] std::string schema,
               [[maybe_unused]] Gradient gradient = Gradient::none) {
 #if !defined(OMNIATTN_CUDA)

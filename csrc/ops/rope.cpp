@@ -11,8 +11,8 @@
 namespace omniattn::ops::rope {
 namespace {
 
-// Positions of `entries` batch entries must be rows of the tables. CUDA kernels check them: reading
-// them here would wait for the GPU.
+// Positions of `entries` batch entries must be rows of the tables. On CUDA the kernels check this:
+// reading positions here would wait for the GPU.
 void check_positions(const char* op, const RopeParams& p, int64_t entries) {
   if constexpr (kOnCuda) return;
   for (int64_t b = 0; b < entries; ++b) {
@@ -24,7 +24,7 @@ void check_positions(const char* op, const RopeParams& p, int64_t entries) {
   }
 }
 
-// The arguments that all forms share, checked, and the tensors that turn, once they are added.
+// Checked arguments shared by all forms, and the rotated tensors once they have been added.
 struct Problem {
   const char* op;
   DType dtype;
@@ -32,7 +32,7 @@ struct Problem {
   RopeParams params{};
   int64_t batch;
 
-  // x (B, T, H, D) names the first of the tensors that turn.
+  // x (B, T, H, D) is the first rotated tensor.
   Problem(const char* op_, const char* name, const Tensor& x, const Tensor& cos_,
           const Tensor& sin_, const OptTensor& positions, int64_t start, bool interleaved,
           bool inverse)
@@ -71,7 +71,7 @@ struct Problem {
     }
   }
 
-  // Requires a tensor that turns with the first one; only the number of heads may differ.
+  // Requires x to match the first rotated tensor; only the number of heads may differ.
   void require_like_first(const char* name, const Tensor& x) const {
     require_tensor(op, name, x, dtype);
     require(x.dim() == 4, op, name, " must have 4 dimensions, got ", x.dim());
@@ -119,7 +119,7 @@ void run(const Problem& p) {
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_rope(params, p.batch, stream()));
   } else {
-    int64_t elements = 0;  // of a token
+    int64_t elements = 0;  // elements of one token
     for (int32_t k = 0; k < params.tensor_count; ++k) {
       elements += params.tensors[k].heads * params.dim;
     }
@@ -151,7 +151,7 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptTensor& k, const Tenso
 }
 
 void require_writable(const char* op, const char* name, const Tensor& x) {
-  if (x.numel() == 0) return;  // its strides mean nothing
+  if (x.numel() == 0) return;  // strides of an empty tensor mean nothing
   require(has_unit_last_stride(x), op, name, " must have unit stride in its last dimension to be ",
           "turned in place, got ", x.stride(3));
   for (int64_t i = 0; i < 3; ++i) {
@@ -200,7 +200,7 @@ std::tuple<Tensor, Tensor> norm_rope(const Tensor& x, const OptTensor& weight, c
   return {y, rstd};
 }
 
-// dweight is in the accumulator type, and empty if not wanted.
+// dweight is in the accumulator type, and empty if it is not wanted.
 std::tuple<Tensor, Tensor> norm_rope_backward(const Tensor& grad_y, const Tensor& x,
                                               const OptTensor& weight, const Tensor& cos,
                                               const Tensor& sin, const OptTensor& positions,
@@ -234,18 +234,18 @@ std::tuple<Tensor, Tensor> norm_rope_backward(const Tensor& grad_y, const Tensor
                      launch_norm_rope_backward(params, p.batch, sums, dweight.data(), stream()));
   } else {
     const auto backward = norm_rope_kernels().backward;
-    // The sums are in the order of the elements, as the kernel keeps those of the accumulator type.
+    // The sums are in element order, which sum_over_rows assumes for the accumulator type.
     sum_over_rows(acc, x.size(0) * x.size(1), x.size(3), {dweight, 1}, {},
                   [&](void* dw, void*, int64_t a, int64_t b) { backward(params, dw, a, b); });
   }
   return {dx, dweight.tensor()};
 }
 
-// rope: q, k (B, T, H, D) turned by cos, sin (P, Dr / 2) or (B, P, Dr / 2), whose rows are chosen
-// by positions (T) or (B, T), from dimension `start` of D on; without k the second result is empty.
-// norm_rope: the heads of x (B, T, H, D) normalised by their mean square, times weight + offset,
-// and turned as by rope; cast_first as in norm, and what the weight makes of it is rounded, too;
-// rstd (B, T, H).
+// rope: rotates q, k (B, T, H, D) by cos, sin (P, Dr / 2) or (B, P, Dr / 2), whose rows are
+// selected by positions (T) or (B, T), from dimension `start` of D on; without k the second result
+// is empty. norm_rope: normalises the heads of x (B, T, H, D) by their mean square, multiplies by
+// weight + offset and rotates as rope does. cast_first: as in norm; the product with the weight is
+// rounded, too. rstd (B, T, H).
 const Registry registry([](Registry& ops) {
   ops.add<rope>(
       "rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, int start,"

@@ -11,7 +11,7 @@
 namespace omniattn::ops::rwkv4 {
 namespace {
 
-// What forward and backward share.
+// Checked arguments of forward and backward.
 struct Problem : ScanProblem {
   int64_t channels;
   ScanInput k, v;
@@ -45,10 +45,10 @@ struct Problem : ScanProblem {
 
 int64_t items_of(const Wkv& p) { return p.rows.sequences * ceil_div(p.channels, p.block); }
 
-// Rows of a block of the forward are read as long runs; the backward keeps a chunk in L2.
+// A large block lets the forward read long runs of each row; the backward keeps a chunk in L2.
 constexpr int64_t kForwardBlock = 512, kBackwardBlock = 128;
 
-// kSave: whether the backward will need states; without them `rwkv4_only`.
+// kSave: true to save states for the backward; `rwkv4_only` does not.
 template <bool kSave>
 std::tuple<Tensor, Tensor, Tensor> rwkv4(const Tensor& w, const Tensor& u, const Tensor& k,
                                          const Tensor& v, const OptTensor& initial_state,
@@ -70,7 +70,7 @@ std::tuple<Tensor, Tensor, Tensor> rwkv4(const Tensor& w, const Tensor& u, const
   return {y.tensor(), final_state.tensor(), states.tensor()};
 }
 
-// The sum over sequences of one of the rows of `partial` (N, 2, C).
+// Sum over sequences of one row of `partial` (N, 2, C).
 Tensor sum_of(const Problem& p, bool wanted, const Tensor& partial, int64_t row) {
   const Output sum(wanted, {p.channels}, p.acc);
   if (wanted) {
@@ -92,7 +92,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rwkv4_backward(
   require_dense(p.op, "states", states, p.acc, {scan_slots(wkv.rows), 4, p.channels});
   const Output dk = p.result(true, k.sizes(), p.dtype), dv = p.result(true, k.sizes(), p.dtype);
   const Output dinitial(initial_state_grad, {p.sequences, 3, p.channels}, p.acc);
-  // With no sequences the sums read one row of zeros.
+  // Without sequences the sums read one row of zeros.
   Tensor partial = scratch(std::max<int64_t>(1, p.sequences) * 2 * p.channels, p.acc);
   if (p.sequences == 0) torch::stable::fill_(partial, 0);
   const WkvBackwardParams params{.wkv = wkv,
@@ -114,8 +114,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rwkv4_backward(
           dinitial.tensor()};
 }
 
-// w, u (C), k, v (B, T, C), states (N, 3, C). The last result of the forward is the states at the
-// starts of chunks.
+// w, u (C), k, v (B, T, C), states (N, 3, C). The last result of the forward holds the states at
+// the starts of chunks.
 const Registry registry([](Registry& ops) {
   ops.add<rwkv4<true>, WithoutLast<rwkv4<false>>::run>(
       "rwkv4(Tensor w, Tensor u, Tensor k, Tensor v, Tensor? initial_state, Tensor? cu_seqlens)"

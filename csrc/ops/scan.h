@@ -1,4 +1,4 @@
-// What the ops of scans share: rows of sequences, states, and results.
+// Shared by the scan ops: rows of sequences, states, and results.
 #pragma once
 
 #include "kernels/scan/scan.h"
@@ -12,7 +12,7 @@
 
 namespace omniattn::ops {
 
-// x (B, T, ..) as rows of C numbers: a copy where these are not next to each other.
+// x (B, T, ..) as rows of C adjacent numbers: a copy if they are not adjacent.
 struct ScanInput {
   Tensor tensor;
 
@@ -37,8 +37,8 @@ struct ScanProblem : SequenceProblem {
 
   ScanRows rows() const { return {sequences, steps, packed.rows.q}; }
 
-  // On CUDA, where the kernels leave rows outside of all sequences alone, they are zeroed here,
-  // too.
+  // On CUDA, rows outside all sequences are zeroed here as well,
+  // because the kernels skip them.
   Output result(bool wanted, Sizes sizes, DType type) const {
     const Output out = SequenceProblem::result(wanted, sizes, type);
     if (kOnCuda && packed.rows.q != nullptr && out.data() != nullptr) {
@@ -48,7 +48,7 @@ struct ScanProblem : SequenceProblem {
     return out;
   }
 
-  // Channels of an item on the CPU: a few items for each thread, and at most `most`.
+  // Channels per item on the CPU: gives each thread a few items, of at most `most` channels.
   int64_t block(int64_t channels, int64_t most) const {
     constexpr int64_t kLeast = 64;
     const int64_t items = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
@@ -56,8 +56,8 @@ struct ScanProblem : SequenceProblem {
     return std::clamp(round_up(ceil_div(channels, parts), kLeast), kLeast, most);
   }
 
-  // The sum in A of `shards` parts, `stride` elements apart, of partial sums from element `first`
-  // on.
+  // Adds `shards` partial sums in A, `stride` elements apart, starting
+  // with those at element `first`.
   void sum_shards(const Tensor& partial, int64_t first, int64_t shards, int64_t stride,
                   int64_t size, void* out) const {
     const void* const from =

@@ -12,7 +12,7 @@ inline void require_seed(const char* op, const Tensor& seed) {
           op, "seed must be an int64 tensor [seed, offset] on the CPU or the device of the call");
 }
 
-// Of a seed on the CPU.
+// Stream of a seed that lies on the CPU.
 inline ElementStream read_seed(const Tensor& seed) {
   const auto* const words = static_cast<const int64_t*>(seed.const_data_ptr());
   return {philox_key(words[0]), static_cast<uint32_t>(words[seed.stride(0)])};

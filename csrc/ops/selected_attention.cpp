@@ -1,4 +1,4 @@
-// selected_attention: attention over the keys of blocks that lists name.
+// selected_attention: attention over the blocks of keys that lists select.
 #include "kernels/attention/selected_attention_cuda.h"
 
 #include <algorithm>
@@ -16,18 +16,18 @@
 namespace omniattn::ops::attention {
 namespace {
 
-// The options of a call, in the order of the schema.
+// Options of a call, in the order of the schema.
 struct SelectedOptions {
   int64_t block_size, query_block;
   bool causal;
   double scale, softcap, dropout_p;
 };
 
-// The first entry of all lists that is neither -1 nor the number of a block, or -1.
+// First entry of all lists that is neither -1 nor a block number; -1 if there is none.
 template <class I>
 int64_t wrong_entry(const Tensor& indices, int64_t blocks) {
   const auto* const data = static_cast<const I*>(indices.const_data_ptr());
-  const int64_t entries = indices.size(3);  // a call, which a loop does not hoist
+  const int64_t entries = indices.size(3);  // a call that a loop does not hoist
   const auto count = [&](int64_t dim) { return indices.stride(dim) == 0 ? 1 : indices.size(dim); };
   for (int64_t b = 0; b < count(0); ++b) {
     for (int64_t h = 0; h < count(1); ++h) {
@@ -46,7 +46,7 @@ int64_t wrong_entry(const Tensor& indices, int64_t blocks) {
   return -1;
 }
 
-// What forward and backward share, checked.
+// Checked arguments of forward and backward.
 struct SelectedCall {
   const char* op;
   Call call;
@@ -90,7 +90,7 @@ struct SelectedCall {
              .gathered = false,
              .shared = false};
     if (p.hq == 0 || p.tq == 0) return;
-    // Packing pays where the keys that items read are more than all keys.
+    // Packing pays if items read more keys than there are in total.
     const int64_t items = items_per_head(lists, p) * (group_size(p) / list_heads(lists, p));
     const int64_t blocks = std::min(lists.count, ceil_div(p.tk, x.block_size));
     lists.gathered = x.block_size < kGatheredBlock || x.block_size % 2 != 0 ||
@@ -118,7 +118,7 @@ struct SelectedCall {
             "indices must have a list for each block of queries, ceil(Tq / query_block), got Tq=",
             p.tq, ", query_block=", x.query_block, ", indices.shape[2]=", indices.size(2));
     indices = with_unit_last_stride(indices);
-    if constexpr (!kOnCuda) {  // there kernels ignore what lies outside
+    if constexpr (!kOnCuda) {  // CUDA kernels ignore entries out of range
       if (indices.numel() == 0) return;
       const int64_t blocks = ceil_div(p.tk, x.block_size);
       const int64_t wrong = type == ScalarType::Long ? wrong_entry<int64_t>(indices, blocks)
@@ -131,7 +131,7 @@ struct SelectedCall {
 
 bool has_rows(const AttentionProblem& p) { return p.batch > 0 && p.tq > 0 && p.hq > 0; }
 
-// Runs items of a kernel over the threads, with scratch memory for each of them.
+// Runs the items of a kernel on the threads, each with scratch memory.
 template <class Params>
 void run_kernel(AttentionKernel<Params> kernel, const Params& x, int64_t items, int64_t elements) {
   run_items(x, items, elements * size_of(accumulator(x.attention.problem.dtype)),
@@ -141,9 +141,9 @@ void run_kernel(AttentionKernel<Params> kernel, const Params& x, int64_t items, 
             });
 }
 
-// Few rows leave most of a tile of 16 empty. They pay for it where blocks of keys are packed for
-// all lists, and not where keys are few or gathered for each; where rows of several lists meet a
-// block, vectors and tiles take as long for about 32 rows and 64 keys.
+// Few rows leave most of a tile of 16 empty. Tiles still pay where blocks of keys are packed for
+// all lists, but not where keys are few or gathered per list. Where rows of several lists share a
+// block, vectors and tiles are equally fast at about 32 rows and 64 keys.
 Isa isa_of(const SelectedLists& s, const AttentionProblem& p) {
   constexpr int64_t kRows = 8, kKeys = 32, kPairs = 32 * 64;
   const int64_t keys = smaller(smaller(s.count, ceil_div(p.tk, s.block_size)) * s.block_size, p.tk);
@@ -211,7 +211,7 @@ void run_backward_cuda(SelectedBackwardParams b) {
   if (b.attention.grad_sinks != nullptr) {
     run(launch_attention_sum_rows(p, b.attention.part_sinks, 1, b.attention.grad_sinks, stream()));
   }
-  // Lists of 32-bit numbers have half the size of the widest indices.
+  // Lists of 32-bit numbers have half the size of int64 indices.
   const int64_t owners = p.batch * s.heads, blocks = selected_blocks(s, p);
   const int64_t entries = list_count(s, p) * s.count;
   require(entries < (int64_t{1} << 31), op,
@@ -329,7 +329,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> selected_attention_backward(
 }
 
 // indices (B | 1, 1 | Hkv | Hq, ceil(Tq / query_block), n) int32 or int64: blocks of block_size
-// keys, -1 for none, each at most once in a list. The rest as in attention; softcap 0: none.
+// keys, each at most once in a list; -1: none. Other arguments as in attention; softcap 0: none.
 const Registry registry([](Registry& ops) {
   ops.add<selected_attention, selected_attention_only>(
       "selected_attention(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor? sinks,"

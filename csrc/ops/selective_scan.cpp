@@ -14,7 +14,7 @@
 namespace omniattn::ops::selective_scan {
 namespace {
 
-// B or C: (B, T, G, N) of the dtype of u, or that of A where states are paired; or (D, N) of A.
+// B or C: (B, T, G, N) in the dtype of u, or of A if states are paired; or constant, (D, N) in A.
 struct WeightInput {
   Tensor tensor;
   bool constant;
@@ -37,7 +37,7 @@ struct WeightInput {
   }
 };
 
-// What forward and backward share.
+// Checked arguments of forward and backward.
 struct Problem : ScanProblem {
   int64_t channels, states, groups;
   ScanInput u, delta;
@@ -80,7 +80,7 @@ struct Problem : ScanProblem {
     c_view = c.view(op, "C", weight_dtype(), acc, of_steps, of_all);
   }
 
-  // Of B and C that vary.
+  // The dtype of B and C that vary over time.
   DType weight_dtype() const { return paired ? acc : dtype; }
 
   OptTensor state(const char* name, const OptTensor& t) const {
@@ -107,12 +107,12 @@ struct Problem : ScanProblem {
   }
 };
 
-// Whether the scan is a single step that the kernel of steps runs.
+// True if the scan is a single step that the step kernel supports.
 bool is_step(const Problem& p) {
   const bool constant = p.b.constant || p.c.constant;
   return !kOnCuda && p.steps == 1 && !p.paired && !constant && p.packed.rows.q == nullptr;
 }
-// That step, from the initial state to `state`, which may be the same.
+// Runs a single step from the initial state to `state`; both may be the same memory.
 void run_step(const Problem& p, void* state, void* y) {
   const auto rows = [](const ScanView& x) { return StepRows{x.data, x.batch}; };
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -140,16 +140,16 @@ void run_step(const Problem& p, void* state, void* y) {
                        .states_first = false,
                        .y = y};
   if constexpr (!kOnCuda) {
-    // An exponential costs some four products.
+    // An exponential costs about as much as four products.
     run_items(step, step_items(step), 4 * kStepHeads * p.states, state_step_kernels().run);
   }
 }
 
-// A block of the forward has its tables in L1, that of the backward, whose sums over channels are
-// added later, is the same for any number of threads.
+// A block of the forward keeps its tables in L1. The backward adds sums over channels later, so its
+// block must be the same for any number of threads.
 constexpr int64_t kForwardBlock = 256, kBackwardBlock = 128;
 
-// kSave: whether the backward will need states; without them `selective_scan_only`.
+// kSave: true to save states for the backward; `selective_scan_only` does not.
 template <bool kSave>
 std::tuple<Tensor, Tensor, Tensor> selective_scan(
     const Tensor& u, const Tensor& delta, const Tensor& A, const Tensor& B, const Tensor& C,
@@ -178,7 +178,7 @@ std::tuple<Tensor, Tensor, Tensor> selective_scan(
   return {y.tensor(), final_state.tensor(), states.tensor()};
 }
 
-// The same without gradients, of real states that are updated in place.
+// selective_scan without gradients, on real states that are updated in place.
 Tensor selective_scan_inplace(const Tensor& u, const Tensor& delta, const Tensor& A,
                               const Tensor& B, const Tensor& C, const OptTensor& D,
                               const OptTensor& z, const OptTensor& delta_bias, Tensor initial_state,
@@ -212,7 +212,7 @@ Tensor selective_scan_inplace(const Tensor& u, const Tensor& delta, const Tensor
 using Gradients =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The gradients of A, B, C, D and delta_bias from sums over parts.
+// Sums the gradients of A, B, C, D and delta_bias over parts.
 struct WeightSums {
   const Problem& p;
   const Selective& scan;
@@ -222,7 +222,7 @@ struct WeightSums {
   WeightSums(const Problem& problem, const Selective& s)
       : p(problem),
         scan(s),
-        // With no sequences the sums read one row of zeros.
+        // Without sequences the sums read one row of zeros.
         partial(scratch(std::max<int64_t>(1, p.sequences) * selective_rows(s) * p.channels, p.acc)),
         steps_b(of_steps(p.b)),
         steps_c(of_steps(p.c)),
@@ -318,8 +318,8 @@ Gradients selective_scan_backward(const Tensor& u, const Tensor& delta, const Te
 }
 
 // u, delta, z (B, T, D), A (D, N), B, C (B, T, G, N) or (D, N), D, delta_bias (D), states (N, D,
-// N). Where paired, A, B, C and states have real and imaginary parts in turn, see
-// kernels/scan/selective.h. The last result of the forward is the states at the starts of chunks.
+// N). If paired, A, B, C and states alternate real and imaginary parts (kernels/scan/selective.h).
+// The last result of the forward holds the states at the starts of chunks.
 const Registry registry([](Registry& ops) {
   ops.add<selective_scan<true>, WithoutLast<selective_scan<false>>::run>(
       "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,"

@@ -1,4 +1,4 @@
-// What ops over sequences share: the boundaries of packed ones, states, results.
+// Shared by ops over sequences: boundaries of packed sequences, states, results.
 #pragma once
 
 #include "ops/device.h"
@@ -6,7 +6,7 @@
 
 namespace omniattn::ops {
 
-// What the forward and the backward of an op over the steps of x (B, T, ..) share.
+// Base of the checked arguments of an op over the steps of x (B, T, ..), forward and backward.
 struct SequenceProblem {
   const char* op;
   DType dtype, acc;
@@ -30,7 +30,7 @@ struct SequenceProblem {
     require(t.dim() == dims, op, name, " must have ", dims, " dimensions, got ", t.dim());
     return t;
   }
-  // A dense tensor of A, such as states.
+  // Checks a dense tensor in A, such as states.
   OptTensor dense(const char* name, const OptTensor& t, Sizes sizes) const {
     if (!t.has_value()) return t;
     require_tensor(op, name, *t, acc);
@@ -38,7 +38,7 @@ struct SequenceProblem {
     return as_dense(*t);
   }
 
-  // A result (B, T, ..). On the CPU rows outside of all sequences are zeroed here.
+  // Allocates a result (B, T, ..). On the CPU, rows outside all sequences are zeroed here.
   Output result(bool wanted, Sizes sizes, DType type) const {
     const Output out(wanted, sizes, type);
     const int64_t* const ends = packed.rows.q;
@@ -49,7 +49,7 @@ struct SequenceProblem {
     }
     return out;
   }
-  // Of the shape of x, zeros where it is not given.
+  // The gradient, in the shape of x; zeros if it is not given.
   static Tensor gradient_or_zeros(const OptTensor& gradient, const Tensor& x, Sizes sizes) {
     return gradient.has_value() ? *gradient : torch::stable::new_zeros(x, sizes);
   }

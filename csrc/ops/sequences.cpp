@@ -1,5 +1,5 @@
-// The side tensors of a layout, checked, and lists of sequences. The CPU reads their values and
-// checks them; CUDA kernels do that themselves, since reading them here would wait for the GPU.
+// Checks the side tensors of a layout and lists its sequences. The CPU reads their values and
+// checks them here; CUDA kernels check them, since reading them here would wait for the GPU.
 #include "ops/sequences.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace omniattn::ops {
 namespace {
 
-// Integers that the kernels of this device can read, and what keeps them alive.
+// Integers that the kernels of this device can read, and the owner of their memory.
 struct RowNumbers {
   std::shared_ptr<const void> memory;
   const int64_t* data = nullptr;
@@ -42,7 +42,7 @@ void require_integers(const char* op, const char* name, const Tensor& t) {
           " must be int32 or int64, got ", name_of(type));
 }
 
-// Numbers of rows (N,) in [0, limit].
+// Reads row numbers (N,), each in [0, limit].
 RowNumbers read_rows(const char* op, const char* name, const Tensor& t, int64_t limit) {
   if constexpr (kOnCuda) return numbers(t);
   Values rows(static_cast<size_t>(t.size(0)));
@@ -54,7 +54,7 @@ RowNumbers read_rows(const char* op, const char* name, const Tensor& t, int64_t 
   return numbers(std::move(rows));
 }
 
-// The same, growing by 0 to x.longest.
+// Reads boundaries (N + 1,): row numbers that grow by 0 to x.longest from one to the next.
 RowNumbers read_boundaries(const char* op, const PackedRows& x) {
   require_integers(op, x.name, x.boundaries);
   require(x.boundaries.dim() == 1 && x.boundaries.size(0) >= 1, op, x.name,
@@ -69,7 +69,7 @@ RowNumbers read_boundaries(const char* op, const PackedRows& x) {
   return found;
 }
 
-// A table (B, N) of pages. The CPU reads only what it lists for keys: then `width` is less than N.
+// A table (B, N) of pages. The CPU reads only entries of existing keys, so `width` may be below N.
 struct PageNumbers {
   RowNumbers numbers;
   int64_t width;

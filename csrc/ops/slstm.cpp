@@ -11,7 +11,7 @@
 namespace omniattn::ops::slstm {
 namespace {
 
-// What forward and backward share.
+// Checked arguments of forward and backward.
 struct Problem : ScanProblem {
   int64_t heads, width;
   ScanInput x;
@@ -49,7 +49,7 @@ struct Problem : ScanProblem {
   int64_t items() const { return slstm_groups(rows()) * heads; }
 };
 
-// kSave: whether the backward will need the trace; without it `slstm_only`.
+// kSave: true to save the trace for the backward; `slstm_only` does not.
 template <bool kSave>
 std::tuple<Tensor, Tensor, Tensor> slstm(const Tensor& x, const Tensor& r,
                                          const OptTensor& initial_state,
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor> slstm_backward(const Tensor& x, const Tensor&
     const Tensor memory = scratch(slstm_backward_elements(params.slstm), p.acc);
     require_launched(p.op, launch_slstm_backward(params, memory.mutable_data_ptr(), stream()));
   } else if (p.width > 0) {
-    // With no sequences the sum reads one group of zeros.
+    // Without sequences the sum reads one group of zeros.
     const int64_t groups = slstm_groups(p.rows()), size = 4 * p.heads * p.width * p.width;
     Tensor partial = scratch(r_grad ? std::max<int64_t>(1, groups) * size : 0, p.acc);
     if (groups == 0) torch::stable::fill_(partial, 0);
@@ -106,7 +106,7 @@ std::tuple<Tensor, Tensor, Tensor> slstm_backward(const Tensor& x, const Tensor&
     const SlstmKernels& kernels = slstm_kernels();
     run_items(params, p.items(), kernels.backward_bytes(params.slstm), kernels.backward);
     if (r_grad) {
-      // In A, since the order in which sums to bf16 are read is not the one they have here.
+      // Summed in A: sum_shards to bf16 expects sums in lane order (runtime/row.h), unlike these.
       Tensor sum = empty_tensor(p.r.sizes(), p.acc);
       sum_kernels().sum_shards(p.acc, params.dr, groups, size, size, sum.mutable_data_ptr());
       Tensor to = dr.tensor();

@@ -1,5 +1,5 @@
-// A stage of an op on the CPU: items of one or more problems over the threads, each thread with
-// memory of its own.
+// A stage of an op on the CPU: the items of one or more problems, spread over the threads, each
+// thread with its own memory.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 
 namespace omniattn::ops {
 
-// Memory of which each thread has a part of its own, in whole cache lines; from the size of one on
-// in huge pages, which are read at twice the rate of small ones from L3.
+// Memory with a part for each thread, in whole cache lines. From the size of a huge page on it uses
+// huge pages, which are read from L3 at twice the rate of small ones.
 class ThreadMemory {
  public:
   ThreadMemory(int64_t threads, int64_t bytes)
@@ -31,7 +31,7 @@ class ThreadMemory {
 
  private:
   static constexpr int64_t kLine = 64, kHugePage = int64_t{1} << 21;
-  // Also that the last page is a whole one.
+  // Room to align the start and to make the last page a whole one.
   int64_t padding() const { return threads_ * bytes_ < kHugePage ? 0 : 2 * kHugePage; }
 
   int64_t threads_, bytes_;
@@ -39,8 +39,8 @@ class ThreadMemory {
   char* first_;
 };
 
-// kernel(problem, memory of the thread, item, item + 1) for all items of all problems, handed out
-// in order: put the longest first. `items(problem)` is their number.
+// Calls kernel(problem, thread's memory, item, item + 1) for all items of all problems, handed out
+// in order: put the longest first. `items(problem)` is the number of items.
 template <class Params, class Items, class Kernel>
 void run_stage(std::span<const Params> problems, const Items& items, const ThreadMemory& memory,
                const Kernel& kernel) {
@@ -51,7 +51,7 @@ void run_stage(std::span<const Params> problems, const Items& items, const Threa
     });
     return;
   }
-  std::vector<int64_t> ends;  // of the items of each problem
+  std::vector<int64_t> ends;  // end of each problem's items
   for (const Params& x : problems) ends.push_back((ends.empty() ? 0 : ends.back()) + items(x));
   const int64_t count = ends.empty() ? 0 : ends.back();
   parallel_queue(count, std::min(count, memory.threads()), [&](int64_t thread, int64_t item) {
@@ -62,7 +62,7 @@ void run_stage(std::span<const Params> problems, const Items& items, const Threa
   });
 }
 
-// The same for the items of one problem, with `bytes` for each thread.
+// Runs a stage of one problem, with `bytes` of memory for each thread.
 template <class Params, class Kernel>
 void run_items(const Params& x, int64_t items, int64_t bytes, const Kernel& kernel) {
   const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());

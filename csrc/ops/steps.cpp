@@ -1,12 +1,12 @@
-// Single steps of recurrences in place, without gradients: native on the CPU only (steps_cpu.cpp),
+// Single steps of recurrences in place, without gradients. Native on the CPU only (steps_cpu.cpp);
 // elsewhere layers decode by the ops that return new states.
 #include "ops/registry.h"
 
 namespace omniattn::ops::steps {
 namespace {
 
-// x (B, 1, D), weight (D, K), states (B, D, W) with W >= K - 1, the last inputs; x, z (B, 1, H, P),
-// dt (B, 1, H), A (H), B and C (B, 1, G, N), D (H) or (H, P), dt_bias (H), states (B, H, P, N).
+// x (B, 1, D), weight (D, K), states (B, D, W): the last W >= K - 1 inputs. ssd_: x, z (B, 1, H,
+// P), dt (B, 1, H), A (H), B, C (B, 1, G, N), D (H) or (H, P), dt_bias (H), states (B, H, P, N).
 const Registry registry([](Registry& ops) {
   ops.define(
       "causal_conv1d_(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) initial_state, bool silu)"

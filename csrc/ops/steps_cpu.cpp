@@ -14,7 +14,7 @@ void require_step(const SequenceProblem& p, const char* name) {
           " must have T=1 where states are updated in place, got T=", p.steps);
 }
 
-// No element of a tensor that is written may be another one, too.
+// Requires that no two elements of a tensor that is written share memory.
 void require_writable(const char* op, const char* name, const Tensor& t) {
   if (t.numel() == 0) return;
   for (int64_t i = 0; i < t.dim(); ++i) {

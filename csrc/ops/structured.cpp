@@ -10,7 +10,7 @@
 namespace omniattn::ops::structured {
 namespace {
 
-// Tensors (H, N, 2) of pairs: those of the terms of each row.
+// Tensors (H, N, 2) of complex pairs: the N terms of each row.
 struct Terms {
   const char* op;
   DType dtype;
@@ -32,14 +32,14 @@ struct Terms {
     return as_dense(t);
   }
   Tensor gradient() const { return empty_tensor({rows, terms, 2}, dtype); }
-  // Of sums that nothing reads. The kernels would multiply zeros by terms that may not be finite.
+  // Zero gradients for a call without outputs; the kernel could compute 0 * inf.
   Tensor no_gradient() const {
     Tensor zeros = gradient();
     torch::stable::fill_(zeros, 0);
     return zeros;
   }
 
-  // A kernel over the rows, on the CPU.
+  // Runs a kernel over the rows, on the CPU.
   template <class Params, class Kernel>
   void run(const Params& params, int64_t bytes, const Kernel& kernel) const {
     run_items(params, rows, bytes, kernel);
@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor> vandermonde_backward(const Tensor& c, const Tensor& x
   return {dc, dx};
 }
 
-// z (L, 2), which all rows share.
+// Checks z (L, 2), which all rows share.
 Tensor points(const Terms& p, const Tensor& z) {
   require(z.dim() == 2, p.op, "z must have 2 dimensions, got ", z.dim());
   return p.dense("z", z, {z.size(0), 2});

@@ -11,14 +11,14 @@
 
 namespace omniattn::ops {
 
-// On CUDA: memory for the partial sums of dweight and dbias, (cols) each where they are wanted.
+// CUDA only: memory for the partial sums of dweight and dbias, (cols) each if wanted.
 inline Tensor partial_sums(const Output& dweight, const Output& dbias, int64_t shards,
                            int64_t cols) {
   const int64_t wanted = (dweight.data() ? 1 : 0) + (dbias.data() ? 1 : 0);
   return scratch(wanted * shards * cols, accumulator(dweight.dtype()));
 }
 
-// A result (groups * cols), or null where it is not wanted.
+// A result (groups * cols); null if it is not wanted.
 struct RowSums {
   void* data = nullptr;
   int64_t groups = 0;
@@ -27,9 +27,9 @@ struct RowSums {
   RowSums(const Output& result, int64_t count) : data(result.data()), groups(count) {}
 };
 
-// On the CPU: backward(dw, db, begin, end) for shards of the rows, each with its own sums of
-// dweight and dbias in the accumulator type (null where the result is), which are then added in
-// order. Within a group the sums lie in the order that the kernel walks it (runtime/row.h).
+// CPU only: calls backward(dw, db, begin, end) for shards of the rows, each with its own sums of
+// dweight and dbias in the accumulator type (null if the result is null), and adds the shards in
+// order. Within a group the sums are in the order in which the kernel walks it (runtime/row.h).
 template <class F>
 void sum_over_rows(DType dtype, int64_t rows, int64_t cols, RowSums dweight, RowSums dbias,
                    const F& backward) {
@@ -58,7 +58,7 @@ void sum_over_rows(DType dtype, int64_t rows, int64_t cols, RowSums dweight, Row
   reduce_groups(sums, dweight);
   reduce_groups(sums + dw_cols * size, dbias);
 }
-// The same for a kernel that needs no more than this.
+// sum_over_rows for a kernel that takes just its params, the sums and the range of rows.
 template <class Params>
 void sum_over_rows(const Params& p, int64_t rows, int64_t cols, RowSums dweight, RowSums dbias,
                    void (*backward)(const Params&, void*, void*, int64_t, int64_t)) {

@@ -1,6 +1,6 @@
 // Tensors at the torch boundary: names, dtypes, allocation, row views. Stable ABI only.
 //
-// A library is for tensors of one device: the CPU, or CUDA if OMNIATTN_CUDA is defined.
+// A library handles tensors of one device: the CPU, or CUDA if OMNIATTN_CUDA is defined.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -41,7 +41,7 @@ inline ScalarType scalar_type(DType dtype) {
   return ScalarType::Undefined;
 }
 
-// As torch prints it, without "torch.".
+// The name that torch prints, without "torch.".
 inline const char* name_of(ScalarType type) {
   constexpr const char* kNames[] = {"uint8",     "int8",      "int16",      "int32",
                                     "int64",     "float16",   "float32",    "float64",
@@ -67,7 +67,7 @@ inline DType dtype_of(const char* op, const char* name, ScalarType type) {
       fail(op, name, " must be float64, float32, bfloat16 or float16, got ", name_of(type));
   }
 }
-// Without Tensor::scalar_type(), which calls a function of the shim for each dtype that it tries:
+// Avoids Tensor::scalar_type(), which calls a function of the shim for each dtype that it tries;
 // the shim numbers dtypes as ScalarType does.
 inline ScalarType scalar_type(const Tensor& t) {
   int32_t type;
@@ -81,11 +81,11 @@ inline DType dtype_of(const char* op, const char* name, const Tensor& t) {
 // The dtype that statistics and sums are kept in: fp32, or fp64 for fp64 inputs.
 inline DType accumulator(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
-// Freed storages and subclasses of torch.Tensor that hold their data elsewhere have none; the
-// dispatcher does not look for those in optional lists.
+// False for freed storages and for subclasses of torch.Tensor that hold their data elsewhere; the
+// dispatcher does not unwrap such subclasses in optional lists.
 inline bool has_memory(const Tensor& t) { return t.const_data_ptr() != nullptr || t.numel() == 0; }
 
-// is_here: also of the undefined tensor that torch makes of None where a schema says Tensor.
+// is_here also accepts the undefined tensor that torch makes of None where a schema says Tensor.
 #if defined(OMNIATTN_CUDA)
 inline constexpr const char* kDeviceName =
     "the CUDA device of the first argument, with memory of its own";
@@ -131,7 +131,7 @@ inline void require_sizes(const char* op, const char* name, const Tensor& t, Siz
           Shape{got.data(), got.size()});
 }
 
-// Requires both, and no gaps: tensors as kernels write them.
+// Requires dtype, sizes and contiguous memory, for tensors that kernels write.
 inline void require_dense(const char* op, const char* name, const Tensor& t, DType dtype,
                           Sizes sizes) {
   require_tensor(op, name, t, dtype);
@@ -139,10 +139,10 @@ inline void require_dense(const char* op, const char* name, const Tensor& t, DTy
   require(t.is_contiguous(), op, name, " must be contiguous");
 }
 
-// Results from this size on do not fit into the caches.
+// Results of this size or more do not fit into the caches.
 constexpr int64_t kLargeBytes = int64_t{32} << 20;
-// From this size on results may be fresh memory at every call: glibc gives blocks of 32 MiB back to
-// the system when they are freed, and smaller ones where they end its heap.
+// Results of this size or more may be fresh memory at every call: glibc returns blocks of 32 MiB to
+// the system when they are freed, and smaller ones if they are at the end of its heap.
 constexpr int64_t kHugePageBytes = int64_t{4} << 20;
 
 // Asks for 2 MiB pages for a large result: first touching 4 KiB pages costs more than writing
@@ -178,10 +178,10 @@ inline Tensor empty_tensor(Sizes sizes, DType dtype) {
   return result;
 }
 
-// Uninitialised elements for a kernel to work in.
+// Uninitialised working memory for a kernel.
 inline Tensor scratch(int64_t elements, DType dtype) { return empty_tensor({elements}, dtype); }
 
-// A result that is made only where it is wanted: kernels get null for others, callers a tensor
+// A result that is allocated only if it is wanted: otherwise kernels get null, and callers a tensor
 // without elements.
 class Output {
  public:
@@ -202,7 +202,7 @@ inline const void* data_or_null(const OptTensor& t) {
   return t.has_value() ? t->const_data_ptr() : nullptr;
 }
 
-// `t` or, where that is not contiguous, a copy.
+// `t`, or a contiguous copy.
 inline Tensor as_dense(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
@@ -212,12 +212,12 @@ inline bool has_unit_last_stride(const Tensor& t) {
   const int64_t last = t.dim() - 1;
   return last < 0 || t.size(last) <= 1 || t.stride(last) == 1;
 }
-// `t` or, where its last dimension has another stride, a copy.
+// `t`, or a copy if the stride of its last dimension is not 1.
 inline Tensor with_unit_last_stride(const Tensor& t) {
   return has_unit_last_stride(t) ? t : torch::stable::contiguous(t);
 }
 
-// Sizes of `t` with another last one.
+// Sizes of `t` with the last one replaced.
 inline std::vector<int64_t> sizes_with_last(const Tensor& t, int64_t last) {
   std::vector<int64_t> sizes(t.sizes().begin(), t.sizes().end());
   sizes.back() = last;
@@ -227,7 +227,7 @@ inline std::vector<int64_t> sizes_with_last(const Tensor& t, int64_t last) {
 // A tensor seen as `rows` rows of `cols` elements, unit stride within a row and one stride between
 // rows.
 struct Rows {
-  Tensor tensor;  // keeps the memory alive; a copy where the strides of the original do not fit
+  Tensor tensor;  // keeps the memory alive; a copy if the strides of the original do not fit
   int64_t rows;
   int64_t cols;
   int64_t stride;  // elements between rows
@@ -259,7 +259,7 @@ inline Rows as_rows(const char* op, const char* name, const Tensor& t) {
 
 using OptRows = std::optional<Rows>;
 
-// The same of a tensor that must have this dtype, and these sizes where they are given.
+// as_rows of a tensor that must have this dtype and, if given, these sizes.
 inline Rows as_rows(const char* op, const char* name, const Tensor& t, DType dtype) {
   require_tensor(op, name, t, dtype);
   return as_rows(op, name, t);
@@ -277,7 +277,7 @@ inline const void* data_or_null(const OptRows& rows) {
 }
 inline int64_t stride_or_zero(const OptRows& rows) { return rows.has_value() ? rows->stride : 0; }
 
-// A per-column vector with unit stride: a copy where `v` has another one.
+// A per-column vector with unit stride: a copy if `v` has another stride.
 inline OptTensor as_vector(const char* op, const char* name, const OptTensor& v, DType dtype,
                            int64_t cols) {
   if (!v.has_value()) return v;

@@ -7,7 +7,7 @@
 namespace omniattn::ops::topk {
 namespace {
 
-// Shards of rows, each with memory of its own.
+// Runs shards of rows, each with its own memory.
 void run_cpu(const TopKParams& p, int64_t rows) {
   const int64_t work = rows * (p.n + 64 * p.k);
   const int64_t shards = std::max<int64_t>(
@@ -51,7 +51,7 @@ Tensor top_k(const Tensor& scores, int64_t k, const OptTensor& mask) {
   return index;
 }
 
-// Indices (..., k) int64 of the largest scores (..., n), stable, -1 where there are fewer.
+// Indices (..., k) int64 of the largest scores (..., n), stable; -1 if there are fewer than k.
 const Registry registry([](Registry& ops) {
   ops.add<top_k>("top_k(Tensor scores, SymInt k, Tensor? mask) -> Tensor");
 });

@@ -1,4 +1,4 @@
-// For `<op>_only`: an implementation without its last result, which is for the backward.
+// Implements `<op>_only`: drops the last result, which only the backward needs.
 //
 //   ops.add<slstm<true>, WithoutLast<slstm<false>>::run>(schema, differentiable);
 #pragma once
