@@ -13,7 +13,7 @@ struct ValueAndSlope {
   V value, slope;
 };
 
-// act(x) and act'(x); the compiler drops the slope where only the value is used.
+// act(x) and act'(x); the compiler drops the slope if only the value is used.
 template <Activation kAct, class T>
 OMNIATTN_INLINE ValueAndSlope<Vec<T>> activate(Vec<T> x) {
   using V = Vec<T>;
@@ -50,7 +50,7 @@ OMNIATTN_INLINE ValueAndSlope<Vec<T>> activate(Vec<T> x) {
   }
 }
 
-// A product of gate and up, and its derivatives.
+// Product of gate and up, and its derivatives.
 template <class V>
 struct Gated {
   V value, by_gate, by_up;

@@ -12,7 +12,7 @@ struct ValueAndSlope {
   C value, slope;
 };
 
-// act(x) and act'(x); the compiler drops the slope where only the value is used.
+// act(x) and act'(x); the compiler drops the slope if only the value is used.
 template <class C>
 __device__ __forceinline__ ValueAndSlope<C> activate(Activation act, C x) {
   switch (act) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ ValueAndSlope<C> activate(Activation act, C x) {
   OMNIATTN_UNREACHABLE();
 }
 
-// A product of gate and up, and its derivatives.
+// Product of gate and up, and its derivatives.
 template <class C>
 struct Gated {
   C value, by_gate, by_up;

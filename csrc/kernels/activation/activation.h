@@ -2,10 +2,10 @@
 //
 //   dgate = dy * up * act'(gate)      dup = dy * act(gate)
 //
-// Without up (null) y = act(gate) and dgate = dy * act'(gate). The gradients may overwrite dy. The
-// backward computes act again from the gate, so that only the inputs are saved. Gate and up are two
-// tensors or the two halves of one packed row; only their strides differ. A work item is a block of
-// at most kGluBlock columns of one row, so that a few long rows are split over threads as well.
+// Without up (null) y = act(gate) and dgate = dy * act'(gate). The gradients may
+// overwrite dy. The backward recomputes act from the gate, so that only the inputs are
+// saved. Gate and up are two tensors or the two halves of one packed row; only their
+// strides differ. A work item is a block of
 //
 // Clamped (gpt-oss, arXiv 2508.10925): y = g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = up
 // within [-limit, limit]; a clamped input has no gradient.
@@ -41,8 +41,8 @@ inline constexpr int64_t kGluBlock = 4096;
 
 struct GluParams {
   DType dtype;
-  Activation act;  // of what is not clamped
-  Clamp clamp;     // needs up
+  Activation act;  // used unless clamped
+  Clamp clamp;     // requires up
   int64_t cols;
   const void *gate, *up;            // (rows, cols); up may be null
   void* y;                          // (rows, cols)

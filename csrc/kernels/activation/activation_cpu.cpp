@@ -19,7 +19,7 @@ OMNIATTN_INLINE void for_blocks(int64_t cols, int64_t begin, int64_t end, const 
   }
 }
 
-// The rows that start `offset` elements after p; null if p is null.
+// Row that starts `offset` elements after p; null if p is null.
 template <class T, class P>
 OMNIATTN_INLINE T* row_at(P* p, int64_t offset) {
   return p != nullptr ? static_cast<T*>(p) + offset : nullptr;

@@ -11,9 +11,9 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-constexpr int kSteps = 4;  // at a time
+constexpr int kSteps = 4;  // steps at a time
 
-// A vector for each of these steps.
+// One vector for each of kSteps steps.
 template <class V>
 struct Steps {
   V of[kSteps];
@@ -23,29 +23,29 @@ struct Steps {
   OMNIATTN_INLINE const V& operator[](int j) const { return of[j]; }
 };
 
-// Whether rows of T at y are stored past the caches, as whole aligned vectors.
+// True if rows of T at y are written past the caches, as whole aligned vectors.
 template <class T>
 bool streams(bool past_caches, const void* y, int64_t channels) {
   return past_caches && channels * sizeof(T) % kVecBytes == 0 &&
          reinterpret_cast<uintptr_t>(y) % kVecBytes == 0;
 }
 
-// Taps of most models, for which steps inside of a sequence have a loop of their own: 0.55 of the
-// time on AVX2. None for fp64, which nobody trains in.
+// Number of taps in most models, for which steps inside a sequence have a loop of their own: 0.55
+// of the time on AVX2. Not for fp64, which nobody trains in.
 template <class T>
 constexpr int kUsualTaps = std::is_same_v<T, double> ? 0 : 4;
 
-// kTaps: their number, known for steps whose rows are all within x, or 0.
+// kTaps: the number of taps, for steps whose input rows are all in x; otherwise 0.
 template <class T, int kTaps>
 struct Conv {
   static constexpr bool kInside = kTaps > 0;
-  const CausalConv p;  // copies: what a reference leads to is read again after each store
+  const CausalConv p;  // copies: a reference would be read again after each store
   const ConvSequence s;
   const int64_t taps = kInside ? kTaps : p.taps;
   const int64_t before = taps - 1;
 
-  // x of step t, or a row of `before` if t < 0; in a step outside of the sequence, the nearest row
-  // that there is.
+  // Row of x at step t, or of `before` if t < 0; for a step outside the
+  // sequence, the nearest existing row.
   OMNIATTN_INLINE const T* row(int64_t t) const {
     if constexpr (!kInside) {
       t = larger(-before, smaller(t, s.steps - 1));
@@ -56,8 +56,8 @@ struct Conv {
     return static_cast<const T*>(p.x) + s.batch * p.x_batch + (s.row + t) * p.x_row;
   }
 
-  // Calls f(k, x) for each tap k, with the input x[j] that it has in step t + j. Each row is loaded
-  // once.
+  // Calls f(k, x) for each tap k, where x[j] is the input of tap k at step
+  // t + j. Each row is loaded once.
   template <class F>
   OMNIATTN_INLINE void for_taps(int64_t t, int64_t i, auto part, const F& f) const {
     const auto input = [&](int64_t r) { return part.load(row(r) + i); };
@@ -82,7 +82,7 @@ struct Conv {
     }
   }
 
-  // The sums of the steps from t on, for the channels from i on.
+  // Sums s of the steps from t on, for the channels from i on.
   OMNIATTN_INLINE auto sums(int64_t t, int64_t i, auto part) const {
     Steps result(part.load(static_cast<const T*>(p.bias) + i));
     for_taps(t, i, part, [&](int64_t k, const auto& x) {
@@ -94,8 +94,8 @@ struct Conv {
   }
 };
 
-// Calls f(sequence, first, end) for the part of each sequence in a range of items, counted from its
-// own first item.
+// Calls f(sequence, first, end) for the part of each sequence in a range of items; first and end
+// count from the sequence's first item.
 template <class F>
 OMNIATTN_INLINE void for_sequences(const CausalConv& p, int64_t extra, int64_t begin, int64_t end,
                                    const F& f) {
@@ -109,7 +109,7 @@ OMNIATTN_INLINE void for_sequences(const CausalConv& p, int64_t extra, int64_t b
   }
 }
 
-// The steps [t, t + kSteps) of y, those before `last`.
+// Computes the steps [t, t + kSteps) of y that are before `last`.
 template <class T, int kTaps>
 [[gnu::noinline]] void forward_steps(const CausalConvParams& p, const ConvSequence& s, int64_t t,
                                      int64_t last, bool past_caches) {
@@ -142,7 +142,7 @@ void forward(const CausalConvParams& p, int64_t begin, int64_t end) {
   if (past_caches) stream_fence();
 }
 
-// The gradients of the rows [first, last) of one sequence, to which these sums belong.
+// Computes the gradients of the rows [first, last) of one sequence, with these sums.
 template <class T>
 struct BackwardRows {
   using C = compute_t<T>;
@@ -154,7 +154,7 @@ struct BackwardRows {
   bool past_caches;
 };
 
-// kSteps of these rows from t on.
+// Computes kSteps of these rows from t on.
 template <class T, int kTaps>
 struct BackwardSteps {
   using C = compute_t<T>;
@@ -180,13 +180,13 @@ struct BackwardSteps {
     return conv.kInside || (r >= 0 && r < s.steps && r < rows.last);
   }
   OMNIATTN_INLINE bool is_before(int64_t r) const { return !conv.kInside && r < before; }
-  // A row of the gradient of `before` or x.
+  // Row of the gradient of `before` or of x.
   OMNIATTN_INLINE T* gradient_of_row(int64_t r) const {
     return is_before(r) ? static_cast<T*>(p.dbefore) + (s.n * before + r) * n
                         : static_cast<T*>(p.dx) + (s.first + r - before) * n;
   }
 
-  // g of the steps from t on, 0 where there is none.
+  // g of the steps from t on; 0 for steps outside the sequence.
   OMNIATTN_INLINE auto gradients(int64_t i, auto part) const {
     using V = decltype(part.load(conv.row(0)));
     const T* const grad_y =
@@ -205,7 +205,7 @@ struct BackwardSteps {
     return g;
   }
 
-  // d[j] = sum_k weight[k] g[j - k], of rows t + j.
+  // d[j] = sum_k weight[k] g[j - k], the gradient of row t + j.
   template <class V>
   OMNIATTN_INLINE void store_rows(int64_t i, auto part, const Steps<V>& g) const {
     Steps<V> d(V(C(0))), x = g;
@@ -221,7 +221,7 @@ struct BackwardSteps {
       const V weight = part.load(static_cast<const T*>(p.conv.weight) + k * n + i);
 #pragma GCC unroll 4
       for (int j = 0; j < kSteps; ++j) {
-        // Not 0 times a weight, which may be inf or NaN.
+        // Skips terms outside, rather than multiply by 0: a weight may be inf or NaN.
         if (conv.kInside || (t + j >= k && t + j - k < s.steps)) d[j] = fma(weight, x[j], d[j]);
       }
 #pragma GCC unroll 4

@@ -1,6 +1,6 @@
-// Causal depthwise convolution on CUDA, see conv.h: a thread per channel and row; neighbouring rows
-// find their common inputs in L1. The backward writes g first and reads it for dx and for the
-// partial sums of dweight, which are then added in order, without atomics.
+// Causal depthwise convolution on CUDA, see conv.h. Each thread computes one channel of a row;
+// neighbouring rows find their common inputs in L1. The backward writes g first and reads it for dx
+// and for partial sums of dweight, which are then added in order, without atomics.
 #include "kernels/conv/conv.h"
 
 #include "kernels/activation/activate_cuda.h"
@@ -12,8 +12,8 @@ namespace omniattn {
 namespace {
 
 constexpr unsigned kThreads = 128;
-// Enough shards to fill a GPU even if one warp has all channels, and few rows each, so that g stays
-// in L2.
+// Enough shards to fill a GPU even if one warp covers all channels, with few
+// rows each so that g stays in L2.
 constexpr int64_t kMaxShards = 512, kShardRows = 32;
 
 template <class T>
@@ -24,7 +24,7 @@ struct Conv {
   const ConvSequence& s;
   int64_t d;  // channel
 
-  // x of step t, or a row of `before` if t < 0.
+  // Input at step t: a row of x, or of `before` if t < 0.
   __device__ __forceinline__ C input(int64_t t) const {
     const T* const at =
         t < 0 ? static_cast<const T*>(p.before) + s.n * p.before_batch +
@@ -57,7 +57,7 @@ __device__ __forceinline__ ConvSequence checked_sequence(const CausalConv& p, in
               "causal_conv1d: cu_seqlens must grow within the rows");
   return s;
 }
-// Calls f(sequence, its own number of the item) for an item, where it is in a sequence.
+// Calls f(sequence, item's number in it) for an item that belongs to a sequence.
 template <class F>
 __device__ __forceinline__ void in_sequence(const CausalConv& p, int64_t item, int64_t extra,
                                             const F& f) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ void in_sequence(const CausalConv& p, int64_t item, i
   const int64_t r = item - first_item(s, extra);
   if (r >= 0 && r < extra + s.steps) f(s, r);
 }
-// Zeroes the rows of a result that are in no sequence.
+// Zeroes the rows of a result that lie outside all sequences.
 template <class T>
 __device__ __forceinline__ void zero_gaps(const CausalConv& p, void* rows) {
   if (p.boundaries == nullptr) return;

@@ -1,5 +1,5 @@
-// One token of a causal convolution, see conv.h. A state and weights whose channels are next to
-// each other in memory are read in vectors, others number by number.
+// One token of a causal convolution, see conv.h. State and weights are read in vectors if their
+// channels are adjacent in memory, otherwise element by element.
 #include "kernels/activation/activate.h"
 #include "kernels/conv/conv.h"
 #include "runtime/assert.h"
@@ -26,7 +26,7 @@ struct ConvStep {
   const T* weight(int64_t k, int64_t channel) const {
     return static_cast<const T*>(p.weight) + k * p.weight_tap + channel * p.weight_channel;
   }
-  // The input of row r of the state, whose last K - 1 are read.
+  // Input in row r of the state, whose last K - 1 rows are read.
   T* input(int64_t r, int64_t channel) const {
     return before + r * p.before_tap + channel * p.before_channel;
   }

@@ -4,7 +4,7 @@
 //   A (m, k), B (k, n), C (m, n), each row-major; A and B may be stored transposed
 //
 // Blocked as in Goto and van de Geijn 2008 (doi 10.1145/1356052.1356053): a work item is a block of
-// C. For each block of k its part of B is packed into panels that stay in L2, and the register
+// C. For each block of k, its part of B is packed into panels that stay in L2, and the register
 // tiles of runtime/gemm_tile.h run over rows of A. Each item packs its own part of B, which costs
 // 25 / rows of its time; in return no thread ever waits for another. Sums are in compute precision,
 // in an order that depends on k alone.
@@ -18,13 +18,13 @@
 
 namespace omniattn {
 
-// Up to this many rows, B^T is streamed once and multiplied with all rows of A, in items of
-// columns.
+// Up to this many rows, B^T is streamed once and multiplied with all rows of A;
+// an item is a group of columns.
 inline constexpr int64_t kMaxDotRows = 4;
 
 struct GemmParams {
-  // A and B of one dtype, or A in the compute type of B's dtype, which products of bf16 narrow and
-  // those of fp16 split (runtime/tile_pieces.h). C in A's dtype or B's, or in compute type.
+  // A and B have one dtype, or A has the compute type of B's dtype: bf16 products narrow such an A,
+  // fp16 products split it (runtime/tile_pieces.h). C has the dtype of A or B, or the compute type.
   DType a_dtype, b_dtype, c_dtype;
   int64_t m, n, k;
   const void* a;     // (m, k), or (k, m) where a_transposed
@@ -34,12 +34,12 @@ struct GemmParams {
   int64_t lda, ldb, ldc;
   bool a_transposed, b_transposed;
   bool accumulate;  // C += A B; C is in compute type and there is no bias
-  // C (n, m), narrower than sums; where A is fp32 and B fp16 on tiles.
+  // C is (n, m), in a type narrower than the sums; needs tiles with fp32 A and fp16 B.
   bool c_transposed = false;
 
-  // 2 or 3: fp32 as so many pieces of bf16 (gemm_pieces.h), on levels with tiles of bf16, in
-  // products of more than kMaxDotRows rows; with the exponents of the rows of A and of the columns
-  // of B, all finite.
+  // 2 or 3: fp32 in this many pieces of bf16 (gemm_pieces.h), on levels with bf16 tiles,
+  // for more than kMaxDotRows rows. Needs the exponents of the rows of A and of the columns
+  // of B, which must all be finite.
   int64_t pieces = 0;
   const float *a_exponents = nullptr, *b_exponents = nullptr;
 };
@@ -54,8 +54,8 @@ struct GemmKernels {
   void (*column_sums)(DType dtype, const void* x, int64_t stride, int64_t rows, void* out,
                       int64_t begin, int64_t end);
 
-  // The exponents of x (rows, cols) that products in pieces need, of rows or of columns [begin,
-  // end); infinity where an element is not finite. Null without tiles of bf16.
+  // Exponents of rows or columns [begin, end) of x (rows, cols), for products in pieces; infinity
+  // if an element is not finite. Null without tiles of bf16.
   void (*exponents)(const float* x, int64_t stride, int64_t rows, int64_t cols, bool of_columns,
                     float* out, int64_t begin, int64_t end);
 };

@@ -22,7 +22,7 @@ bool is_dot(const GemmParams& p) {
   return p.m <= kMaxDotRows && p.b_transposed && !p.a_transposed && !p.accumulate;
 }
 
-// Whether A is multiplied in place instead of being packed for each block of columns.
+// True if A is multiplied in place instead of being packed for each block of columns.
 bool reads_a_in_place(const GemmParams& p) {
   return !p.a_transposed && multiplies(kIsa, p.a_dtype);
 }
@@ -33,7 +33,7 @@ struct Grid {
   int64_t row_blocks, col_blocks;  // items = row_blocks * col_blocks
   int64_t depth;                   // rows of a block of B
 
-  // A block of B takes 256 KiB of fp32 and shares an L2 of 1 MiB or more with 96 rows of A. These
+  // A block of B takes 256 KiB of fp32 and shares an L2 of 1 MiB or more with 96 rows of A. Both
   // push C out of L2; a deep block of B moves C less often, a wide one packs A less often. With
   // tiles, which are faster than L3 and copy A, blocks are deep and wide: 512 KiB of bf16.
   explicit Grid(const GemmParams& p) {
@@ -49,7 +49,7 @@ struct Grid {
   }
 };
 
-// The operand type T of a product, as a value to dispatch on.
+// Calls f with a value of the operand type T of a product.
 template <class F>
 OMNIATTN_INLINE void dispatch_operand(const GemmParams& p, const F& f) {
   if constexpr (has_all_kernels(kIsa)) {
@@ -64,8 +64,8 @@ OMNIATTN_INLINE void dispatch_operand(const GemmParams& p, const F& f) {
 template <class T>
 struct Workspace {
   T* b;             // depth x cols of the grid, in panels
-  T* a;             // kBlockM x depth, where A cannot be read in place
-  compute_t<T>* c;  // rows x cols of the grid, where C is narrower than sums
+  T* a;             // kBlockM x depth, if A cannot be read in place
+  compute_t<T>* c;  // rows x cols of the grid, if C is narrower than the sums
 
   static int64_t b_bytes(const Grid& grid) {
     return packed_elements<T>(grid.depth, grid.cols) * static_cast<int64_t>(sizeof(T));
@@ -113,7 +113,7 @@ void pack_b_block(const GemmParams& p, int64_t k, int64_t rows, int64_t n, int64
   });
 }
 
-// C block (+)= rows of A in fp32 times the packed block of B; bf16 narrows them.
+// C block (+)= fp32 rows of A times the packed block of B; bf16 products narrow these rows.
 template <class T>
 void multiply_computed_rows(const GemmParams& p, int64_t row, int64_t rows, int64_t k,
                             int64_t depth, int64_t cols, const Workspace<T>& work,
@@ -224,7 +224,7 @@ void run_item(const GemmParams& p, const Grid& grid, int64_t item, const Workspa
   }
 }
 
-// In pieces of bf16.
+// Products in pieces of bf16.
 
 constexpr bool kMakesPieces = kOnTiles && multiplies(kIsa, DType::bf16);
 

@@ -1,16 +1,16 @@
-// fp32 products on tiles of bf16: each element is the sum of two or three pieces, x = p0 + p1 + p2,
-// where a piece is the bf16 nearest to what those before it leave. Products of small pieces are
-// left out:
+// fp32 products on tiles of bf16. Each element is the sum of two or three pieces, x = p0
+// + p1 + p2; a piece is the bf16 nearest to the remainder after the earlier ones.
+// Products of small pieces are omitted:
 //
 //   2 pieces, three products   16 bits of each element: between bf16 and fp32
 //   3 pieces, six products     24 bits, the accuracy of fp32
 //
 // All products of a step of k are added to a block of C while it is in tiles.
 //
-// Tiles read numbers below 2^-126 as 0. So that these do not matter, a row of A and a column of B
-// are multiplied by the power of two that brings their largest element to [1, 2), and C by the
-// inverses. Infinite elements would turn to NaN in pieces: the caller looks for them among the
-// exponents.
+// Tiles read numbers below 2^-126 as 0. To make these irrelevant, a row of A and a column
+// of B are multiplied by the power of two that brings their largest element to [1, 2),
+// and C by the inverses. Infinite elements would turn into NaN in pieces: the caller
+// looks for them among the exponents.
 #pragma once
 
 #include "kernels/gemm/gemm.h"
@@ -24,7 +24,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The products of the pieces of A and B, in an order in which most find one operand in its tiles.
+// Products of pieces of A and B, in an order in which most find one operand already in its tiles.
 struct PieceProduct {
   int a, b;
 };
@@ -38,8 +38,8 @@ constexpr PieceProduct kPieceProducts<3>[] = {{2, 0}, {1, 0}, {0, 0}, {0, 1}, {1
 OMNIATTN_INLINE VecF::Bits magnitude(VecF x) { return x.bits() & 0x7fffffff; }
 OMNIATTN_INLINE VecF::Bits larger_of(VecF::Bits a, VecF::Bits b) { return a > b ? a : b; }
 
-// e with 2^e <= x < 2^(e + 1), from the bits of x >= 0; 0 for 0 and infinity for what is not
-// finite.
+// e with 2^e <= x < 2^(e + 1), from the bits of x >= 0; 0 for x =
+// 0, infinity if x is not finite.
 OMNIATTN_INLINE float exponent_of(int32_t bits) {
   if (bits >= 0x7f800000) return __builtin_inff();
   if (bits == 0) return 0.0f;
@@ -50,7 +50,7 @@ OMNIATTN_INLINE void store_exponents(float* out, VecF::Bits bits, int64_t n) {
   for (int i = 0; i < VecF::kWidth && i < n; ++i) out[i] = exponent_of(bits[i]);
 }
 
-// Of the largest element of rows, or of columns, [begin, end) of x.
+// Exponent of the largest element of each row, or column, in [begin, end) of x.
 inline void exponents(const float* x, int64_t stride, int64_t rows, int64_t cols, bool of_columns,
                       float* out, int64_t begin, int64_t end) {
   if (of_columns) {
@@ -76,7 +76,7 @@ inline void exponents(const float* x, int64_t stride, int64_t rows, int64_t cols
 
 // Pieces.
 
-// Part of an operand as it is stored, with the exponents of its rows or of its columns.
+// Part of an operand as stored, with the exponents of its rows or columns.
 struct ScaledRows {
   const float* data;
   int64_t stride;
@@ -84,8 +84,8 @@ struct ScaledRows {
   bool of_columns;
 };
 
-// (rows, cols) of x to `pieces` matrices (rows, ld) that follow one another at a distance of
-// `next`.
+// Splits (rows, cols) of x into `pieces` matrices (rows, ld),
+// which lie `next` elements apart.
 template <class T>
 void split(const ScaledRows& x, int64_t rows, int64_t cols, int pieces, T* out, int64_t ld,
            int64_t next) {
@@ -104,20 +104,20 @@ void split(const ScaledRows& x, int64_t rows, int64_t cols, int pieces, T* out, 
 
 // Blocks.
 
-// Terms of a block of B: all pieces of it take the place of one block of bf16.
+// Rows of a block of B whose pieces together fill the memory of one block of bf16.
 OMNIATTN_INLINE int64_t piece_depth(int64_t depth, int64_t pieces) {
   return depth / pieces / 64 * 64;
 }
 
 #if defined(OMNIATTN_PAIRS)
-constexpr int64_t kSplitRows = 32;  // of B at a time, where its columns are panels
-constexpr int64_t kPieceSteps = 4;  // of k at a time: 32 rows of A take 24 KiB of L1
+constexpr int64_t kSplitRows = 32;  // rows of B split at a time where its columns are panels
+constexpr int64_t kPieceSteps = 4;  // steps of k at a time: 32 rows of A take 24 KiB of L1
 
-// Memory of a thread: packed B of a block, 32 rows of A in tiles, pieces of B on their way there,
-// and the sums of an item, of whole tiles.
+// A thread's memory: the packed B of a block, 32 rows of A in tiles, pieces of B before packing,
+// and the sums of an item, in whole tiles.
 template <class T>
 struct PieceWorkspace {
-  int64_t depth, cols, b_next;  // of a block; distance of pieces
+  int64_t depth, cols, b_next;  // of a block; b_next: distance between pieces
   T *b, *a, *split;
   float* sums;
   int64_t bytes;
@@ -138,7 +138,7 @@ struct PieceWorkspace {
   }
 };
 
-// B of rows [k, k + depth) and columns [n, n + cols), all pieces, to panels of whole steps.
+// Packs rows [k, k + depth) and columns [n, n + cols) of B, all pieces, to panels of whole steps.
 template <class T>
 void pack_pieces_of_b(const GemmParams& p, int64_t k, int64_t depth, int64_t n, int64_t cols,
                       const PieceWorkspace<T>& work) {
@@ -175,8 +175,8 @@ void pack_pieces_of_b(const GemmParams& p, int64_t k, int64_t depth, int64_t n, 
   }
 }
 
-// The pieces of `rows` rows of A, at most 32, to tiles: of a step of k one piece after the other.
-// Zeros up to whole tiles.
+// Packs the pieces of `rows` rows of A, at most 32, to tiles: all pieces of a step of k are
+// adjacent. Fills up with zeros to whole tiles.
 template <class T>
 void pack_pieces_of_a(const GemmParams& p, int64_t k, int64_t depth, int64_t row, int64_t rows,
                       T* tiles) {
@@ -235,7 +235,7 @@ void pack_pieces_of_a(const GemmParams& p, int64_t k, int64_t depth, int64_t row
   }
 }
 
-// A block of C (+)= `steps` steps of the pieces of A, in tiles, and of B, `b_next` apart.
+// A block of C (+)= `steps` steps of the pieces of A, in tiles, times those of B, `b_next` apart.
 template <int kPieces, class T>
 [[gnu::noinline]] void multiply_block_of_pieces(const T* a, TileOperand<T> b, int64_t b_next,
                                                 int64_t steps, float* c, int64_t ldc,
@@ -288,7 +288,7 @@ void multiply_pieces(const GemmParams& p, int64_t m, int64_t rows, int64_t n, in
 
 #endif
 
-// C = its start + sums 2^(exponents). Beyond the lower limit every sum is 0, whatever its size.
+// C (+)= sums 2^(exponents); exponents are clamped to -252, where every sum already gives 0.
 inline void finish_pieces(const GemmParams& p, int64_t m, int64_t rows, int64_t n, int64_t cols,
                           const float* sums, int64_t ld) {
   const auto* const bias = static_cast<const float*>(p.bias);

@@ -8,16 +8,16 @@
 //
 // is the generalised Jensen-Shannon divergence of Agarwal et al. 2023 (arXiv 2306.13649). At beta =
 // 0 it is sum P (Y - X), KL(P || Q), with a = -P, and at beta = 1 it is sum Q (X - Y), KL(Q || P),
-// with a = Q (X - Y). If the inputs are X and Y themselves, not logits, the gradient is that of
-// X: a_v, at beta = 1 a_v + Q_v. Terms of classes without probability are 0. Work items are rows.
+// with a = Q (X - Y). If the inputs are X and Y themselves instead of logits, the gradient is that
+// of X: a_v, at beta = 1 a_v + Q_v. Classes without probability contribute 0. Work items are rows.
 #pragma once
 
 #include "kernels/loss/loss.h"
 
 namespace omniattn {
 
-// What the backward reads of a row: statistics of both softmaxes (see loss.h), zeros where the
-// inputs are log-probabilities, and what multiplies Q in the gradient.
+// A row's values for the backward: statistics of both softmaxes (see loss.h), zeros if the inputs
+// are log-probabilities, and the factor of Q in the gradient.
 template <class C>
 struct DivergenceRow {
   C student_max, student_log_sum, teacher_max, teacher_log_sum, share;
@@ -36,10 +36,10 @@ struct DivergenceParams {
 
 struct DivergenceBackwardParams {
   DivergenceParams forward;
-  DType grad_dtype;        // the inputs', or on CUDA a half dtype for fp32 inputs
+  DType grad_dtype;        // dtype of the inputs, or on CUDA a half dtype for fp32 inputs
   const void* row_weight;  // (rows) in the compute type
   void* dstudent;          // (rows, cols) of grad_dtype, contiguous; may be the student's logits
-  bool stream;             // past the caches
+  bool stream;             // write past the caches
 };
 static_assert(std::is_trivially_copyable_v<DivergenceBackwardParams>);
 
@@ -53,7 +53,7 @@ OMNIATTN_KERNEL_TABLE(DivergenceKernels, divergence_kernels)
 Status launch_divergence(const DivergenceParams& p, Stream stream);
 Status launch_divergence_backward(const DivergenceBackwardParams& p, Stream stream);
 
-// Which formula a beta has: at 0 and 1 that of the others is 0 * inf.
+// Formula for a value of beta: at 0 and 1 the mixed formula would compute 0 * inf.
 enum class Divergence { teacher_to_student, student_to_teacher, mixed };
 
 // Calls f.operator()<kind>().

@@ -7,7 +7,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// What a class adds to the loss, a_v, and Q_v.
+// Terms of a class: its share of the loss, a_v, and Q_v.
 template <class V>
 struct Terms {
   V loss, a, q;
@@ -24,7 +24,7 @@ OMNIATTN_INLINE Terms<Vec<C>> terms(Vec<C> x, Vec<C> y, Vec<C> beta) {
     const V q = exp(x), loss = select(q == zero, zero, q * (x - y));
     return {loss, loss, q};
   } else {
-    // From the larger of the two and their ratio, so that no logarithm is of 0.
+    // Uses the larger of the two and their ratio, so that no logarithm takes 0.
     const V most = max(x, y), larger = exp(most), rest = C(1) - beta;
     const V gap = select(most == V(-__builtin_inff()), zero, min(x, y) - most);
     const V ratio = exp(gap), smaller = larger * ratio;
@@ -37,7 +37,7 @@ OMNIATTN_INLINE Terms<Vec<C>> terms(Vec<C> x, Vec<C> y, Vec<C> beta) {
   }
 }
 
-// Log-probabilities of a row, from logits or from themselves.
+// Log-probabilities of a row, computed from logits or given.
 template <class C>
 struct LogProbs {
   Logits<C, false> logits;

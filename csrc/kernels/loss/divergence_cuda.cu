@@ -1,5 +1,5 @@
-// Divergences on CUDA, see divergence.h. A block, or a warp for short rows, takes one row after
-// another, 16 bytes per access if the rows of all matrices have the same alignment.
+// Divergences on CUDA, see divergence.h. A block, or a warp for short rows, processes one row after
+// another, with 16 bytes per access if the rows of all matrices have the same alignment.
 #include "kernels/loss/divergence.h"
 
 #include "kernels/loss/softmax_row_cuda.h"
@@ -14,7 +14,7 @@ using gpu::Width;
 template <class T, Divergence kKind>
 constexpr int kBlocks = kKind == Divergence::mixed ? 1 : kBlocksPerSM<T, false>;
 
-// What a class adds to the loss, a_v, and Q_v.
+// Terms of a class: its share of the loss, a_v, and Q_v.
 template <class C>
 struct Terms {
   C loss, a, q;
@@ -29,7 +29,7 @@ __device__ __forceinline__ Terms<C> terms(C x, C y, C beta) {
     const C q = softmax_exp(x), loss = q == 0 ? C(0) : q * (x - y);
     return {loss, loss, q};
   } else {
-    // From the larger of the two and their ratio, so that no logarithm is of 0.
+    // Uses the larger of the two and their ratio, so that no logarithm takes 0.
     const C most = x >= y ? x : y, least = x >= y ? y : x;
     const C larger = softmax_exp(most), rest = 1 - beta;
     const C ratio = most == C(-INFINITY) ? C(1) : softmax_exp(least - most);
@@ -40,7 +40,7 @@ __device__ __forceinline__ Terms<C> terms(C x, C y, C beta) {
   }
 }
 
-// Log-probabilities of a row, from logits or from themselves.
+// Log-probabilities of a row, computed from logits or given.
 template <class C>
 struct LogProbs {
   const Logits<C, true>& logits;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kKind>)
   }
 }
 
-// Gradients in U; the student's logits may be overwritten with them.
+// Gradients have type U; they may overwrite the student's logits.
 template <class T, class U, Divergence kKind>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kKind>)
     divergence_backward_kernel(const __grid_constant__ DivergenceBackwardParams p) {

@@ -6,11 +6,11 @@
 //   dx_iv = g_i ((a_i + 2 z w_y lse_i) exp(x_iv - lse_i) - e/V w_v - (1 - e) w_y [v = y_i])
 //   a_i = (1 - e) w_y + e/V sum_v w_v
 //
-// with class weights w (1 where there are none). Rows whose target is ignore_index give 0.
-// lse_i is kept as the maximum and the logarithm of the sum of exp(x_iv - maximum): their sum would
-// lose the latter if the logits are large. Statistics are in fp32 (fp64 for fp64), by the online
-// recurrence of Milakov and Gimelshein 2018 (arXiv 1805.02867): a row is read from memory once.
-// Work items are rows.
+// with class weights w (1 without them). Rows whose target is ignore_index give 0. lse_i
+// is kept as the maximum and the logarithm of the sum of exp(x_iv - maximum): their sum
+// would lose the latter at large logits. Statistics are in fp32 (fp64 for fp64), by the
+// online recurrence of Milakov and Gimelshein 2018 (arXiv 1805.02867): a row is read from
+// memory once. Work items are rows.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@
 
 namespace omniattn {
 
-// Rows of a loss, and how much they count.
+// Rows of a loss, and their weights.
 struct LossRows {
   DType dtype;  // of the logits
   int64_t count;
@@ -43,7 +43,7 @@ struct CrossEntropyParams {
 
 struct CrossEntropyBackwardParams {
   CrossEntropyParams forward;
-  DType grad_dtype;        // the logits', or on CUDA a half dtype for fp32 logits
+  DType grad_dtype;        // dtype of the logits, or on CUDA a half dtype for fp32 logits
   const void* row_weight;  // (rows) in the compute type
   void* dlogits;           // (rows, cols) of grad_dtype, contiguous; may be the logits themselves
   bool stream;             // write past the caches, for results that do not fit in them
@@ -53,21 +53,21 @@ static_assert(std::is_trivially_copyable_v<CrossEntropyBackwardParams>);
 struct LossKernels {
   void (*forward)(const CrossEntropyParams&, int64_t begin, int64_t end);
   void (*backward)(const CrossEntropyBackwardParams&, int64_t begin, int64_t end);
-  // total (n) of dtype = sum over the chunks of sums (chunks, n) in its compute type, in order, for
-  // elements [begin, end).
+  // total (n) of dtype = the sum over chunks of sums (chunks, n), in its compute type and in
+  // order, for elements [begin, end).
   void (*sum_chunks)(DType dtype, const void* sums, int64_t chunks, int64_t n, void* total,
                      int64_t begin, int64_t end);
-  // total () = the sum of the losses in the compute type; for the mean divided by the sum of w_y of
-  // the kept rows.
+  // total () = the sum of the losses in the compute type; for a mean, divided by
+  // the sum of w_y of the kept rows.
   void (*total)(const LossRows&, bool mean, void* total);
-  // weights (rows) = grad, one per row or one for all, or 1 if null; for the mean divided by the
-  // sum of w_y of the kept rows; in the compute type.
+  // weights (rows) in the compute type = grad, one per row or one for all, or 1 if null; for a
+  // mean, divided by the sum of w_y of the kept rows.
   void (*row_weights)(const LossRows&, bool mean, bool per_row, const void* grad, void* weights);
 };
 
 OMNIATTN_KERNEL_TABLE(LossKernels, loss_kernels)
 
-// The same on CUDA; a target out of range stops the kernels.
+// CUDA launchers; a target out of range stops the kernels.
 Status launch_cross_entropy(const CrossEntropyParams& p, Stream stream);
 Status launch_cross_entropy_backward(const CrossEntropyBackwardParams& p, Stream stream);
 Status launch_loss_total(const LossRows& rows, bool mean, void* total, Stream stream);

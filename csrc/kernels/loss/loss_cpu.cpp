@@ -7,7 +7,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The sum of all class weights, if a row's loss has them all.
+// Sum of all class weights, if a row's loss uses all of them.
 template <class C>
 C class_weights(const CrossEntropyParams& p) {
   const C* const w = static_cast<const C*>(p.rows.class_weight);
@@ -37,7 +37,7 @@ void forward(const CrossEntropyParams& p, int64_t begin, int64_t end) {
     }
     const T* const x = static_cast<const T*>(p.logits) + row * p.stride;
     const C chosen = logits.scalar(widen(x[target])), own = weight_of<C>(p.rows, target);
-    // The others are summed as differences from it: sums of large logits would lose these.
+    // Other logits are summed as differences from the target's: sums of large logits lose digits.
     const Vec<C> near = __builtin_isfinite(chosen) ? chosen : C(0);
     C below = 0;  // sum_v w_v (near - x_v)
     const RowStatistics<C> found = statistics(x, p.cols, logits, [&](int64_t first, int64_t count) {
@@ -112,7 +112,7 @@ void sum_chunks(const compute_t<T>* sums, int64_t chunks, int64_t n, T* total, i
   });
 }
 
-// 1 / sum of w_y of the kept rows; 1 where that is 0.
+// 1 / (sum of w_y of the kept rows), or 1 if that sum is 0.
 template <class C>
 double one_over_kept(const LossRows& rows) {
   double kept = rows.target == nullptr ? static_cast<double>(rows.count) : 0;

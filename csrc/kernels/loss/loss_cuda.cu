@@ -1,6 +1,6 @@
-// Cross entropy on CUDA, see loss.h. A block, or a warp for short rows, takes one row after another
-// and reads it once, 16 bytes per access for any row length: the elements before the first 16-byte
-// boundary of a row and after the last one are read one by one.
+// Cross entropy on CUDA, see loss.h. A block, or a warp for short rows, processes one row after
+// another and reads it once, with 16 bytes per access for any row length: elements before a row's
+// first 16-byte boundary and after its last one are read one by one.
 #include "kernels/loss/loss.h"
 
 #include "kernels/loss/softmax_row_cuda.h"
@@ -16,7 +16,7 @@ __device__ __forceinline__ C weight_of(const LossRows& rows, int64_t target) {
   return rows.class_weight != nullptr ? static_cast<const C*>(rows.class_weight)[target] : C(1);
 }
 
-// The sum of all class weights, if a row's loss has them all.
+// Sum of all class weights, if a row's loss uses all of them.
 template <class C>
 __device__ __forceinline__ C class_weights(const CrossEntropyParams& p) {
   const C* const w = static_cast<const C*>(p.rows.class_weight);
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T, kPlain>)
                   "cross_entropy: target must be in [0, V) or ignore_index");
       const T* const x = static_cast<const T*>(p.logits) + row * p.stride;
       const C chosen = logits(gpu::widen(x[target])), own = weight_of<C>(p.rows, target);
-      // The others are summed as differences from it: sums of large logits would lose these.
+      // Other logits are summed as differences from the target's: sums of large logits lose digits.
       const C near = isfinite(chosen) ? chosen : C(0);
       C below = 0;  // sum_v w_v (near - x_v)
       OnlineSoftmax<C> seen;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T, kPlain>)
   }
 }
 
-// Gradients in U; the logits may be overwritten with them.
+// Gradients have type U; they may overwrite the logits.
 template <class T, class U, bool kPlain>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T, kPlain>)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyBackwardParams p) {
@@ -130,10 +130,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T, kPlain>)
   }
 }
 
-// One block: there are few rows compared to logits.
+// One block suffices: there are few rows compared to logits.
 constexpr unsigned kSumThreads = 512;
 
-// 1 / sum of w_y of the kept rows; 1 where that is 0.
+// 1 / (sum of w_y of the kept rows), or 1 if that sum is 0.
 template <class C>
 __device__ __forceinline__ double one_over_kept(const LossRows& rows) {
   double kept = 0;
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-// Calls f(true_type) without a softcap and class weights, f(false_type) with any of them.
+// Calls f(true_type) without softcap and class weights, otherwise f(false_type).
 template <class F>
 void with_options(const CrossEntropyParams& p, const F& f) {
   const bool plain = p.softcap == 0 && p.rows.class_weight == nullptr;

@@ -6,11 +6,11 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Columns between two updates of the running maximum: they stay in L1 for the second sweep.
+// Columns between two updates of the running maximum; they stay in L1 for the second sweep.
 constexpr int64_t kBlock = 4096;
 
-// e^(x - less) for results of at most 1 with relative error 4e-7 in fp32, less than that of the
-// rounded sums.
+// e^(x - less) for results of at most 1, with relative error 4e-7 in fp32, less than
+// the error of the rounded sums.
 OMNIATTN_INLINE VecF softmax_exp(VecF x, VecF less = 0.0f) {
   constexpr float kLog2E = 1.442695041f;
   return exp2(fma(x, VecF(kLog2E), -less * kLog2E));
@@ -26,9 +26,9 @@ OMNIATTN_INLINE C scalar_log(C x) {
   return log(Vec<C>(x)).v[0];
 }
 
-// The logit x after cap and temperature, and its derivative: x / T and 1 / T, or c tanh(x / c) / T
-// and (1 - tanh^2) / T. A tanh costs more than the other work on an element, so there are kernels
-// without it.
+// Maps a logit x through cap and temperature, and gives the derivative: x / T and 1 / T, or c
+// tanh(x / c) / T and (1 - tanh^2) / T. A tanh costs more than all other work on an element,
+// so there are kernels without it.
 template <class C, bool kCapped>
 class Logits {
  public:
@@ -42,7 +42,7 @@ class Logits {
     return top_ * tanh(x / cap_);
   }
   OMNIATTN_INLINE C scalar(C x) const { return (*this)(Vec<C>(x)).v[0]; }
-  // dx, which has the factor 1 / T, times the derivative of the cap at the logit that gave `made`.
+  // dx, which includes the factor 1 / T, times the derivative of the cap where it gave `made`.
   OMNIATTN_INLINE Vec<C> back(Vec<C> dx, Vec<C> made) const {
     if constexpr (!kCapped) return dx;
     const Vec<C> t = made / top_;
@@ -71,14 +71,14 @@ compute_t<T> row_max(const T* x, int64_t n) {
   return reduce_max(max(max(most[0], most[1]), max(most[2], most[3])));
 }
 
-// ln sum exp(x_v) = most + log_sum.
+// Statistics of a row: ln sum exp(x_v) = most + log_sum.
 template <class C>
 struct RowStatistics {
   C most, log_sum;
 };
 
-// The statistics of a row, and also_per_block(first, count) for its blocks, in order, while they
-// are in the caches.
+// Computes the statistics of a row; calls also_per_block(first, count) for its blocks in
+// order, while they are in the caches.
 template <class T, bool kCapped, class F>
 RowStatistics<compute_t<T>> statistics(const T* x, int64_t n,
                                        const Logits<compute_t<T>, kCapped>& logits,
@@ -103,8 +103,8 @@ RowStatistics<compute_t<T>> statistics(const T* x, int64_t n,
   return {most, scalar_log(normaliser)};
 }
 
-// y[i] = f(i, part) for the parts of a row of n, written past the caches if asked and if the row is
-// aligned. y may be what f reads.
+// y[i] = f(i, part) for the parts of a row of n; written past the caches if requested and if
+// the row is aligned. f may read y.
 template <class T, class F>
 OMNIATTN_INLINE void write_row(T* y, int64_t n, bool past_caches, const F& f) {
   constexpr int kWidth = Vec<compute_t<T>>::kWidth;

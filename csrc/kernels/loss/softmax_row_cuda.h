@@ -6,11 +6,11 @@
 namespace omniattn {
 namespace {
 
-// 4 packs per thread are in flight before a row gets more threads, up to 512.
+// Each thread has 4 packs in flight before a row gets more threads, up to 512.
 constexpr unsigned kThreads = 512;
 constexpr int kPacksInFlight = 4;
-// Values in flight need more than a third of the registers in f64, and also with all options, for
-// which half of them suffice.
+// Values in flight need more than a third of the registers in fp64, and also with all options,
+// where half of the registers suffice.
 template <class T, bool kPlain>
 constexpr int kBlocksPerSM = sizeof(T) == 8 ? 1
                              : kPlain       ? 3
@@ -37,13 +37,13 @@ struct Logits {
   __device__ __forceinline__ C operator()(C x) const {
     return kPlain || cap == 0 ? x * scale : top * tanh(x / cap);
   }
-  // dx, which has the factor 1 / T, times the derivative of the cap at the logit that gave `made`.
+  // dx, which includes the factor 1 / T, times the derivative of the cap where it gave `made`.
   __device__ __forceinline__ C back(C dx, C made) const {
     return kPlain || cap == 0 ? dx : dx * (1 - (made / top) * (made / top));
   }
 };
 
-// ln sum exp(x_v) = most + log_sum.
+// Statistics of a row: ln sum exp(x_v) = most + log_sum.
 template <class C>
 struct RowStatistics {
   C most, log_sum;
@@ -68,7 +68,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int j = 0; j < W; ++j) sum += softmax_exp(x[j] - by);
   }
-  // Of all threads of the row.
+  // Combines the statistics of all threads of the row.
   __device__ __forceinline__ RowStatistics<C> of_row() const {
     const C all = gpu::row_max(most);
     return {all, static_cast<C>(log(gpu::row_sum(sum * softmax_exp(most - shift(all)))))};

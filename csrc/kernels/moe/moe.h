@@ -3,10 +3,10 @@
 //   y[n] = sum_s weight[n, s] (W_down,e h + b_down,e)        e = index[n, s]
 //   h = act(gate) * up, or act(pre) for experts without a gate      pre = W_up,e x[n] + b_up,e
 //
-// The (token, slot) pairs are sorted stably by expert; row r of every (rows, ...) array here is the
-// r-th of them. A work item of a product is a block, which has at most kMoeBlockRows rows of one
-// expert, times some columns of the expert's weights. Blocks depend on the routing alone, sums have
-// one order, and the slots of a token are added in their order, so nothing depends on threads.
+// The (token, slot) pairs are sorted stably by expert; row r of every (rows, ...) array belongs to
+// the r-th pair. A work item of a product is a block, of at most kMoeBlockRows rows of one expert,
+// times some columns of the expert's weights. Blocks depend on the routing alone, sums have a fixed
+// order, and the slots of a token are added in order, so results do not depend on threads.
 //
 // forward    gather (tokens to rows), up (first product, with the activation as its epilogue),
 //            project (second product), combine
@@ -36,8 +36,8 @@ struct MoeBlock {
   int64_t expert, row, rows;
 };
 
-// B of a product for each expert: element (k, n) of expert e is
-// data[e * expert + k * k_stride + n * n_stride], and k_stride or n_stride is 1.
+// Operand B of a product for each expert: element (k, n) of expert e is data[e * expert + k *
+// k_stride + n * n_stride]; k_stride or n_stride is 1.
 struct MoeMatrix {
   const void* data;
   int64_t expert, k_stride, n_stride;
@@ -54,7 +54,7 @@ struct MoeHidden {
 };
 
 // In all structs dtype is that of the op's tensors. `operand` and `computed` arrays hold operands
-// of products, which are rows of tensors and what was computed (MoeKernels::operands), and
+// of products: rows of tensors, and values that kernels computed (MoeKernels::operands).
 // `compute` arrays hold sums (compute_t).
 struct MoeOperands {
   DType tensor, computed;
@@ -77,7 +77,7 @@ struct MoeUpParams {
   const void* x;     // (rows, k) operand
   MoeMatrix up;      // (k, columns)
   const void* bias;  // (experts, columns) or null
-  const void* made;  // (rows, columns) compute: the product with the bias; null to make it
+  const void* made;  // (rows, columns) compute: finished product with bias; null to compute it
   void* pre;         // (rows, columns) of dtype, or null
   void* hidden;      // (rows, features) computed, or null
 };
@@ -91,7 +91,7 @@ struct MoeUpBackwardParams {
   const void* grad_y;     // (rows, k) operand
   MoeMatrix down;         // (k, features)
   const void* down_bias;  // (experts, k) or null
-  const void* made;       // (rows, features) compute: grad_y W_down; null to make it
+  const void* made;       // (rows, features) compute: finished grad_y W_down; null to compute it
   const void* pre;        // (rows, columns) of dtype
   const void* weight;     // (rows) compute
   void* grad_pre;         // (rows, columns) computed
@@ -129,7 +129,7 @@ struct MoeBiasGradParams {
   void* out;           // (experts, cols)
 };
 
-// out (tokens, slots) = the sum of the parts of each slot's row, 0 without a row.
+// out (tokens, slots) = the sum of the parts in each slot's row; 0 for a slot without a row.
 struct MoeSlotSumParams {
   DType dtype;  // of rows and out
   int64_t parts;
@@ -146,7 +146,7 @@ struct MoeKernels {
   int64_t (*workspace_bytes)(DType dtype);  // per thread, for the three products
 
   void (*gather)(const MoeGatherParams&, int64_t begin, int64_t end);  // item: row
-  // Items: for each block its groups of kMoeFeatures features (project: 2 kMoeFeatures columns).
+  // Items: groups of kMoeFeatures features of each block (project: of 2 kMoeFeatures columns).
   void (*up)(const MoeUpParams&, void* workspace, int64_t begin, int64_t end);
   void (*up_backward)(const MoeUpBackwardParams&, void* workspace, int64_t begin, int64_t end);
   void (*project)(const MoeProjectParams&, void* workspace, int64_t begin, int64_t end);

@@ -11,14 +11,14 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Blocks of 512 x 128 of B (256 KiB of fp32) share L2 with 96 rows of A; interleaved gates take
-// twice the columns.
+// Blocks of 512 x 128 of B (256 KiB of fp32) share L2 with 96 rows of A; interleaved
+// gates take twice as many columns.
 constexpr int64_t kBlockK = 512;
 constexpr int64_t kBlockN = 2 * kMoeFeatures;
 constexpr int64_t kBlockM = 96;
 // Up to this many rows, columns of B that are contiguous along k are multiplied without packing.
 constexpr int64_t kMaxDotRows = kOnTiles ? 4 : 32;
-// Up to this many rows, one tile, rows of B that are contiguous along n are read once, in place.
+// Up to this many rows (one tile), rows of B contiguous along n are read once, in place.
 constexpr int64_t kMaxRowsInPlace = tile_rows(kTileVecs);
 
 template <class T>
@@ -37,8 +37,8 @@ struct Workspace {
 
 // Product of a block with some columns of its expert.
 
-// c (rows, cols) (+)= a (rows, k) B with B (k, cols) at b in the layout of `matrix`; a is T or what
-// was computed.
+// c (rows, cols) (+)= a (rows, k) B with B (k, cols) at b in the layout of `matrix`; a
+// has type T or the computed type.
 template <class T, class A, class S>
 void multiply(const A* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix& matrix, int64_t k,
               int64_t cols, T* panels, compute_t<T>* c, int64_t ldc, bool accumulate) {
@@ -71,7 +71,7 @@ void multiply(const A* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix
   }
 }
 
-// The same, starting from the bias of each column, or from 0 without a bias.
+// multiply, starting from the bias of each column, or from 0 without a bias.
 template <class T, class A, class S>
 void multiply_add(const A* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix& matrix,
                   const S* bias, int64_t k, int64_t cols, T* panels, compute_t<T>* c, int64_t ldc) {
@@ -85,7 +85,7 @@ void multiply_add(const A* a, int64_t lda, int64_t rows, const S* b, const MoeMa
   multiply<T>(a, lda, rows, b, matrix, k, cols, panels, c, ldc, started);
 }
 
-// Columns of a product that was made before, to the memory of an item.
+// Copies columns of a finished product to the memory of an item.
 template <class C>
 void copy_rows(const C* made, int64_t stride, int64_t rows, int64_t cols, C* c) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -125,7 +125,7 @@ void project(const MoeProjectParams& p, void* memory, int64_t begin, int64_t end
              });
 }
 
-// The products with the activation.
+// Products with an activation.
 
 template <class T, class S>
 void up(const MoeUpParams& p, void* memory, int64_t begin, int64_t end) {

@@ -15,11 +15,11 @@ namespace omniattn {
 inline constexpr int kMoeTileColumns = 128;
 inline constexpr int64_t kMoeRouteChunk = 256;
 
-// The sort of the (token, slot) pairs. Rows from offsets[experts] on have no expert.
+// Sort of the (token, slot) pairs. Rows from offsets[experts] on belong to no expert.
 struct MoeRouting {
   int64_t tokens, slots, experts;
   const int64_t* index;   // (tokens, slots)
-  int64_t* counts;        // (chunks, experts): pairs of the chunk; then of all earlier chunks
+  int64_t* counts;        // (chunks, experts): pairs of the chunk; later of all earlier chunks
   int64_t* offsets;       // (experts + 1), first row of each expert
   int64_t* block_starts;  // (experts + 1), first block of each expert
   int64_t* token_of_row;  // (tokens slots)
@@ -30,20 +30,20 @@ struct MoeRouting {
 
   OMNIATTN_FN int64_t pairs() const { return tokens * slots; }
   OMNIATTN_FN int64_t chunks() const { return ceil_div(pairs(), kMoeRouteChunk); }
-  // Each expert that has rows has at most one block that is not full.
+  // Each expert with rows has at most one block that is not full.
   static constexpr int64_t most_blocks(int64_t pairs, int64_t experts, int64_t block_rows) {
     return pairs / block_rows + (pairs < experts ? pairs : experts);
   }
 };
 
-// Row r of an operand: row tokens[r] of data, or row r itself where tokens is null.
+// Row r of an operand: row tokens[r] of data, or row r if tokens is null.
 struct MoeRows {
   const void* data;
   const int64_t* tokens;
   int64_t stride;
 };
 
-// Blocks of rows of `a` times the matrix of the expert of each.
+// Product of blocks of rows of `a` with the matrix of each block's expert.
 struct MoeProduct {
   DType dtype;
   const MoeBlock* blocks;
@@ -109,15 +109,15 @@ struct MoeColumnSums {
 };
 
 Status launch_moe_route(const MoeRouting& r, Stream stream);
-// Clears the rows of `pre` that have no expert.
+// Clears the rows of `pre` that belong to no expert.
 Status launch_moe_clear(DType dtype, const MoeRouting& r, int64_t columns, void* pre,
                         Stream stream);
 Status launch_moe_combine(const MoeCombineParams& p, int64_t tokens, Stream stream);
 Status launch_moe_slot_grad(const MoeSlotGradParams& p, Stream stream);
 Status launch_moe_column_sums(const MoeColumnSums& p, Stream stream);
 
-// The products by FMA, for any dtype and strides, or by tensor cores, for 16-bit dtypes whose rows
-// and matrices consist of whole 16-byte pieces.
+// Products by FMA, for any dtype and strides, or by tensor cores, for 16-bit dtypes whose rows and
+// matrices consist of whole 16-byte pieces.
 struct MoeProductKernels {
   int64_t block_rows;
   Status (*up)(const MoeUpProduct&, Stream);

@@ -1,5 +1,5 @@
-// The step between the two products of an expert on the CPU, see moe.h: gate and up of a row of
-// features, and h.
+// Step between the two products of an expert on the CPU, see moe.h: gate and
+// up of a row of features, and h.
 #pragma once
 
 #include "kernels/activation/activate.h"
@@ -17,7 +17,7 @@ struct HiddenRow {
 };
 
 // Calls f(first column of pre, its place in a group's row of pre, columns) for the one or two runs
-// of columns from which `n` features from `first` on are computed.
+// of columns that determine `n` features from `first` on.
 template <class F>
 OMNIATTN_INLINE void for_runs(const MoeHidden& h, int64_t first, int64_t n, const F& f) {
   if (h.gate == MoeGate::interleaved) {
@@ -28,7 +28,7 @@ OMNIATTN_INLINE void for_runs(const MoeHidden& h, int64_t first, int64_t n, cons
   }
 }
 
-// Splits a group's row of pre into gate and up; without a gate, the row is the gate and up is 1.
+// Splits a group's row of pre into gate and up; without a gate, gate is the row and up is 1.
 template <class C>
 OMNIATTN_INLINE void split_row(MoeGate gate, const C* pre, int64_t n, HiddenRow<C>& row) {
   for_row<C>(n, [&](int64_t i, auto part) {
@@ -88,8 +88,8 @@ void hidden_row(const MoeHidden& p, const HiddenRow<C>& row, int64_t n, T* hidde
   });
 }
 
-// Replaces the row by its gradients, given the gradient t of h before the routing weight; stores
-// weight * h and returns t . h.
+// Replaces the row by its gradients, from the gradient t of h without its routing weight;
+// stores weight * h and returns t . h.
 template <class C, class T>
 C hidden_row_backward(const MoeHidden& p, HiddenRow<C>& row, const C* t, C weight, int64_t n,
                       T* weighted) {

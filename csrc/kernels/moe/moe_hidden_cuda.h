@@ -1,4 +1,4 @@
-// The step between the two products of an expert, see moe.h: gate and up of features, and h.
+// Step between the two products of an expert, see moe.h: gate and up of features, and h.
 #pragma once
 
 #include "kernels/activation/activate_cuda.h"

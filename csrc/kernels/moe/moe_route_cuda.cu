@@ -1,6 +1,6 @@
-// The kernels before and after the grouped products of moe_cuda.h: the stable counting sort of the
-// (token, slot) pairs, the weighted sum of each token, and the gradients of routing weights and
-// biases.
+// Kernels before and after the grouped products of moe_cuda.h: a stable counting
+// sort of the (token, slot) pairs, the weighted sum of each token, and the gradients
+// of routing weights and biases.
 #include "kernels/moe/moe_cuda.h"
 #include "runtime/gpu_row.h"
 #include "semantics/seqlen.h"
@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Each pair goes to its row: after the expert's pairs of earlier chunks and the earlier ones of its
-// own.
+// Places each pair in its row: after the expert's pairs of earlier chunks and its
+// earlier pairs in the same chunk.
 __global__ void __launch_bounds__(kThreads) moe_place_kernel(const __grid_constant__ MoeRouting r) {
   GPU_SHARED(int64_t, experts, kMoeRouteChunk);
   for (int64_t chunk = blockIdx.x; chunk < r.chunks(); chunk += gridDim.x) {
@@ -240,7 +240,7 @@ Status launch_moe_route(const MoeRouting& r, Stream stream) {
 
 Status launch_moe_clear(DType dtype, const MoeRouting& r, int64_t columns, void* pre,
                         Stream stream) {
-  constexpr int64_t kBlocks = 256;  // most of which have no work
+  constexpr int64_t kBlocks = 256;  // most of these blocks have no work
   if (r.pairs() * columns == 0) return nullptr;
   dispatch(dtype, [&]<class T>(T) {
     GPU_LAUNCH((moe_clear_kernel<T>), grid_of(min(r.pairs(), kBlocks)), kThreads, 0, stream, r,

@@ -1,6 +1,6 @@
-// The kernels of the grouped products of the mixture of experts, see moe_cuda.h: a block of threads
-// computes tiles (runtime/gpu_gemm.h) by tensor cores or by FMA, and finishes each in shared
-// memory.
+// Kernels of the grouped products of the mixture of experts, see moe_cuda.h. A block
+// of threads computes tiles (runtime/gpu_gemm.h) by tensor cores or by FMA, and
+// finishes each in shared memory.
 #pragma once
 
 #include "kernels/moe/moe_cuda.h"
@@ -27,7 +27,7 @@ struct RowView {
   }
 };
 
-// Rows of a block, for sums over their elements.
+// Rows of a block, to be summed over their elements.
 template <class T>
 struct BlockRows : RowView<T> {
   int64_t first, rows, cols;
@@ -39,7 +39,7 @@ struct BlockRows : RowView<T> {
   }
 };
 
-// Columns of the rows of an expert, for sums over these rows.
+// Columns of an expert's rows, to be summed over these rows.
 template <class T>
 struct RowColumns : RowView<T> {
   int64_t first_row, rows, first, cols;
@@ -53,8 +53,8 @@ struct RowColumns : RowView<T> {
   }
 };
 
-// The columns of a matrix in a tile: `run` (a power of 2) columns from `first` on and as many from
-// `second` on. The first `valid` of each run exist.
+// Columns of a matrix in a tile: `run` (a power of 2) columns from `first` on and `run` columns
+// from `second` on. The first `valid` columns of each run exist.
 struct TileColumns {
   int64_t first, second;
   int run, valid;
@@ -91,7 +91,7 @@ struct MatrixColumns {
 __host__ __device__ inline int tile_features(MoeGate gate) {
   return gate == MoeGate::none ? kMoeTileColumns : kMoeTileColumns / 2;
 }
-// The columns of pre from which `count` features from `first` on are computed.
+// Columns of pre that determine `count` features from `first` on.
 __device__ __forceinline__ TileColumns columns_of(const MoeHidden& p, int64_t first, int count) {
   switch (p.gate) {
     case MoeGate::none:
@@ -312,7 +312,7 @@ void enqueue(const MoeWeightGrad& p, Stream stream) {
              sizeof(typename Gemm::Shared), stream, p);
 }
 
-// Whether there is a tile to compute.
+// True if there is no tile to compute.
 inline bool is_empty(const MoeUpProduct& p) {
   return p.product.block_count * p.hidden_of.features == 0;
 }

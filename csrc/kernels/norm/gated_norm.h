@@ -8,9 +8,9 @@
 //
 // Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) gates before the norm, Gated DeltaNet (Yang et al.
 // 2024, arXiv 2412.06464) after it; RetNet and RWKV normalise each head (Wu and He 2018, arXiv
-// Statistics in fp32 (fp64 for T = fp64). Work items are rows with all their groups. act(z) is
-// computed again in each sweep over a row; the second sweep of the backward may use sigmoids that
-// the first one kept. The forward saves only the statistics.
+// 1803.08494). Statistics in fp32 (fp64 for T = fp64). Work items are rows with all their groups.
+// Each sweep over a row recomputes act(z); the second sweep of the backward may use sigmoids kept
+// by the first. The forward saves only the statistics.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ struct GatedNormParams {
   GatePlace place;
   Activation act;  // silu or sigmoid
   bool center;
-  int64_t rows, groups, cols;  // cols: of one group
+  int64_t rows, groups, cols;  // cols: columns of one group
   const void *x, *z;           // (rows, groups * cols); z null without a gate
   const void *weight, *bias;   // (groups * cols) or null
   void* y;                     // (rows, groups * cols) contiguous
@@ -60,7 +60,7 @@ static_assert(std::is_trivially_copyable_v<GatedNormBackwardParams>);
 
 struct GatedNormKernels {
   void (*forward)(const GatedNormParams&, int64_t begin, int64_t end);
-  // dweight and dbias, (groups * cols) in the accumulator type or null, are added to.
+  // Adds to dweight and dbias, (groups * cols) in the accumulator type or null.
   void (*backward)(const GatedNormBackwardParams&, void* dweight, void* dbias, int64_t begin,
                    int64_t end);
 };
@@ -69,7 +69,7 @@ OMNIATTN_KERNEL_TABLE(GatedNormKernels, gated_norm_kernels)
 
 Status launch_gated_norm(const GatedNormParams& p, Stream stream);
 
-// The number of partial sums of dweight and dbias in the backward; depends on the shape only.
+// Number of partial sums of dweight and dbias in the backward; depends on the shape only.
 int64_t gated_norm_backward_shards(const GatedNormBackwardParams& p);
 Status launch_gated_norm_backward(const GatedNormBackwardParams& p, const WeightGradients& weights,
                                   Stream stream);

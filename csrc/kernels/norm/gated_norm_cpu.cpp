@@ -15,7 +15,7 @@ namespace {
 constexpr Order kAny = Order::any;
 
 // sigmoid(z) u with u = z for SiLU and u = 1 for the sigmoid, and its slope. u is selected at run
-// time: a template argument would double the code of the largest file here.
+// time: a template argument would double the code of the largest file in this folder.
 template <class C>
 struct Gate {
   Mask<C> silu;
@@ -40,7 +40,7 @@ struct Gate {
   }
 };
 
-// The values of one group that are normalised.
+// The values of one group before normalisation.
 template <class T, GatePlace kPlace>
 struct Normalised {
   const T *x, *z;
@@ -55,7 +55,7 @@ struct Normalised {
   }
 };
 
-// The weight, or 1 without one.
+// The weight, or 1 if there is none.
 template <class T>
 OMNIATTN_INLINE auto weight_at(const T* weight, int64_t i, auto part) {
   using V = decltype(part.load(weight));
@@ -126,9 +126,9 @@ OMNIATTN_INLINE void backward_group(const GatedNormBackwardParams& p, compute_t<
   C* const dw = dweight ? dweight + first : nullptr;
   C* const db = dbias ? dbias + first : nullptr;
 
-  // The gate of element i, if there is one, and its slope. For 16-bit rows the first sweep keeps up
-  // to kKept sigmoids for the second: a backward in bf16 with the gate after the norm took 0.78 of
-  // the time; fp32 gains nothing.
+  // Gate of element i, if there is a gate, and its slope. For 16-bit rows the first sweep keeps
+  // up to kKept sigmoids for the second: a bf16 backward with the gate after the norm took 0.78
+  // of the time; fp32 gains nothing.
   constexpr int64_t kKept = sizeof(T) == 2 ? 4096 : 0;
   alignas(64) C kept[std::max<int64_t>(kKept, 1)];
   const auto gate_at = [&](int64_t i, auto part, bool first_sweep) {

@@ -1,5 +1,5 @@
-// Gated and grouped normalisation on CUDA, see gated_norm.h. A group of a row belongs to a warp or
-// a block, which reads it again in each sweep: groups are short, so the later reads hit the caches.
+// Gated and grouped normalisation on CUDA, see gated_norm.h. A warp or a block owns a group of a
+// row and reads it again in each sweep: groups are short, so later reads hit the caches.
 #include "kernels/norm/gated_norm.h"
 
 #include "kernels/norm/rounded_cuda.h"
@@ -12,14 +12,14 @@ using gpu::Pack;
 using gpu::Width;
 
 constexpr unsigned kThreads = 256;
-// Packs of column sums in registers; with more, W of 8 or 1 made ptxas spill or use over 200
-// registers.
+// Packs of column sums kept in registers. With more, ptxas spilled or used over
+// 200 registers at W of 8 and 1.
 template <int W>
 constexpr int kColumnsKept = W == 8 || W == 1 ? 2 : 4;
-// As for the other norms, see norm_cuda.cu.
+// Same limits as the other norms, see norm_cuda.cu.
 constexpr int64_t kMaxShards = 512, kShardRows = 8;
 
-// Pack i of a vector with an element per column, or W times `otherwise` if it is null.
+// Loads pack i of a vector with one element per column; fills it with `otherwise` if p is null.
 template <int W, class T>
 __device__ __forceinline__ void load_vector(const T* p, int64_t i, compute_t<T> otherwise,
                                             compute_t<T> (&out)[W]) {
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
     const T* const z = offset_or_null<T>(p.z, row * p.z_stride + first);
     const T* const weight = offset_or_null<T>(p.weight, first);
     const T* const bias = offset_or_null<T>(p.bias, first);
-    // The values to normalise, and the factor of the result.
+    // Loads the values to normalise, and the factor of the result.
     const auto load = [&](int64_t i, C(&v)[W], C(&factor)[W]) {
       load_vector<W>(x, i, C(0), v);
       load_vector<W>(z, i, C(0), factor);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The formulas are in gated_norm_cpu.cpp. blockIdx.x is the group, since there may be more groups
-// than gridDim.y allows; shard s has the rows s, s + shards, ...
+// than gridDim.y allows. Shard s has the rows s, s + shards, ...
 template <class T, int W>
 __global__ void __launch_bounds__(kThreads)
     gated_norm_backward_kernel(const __grid_constant__ GatedNormBackwardParams p,
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
     const T* const z = offset_or_null<T>(p.z, row * p.z_stride + first);
     const C mean = static_cast<const C*>(p.stats)[item * 2];
     const C rstd = static_cast<const C*>(p.stats)[item * 2 + 1];
-    // g, xh, weight, and act(z) with its slope.
+    // Loads g, xh, weight, and act(z) with its slope.
     const auto load = [&](int64_t i, C(&g)[W], C(&xh)[W], C(&w)[W], C(&act)[W], C(&slope)[W]) {
       C gate[W];
       load_vector<W>(gy, i, C(0), g);

@@ -5,7 +5,7 @@
 //   mean = center ? avg(h) : 0
 //   rstd = 1 / sqrt(avg((h - mean)^2) + eps)
 //   y = (h - mean) * rstd * (weight + offset) + bias; with cast_first (h - mean) * rstd is rounded
-//       to T, as in Llama. The backward is the same: rounding has no derivative of its own.
+//       to T, as in Llama. The backward ignores this: rounding has no derivative of its own.
 //
 // Zhang and Sennrich 2019 (arXiv 1910.07467), Ba et al. 2016 (arXiv 1607.06450). Statistics in fp32
 // (fp64 for T = fp64). Work items are rows; each row is read once from memory.
@@ -26,7 +26,7 @@ struct NormParams {
   DType h_dtype;  // H: of residual and h; T without a residual
   int64_t rows, cols;
   const void* x;         // (rows, cols), x_stride between rows
-  const void* residual;  // the same shape, or null
+  const void* residual;  // same shape, or null
   const void* weight;    // (cols) or null
   const void* bias;      // (cols) or null
   void* y;               // (rows, cols) contiguous
@@ -43,12 +43,12 @@ struct NormBackwardParams {
   DType h_dtype;  // H: of h, grad_h and dh
   int64_t rows, cols;
   const void* grad_y;  // (rows, cols)
-  const void* grad_h;  // (rows, cols) or null: the gradient that reaches h by other paths
+  const void* grad_h;  // (rows, cols) or null: gradient of h from its other uses
   const void* h;       // (rows, cols): the normalised values
   const void* weight;  // (cols) or null
   const void* stats;   // (rows, 2)
   void* dx;            // (rows, cols) contiguous
-  void* dh;            // the same in H; only if H is not T
+  void* dh;            // dx in H; only if H is not T
   int64_t grad_y_stride, grad_h_stride, h_stride;
   double offset;
   bool center;
@@ -58,8 +58,8 @@ static_assert(std::is_trivially_copyable_v<NormBackwardParams>);
 
 struct NormKernels {
   void (*forward)(const NormParams&, int64_t begin, int64_t end);
-  // dweight and dbias, (cols) in the accumulator type or null, are added to: partial sums over
-  // these rows.
+  // Adds partial sums over these rows to dweight and dbias, (cols)
+  // in the accumulator type or null.
   void (*backward)(const NormBackwardParams&, void* dweight, void* dbias, int64_t begin,
                    int64_t end);
 };
@@ -68,7 +68,7 @@ OMNIATTN_KERNEL_TABLE(NormKernels, norm_kernels)
 
 Status launch_norm(const NormParams& p, Stream stream);
 
-// The number of partial sums of dweight and dbias in the backward; depends on the shape only.
+// Number of partial sums of dweight and dbias in the backward; depends on the shape only.
 int64_t norm_backward_shards(const NormBackwardParams& p);
 Status launch_norm_backward(const NormBackwardParams& p, const WeightGradients& weights,
                             Stream stream);

@@ -11,7 +11,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// weight + offset, or 1 without a weight.
+// weight + offset, or 1 if there is no weight.
 template <class T>
 struct Scale {
   const T* weight;
@@ -80,10 +80,10 @@ void forward(const NormParams& p, int64_t begin, int64_t end) {
   }
 }
 
-// At 2048 x 1024, two rows took 0.8 (bf16) to 1 (fp32) of the time of one row and of four.
+// At 2048 x 1024, two rows took 0.8 (bf16) to 1 (fp32) of the time of one row, or of four.
 constexpr int kRowsAtOnce = 2;
 
-// kRows rows from `row` on, or those of them below `last`. With xh = (h - mean) rstd and m = grad_y
+// Computes rows [row, row + kRows) below `last`. With xh = (h - mean) rstd and m = grad_y
 // (weight + offset):
 //   dx = rstd (m - avg(m) [if centred] - xh avg(m xh)) + grad_h, and dh the same, rounded to H
 //   dweight += grad_y xh, dbias += grad_y
@@ -98,7 +98,7 @@ OMNIATTN_INLINE void backward_rows(const NormBackwardParams& p, compute_t<T>* dw
   const int64_t n = p.cols;
   const auto inverse_n = C(1) / static_cast<C>(n > 0 ? n : 1);
   const Scale<T> scale{static_cast<const T*>(p.weight), static_cast<C>(p.offset)};
-  // Values, not members of p, which would be read again after each store.
+  // copies of members of p, which would be read again after each store
   const int64_t gy_stride = p.grad_y_stride, h_stride = p.h_stride, gh_stride = p.grad_h_stride;
   const T* const gy = static_cast<const T*>(p.grad_y) + row * gy_stride;
   const H* const h = static_cast<const H*>(p.h) + row * h_stride;

@@ -1,7 +1,7 @@
-// Row normalisation on CUDA, see norm.h. Each row is read once and kept in registers between its
-// sweeps; the part of a row that exceeds the registers of a block is read again. Weight gradients
-// take two stages without atomics: each block sums over its rows, then the sums of the blocks are
-// added in order.
+// Row normalisation on CUDA, see norm.h. Each row is read once and kept in registers
+// between its sweeps; the part of a row that exceeds a block's registers is read again.
+// Weight gradients take two stages without atomics: each block sums over its rows, then the
+// blocks' sums are added in order.
 #include "kernels/norm/norm.h"
 
 #include "kernels/norm/rounded_cuda.h"
@@ -14,17 +14,17 @@ namespace {
 using gpu::Pack;
 
 constexpr unsigned kThreads = 512;  // at most: 128 registers each, which hold the rows
-// More blocks fill more of the GPU, but each leaves a row of sums for the second stage to read. 512
-// blocks are 3 to 4 per SM of current large GPUs. At least kShardRows rows per block keep that
-// second read small.
+// More blocks fill more of the GPU, but each leaves a row of sums for the second stage to
+// read. 512 blocks are 3 to 4 per SM of current large GPUs. At least kShardRows rows per
+// block keep this second read small.
 constexpr int64_t kMaxShards = 512, kShardRows = 8;
 
-// Packs per thread that stay in registers.
+// Packs per thread kept in registers.
 constexpr int kForwardKept = 4;
 template <int W>
 constexpr int kBackwardKept = W == 8 ? 2 : 4;
 
-// weight + offset, or 1 without a weight.
+// weight + offset, or 1 if there is no weight.
 template <class T, int W>
 struct Scale {
   const T* weight;
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t row = first; row < p.rows; row += step) {
     const T* const x = static_cast<const T*>(p.x) + row * p.x_stride;
     T* const y = static_cast<T*>(p.y) + row * n;
-    // The first sweep leaves the rounded h in `kept`, and in memory past that.
+    // The first sweep leaves the rounded h in `kept`, and beyond that in memory.
     Pack<H, W> kept[kKept];
     const H* h;
     if (p.residual != nullptr) {

@@ -1,4 +1,4 @@
-// Values rounded to the dtype of a row between two steps, for the norms' CUDA kernels.
+// Rounds values to the dtype of a row between two steps, for the norms' CUDA kernels.
 #pragma once
 
 #include "runtime/gpu.h"

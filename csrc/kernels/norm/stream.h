@@ -5,8 +5,8 @@
 
 namespace omniattn {
 
-// Calls f(H{}) with the type of a stream that values of T are added to: T, or float if T has 16
-// bits.
+// Calls f(H{}) with the type of a stream that accumulates values of
+// T: T, or float if T has 16 bits.
 template <class T, class F>
 [[gnu::always_inline]] inline void dispatch_stream(DType dtype, const F& f) {
   if constexpr (sizeof(T) == 2) {

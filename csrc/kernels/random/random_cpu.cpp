@@ -1,4 +1,4 @@
-// Elementwise random draws, see random.h: first the words of a block, then the function.
+// Elementwise random draws, see random.h: computes the words of a block, then applies the function.
 #include "kernels/random/random.h"
 
 #include "runtime/assert.h"
