@@ -1,4 +1,4 @@
-// RMSNorm of every head, then the rotary embedding, in one pass (QK-norm as in Qwen3 and Gemma 3):
+// RMSNorm of each head, then the rotary embedding, in one pass (QK-norm as in Qwen3 and Gemma 3):
 //
 //   y = rotate(x rstd (weight + offset)),  rstd = 1 / sqrt(avg(x^2) + eps) over the head
 //
@@ -6,9 +6,9 @@
 //
 //   dx = rstd (m - x rstd^2 avg(m x)),  dweight = sum of g x rstd
 //
-// Computed in fp32 (fp64 for fp64) and rounded once; with cast_first x rstd and its product with
-// the weight are rounded too, as by Llama's norm before a rotary embedding. A work item is a token
-// with all its heads.
+// Computed in fp32 (fp64 for fp64) and rounded once. With cast_first, x rstd and its product
+// with the weight are rounded too, as in Llama's norm before a rotary embedding. A work item
+// is a token with all its heads.
 #pragma once
 
 #include "kernels/rope/rope.h"
@@ -36,7 +36,7 @@ static_assert(std::is_trivially_copyable_v<NormRopeBackwardParams>);
 
 struct NormRopeKernels {
   void (*forward)(const NormRopeParams&, int64_t begin, int64_t end);
-  // dweight, (dim) in the compute type or null, is added to.
+  // Adds to dweight, (dim) in the compute type or null.
   void (*backward)(const NormRopeBackwardParams&, void* dweight, int64_t begin, int64_t end);
 };
 
@@ -44,10 +44,10 @@ OMNIATTN_KERNEL_TABLE(NormRopeKernels, norm_rope_kernels)
 
 Status launch_norm_rope(const NormRopeParams& p, int64_t batch, Stream stream);
 
-// The number of partial sums of dweight in the backward; depends on the shape only.
+// Number of partial sums of dweight in the backward; depends on the shape only.
 int64_t norm_rope_backward_shards(const NormRopeBackwardParams& p, int64_t batch);
 
-// dweight (dim) is the sum of `partial` (shards, dim) in the compute type; or both are null.
+// dweight (dim) is the sum of `partial` (shards, dim), in the compute type; both may be null.
 Status launch_norm_rope_backward(const NormRopeBackwardParams& p, int64_t batch, void* partial,
                                  void* dweight, Stream stream);
 

@@ -10,7 +10,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The rows of one token.
+// A token and its rows of the tables.
 template <class C>
 struct Token {
   int64_t entry, token;
@@ -26,8 +26,8 @@ OMNIATTN_INLINE Token<C> token_of(const RopeParams& p, int64_t item) {
           static_cast<const C*>(p.sin) + b * p.sin_batch + row * p.sin_row};
 }
 
-// Calls take(i, part, v) for all elements of a head, where v are the values of get(i, part) with
-// the rotary dimensions rotated. `sign` is -1 for the negative angle.
+// Calls take(i, part, v) for all elements of a head; v are the values of get(i, part) with the
+// rotary dimensions rotated. `sign` is -1 for the negative angle.
 template <class T, bool kInterleaved, class Get, class Take>
 OMNIATTN_INLINE void turn_head(const RopeParams& p, const Token<compute_t<T>>& token,
                                Vec<compute_t<T>> sign, const Get& get, const Take& take) {
@@ -55,7 +55,7 @@ OMNIATTN_INLINE void turn_head(const RopeParams& p, const Token<compute_t<T>>& t
              [&](int64_t i, auto part) { take(after + i, part, get(after + i, part)); });
 }
 
-// weight + offset, or 1 without a weight.
+// weight + offset, or 1 if there is no weight.
 template <class T>
 OMNIATTN_INLINE auto scale_at(const T* weight, compute_t<T> offset, int64_t i, auto part) {
   using V = decltype(part.load(weight));

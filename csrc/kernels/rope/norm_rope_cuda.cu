@@ -15,7 +15,7 @@ using gpu::Width;
 constexpr unsigned kWarps = 8;
 constexpr int64_t kMaxShards = 2048;  // warps that keep sums of dweight; enough to fill a large GPU
 
-// Calls take(i, v) for the elements i, ..., i + W - 1 of this thread, for all of a head; v are the
+// Calls take(i, v) for the elements i, ..., i + W - 1 of this thread, over a whole head; v are the
 // values from get(i, v) with the rotary dimensions rotated. `sign` is -1 for the negative angle.
 template <int W, class C, class Get, class Take>
 __device__ __forceinline__ void turn_head(const RopeParams& p, const gpu::RopeToken<C>& token,
@@ -38,7 +38,7 @@ __device__ __forceinline__ void turn_head(const RopeParams& p, const gpu::RopeTo
   }
 }
 
-// weight + offset, or 1 without a weight.
+// weight + offset, or 1 if there is no weight.
 template <int W, class T>
 __device__ __forceinline__ void load_scale(const void* weight, double offset, int64_t i,
                                            compute_t<T> (&out)[W]) {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-// Shard s has the rows s, s + shards, ... and one row of `partial`; each thread keeps the sums of
+// Shard s has the rows s, s + shards, ... and one row of `partial`. Each thread keeps the sums of
 // the elements that it computes.
 template <class T, int W>
 __global__ void __launch_bounds__(32 * kWarps)

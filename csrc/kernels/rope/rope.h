@@ -36,7 +36,7 @@ struct RopeParams {
   int64_t positions_batch, positions_token;
   bool interleaved;
   bool inverse;      // rotate by the negative angle: the backward
-  bool past_caches;  // `out` are new contiguous tensors, too large for the caches
+  bool past_caches;  // outputs are new contiguous tensors, too large for the caches
 };
 static_assert(std::is_trivially_copyable_v<RopeParams>);
 
@@ -46,8 +46,8 @@ struct RopeKernels {
 
 OMNIATTN_KERNEL_TABLE(RopeKernels, rope_kernels)
 
-// A position that has no row in the tables stops the kernel: the host cannot look at positions
-// without waiting for the GPU.
+// A position outside the tables stops the kernel: the host cannot read
+// positions without waiting for the GPU.
 Status launch_rope(const RopeParams& p, int64_t batch, Stream stream);
 
 }  // namespace omniattn

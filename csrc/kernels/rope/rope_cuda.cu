@@ -1,5 +1,5 @@
-// Rotary position embedding on CUDA, see rope.h. The threads of a token walk over its heads; a
-// thread rotates W pairs at a time, whose 2 W elements it reads and writes as 16-byte pieces.
+// Rotary position embedding on CUDA, see rope.h. A token's threads loop over its heads; a thread
+// rotates W pairs at a time, and reads and writes their 2 W elements as 16-byte pieces.
 #include "kernels/rope/rope.h"
 
 #include "kernels/rope/rope_turn_cuda.h"

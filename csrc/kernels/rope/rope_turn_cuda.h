@@ -1,5 +1,5 @@
-// What the CUDA kernels of the rotary embedding share: a token's rows of the tables, and the
-// rotation of W pairs, whose 2 W elements are in two contiguous parts of W.
+// Shared by the CUDA kernels of the rotary embedding: a token's rows of the tables, and the
+// rotation of W pairs, whose 2 W elements form two contiguous parts of W.
 #pragma once
 
 #include "kernels/rope/rope.h"
@@ -25,7 +25,7 @@ __device__ __forceinline__ RopeToken<C> rope_token(const RopeParams& p, int64_t 
           static_cast<const C*>(p.sin) + b * p.sin_batch + position * p.sin_row};
 }
 
-// Where the parts of pairs n, ..., n + W - 1 begin: all x and all y, or if interleaved the first
+// Offsets of the two parts of pairs n, ..., n + W - 1: all x and all y, or if interleaved the first
 // and the second half of the pairs.
 struct RopeParts {
   int64_t first, second;
@@ -62,7 +62,7 @@ __device__ __forceinline__ void turn_pairs(bool interleaved, const Pack<C, W>& c
   }
 }
 
-// W adjacent elements in the compute type.
+// Loads W adjacent elements, in the compute type.
 template <int W, class T>
 __device__ __forceinline__ void load_wide(const T* p, compute_t<T> (&out)[W]) {
   const Pack<T, W> pack = load<W>(p);

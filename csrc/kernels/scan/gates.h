@@ -1,10 +1,10 @@
-// The gates of mLSTM (and of any recurrence with exponential input gates) over time, stabilised.
-// For each channel, with g_t the logarithm of the forget gate and i_t that of the input gate
+// Gates of mLSTM (and of any recurrence with exponential input gates) over time, stabilised. For
+// each channel, with g_t the logarithm of the forget gate and i_t that of the input gate,
 //
 //   m_t = max(g_t + m_{t-1}, i_t)      decay_t = g_t + m_{t-1} - m_t      factor_t = e^(i_t - m_t)
 //
-// so that decay <= 0 and factor <= 1. The gradient of the maximum goes to the larger of the two,
-// and half of it to each where they are equal.
+// so that decay <= 0 and factor <= 1. The gradient of the maximum goes to the larger of the two; if
+// they are equal, half of it to each.
 #pragma once
 
 #include <type_traits>
@@ -15,12 +15,12 @@
 
 namespace omniattn {
 
-// All tensors are of dtype, which is f32 or f64.
+// All tensors are of dtype, f32 or f64.
 struct Gates {
   DType dtype;
   ScanRows rows;
   int64_t channels;           // C
-  int64_t block;              // channels of an item, on the CPU
+  int64_t block;              // channels per item, on the CPU
   ScanView g, i;              // (B, T, C)
   const void* initial_state;  // (N, C) contiguous, or null for zeros
 };
@@ -33,7 +33,7 @@ struct GatesParams {
 
 struct GatesBackwardParams {
   Gates gates;
-  ScanView decay, factor;                    // of the forward
+  ScanView decay, factor;                    // from the forward
   ScanView grad_decay, grad_factor, grad_m;  // (B, T, C)
   const void* grad_final_state;              // (N, C) contiguous, or null
   void *dg, *di;                             // (B, T, C) contiguous

@@ -1,4 +1,4 @@
-// The gates of gates.h on the CPU: a vector of channels, step by step.
+// The gates of gates.h on the CPU: one vector of channels at a time, step by step.
 #include "kernels/scan/gates.h"
 
 #include "kernels/scan/scan_rules.h"
@@ -10,7 +10,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Calls f(sequence, its number, first channel of the tensor, part) for the vectors of an item.
+// Calls f(sequence, its number, first channel in the tensor, part) for the vectors of an item.
 template <class C, class F>
 OMNIATTN_INLINE void for_vectors(const Gates& p, int64_t item, const F& f) {
   const int64_t blocks = ceil_div(p.channels, p.block);

@@ -1,4 +1,4 @@
-// The gates of gates.h on CUDA: a thread for each channel of each sequence.
+// The gates of gates.h on CUDA: one thread per channel and sequence.
 #include "kernels/scan/gates.h"
 
 #include "kernels/scan/scan_rules.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr unsigned kThreads = 32;  // heads are few
 
-// A channel of a sequence, from the place of this thread.
+// The channel and sequence of this thread.
 struct Channel {
   int64_t n, c;
   ScanSequence s;

@@ -1,5 +1,5 @@
-// What the kernels of scans share: recurrences over time of a few numbers for each channel, which
-// is a lane of a vector on the CPU and a thread on CUDA.
+// Shared by the kernels of scans, which are recurrences over time of a few numbers per channel. A
+// channel is a lane of a vector on the CPU and a thread on CUDA.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace omniattn {
 // The sequences of a tensor (B, T, ..).
 struct ScanRows {
   int64_t sequences;          // N: B, or the number of packed sequences
-  int64_t steps;              // T: of each sequence, or of all packed ones
+  int64_t steps;              // T: of each sequence, or of all packed sequences together
   const int64_t* boundaries;  // null, or (N + 1): then B = 1 and sequence n has the rows
                               // boundaries[n] .. boundaries[n + 1]
 };
@@ -28,11 +28,11 @@ struct ScanView {
   }
 };
 
-// Steps between the states that a forward saves, from which the backward computes the others again.
+// Steps between the states that a forward saves; the backward recomputes the states in between.
 inline constexpr int64_t kScanChunk = 32;
 
-// Slots of saved states: sequence n of a batch begins at slot n ceil(T / chunk), a packed sequence
-// at slot boundaries[n] / chunk + n, which leaves room for those before it whatever their lengths.
+// Slots of saved states. Sequence n of a batch begins at slot n ceil(T / chunk), a packed sequence
+// at slot boundaries[n] / chunk + n, which leaves room for earlier sequences of any lengths.
 OMNIATTN_FN int64_t scan_slots(const ScanRows& p) {
   return p.boundaries != nullptr ? p.steps / kScanChunk + p.sequences
                                  : p.sequences * ceil_div(p.steps, kScanChunk);

@@ -1,4 +1,4 @@
-// The arithmetic of one step of the scans, written once for vectors of the CPU and for CUDA.
+// Arithmetic of one step of the scans, written once for vectors of the CPU and for CUDA.
 #pragma once
 
 #if defined(OMNIATTN_ISA)
@@ -12,7 +12,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// ln(1 + x) of x in [0, 1] within 2 ULP: 2 atanh(x / (2 + x)), half of the work of a logarithm.
+// ln(1 + x) of x in [0, 1] within 2 ULP: 2 atanh(x / (2 + x)), at half the cost of a logarithm.
 OMNIATTN_INLINE VecF log1p_of_unit(VecF x) {
   const VecF s = x * reciprocal(x + 2.0f), twice = s + s, square = s * s;
   const VecF p =
@@ -41,7 +41,7 @@ OMNIATTN_FN C reciprocal(C x) {
 template <class C>
 OMNIATTN_FN C log1p_of_unit(C x) {
   const C sum = C(1) + x;
-  return fma(x - (sum - C(1)), C(1) / sum, log(sum));  // with the digits that sum lost
+  return fma(x - (sum - C(1)), C(1) / sum, log(sum));  // restores the digits that sum lost
 }
 #endif
 
@@ -58,13 +58,13 @@ OMNIATTN_FN Weights<V> weights(V x) {
 }
 
 // Numerator and denominator of a weighted mean, times e^-(top - age w). The maximum is kept as the
-// key that set it and the number of steps since: subtracting w at each step would lose it where
-// keys are large, for example at 1e4 in fp32, which is a multiple of 0.001.
+// key that set it and the number of steps since: subtracting w at each step would be rounded away
+// at large keys, for example near 1e4, where fp32 numbers are multiples of 0.001.
 template <class V>
 struct WkvState {
   V num, den, top, age;
 };
-// The maximum, less k; w may be infinite.
+// The maximum minus k; w may be infinite.
 template <class V>
 OMNIATTN_FN V wkv_past(const WkvState<V>& s, V w, V k) {
   const V top = s.top - k;
@@ -87,8 +87,8 @@ OMNIATTN_FN void wkv_advance(WkvState<V>& s, V past, V w, V k, V v) {
 }
 
 // Gradients of a state. Results depend on num e^top and den e^top only, so the gradient of top is
-// num dnum + den dden, and more only where the caller uses the state itself: `excess` is the rest
-// of the gradient of top, which goes to the key that set it.
+// num dnum + den dden, unless the caller also uses the state itself. `excess` is the remainder of
+// the gradient of top, which goes to the key that set it.
 template <class V>
 struct WkvGradient {
   V num, den, excess;
@@ -97,8 +97,8 @@ template <class V>
 struct WkvStepGradient {
   V dk, dv, du, dw;
 };
-// From the state before a step and the gradient of the one after it, which becomes that of the one
-// before.
+// Takes the state before a step and the gradient of the state after it, which it turns into
+// the gradient of the state before.
 template <class V>
 OMNIATTN_FN WkvStepGradient<V> wkv_back(V num, V den, V past, V w, V u, V v, V dy,
                                         WkvGradient<V>& g) {
@@ -124,8 +124,8 @@ OMNIATTN_FN WkvStepGradient<V> wkv_back(V num, V den, V past, V w, V u, V v, V d
   return d;
 }
 
-// One step of the gates of gates.h. The maximum is the i that set it and the sum of g since, which
-// keeps the digits of small decays where gates are large.
+// State of the gates of gates.h. The maximum is kept as the i that set it and the sum of g since,
+// which preserves the digits of small decays at large gates.
 template <class V>
 struct GatesState {
   V top, sum;
@@ -136,13 +136,13 @@ struct Gated {
 };
 template <class V>
 OMNIATTN_FN Gated<V> gates_step(GatesState<V>& s, V g, V i) {
-  const V lead = (s.top - i) + (s.sum + g);  // of g + m before, over i
+  const V lead = (s.top - i) + (s.sum + g);  // (g + m of the step before) - i
   const auto stays = lead > V(0);
   s.top = select(stays, s.top, i);
   s.sum = select(stays, s.sum + g, V(0));
   return {select(stays, V(0), lead), select(stays, exp(-lead), V(1))};
 }
-// Gradients of g, which is that of the m before, and of i, where dm has that of later steps.
+// Gradients of g (also the gradient of the previous m) and of i; dm includes later steps.
 template <class V>
 struct GatesGradient {
   V dg, di;
@@ -154,7 +154,7 @@ OMNIATTN_FN GatesGradient<V> gates_back(V decay, V factor, V ddecay, V dfactor, 
   return {fma(most, kept, ddecay), fma(most, V(1) - kept, of_factor)};
 }
 
-// softplus(x) = log(1 + e^x), x itself above 20 as in torch, and its derivative.
+// softplus(x) = log(1 + e^x), or x itself above 20 as in torch, and its derivative.
 template <class V>
 struct Softplus {
   V value, slope;
@@ -179,12 +179,12 @@ OMNIATTN_FN Silu<V> silu(V z) {
   return {value, fma(value, V(1) - share, share)};
 }
 
-// sLSTM, see slstm.h. A state with n = 0 is empty: nothing of it is kept.
+// sLSTM, see slstm.h. A state with n = 0 is empty: none of it is kept.
 template <class V>
 struct SlstmState {
   V h, c, n, m;
 };
-// The gates after their activations, and the derivative of the logarithm of the forget gate.
+// Gates after their activations, and the derivative of the logarithm of the forget gate.
 template <class V>
 struct SlstmGates {
   V input, forget, z, o, slope;
@@ -213,7 +213,7 @@ OMNIATTN_FN SlstmGates<V> slstm_step(SlstmState<V>& s, V i, V f, V z, V o, bool 
   return y;
 }
 
-// Gradients of c and n, and of m beyond c dc + n dn, as for WkvState.
+// Gradients of c and n, and the excess of m's gradient over c dc + n dn, as in WkvGradient.
 template <class V>
 struct SlstmGradient {
   V c, n, excess;
@@ -222,8 +222,8 @@ template <class V>
 struct SlstmStepGradient {
   V i, f, z, o;
 };
-// From a step's gates, c and n, those before it, and the gradients of its h and of its state, which
-// become those of the state before.
+// Takes a step's gates, c and n, the c and n before it, and the gradients of its h and of its
+// state, which it turns into the gradients of the state before.
 template <class V>
 OMNIATTN_FN SlstmStepGradient<V> slstm_back(const SlstmGates<V>& y, V c, V n, V c_before,
                                             V n_before, V dh, SlstmGradient<V>& g) {
@@ -232,7 +232,7 @@ OMNIATTN_FN SlstmStepGradient<V> slstm_back(const SlstmGates<V>& y, V c, V n, V 
   const V kept = select(y.forget == V(1), g.excess, V(0));
   const SlstmStepGradient<V> d{
       .i = fma(y.input, fma(dc, y.z, dn), g.excess - kept),
-      // Nothing reaches f from a state that was empty, and no NaN either.
+      // f gets no gradient from an empty state, and no NaN either.
       .f = select(y.forget == V(0), V(0), fma(y.forget, fma(dc, c_before, dn * n_before), kept)) *
            y.slope,
       .z = dc * y.input * (V(1) - y.z * y.z),

@@ -4,12 +4,12 @@
 //   h_t[n] = e^(dt_t A[n]) h_{t-1}[n] + dt_t B_t[g, n] u_t
 //   y_t = (sum_n C_t[g, n] h_t[n] + D u_t) silu(z_t)
 //
-// B and C may also be constants of each channel. The forward keeps the states before each chunk of
-// steps, from which the backward computes the others again.
+// B and C may also be constants of each channel. The forward saves the states before each chunk of
+// steps; the backward recomputes the others from them.
 //
-// States may be paired: states 2 n and 2 n + 1, and those entries of A, are then the real and the
-// imaginary part of one complex number, and e^(dt A) h is a complex product. For a complex scan,
-// y = 2 Re sum_n C h, the caller gives the parts of B and of 2 conj(C).
+// States may be paired: states 2 n and 2 n + 1, and their entries of A, are then the real and the
+// imaginary part of one complex number, and e^(dt A) h is a complex product. For a complex scan, y
+// = 2 Re sum_n C h, the caller passes the parts of B and of 2 conj(C).
 #pragma once
 
 #include <type_traits>
@@ -20,20 +20,20 @@
 
 namespace omniattn {
 
-// B or C: rows (G, N) for each step, of T or for paired states of A, or (D, N) of A for all of
-// them.
+// B or C: rows (G, N) for each step, in T, or in A if states are paired; or a
+// constant (D, N) in A for all steps.
 struct SelectiveWeights {
   ScanView rows;
   bool constant;
 };
 
-// What forward and backward share. A is the accumulator type of dtype.
+// Arguments of forward and backward. A is the accumulator type of dtype.
 struct Selective {
-  DType dtype;  // of u, delta, z, y, of B and C that vary, and of their gradients
+  DType dtype;  // of u, delta, z, y, of time-varying B and C, and of their gradients
   bool softplus, paired;
   ScanRows rows;
-  int64_t channels, groups, states;  // D, G, N; N is even where paired
-  int64_t block;                     // channels of an item, which are of one group
+  int64_t channels, groups, states;  // D, G, N; N is even if paired
+  int64_t block;                     // channels per item; an item lies in one group
   ScanView u, delta, z;              // (B, T, D); z may be null
   const void* decay;                 // A: (D, N) of A contiguous
   SelectiveWeights b, c;
@@ -53,7 +53,7 @@ struct SelectiveParams {
 };
 
 // Rows of the partial sums of each sequence, (N, rows, D) of A: N of dA, one of dD, one of
-// ddelta_bias, N of dB and N of dC where these are constant.
+// ddelta_bias, and N of dB and N of dC if these are constant.
 inline constexpr int64_t kSelectiveVectors = 2;
 OMNIATTN_FN int64_t selective_rows(const Selective& p) {
   return p.states * (1 + p.b.constant + p.c.constant) + kSelectiveVectors;
@@ -67,17 +67,17 @@ struct SelectiveBackwardParams {
   Selective scan;
   ScanView grad_y;
   const void* grad_final_state;  // (N, D, N) of A contiguous, or null
-  const void* states;            // of the forward
+  const void* states;            // from the forward
   void *du, *ddelta, *dz;        // (B, T, D) contiguous; dz may be null
-  void *db, *dc;                 // (blocks, B, T, G, N) of A, which are summed later; null where B
-                                 // or C is constant
+  void *db, *dc;                 // (blocks, B, T, G, N) of A, to be summed
+                                 // later; null if B or C is constant
   void* partial;                 // (N, selective_rows, D) of A
   void* dinitial_state;          // (N, D, N) of A
 };
 static_assert(std::is_trivially_copyable_v<SelectiveParams>);
 static_assert(std::is_trivially_copyable_v<SelectiveBackwardParams>);
 
-// One item: block k of the channels of group g of sequence n.
+// An item: block k of the channels of group g of sequence n.
 struct SelectiveItem {
   int64_t sequence, group, block, first, width;
   ScanSequence s;
@@ -93,7 +93,7 @@ OMNIATTN_FN SelectiveItem selective_item(const Selective& p, int64_t item) {
           .s = scan_sequence(p.rows, n)};
 }
 
-// Of the items of a scan; `memory` has as many bytes as these say.
+// Kernels over the items of a scan; `memory` has bytes(scan) bytes.
 struct SelectiveKernels {
   int64_t (*bytes)(const Selective&);
   void (*forward)(const SelectiveParams&, void* memory, int64_t begin, int64_t end);
@@ -106,8 +106,8 @@ struct SelectiveBackwardKernels {
 };
 OMNIATTN_KERNEL_TABLE(SelectiveBackwardKernels, selective_backward_kernels)
 
-// On CUDA: the channels of an item, the most states, and the elements of A that a backward works
-// in.
+// On CUDA: channels per item, the largest number of states, and the number of elements of A that a
+// backward needs as working memory.
 inline constexpr int64_t kSelectiveThreads = 64, kSelectiveStates = 256;
 int64_t selective_backward_elements(const Selective& p);
 Status launch_selective(const SelectiveParams& p, Stream stream);

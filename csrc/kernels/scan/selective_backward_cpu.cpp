@@ -1,6 +1,6 @@
-// The selective scan on the CPU, backward, see selective.h: a chunk of steps at a time from the
-// last one on. For each vector of channels and a few of its states, the states of the chunk are
-// computed again, from which their gradients walk back; sums of dB and dC are kept for each lane.
+// The selective scan on the CPU, backward, see selective.h. Goes back chunk by chunk. For each
+// vector of channels and a few of its states, it recomputes the states of the chunk and walks their
+// gradients back through it; sums of dB and dC are kept per lane.
 #include "kernels/scan/selective_item.h"
 #include "runtime/assert.h"
 
@@ -15,9 +15,9 @@ void clear(C* to, int64_t n) {
   for (int64_t i = 0; i < n; i += Vec<C>::kWidth) store(to + i, zero<C>());
 }
 
-// Of the backward, of all vectors of channels: tables as in the forward, gradients of the states,
-// and sums over time. Of a chunk: B and C, and dB and dC of each lane. Of one vector of channels
-// and a chunk: what its steps need, and the states and decays of a block of states.
+// Memory of the backward. For all vectors of channels: tables as in the forward, gradients of the
+// states, and sums over time. For a chunk: B and C, and dB and dC of each lane. For one vector of
+// channels and a chunk: inputs of its steps, and states and decays of a block of states.
 template <class C>
 struct BackwardMemory {
   enum Row { kDt, kInput, kU, kSlope, kGrad, kGate, kOfDecay, kOfInput, kY, kRows };
@@ -52,8 +52,8 @@ struct BackwardMemory {
   }
 };
 
-// The states before and after each step of a chunk and their decays, of some states of a vector of
-// channels, from the states before the chunk.
+// Recomputes the states before and after each step of a chunk, and their decays, for some states of
+// a vector of channels, from the states before the chunk.
 template <bool kPaired, int64_t kStates, class C, class B>
 [[gnu::noinline]] void recompute(int64_t steps, const C* decay, const C* dt, const C* input, B b,
                                  C* states, C* decays) {
@@ -78,11 +78,11 @@ template <bool kPaired, int64_t kStates, class C, class B>
   }
 }
 
-// Sums of dB or dC: for each step, or over all of them.
+// Sums of dB or dC, for each step or over all steps.
 template <class C>
 struct Sums {
   C* data;
-  int64_t step;  // elements between steps, 0 of constants
+  int64_t step;  // elements between steps; 0 for constants
 
   OMNIATTN_INLINE void add(int64_t t, int64_t n, Vec<C> a, Vec<C> b) const {
     C* const at = data + t * step + n * Vec<C>::kWidth;
@@ -90,8 +90,8 @@ struct Sums {
   }
 };
 
-// Through h = a h' of one state or a pair: dh becomes the gradient of h', which with it gives that
-// of dt A, the product of the gradient and the conjugate of h'.
+// Backward of h = a h' for one state or a pair: dh becomes the gradient of h'; of_exponent is the
+// gradient of dt A, the product of this gradient and the conjugate of h'.
 template <bool kPaired, class C>
 OMNIATTN_INLINE void decay_back(const C* decays, const C* before, Vec<C>* dh, Vec<C>* of_exponent) {
   constexpr int kWidth = Vec<C>::kWidth;
@@ -109,9 +109,9 @@ OMNIATTN_INLINE void decay_back(const C* decays, const C* before, Vec<C>* dh, Ve
   }
 }
 
-// One chunk of some states of a vector of channels, backward. Adds to the sums over states: of the
-// gradients of dt A times what the table has of A for d dt (kOfDecay), of dh B (kOfInput), of C h
-// (kY).
+// Backward of one chunk of some states of a vector of channels. Adds to three
+// sums over states: the gradients of dt A times the table of A, for ddt
+// (kOfDecay); dh B (kOfInput); C h (kY).
 template <bool kPaired, int64_t kStates, class C, class B, class R>
 [[gnu::noinline]] void go_back(int64_t steps, const BackwardMemory<C>& m, const C* decay, B b, R c,
                                C* gradient, C* ddecay, Sums<C> db, Sums<C> dc) {
@@ -160,7 +160,7 @@ template <bool kPaired, int64_t kStates, class C, class B, class R>
   }
 }
 
-// What is done with states, in C whatever the dtype of rows.
+// The part of the backward that works on states, in C whatever the dtype of rows.
 template <class C>
 struct BackwardStates {
   static constexpr int kWidth = Vec<C>::kWidth;
@@ -182,7 +182,7 @@ struct BackwardStates {
     clear(m.dbias, p.block);
   }
 
-  // The vector of channels from i on.
+  // Walks the vector of channels from i on.
   [[gnu::noinline]] void walk(int64_t t, int64_t steps, int64_t i) const {
     using Memory = BackwardMemory<C>;
     const int64_t slot = x.s.slot + t / kScanChunk, of_vector = i * p.states;
@@ -208,7 +208,7 @@ struct BackwardStates {
     });
   }
 
-  // The sums over the channels of the item, of the steps of a chunk.
+  // Sums over the channels of the item, for each step of a chunk.
   void sum_lanes(const C* sums, int64_t t, int64_t steps, void* out) const {
     if (out == nullptr) return;
     const int64_t rows = p.rows.steps * (p.rows.boundaries == nullptr ? p.rows.sequences : 1);
@@ -265,7 +265,7 @@ struct Backward {
   Backward(const SelectiveBackwardParams& all, C* memory, int64_t item)
       : params(all), p(all.scan), x(p, item), m(p, memory) {}
 
-  // What the steps of a chunk of a vector of channels need, and zeros for the sums over states.
+  // Stores the inputs of a chunk's steps for a vector of channels; zeroes the sums over states.
   void prepare(int64_t t, int64_t steps, int64_t i, auto part) const {
     for (int64_t j = 0; j < steps; ++j) {
       const auto dt = x.step_of(i, part, x.row(p.delta, t + j));
@@ -287,7 +287,7 @@ struct Backward {
     }
   }
 
-  // Lines of steps are far from each other and fall into few sets of L1: whole ones go past it.
+  // Lines of steps are far apart and share few sets of L1, so whole lines bypass it.
   OMNIATTN_INLINE static void put(T* to, auto part, Vec<C> value) {
     constexpr int64_t kLine = 64;
     const bool whole =
@@ -297,7 +297,7 @@ struct Backward {
 
   void finish(int64_t t, int64_t steps, int64_t i, auto part) const {
     const Vec<C> skip = p.skip != nullptr ? part.load(x.vector(p.skip) + i) : zero<C>();
-    // Of the table of A, which is times its inverse.
+    // Undoes the scale of the table of A.
     const Vec<C> unscaled = static_cast<C>(p.paired ? 1 : kLn2);
     Vec<C> dskip = load(m.dskip + i), dbias = load(m.dbias + i);
     for (int64_t j = steps - 1; j >= 0; --j) {

@@ -1,7 +1,7 @@
-// The selective scan on CUDA, see selective.h: a thread for each channel of each sequence walks
-// over its steps, with all its states. The backward computes the states of a chunk again into
-// memory that neighbouring threads read together; dB and dC are sums over the channels of a block
-// in a fixed order.
+// The selective scan on CUDA, see selective.h: one thread per channel and sequence
+// walks over its steps with all its states. The backward recomputes the states of a
+// chunk into memory that neighbouring threads read together; dB and dC are summed over
+// the channels of a block in a fixed order.
 #include "kernels/scan/selective.h"
 
 #include "kernels/scan/scan_rules.h"
@@ -12,8 +12,8 @@ namespace omniattn {
 namespace {
 
 constexpr int kThreads = kSelectiveThreads, kWarps = kThreads / 32;
-// f(n) for all states, or for the first ones of pairs. Few are unrolled, so that arrays of them are
-// in registers.
+// Calls f(n) for all states, or for the first state of each pair. Small counts are unrolled, so
+// that arrays over states are in registers.
 template <class C, int kMost, int kParts = 1, class F>
 __device__ __forceinline__ void for_states(const Selective& p, const F& f) {
   if constexpr (kMost * sizeof(C) <= 64) {
@@ -27,14 +27,14 @@ __device__ __forceinline__ void for_states(const Selective& p, const F& f) {
   }
 }
 
-// e^(dt A) of a state or a pair, and h = a h + x b.
+// e^(dt A) for a state or a pair, and h = a h + x b.
 template <int kParts, class C>
 struct Decay {
   C re, im;
 
   __device__ __forceinline__ Decay(C dt, const C* a) : re(exp(dt * a[0])), im(0) {
     if constexpr (kParts == 2) {
-      // And by what the rounded product lacks, which matters where the angle is large.
+      // Corrects by the rounding error of the product, which matters at large angles.
       const C angle = dt * a[1], rest = fma(dt, a[1], -angle);
       const C sine = sin(angle), cosine = cos(angle), of_rest = sin(rest), along = cos(rest);
       im = re * fma(sine, along, cosine * of_rest);
@@ -49,7 +49,7 @@ struct Decay {
       h[1] = fma(re, h[1], fma(im, before, x * b[1]));
     }
   }
-  // The gradient dh of h = a h' becomes that of h', and gives that of dt A.
+  // Turns the gradient dh of h = a h' into the gradient of h', and returns that of dt A.
   __device__ __forceinline__ void back(C* dh, const C* before, C* of_exponent) const {
     const C later = dh[0];
     if constexpr (kParts == 1) {
@@ -64,8 +64,8 @@ struct Decay {
   }
 };
 
-// A channel of a sequence, from the place of this thread; one past the end of its block reads
-// zeros.
+// The channel and sequence of this thread. A thread past the end of its
+// block of channels reads zeros.
 template <class T>
 struct Channel : SelectiveItem {
   using C = compute_t<T>;
@@ -90,7 +90,7 @@ struct Channel : SelectiveItem {
   __device__ __forceinline__ C vector(const void* x) const {
     return x != nullptr && exists ? static_cast<const C*>(x)[c] : C(0);
   }
-  // Element n of entry i of (.., D, N), zero where there is no such tensor; and of (.., rows, D).
+  // Element n of entry i of (.., D, N), 0 without such a tensor; row r of entry i of (.., rows, D).
   __device__ __forceinline__ C table(const void* x, int64_t i, int64_t n) const {
     if (x == nullptr || !exists) return C(0);
     return static_cast<const C*>(x)[(i * p.channels + c) * p.states + n];
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for_states<C, kMost>(p, [&](int n) { x.table_at(params.final_state, x.sequence, n) = h[n]; });
 }
 
-// The states before the steps [t, end) of a chunk, and after the last of them, into memory
+// Recomputes the states before the steps [t, end) of a chunk, and after the last one, into memory
 // (N, kScanChunk + 1, states, D).
 constexpr int64_t kKept = kScanChunk + 1;
 template <class T, int kParts>
@@ -177,7 +177,7 @@ __device__ void recompute_chunk(const SelectiveBackwardParams& params, const Cha
   }
 }
 
-// Sums over the channels of a block. `parts` has a number for each warp, B and C, and state.
+// Sums over the channels of a block. `parts` has one number per warp, per B and C, and per state.
 template <int kMost, class C>
 struct ChannelSums {
   C* parts;
@@ -199,7 +199,7 @@ struct ChannelSums {
   }
 };
 
-// What a thread of the backward has of its channel.
+// State of a thread of the backward for its channel.
 template <class T, int kMost, int kParts>
 struct ChannelGradient {
   using C = compute_t<T>;
@@ -224,7 +224,7 @@ struct ChannelGradient {
   __device__ __forceinline__ C& partial(int64_t row) const {
     return x.row(params.partial, x.sequence, selective_rows(p), row);
   }
-  // To dB or dC: of all steps, or of this one.
+  // Adds to dB or dC: to the sum over all steps if constant, else to this step's.
   __device__ __forceinline__ void add(bool constant, int of_c, int64_t row, int n, C term) const {
     if (!constant) {
       sums.add(of_c, n, term);
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   g.end();
 }
 
-// f(kMost, kParts) with kMost states at least.
+// Calls f(kMost, kParts) with a kMost of at least the number of states.
 template <int kMost, int kOfDecay = 1>
 struct Most {
   static constexpr int value = kMost, parts = kOfDecay;

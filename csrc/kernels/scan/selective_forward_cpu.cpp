@@ -1,18 +1,18 @@
-// The selective scan on the CPU, see selective.h: channels in the lanes of vectors, their states in
-// registers. A few steps of a block of channels are read as rows, then the states of each vector
-// walk over them, so that they stay in L1 and each is loaded and stored once for these steps.
+// The selective scan on the CPU, see selective.h: channels are in the lanes of vectors, their
+// states in registers. A few steps of a block of channels are read as rows; then the states of each
+// vector walk over these steps, which stay in L1, so each state is loaded and stored once for them.
 #include "kernels/scan/selective_item.h"
 #include "runtime/assert.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-constexpr int64_t kTile = 8;                           // steps that are read at a time
+constexpr int64_t kTile = 8;                           // steps read at a time
 constexpr int kMostStates = kVecBytes == 64 ? 16 : 8;  // in registers
 static_assert(kScanChunk % kTile == 0);
 
-// Of the forward: tables of decays (times log2 e), states and constants, and for each vector of
-// channels dt, dt u and y of some steps.
+// Memory of the forward: tables of decays (times log2 e), states and constants, and for each vector
+// of channels dt, dt u and y of some steps.
 template <class C>
 struct ForwardMemory {
   C *decay, *state, *b_table, *c_table, *dt, *input, *y, *b, *c;
@@ -35,7 +35,7 @@ struct ForwardMemory {
   }
 };
 
-// y += sum_n C h of `steps` steps of some states of a vector of channels.
+// y += sum_n C h over `steps` steps, for some states of a vector of channels.
 template <bool kPaired, int64_t kStates, class C, class B, class R>
 [[gnu::noinline]] void advance(int64_t steps, const C* decay, const C* dt, const C* input, B b, R c,
                                C* state, C* y) {
@@ -63,9 +63,9 @@ template <bool kPaired, int64_t kStates, class C, class B, class R>
   for (int64_t n = 0; n < kStates; ++n) store(state + n * kWidth, h[n]);
 }
 
-// Asks for a part of y of these steps and of the inputs of the next ones, another one for each
-// vector of channels. The rows of steps are pages apart, so that the processor does not foresee
-// them. Inline: GCC drops calls of what only prefetches.
+// Prefetches a share of the y of these steps and of the inputs of the next ones; each vector of
+// channels takes another share. Rows of steps are pages apart, so the hardware does not prefetch
+// them. Inline, since GCC drops calls to functions that only prefetch.
 template <class T>
 OMNIATTN_INLINE void fetch_ahead(const SelectiveParams& params, const Item<T>& x, int64_t t,
                                  int64_t steps, int64_t i) {

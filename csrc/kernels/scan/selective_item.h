@@ -1,5 +1,5 @@
-// What the forward and the backward of the selective scan on the CPU share, see selective.h: tables
-// of channels in the lanes of vectors, B and C of some steps, and the rows of an item.
+// Shared by the forward and the backward of the selective scan on the CPU, see selective.h: tables
+// with channels in the lanes of vectors, B and C of some steps, and the rows of an item.
 #pragma once
 
 #include "kernels/scan/scan_rules.h"
@@ -14,8 +14,8 @@ namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
 
-// 2^x within relative error 1e-7, which is less near 0: decays of slow states are close to 1. Below
-// 2^-126 it is 0, as kernels flush denormals; from 2^127.5 on it may be infinite.
+// 2^x within relative error 1e-7, and less near 0: decays of slow states are close to 1. Below
+// 2^-126 it is 0, since kernels flush denormals; from 2^127.5 on it may be infinite.
 OMNIATTN_INLINE VecF decay_of(VecF x) {
   constexpr float c[] = {1.0f,
                          6.931470037e-01f,
@@ -31,12 +31,12 @@ OMNIATTN_INLINE VecF decay_of(VecF x) {
   const VecF clamped = min(VecF(128.0f), max(VecF(-127.0f), x));
   const VecF n = round(clamped);
   const VecF::Bits whole = __builtin_convertvector(n.v, VecF::Bits);
-  return power(clamped - n) * VecF::from_bits((whole + 127) << 23);  // one of 0 for 2^-127
+  return power(clamped - n) * VecF::from_bits((whole + 127) << 23);  // a factor of 0 for 2^-127
 #endif
 }
 OMNIATTN_INLINE VecD decay_of(VecD x) { return exp2(x); }
 
-// Whether states are pairs, and how many have one decay.
+// True if states are pairs; number of states that share one decay.
 template <bool kPaired>
 struct Paired {
   static constexpr bool value = kPaired;
@@ -44,9 +44,9 @@ struct Paired {
 };
 template <class V>
 struct Decay {
-  V re, im;  // im only of pairs
+  V re, im;  // im is used by pairs only
 };
-// e^(dt A) from the table of A, which is times log2 e where states are not paired.
+// e^(dt A) from the table of A, which is scaled by log2 e unless states are paired.
 template <bool kPaired, class C>
 OMNIATTN_INLINE Decay<Vec<C>> decay_at(Vec<C> dt, const C* table) {
   const Vec<C> a = load(table);
@@ -60,7 +60,7 @@ OMNIATTN_INLINE Decay<Vec<C>> decay_at(Vec<C> dt, const C* table) {
   }
 }
 OMNIATTN_INLINE double scale_of_decays(const Selective& p) { return p.paired ? 1 : kLog2E; }
-// h = a h + x b of one state or a pair.
+// h = a h + x b for one state or a pair.
 template <bool kPaired, class V>
 OMNIATTN_INLINE void move_on(V* h, Decay<V> a, V x, V b, V b_im) {
   if constexpr (!kPaired) {
@@ -72,10 +72,10 @@ OMNIATTN_INLINE void move_on(V* h, Decay<V> a, V x, V b, V b_im) {
   }
 }
 
-// Tables have, for each vector of channels, one vector for each state.
+// A table has one vector per state for each vector of channels.
 
-// f(n, Count) for blocks of all states, without padding: 0 times infinity is not 0. A block has
-// kLeast states at least, of which there is a multiple.
+// Calls f(n, Count) for blocks of all states, without padding: 0 times infinity is not 0. The
+// number of states is a multiple of kLeast, and each block has at least kLeast states.
 template <int kCount>
 struct Count {
   static constexpr int64_t value = kCount;
@@ -90,7 +90,7 @@ OMNIATTN_INLINE void for_states(int64_t states, const F& f) {
     }
   }
 }
-// f(n, Paired, Count) for the states of p.
+// Calls f(n, Paired, Count) for blocks of the states of p.
 template <int kMost, class F>
 OMNIATTN_INLINE void for_blocks(const Selective& p, const F& f) {
   const auto of = [&](auto paired) {
@@ -99,7 +99,7 @@ OMNIATTN_INLINE void for_blocks(const Selective& p, const F& f) {
   p.paired ? of(Paired<true>{}) : of(Paired<false>{});
 }
 
-// The table of one vector of channels from rows (lanes, states), times `scale`; null for zeros.
+// Table of one vector of channels from rows (lanes, states), times `scale`; null: zeros.
 template <class C>
 void load_table(const C* from, int64_t lanes, int64_t states, C scale, C* to) {
   constexpr int kWidth = Vec<C>::kWidth;
@@ -133,7 +133,7 @@ void store_table(const C* from, int64_t lanes, int64_t states, C* to) {
     }
   }
 }
-// B or C of some steps: a number for all channels of a group, or a vector of their constants.
+// B or C of some steps: one number for all channels of a group, or a vector of constants.
 template <bool kConstant, class C>
 struct Weights {
   const C* data;
@@ -142,11 +142,11 @@ struct Weights {
   OMNIATTN_INLINE Vec<C> at(int64_t t, int64_t n) const {
     return kConstant ? load(data + n * Vec<C>::kWidth) : Vec<C>(data[t * states + n]);
   }
-  // Those of the states from n on.
+  // Weights of the states from n on.
   Weights from(int64_t n) const { return {data + (kConstant ? n * Vec<C>::kWidth : n), states}; }
 };
-// f(B, C) for those of the vector of channels from i on. `steps` and `table` have them in each
-// form.
+// Calls f(B, C) with the weights of the vector of channels from i on, taken from `steps`
+// or, if constant, from `table`.
 template <class C, class F>
 OMNIATTN_INLINE void with_weights(const Selective& p, const C* b_steps, const C* b_table,
                                   const C* c_steps, const C* c_table, int64_t i, const F& f) {
@@ -159,7 +159,7 @@ OMNIATTN_INLINE void with_weights(const Selective& p, const C* b_steps, const C*
                : with_c(Weights<false, C>{b_steps, states});
 }
 
-// An item's parameters, tables and states, which are of C.
+// An item with its parameters, tables and states, all in C.
 template <class C>
 struct ItemStates : SelectiveItem {
   static constexpr int kWidth = Vec<C>::kWidth;
@@ -178,12 +178,12 @@ struct ItemStates : SelectiveItem {
     return static_cast<S*>(x) + (i * rows + r) * p.channels + first;
   }
 
-  // f(i, lanes) for each vector of channels.
+  // Calls f(i, lanes) for each vector of channels.
   template <class F>
   OMNIATTN_INLINE void for_vectors(const F& f) const {
     for (int64_t i = 0; i < width; i += kWidth) f(i, smaller(kWidth, width - i));
   }
-  // Tables from entry `entry` of (.., D, N), null for zeros; and the inverse.
+  // Loads tables from entry `entry` of (.., D, N), null: zeros; stores them.
   void load_tables(const void* from, int64_t entry, double scale, C* to) const {
     const C* const rows =
         from == nullptr ? nullptr
@@ -204,7 +204,7 @@ struct ItemStates : SelectiveItem {
   }
 };
 
-// And its rows of inputs and outputs.
+// An item with its rows of inputs and outputs.
 template <class T>
 struct Item : ItemStates<compute_t<T>> {
   using C = compute_t<T>;
@@ -218,7 +218,7 @@ struct Item : ItemStates<compute_t<T>> {
   T* row(void* x, int64_t t) const {
     return static_cast<T*>(x) + (s.batch * p.rows.steps + s.begin + t) * p.channels + first;
   }
-  // Steps [t, t + steps) of B or C.
+  // Loads steps [t, t + steps) of B or C, unless it is constant.
   void load_weights(const SelectiveWeights& w, int64_t t, int64_t steps, C* to) const {
     if (w.constant) return;
     p.paired ? load_rows<C>(w.rows, t, steps, to) : load_rows<T>(w.rows, t, steps, to);

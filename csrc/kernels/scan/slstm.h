@@ -4,8 +4,8 @@
 //   i' = e^(i - m_t)      f' = e^(ln F + m_{t-1} - m_t)
 //   c_t = f' c_{t-1} + i' tanh(z)      n_t = f' n_{t-1} + i'      h_t = sigmoid(o) c_t / n_t
 //
-// The arithmetic is in scan_rules.h. What the forward keeps of a step for the backward is its
-// trace: i', f', tanh(z), sigmoid(o), c, n and the derivative of ln F.
+// The arithmetic is in scan_rules.h. The forward keeps a trace of each step for the backward: i',
+// f', tanh(z), sigmoid(o), c, n and the derivative of ln F.
 #pragma once
 
 #include <type_traits>
@@ -40,16 +40,16 @@ struct SlstmBackwardParams {
   Slstm slstm;
   ScanView grad_y;               // (B, T, H, D)
   const void* grad_final_state;  // (N, 4, H, D) of A contiguous, or null
-  const void* trace;             // of the forward
+  const void* trace;             // from the forward
   void* dx;                      // (B, T, 4, H, D) contiguous
-  void* dr;                      // on the CPU (slstm_groups, 4, H, D, D) of A, which are summed
+  void* dr;                      // on the CPU (slstm_groups, 4, H, D, D) of A, to be summed
                                  // later; on CUDA (4, H, D, D); or null
   void* dinitial_state;          // (N, 4, H, D) of A
 };
 static_assert(std::is_trivially_copyable_v<SlstmParams>);
 static_assert(std::is_trivially_copyable_v<SlstmBackwardParams>);
 
-// Sequences whose products with R are one matrix product, on the CPU.
+// Number of sequences whose products with R form one matrix product, on the CPU.
 inline constexpr int64_t kSlstmGroup = 8;
 OMNIATTN_FN int64_t slstm_groups(const ScanRows& p) { return ceil_div(p.sequences, kSlstmGroup); }
 
@@ -62,7 +62,7 @@ struct SlstmKernels {
 };
 OMNIATTN_KERNEL_TABLE(SlstmKernels, slstm_kernels)
 
-// On CUDA: the elements of A that a backward works in.
+// On CUDA: number of elements of A that a backward needs as working memory.
 int64_t slstm_backward_elements(const Slstm& p);
 Status launch_slstm(const SlstmParams& p, Stream stream);
 Status launch_slstm_backward(const SlstmBackwardParams& p, void* memory, Stream stream);

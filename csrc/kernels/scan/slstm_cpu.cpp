@@ -1,5 +1,5 @@
-// sLSTM on the CPU, see slstm.h: a few sequences of one head at a time, whose products with R are
-// one matrix product for each gate and step.
+// sLSTM on the CPU, see slstm.h: a few sequences of one head at a time, so that their products with
+// R are one matrix product per gate and step.
 #include "kernels/scan/slstm.h"
 
 #include "kernels/scan/scan_rules.h"
@@ -16,11 +16,11 @@ using scan_rules::SlstmGates;
 using scan_rules::SlstmGradient;
 using scan_rules::SlstmState;
 
-// Rows of dx that are multiplied with h at a time, for dr.
+// Number of rows of dx that are multiplied with h at a time, for dr.
 constexpr int64_t kProductRows = 64;
 static_assert(kProductRows >= kSlstmGroup);
 
-// One head of a group of sequences, the longest first, so that those that last are the first ones.
+// One head of a group of sequences, longest first, so that the active sequences come first.
 template <class T>
 struct Group {
   using C = compute_t<T>;
@@ -43,7 +43,7 @@ struct Group {
     }
   }
   int64_t steps() const { return size > 0 ? sequence[0].count : 0; }
-  // Sequences that have a step t.
+  // Number of sequences that have a step t.
   int64_t lasting(int64_t t) const {
     int64_t rows = 0;
     while (rows < size && sequence[rows].count > t) ++rows;
@@ -54,12 +54,12 @@ struct Group {
     const ScanSequence& s = sequence[i];
     return (((s.batch * p.rows.steps + s.begin + t) * parts + part) * p.heads + head) * p.width;
   }
-  // Of a view whose rows are (parts, H, D).
+  // Row `part` of step t of sequence i in a view whose rows are (parts, H, D).
   const T* row(const ScanView& x, int64_t i, int64_t t, int64_t part) const {
     const ScanSequence& s = sequence[i];
     return x.row<T>(s.batch, s.begin + t) + (part * p.heads + head) * p.width;
   }
-  // Of states (N, 4, H, D).
+  // Offset of row `part` of sequence i in states (N, 4, H, D).
   int64_t state_at(int64_t i, int64_t part) const {
     return ((number[i] * 4 + part) * p.heads + head) * p.width;
   }
@@ -73,7 +73,7 @@ int64_t packed_size(const Slstm& p) {
   return 4 * packed_elements<C>(p.width, p.width);
 }
 
-// R of the four gates, and for each sequence h, c, n, m and the products with R.
+// R of the four gates; for each sequence h, c, n, m and the products with R.
 template <class C>
 struct ForwardMemory {
   C *packed, *state, *raw;
@@ -153,8 +153,8 @@ void forward_group(const SlstmParams& params, compute_t<T>* room, int64_t item) 
   }
 }
 
-// R^T of the four gates; for each sequence the gradients of h, c, n and the excess of m; and rows
-// of dx with the h before their steps.
+// R^T of the four gates; for each sequence the gradients of h, c, n and the excess of m; rows of
+// dx, with the h before their steps.
 template <class C>
 struct BackwardMemory {
   C *packed, *gradient, *dx, *h;
@@ -175,7 +175,7 @@ struct Backward {
   const SlstmBackwardParams& params;
   Group<T> b;
   BackwardMemory<C> memory;
-  int64_t n, waiting = 0;  // rows of memory.dx
+  int64_t n, waiting = 0;  // rows of memory.dx that await the product with h
   bool has_products = false;
 
   Backward(const SlstmBackwardParams& x, C* room, int64_t item)
@@ -190,7 +190,7 @@ struct Backward {
   }
   C* gradient(int64_t i) const { return memory.gradient + 4 * i * n; }
 
-  // c and n after step t, those of the initial state after step -1.
+  // h, c and n after step t; step -1 is the initial state.
   OMNIATTN_INLINE auto state(int64_t i, int64_t t, int64_t j, auto part) const {
     struct State {
       Vec<C> h, c, n;
@@ -219,7 +219,7 @@ struct Backward {
     });
   }
 
-  // dx of a step of one sequence, to row `row` of the rows that wait.
+  // Computes dx of a step of one sequence and stores it in row `row` of the waiting rows.
   void step(int64_t i, int64_t t, int64_t row) const {
     OMNIATTN_ASSERT(row < kProductRows);
     const T* const dy = b.row(params.grad_y, i, t, 0);
@@ -245,7 +245,7 @@ struct Backward {
     });
   }
 
-  // Adds h^T dx of the waiting rows to dr, where dr is wanted, and empties the buffer.
+  // Adds h^T dx of the waiting rows to dr, if dr is wanted, and empties the buffer.
   void add_products() {
     if (params.dr != nullptr) multiply_waiting();
     has_products = true;

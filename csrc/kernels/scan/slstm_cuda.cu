@@ -1,6 +1,6 @@
-// sLSTM on CUDA, see slstm.h: a block for each head of each sequence walks over its steps, with a
-// column of R for each thread. The backward leaves h and dx of all steps in memory, from which a
-// second kernel sums dr.
+// sLSTM on CUDA, see slstm.h: one block per head and sequence walks over its steps, with
+// one column of R per thread. The backward writes h and dx of all steps to memory, from
+// which a second kernel sums dr.
 #include "kernels/scan/slstm.h"
 
 #include "kernels/scan/scan_rules.h"
@@ -25,7 +25,7 @@ __device__ ScanSequence checked_sequence(const ScanRows& rows, int64_t n) {
   return s;
 }
 
-// The head and sequence of a block.
+// Head and sequence of a block.
 template <class T>
 struct Head {
   using C = compute_t<T>;
@@ -38,7 +38,7 @@ struct Head {
         n(blockIdx.x / p.heads),
         head(blockIdx.x % p.heads),
         s(checked_sequence(p.rows, n)) {}
-  // Of step t, part `part` of `parts`, in a tensor (B, T, parts, H, D).
+  // Offset of row `part` of step t in a tensor (B, T, parts, H, D).
   __device__ __forceinline__ int64_t at(int64_t t, int64_t parts, int64_t part) const {
     return (((s.batch * p.rows.steps + s.begin + t) * parts + part) * p.heads + head) * p.width;
   }
@@ -57,8 +57,8 @@ struct Head {
   }
 };
 
-// The final state holds the state meanwhile, except h, of which all threads read all elements: two
-// copies in shared memory.
+// The final state holds the running state, except h, of which all threads read all elements: h
+// has two copies in shared memory.
 template <class T>
 __global__ void __launch_bounds__(kMostThreads)
     slstm_forward_kernel(const __grid_constant__ SlstmParams params) {
@@ -106,13 +106,13 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-// Memory of the backward: dx (B, T, 4, H, D) and the h before each step (B, T, H, D).
+// Memory of the backward: dx (B, T, 4, H, D), and the h before each step (B, T, H, D).
 template <class C>
 struct Steps {
   C *dx, *h;
 };
 
-// c, n and h after step t, those of the initial state after step -1.
+// c, n and h after step t; step -1 is the initial state.
 template <class C>
 struct Kept {
   C h, c, n;
@@ -128,7 +128,7 @@ __device__ Kept<C> kept_state(const SlstmBackwardParams& params, const Head<T>& 
   return {of(3) * (c / n), c, n};
 }
 
-// dx of column j of step t, with the gradients of h, c, n and the excess of m in dinitial_state.
+// Computes dx of column j of step t; dinitial_state holds the gradients of h, c, n and m's excess.
 template <class T, class C = compute_t<T>>
 __device__ void backward_column(const SlstmBackwardParams& params, const Head<T>& x,
                                 const Steps<C>& steps, int64_t t, int64_t j) {
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-// dr[g, h, a, b] = sum over steps of h[a] dx[g, b]. Blocks: (g, h, a).
+// dr[g, h, a, b] = sum over steps of h[a] dx[g, b]. A block computes one (g, h, a).
 template <class T>
 __global__ void __launch_bounds__(kMostThreads)
     slstm_dr_kernel(const __grid_constant__ SlstmBackwardParams params, Steps<compute_t<T>> steps) {
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-// B T H D.
+// Number of elements of h, B T H D.
 int64_t elements_of_h(const Slstm& p) {
   const int64_t batch = p.rows.boundaries != nullptr ? 1 : p.rows.sequences;
   return batch * p.rows.steps * p.heads * p.width;

@@ -4,9 +4,9 @@
 //   h[p, n] = e^(dt A) h[p, n] + dt x[p] B[g, n]
 //   y[p] = (sum_n C[g, n] h[p, n] + D x[p]) silu(z[p])
 //
-// The heads of Mamba are its channels, of one row each, and have an A for each state. Where the
-// scan transposes states, so that channels are in the lanes of vectors, a single step reads and
-// writes them where they lie.
+// A head of Mamba is a channel, has one row and an A for each state. The scan
+// transposes states to have channels in the lanes of vectors; a single step reads and
+// writes states in their own layout.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +17,7 @@
 
 namespace omniattn {
 
-// Rows of the numbers of a batch entry, `batch` elements apart.
+// Rows of one batch entry each, `batch` elements apart.
 struct StepRows {
   const void* data;
   int64_t batch;
@@ -27,22 +27,22 @@ struct StepRows {
 struct StateStep {
   DType dtype;  // of x, dt, z, B, C and y
   bool softplus;
-  double least, largest;                        // dt
+  double least, largest;                        // limits of dt
   int64_t batch, heads, width, groups, states;  // B, H, P, G, N
   StepRows x, dt, z, b, c;                      // (H, P), (H), (H, P) or null, (G, N), (G, N)
   const void *decay, *skip, *bias;              // A: (H, N) or (H), D: (H) or (H, P), (H); the last
                                                 // two may be null
-  bool decay_of_states, skip_of_rows;           // which of these they are
-  const void* before;                           // null for zeros; may be `state`
+  bool decay_of_states, skip_of_rows;           // true: A is (H, N); true: D is (H, P)
+  const void* before;                           // null: zeros; may be `state`
   void* state;                                  // (B, H, P, N) of A, or (B, H, N, P)
-  bool states_first;                            // in the latter case, for heads of one A
+  bool states_first;                            // state is (B, H, N, P); needs one A per head
   void* y;                                      // (B, H, P)
 
   OMNIATTN_FN int64_t group_heads() const { return groups > 0 ? heads / groups : 0; }
 };
 static_assert(std::is_trivially_copyable_v<StateStep>);
 
-// Heads of an item where they have an A for each state, which are of one group; else one.
+// Heads per item if each state has its own A, all of one group; otherwise an item is one head.
 inline constexpr int64_t kStepHeads = 64;
 OMNIATTN_FN int64_t step_items(const StateStep& p) {
   if (!p.decay_of_states) return p.batch * p.heads;

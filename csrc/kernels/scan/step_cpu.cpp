@@ -1,6 +1,6 @@
-// One token of the states of Mamba and Mamba-2, see step.h. Vectors run along the dimension that
-// lies in memory: along the states of a row, whose products with C are added up over the lanes of a
-// vector of rows at a time, or along rows.
+// One token of the states of Mamba and Mamba-2, see step.h. Vectors run along the contiguous
+// dimension of the states: along the states of a row, whose products with C are summed over the
+// lanes for a vector of rows at a time, or along rows.
 #include "kernels/scan/step.h"
 
 #include "kernels/scan/selective_item.h"
@@ -8,11 +8,11 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-constexpr int64_t kRows = 64;  // at a time
+constexpr int64_t kRows = 64;  // rows at a time
 static_assert(kRows >= kStepHeads);
 
-// Rows of states, from one of them on: what they are multiplied by, dt where that depends on the
-// state, dt x, and what they add to y.
+// States of some rows: their A (rate), their decay, or dt if the decay depends on the state, their
+// inputs dt x, and their sums for y.
 template <class C>
 struct StateRows {
   int64_t count, states;
@@ -20,7 +20,7 @@ struct StateRows {
   C *state, *sums;
 };
 
-// A step of the states [n, n + kVecs vectors) of all rows.
+// One step of the states [n, n + kVecs vectors) of all rows.
 template <bool kOfStates, int kVecs, class T, class C>
 void advance(const StateRows<C>& r, int64_t n, const T* b_row, const T* c_row, auto part) {
   constexpr int64_t kWidth = Vec<C>::kWidth;
@@ -74,7 +74,7 @@ void advance_all(const StateRows<C>& r, const T* b, const T* c) {
              [&](int64_t i, auto part) { advance<kOfStates, 1>(r, n + i, b, c, part); });
 }
 
-// A step of states (N, P) of `width` rows, for the vectors of rows from j on.
+// One step of states (N, P) of `width` rows, for the vectors of rows from j on.
 template <int kVecs, class T, class C>
 OMNIATTN_INLINE void columns(const StateRows<C>& r, int64_t width, int64_t j, const T* b,
                              const T* c, auto part) {
@@ -107,7 +107,7 @@ void advance_columns(const StateRows<C>& r, int64_t width, const T* b, const T* 
   for_row<C>(r.count - j, [&](int64_t i, auto part) { columns<1>(r, width, j + i, b, c, part); });
 }
 
-// The numbers of a batch entry.
+// One batch entry.
 template <class T>
 struct Step {
   using C = compute_t<T>;
@@ -122,7 +122,7 @@ struct Step {
     Vec<C> x = part.load(row(p.dt) + head);
     if (p.bias != nullptr) x = x + part.load(static_cast<const C*>(p.bias) + head);
     if (p.softplus) x = scan_rules::softplus(x).value;
-    // NaN stays: of it and a number, these are the second.
+    // NaN stays NaN: min and max return the second argument.
     return min(Vec<C>(static_cast<C>(p.largest)), max(Vec<C>(static_cast<C>(p.least)), x));
   }
   StateRows<C> rows(int64_t count, int64_t first, int64_t offset) {
@@ -136,7 +136,7 @@ struct Step {
             .state = static_cast<C*>(p.state) + at,
             .sums = sums};
   }
-  // y of `count` rows from `first` on, `skip` is D of the first one.
+  // Stores y of `count` rows from `first` on; `skip` is D of the first row.
   void store_rows(int64_t first, int64_t count, const C* skip) const {
     T* const y = static_cast<T*>(p.y) + entry * p.heads * p.width + first;
     for_row<C>(count, [&](int64_t i, auto part) {
@@ -152,7 +152,7 @@ struct Step {
     });
   }
 
-  // Channels of a group, with an A for each state.
+  // Steps channels of a group, with an A for each state.
   void move_channels(int64_t group, int64_t first, int64_t count) {
     for_row<C>(count, [&](int64_t i, auto part) {
       const Vec<C> dt = step_of(first + i, part);

@@ -2,14 +2,14 @@
 //
 //   y_t = (sum_{i<t} e^(k_i - (t-1-i) w) v_i + e^(u + k_t) v_t) / (the same without v)
 //
-// with w > 0. A state is the numerator and the denominator times e^-max, and max; the state of no
-// steps is (0, 0, -1e38). The arithmetic is in scan_rules.h.
+// with w > 0. A state is the numerator and the denominator, both times e^-max, and max; before the
+// first step it is (0, 0, -1e38). The arithmetic is in scan_rules.h.
 //
-// A sequence with few channels is not split over time. One vector needs the same time for a step
-// as each of several, so a split only helps idle threads, and its first pass, which finds the
-// states at the splits, adds half of the work. With 64 channels, the fewest of an item, the scan
-// takes an eighth of its layer's time (2 threads, Emerald Rapids); a split would save at most a
-// third of that.
+// A sequence with few channels is not split over time. One vector takes as long for a step
+// as each of several do, so a split only helps idle threads, and its first pass, which
+// finds the states at the splits, adds half of the work. With 64 channels, the fewest of an
+// item, the scan takes an eighth of its layer's time (2 threads, Emerald Rapids); a split
+// would save at most a third of that.
 #pragma once
 
 #include <type_traits>
@@ -20,12 +20,12 @@
 
 namespace omniattn {
 
-// What forward and backward share. A is the accumulator type of dtype.
+// Arguments of forward and backward. A is the accumulator type of dtype.
 struct Wkv {
   DType dtype;  // of k, v, y and their gradients
   ScanRows rows;
   int64_t channels;           // C
-  int64_t block;              // channels of an item, on the CPU
+  int64_t block;              // channels per item, on the CPU
   const void *w, *u;          // (C) of A
   ScanView k, v;              // (B, T, C)
   const void* initial_state;  // (N, 3, C) of A contiguous, or null
@@ -42,7 +42,7 @@ struct WkvBackwardParams {
   Wkv wkv;
   ScanView grad_y;
   const void* grad_final_state;  // (N, 3, C) of A contiguous, or null
-  const void* states;            // of the forward
+  const void* states;            // from the forward
   void *dk, *dv;                 // (B, T, C) contiguous
   void* partial;                 // (N, 2, C) of A: dw and du of each sequence
   void* dinitial_state;          // (N, 3, C) of A, or null
@@ -61,7 +61,7 @@ struct WkvKernels {
 };
 OMNIATTN_KERNEL_TABLE(WkvKernels, wkv_kernels)
 
-// On CUDA: the elements of A that a backward works in.
+// On CUDA: number of elements of A that a backward needs as working memory.
 int64_t wkv_backward_elements(const Wkv& p);
 Status launch_wkv(const WkvParams& p, Stream stream);
 Status launch_wkv_backward(const WkvBackwardParams& p, void* memory, Stream stream);

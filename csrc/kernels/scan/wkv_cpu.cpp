@@ -107,8 +107,8 @@ void forward_block(const WkvParams& params, compute_t<T>* memory, int64_t item) 
   });
 }
 
-// What a backward keeps: a state, gradients of a state, and num, den and past of each step of a
-// chunk.
+// Memory of the backward: a state, gradients of a state, and num, den
+// and past of each step of a chunk.
 template <class C>
 struct BackwardMemory {
   static constexpr int64_t kRows = 4 + 3 + 3 * kScanChunk;
@@ -129,7 +129,7 @@ struct BackwardMemory {
   }
 };
 
-// The gradients of the final state; dw and du so far.
+// Starts with the gradients of the final state; zeroes the sums dw and du.
 template <class T, class C = compute_t<T>>
 void begin_backward(const WkvBackwardParams& params, const Block<T>& b,
                     const BackwardMemory<C>& memory, const BlockRows<C>& sums) {
@@ -148,7 +148,7 @@ void begin_backward(const WkvBackwardParams& params, const Block<T>& b,
   });
 }
 
-// num, den and past of the steps [t, end) of a chunk; the state after them.
+// Recomputes num, den and past of the steps [t, end) of a chunk, and the state after them.
 template <class T, class C = compute_t<T>>
 void recompute_chunk(const WkvBackwardParams& params, const Block<T>& b,
                      const BackwardMemory<C>& memory, int64_t t, int64_t end) {

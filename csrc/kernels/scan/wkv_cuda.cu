@@ -1,5 +1,5 @@
-// RWKV-4 on CUDA, see wkv.h: a thread for each channel of each sequence walks over its steps. The
-// backward computes a chunk again into memory that neighbouring threads read together.
+// RWKV-4 on CUDA, see wkv.h: one thread per channel and sequence walks over its steps. The backward
+// recomputes a chunk into memory that neighbouring threads read together.
 #include "kernels/scan/wkv.h"
 
 #include "kernels/scan/scan_rules.h"
@@ -12,9 +12,9 @@ namespace {
 using scan_rules::WkvGradient;
 using scan_rules::WkvState;
 
-constexpr unsigned kThreads = 64;  // few channels must still reach many processors
+constexpr unsigned kThreads = 64;  // few channels must still use many processors
 
-// A channel of a sequence, from the place of this thread.
+// The channel and sequence of this thread.
 template <class T>
 struct Channel {
   using C = compute_t<T>;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
   to[x.at(x.n, 3, 2)] = wkv_past(state, w, C(0));
 }
 
-// steps: (N, 3 kScanChunk, C), num, den and past of each step of the present chunk.
+// Recomputes a chunk. steps: (N, 3 kScanChunk, C), num, den and past of each step of the chunk.
 template <class T>
 __device__ WkvState<compute_t<T>> recompute_chunk(const WkvBackwardParams& params,
                                                   const Channel<T>& x, compute_t<T>* steps,

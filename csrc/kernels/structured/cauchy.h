@@ -4,8 +4,8 @@
 //
 // With r = 1 / (z - w) and s = 1 / (z - conj(w)) at each l and n, and the gradient g of y,
 //
-//   dv_n = sum_l conj(conj(g) r) + conj(g) s      dw_n = conj(v_n) sum_l conj(conj(g) r^2) +
-//   conj(g) s^2.
+//   dv_n = sum_l conj(conj(g) r) + conj(g) s
+//   dw_n = conj(v_n) sum_l conj(conj(g) r^2) + conj(g) s^2
 //
 // Complex numbers are pairs of (real, imaginary).
 #pragma once
@@ -20,7 +20,7 @@
 
 namespace omniattn {
 
-// All tensors are contiguous and of dtype, which is f32 or f64.
+// All tensors are contiguous and of dtype, f32 or f64.
 struct Cauchy {
   DType dtype;
   int64_t rows, terms, length;  // H, N, L
@@ -60,8 +60,8 @@ struct Complex {
   V re, im;
 };
 
-// Half of both fractions of a term as one: v (z - conj(w)) + conj(v) (z - w) is
-// 2 (Re v (Re z - Re w) - Im v Im w) + 2 i Re v Im z.
+// Half of the sum of a term's two fractions, as one: v (z - conj(w)) + conj(v) (z - w) is 2 (Re v
+// (Re z - Re w) - Im v Im w) + 2 i Re v Im z.
 template <class V>
 OMNIATTN_FN Complex<V> half_of_pair(Complex<V> z, V vr, V vi, V wr, V wi) {
   const V d = z.re - wr;
@@ -71,7 +71,7 @@ OMNIATTN_FN Complex<V> half_of_pair(Complex<V> z, V vr, V vi, V wr, V wi) {
   return {(over_re * re + over_im * im) * inverse, (over_im * re - over_re * im) * inverse};
 }
 
-// The parts of one l in dv, and in dw / conj(v).
+// Contributions of one l to dv, and to dw / conj(v).
 template <class V>
 struct CauchyGradient {
   Complex<V> v, w;

@@ -1,4 +1,4 @@
-// Sums of poles on the CPU, see cauchy.h: a vector of z, term by term.
+// Sums of poles on the CPU, see cauchy.h: one vector of z at a time, term by term.
 #include "kernels/structured/cauchy.h"
 
 #include "runtime/assert.h"

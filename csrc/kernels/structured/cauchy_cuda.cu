@@ -1,4 +1,4 @@
-// Sums of poles on CUDA, see cauchy.h: forward a thread for each z, backward a block for each term.
+// Sums of poles on CUDA, see cauchy.h: forward one thread per z, backward one block per term.
 #include "kernels/structured/cauchy.h"
 
 #include "kernels/structured/structured_cuda.h"
@@ -11,7 +11,7 @@ namespace {
 using cauchy_rules::Complex;
 
 constexpr unsigned kThreads = 128;
-constexpr unsigned kMaxChunks = 65535;  // of the y dimension of a grid
+constexpr unsigned kMaxChunks = 65535;  // limit of the y dimension of a grid
 
 template <class C>
 __device__ __forceinline__ Complex<C> pair(const void* from, int64_t i) {

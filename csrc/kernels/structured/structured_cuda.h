@@ -1,4 +1,4 @@
-// What the CUDA kernels of structured state-space models share.
+// Shared by the CUDA kernels of structured state-space models.
 #pragma once
 
 #include "runtime/gpu.h"
@@ -6,8 +6,8 @@
 namespace omniattn {
 namespace {
 
-// The sums of kCount numbers of each thread, in a fixed order, for all threads to read from
-// `shared`, which has kCount kThreads elements; kThreads is a power of two.
+// Sums each of kCount numbers over the threads, in a fixed order. All threads can then read the
+// sums in `shared`, which has kCount kThreads elements; kThreads is a power of two.
 template <unsigned kThreads, int kCount, class C>
 __device__ __forceinline__ void block_sums(C* shared, const C (&x)[kCount]) {
   const unsigned thread = threadIdx.x;

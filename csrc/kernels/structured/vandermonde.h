@@ -2,9 +2,9 @@
 //
 //   y_l = 2 Re sum_n c_n e^(l x_n),   l = 0 .. L - 1
 //
-// For l = b B + j the power is e^(b B x) e^(j x), so that of B powers of each term and of one for
-// each block of B, y is a product of matrices. Both are exponentials in double, or at most a few
-// products after one: the error does not grow with L. The backward is the transposed product,
+// For l = b B + j the power is e^(b B x) e^(j x): y is a matrix product of B powers of each term
+// and one power for each block of B. Both are exponentials in double, or at most a few products
+// away from one, so the error does not grow with L. The backward is the transposed product,
 //
 //   dc = 2 conj(sum_l g_l e^(l x))      dx = 2 conj(c sum_l l g_l e^(l x)).
 //
@@ -20,7 +20,7 @@
 
 namespace omniattn {
 
-// All tensors are contiguous and of dtype, which is f32 or f64.
+// All tensors are contiguous and of dtype, f32 or f64.
 struct Vandermonde {
   DType dtype;
   int64_t rows, terms, length;  // H, N, L

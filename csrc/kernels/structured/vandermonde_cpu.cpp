@@ -1,5 +1,5 @@
-// Sums of powers on the CPU, see vandermonde.h: for each row a table of the powers within a block,
-// and one of those at the starts of a chunk of blocks, whose product is taken in registers.
+// Sums of powers on the CPU, see vandermonde.h. Each row has one table of the powers within a block
+// and one of those at the starts of a chunk of blocks; their product is computed in registers.
 #include "kernels/structured/vandermonde.h"
 
 #include "runtime/assert.h"
@@ -12,17 +12,17 @@ namespace omniattn::OMNIATTN_ISA {
 namespace {
 
 constexpr int64_t kBlock = 64;       // B
-constexpr int64_t kBlocks = 64;      // of a chunk
+constexpr int64_t kBlocks = 64;      // in a chunk
 constexpr int kRows = 4, kVecs = 2;  // blocks and vectors of a product in registers
 
-// Tables of one term, in elements: its powers, and its starts with or without l times them.
+// Sizes of the tables of one term: its powers, its block starts (also times l), and its sums.
 constexpr int64_t kPowers = 2 * kBlock, kStarts = 4 * kBlocks, kSums = 4 * kBlock;
 
-// f(k, re, im) of e^((first + k step) x), k < count.
+// Calls f(k, re, im) with e^((first + k step) x) for k < count.
 template <class C, class F>
 OMNIATTN_INLINE void for_powers(double re, double im, int64_t first, int64_t step, int64_t count,
                                 const F& f) {
-  // Products of doubles are exact enough for floats; for doubles there must be few of them.
+  // Products of doubles are exact enough for floats; for doubles there must be few in a row.
   constexpr int64_t kExact = sizeof(C) == 4 ? 64 : 8;
   const auto exact = [&](double l, double& pr, double& pi) {
     const double size = __builtin_exp(l * re);
@@ -40,7 +40,7 @@ OMNIATTN_INLINE void for_powers(double re, double im, int64_t first, int64_t ste
   }
 }
 
-// A row, and the tables of its terms.
+// A row with the tables of its terms.
 template <class C>
 struct Row {
   const Vandermonde& p;
@@ -56,7 +56,7 @@ struct Row {
         sums(starts + kStarts * v.terms) {
     for (int64_t n = 0; n < p.terms; ++n) {
       C* const to = powers + n * kPowers;
-      // Those past the end may be infinite, and are multiplied by zeros.
+      // Powers past the end may be infinite, and 0 times infinity is not 0: they stay 0.
       for (int64_t j = 0; j < kPowers; ++j) to[j] = 0;
       for_powers<C>(x[2 * n], x[2 * n + 1], 0, 1, smaller(kBlock, p.length),
                     [&](int64_t j, double re, double im) {
@@ -68,7 +68,7 @@ struct Row {
   int64_t blocks_from(int64_t l) const { return smaller(kBlocks, ceil_div(p.length - l, kBlock)); }
 };
 
-// y of kRows blocks from one on, and kVecs vectors of each.
+// Computes y of kRows blocks from `block` on, kVecs vectors of each.
 template <class C>
 OMNIATTN_INLINE void forward_tile(const Row<C>& row, C* y, int64_t l, int64_t block, int64_t j) {
   using V = Vec<C>;
@@ -128,7 +128,7 @@ void forward_row(const VandermondeParams& params, C* memory, int64_t h) {
   }
 }
 
-// Adds to the sums over blocks of g e^(b B x) and of b B g e^(b B x), for kVecs vectors.
+// Adds g e^(b B x) and b B g e^(b B x) to the sums over blocks, for kVecs vectors.
 template <class C>
 OMNIATTN_INLINE void add_blocks(const Row<C>& row, const C* g, int64_t l, int64_t n, int64_t j) {
   using V = Vec<C>;
@@ -161,7 +161,7 @@ OMNIATTN_INLINE void add_blocks(const Row<C>& row, const C* g, int64_t l, int64_
   }
 }
 
-// From the sums over blocks to the gradients of a term.
+// Computes the gradients of a term from its sums over blocks.
 template <class C>
 OMNIATTN_INLINE void finish_term(const Row<C>& row, int64_t n, C* dc, C* dx) {
   using V = Vec<C>;

@@ -1,6 +1,6 @@
-// Sums of powers on CUDA, see vandermonde.h: a thread for each place j within blocks of kBlock,
-// which computes e^(j x) once for many blocks, whose starts are shared. Exponentials are in double,
-// one for about twelve products.
+// Sums of powers on CUDA, see vandermonde.h: one thread per place j in blocks of kBlock, which
+// computes e^(j x) once for many blocks; threads share the starts of blocks. Exponentials are in
+// double, one for about twelve products.
 #include "kernels/structured/vandermonde.h"
 
 #include "kernels/structured/structured_cuda.h"
@@ -11,8 +11,8 @@ namespace omniattn {
 namespace {
 
 constexpr unsigned kBlock = 64;           // B, and threads
-constexpr int kBlocks = 16, kTerms = 16;  // of a forward, at a time
-constexpr unsigned kMaxChunks = 65535;    // of the y dimension of a grid
+constexpr int kBlocks = 16, kTerms = 16;  // in one step of the forward
+constexpr unsigned kMaxChunks = 65535;    // limit of the y dimension of a grid
 
 struct Power {
   double re, im;
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// A block for each term.
+// One block per term.
 template <class C>
 __global__ void __launch_bounds__(kBlock)
     vandermonde_backward_kernel(const __grid_constant__ VandermondeBackwardParams params) {
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kBlock)
     }
     __syncthreads();
   }
-  // Those past the end may be infinite.
+  // Powers past the end may be infinite.
   const Power place = j < p.length ? power(x[0], x[1], j) : Power{0, 0};
   const C re = static_cast<C>(place.re), im = static_cast<C>(place.im);
   const C vr = sum[2] + static_cast<C>(j) * sum[0], vi = sum[3] + static_cast<C>(j) * sum[1];

@@ -18,11 +18,11 @@ struct SumKernels {
 
 OMNIATTN_KERNEL_TABLE(SumKernels, sum_kernels)
 
-// The same on CUDA; nothing where out is null. The caller asks for the status of the launch.
+// CUDA launcher; does nothing if out is null. The caller checks the status of the launch.
 void launch_sum_shards(DType dtype, const void* partial, int64_t shards, int64_t stride, int64_t n,
                        void* out, Stream stream);
 
-// Gradients of a weight and a bias that all rows share, each null where it is not wanted.
+// Gradients of a weight and a bias that all rows share; null if not wanted.
 struct WeightGradients {
   void* partial;  // (shards, cols) in the accumulator type per gradient wanted, dweight first
   void *dweight, *dbias;

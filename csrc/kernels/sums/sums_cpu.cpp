@@ -10,7 +10,7 @@ namespace {
 
 void sum_shards(DType dtype, const void* partial, int64_t shards, int64_t stride, int64_t n,
                 void* out) {
-  OMNIATTN_ASSERT(shards >= 0 && (shards <= 1 || stride >= n));  // of none, callers give zeros
+  OMNIATTN_ASSERT(shards >= 0 && (shards <= 1 || stride >= n));  // with 0 shards callers zero `out`
   OMNIATTN_ASSERT_HAS(out, n);
   dispatch(dtype, [&]<class T>(T) {
     const auto* const sums = static_cast<const compute_t<T>*>(partial);

@@ -1,4 +1,4 @@
-// The k largest elements of each row, larger first and at equal scores the smaller index first. -0
+// The k largest elements of each row, in descending order; equal scores are ordered by index. -0
 // equals +0, NaN is less than -inf, and masked elements are never chosen; missing elements are -1.
 #pragma once
 

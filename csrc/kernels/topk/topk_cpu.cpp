@@ -1,7 +1,7 @@
-// top_k as a tournament: the row is kept together with lane-wise maxima of groups of vectors, so
-// that finding the largest element reads the maxima and one group only. NaN, masked and taken
-// elements are stored as -inf; which elements are really NaN or -inf is looked up only when no
-// number is left.
+// top_k as a tournament. The row is kept together with lane-wise maxima of groups of
+// vectors, so that finding the largest element reads only the maxima and one group. NaN,
+// masked and taken elements are stored as -inf; elements that are really NaN or -inf are
+// looked up only when no number is left.
 #include "kernels/topk/topk.h"
 
 #include "runtime/assert.h"
@@ -11,7 +11,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Lane by lane over whole vectors, in two chains that hide the latency of max.
+// Lane-wise maxima over whole vectors, in two chains that hide the latency of max.
 template <class C>
 OMNIATTN_INLINE Vec<C> lane_maxima(const C* begin, const C* end) {
   constexpr int kWidth = Vec<C>::kWidth;

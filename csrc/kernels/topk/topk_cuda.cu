@@ -1,6 +1,6 @@
-// top_k on CUDA, see topk.h. The order of a row's elements is total, so the next element is the
-// largest one after the last: k passes over the row by a warp, or by a block for long rows. The row
-// stays in the L1 cache.
+// top_k on CUDA, see topk.h. The elements of a row are totally ordered, so the next element is
+// the largest one after the last: a warp, or a block for long rows, passes k times over the
+// row, which stays in the L1 cache.
 #include "kernels/topk/topk.h"
 
 #include "runtime/gpu_row.h"
@@ -9,10 +9,10 @@ namespace omniattn {
 namespace {
 
 constexpr unsigned kThreads = 256;
-// Elements per lane and pass up to which one warp takes a row; longer rows get a block.
+// Up to this many elements per lane and pass, one warp takes a row; longer rows get a block.
 constexpr int kPerLane = 32;
 
-// Scores as integers in the same order: -0 equals +0, NaN is less than -inf.
+// Maps scores to integers in the same order: -0 equals +0, NaN is less than -inf.
 __device__ __forceinline__ uint32_t order_of(float x) {
   const auto bits = __builtin_bit_cast(uint32_t, x + 0.0f);
   return x != x ? 0 : bits >> 31 ? ~bits : bits | 1u << 31;
