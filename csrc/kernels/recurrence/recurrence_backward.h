@@ -1,5 +1,5 @@
-// What all backwards of recurrences share: items, and the order of chunks and heads, which take
-// turns as in the forward.
+// Shared by all backwards of recurrences: items, and the order of chunks and heads, in which the
+// heads of an item alternate as in the forward.
 #pragma once
 
 #include "kernels/recurrence/recurrence_rows.h"
@@ -7,23 +7,23 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Value heads of a part.
+// Number of value heads in a part.
 OMNIATTN_INLINE int64_t group_of(const RecurrenceBackwardParams& params) {
   const Recurrence& p = params.recurrence;
   return p.key_heads > 0 ? p.value_heads / (p.key_heads * params.shards) : 0;
 }
 
-// The heads of an item.
+// Value heads of an item.
 struct HeadRange {
   int64_t first, end;
 };
 
-// Item `index`, chunk by chunk, by Form{params, memory, heads} with the gradients of the states of
-// its heads:
+// Processes item `index` chunk by chunk with Form{params, memory, heads}, which holds the
+// gradients of the states of its heads:
 //
-//   load(head, from)           such a gradient from its tensor, or zeros from null
-//   store(head, to)            back
-//   chunk(s, first, n, part)   n tokens of a part, from token `first` of the sequence on
+//   load(head, from)           loads such a gradient from its tensor; null: zeros
+//   store(head, to)            stores it
+//   chunk(s, first, n, part)   processes n tokens of a part from token `first` of the sequence on
 template <class C, class Form>
 void backward_item(const RecurrenceBackwardParams& params, void* memory, int64_t index) {
   const Recurrence& p = params.recurrence;

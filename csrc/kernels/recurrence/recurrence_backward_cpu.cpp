@@ -1,13 +1,13 @@
-// Backward of matrix-state recurrences, see recurrence.h: chunks in reverse, each computed again
-// from the state at its start. With S' the state at its end and d for gradients, that of the output
-// times the scale:
+// Backward of matrix-state recurrences, see recurrence.h: processes chunks in reverse and
+// recomputes each from the state S at its start. S' is the state at its end, d marks
+// gradients, and do includes the scale:
 //
-//   du = P^T do + k_out dS'          x, de from du by the update, dv = -de = beta x of a delta
-//   dP = tril(do u^T), dN = tril(de u^T, -1), to which the decay applies
-//   met = [de; do] S^T, made = u dS'^T       parts of the gradients of rows across chunks
+//   du = P^T do + k_out dS'          x and de from du by the update; dv = -de = beta x (delta)
+//   dP = tril(do u^T), dN = tril(de u^T, -1), to which the decay is then applied
+//   met = [de; do] S^T, made = u dS'^T       parts of the gradients of rows through S and S'
 //   dS = e^(G_C) dS' + probe_in^T de + q_in^T do
 //
-// de is the gradient of the prediction probe_in S + N u; that of S' stays in memory of the thread.
+// de is the gradient of the prediction probe_in S + N u; dS' stays in the thread's memory.
 #include "kernels/recurrence/recurrence_backward.h"
 #include "kernels/recurrence/recurrence_policy.h"
 #include "kernels/recurrence/recurrence_sums.h"
@@ -28,10 +28,10 @@ struct Backward {
   Chunk<C> c;
   Decay decay;
   Sums<C> sums;
-  Matrix<C> x, out;          // see above; [de; do]
+  Matrix<C> x, out;          // see above; out is [de; do]
   Matrix<C> state, dstates;  // S, and dS' of each value head of the item
-  Matrix<C> dcolumns{};      // of z, likewise
-  Matrix<C> drows;           // [dk; dq; da; db], sums over the group
+  Matrix<C> dcolumns{};      // gradients of z of each value head
+  Matrix<C> drows;           // [dk; dq; da; db], summed over the group
   ChunkGradient<C> d;
 
   Backward(const RecurrenceBackwardParams& y, void* memory, HeadRange heads_)
@@ -137,7 +137,7 @@ struct Backward {
     if constexpr (kKeys == 2) score_gradients(c.u.at(n), d.scores_b);
     pack_columns<C>(dstate, K, V, c.packed);
     multiply(c.u, packed_panels(c.packed, V), d.made, kKeys * n, K, V, Into::set);
-    // Rows of the probe come first, where there are any.
+    // Rows of the probe come first, if there is a probe.
     const int64_t skip = Update::kProbe ? 0 : n, rows = 2 * n - skip;
     pack_columns<C>(state, K, V, c.packed);
     multiply(out.at(skip), packed_panels(c.packed, V), d.met.at(skip), rows, K, V, Into::set);
@@ -166,7 +166,7 @@ struct Backward {
     decay.gradient(c, d, dg, p.value_heads * (channels ? K : 1));
   }
 
-  // [dN; dP] of the updates u.
+  // [dN; dP] for the updates u.
   void score_gradients(Matrix<const C> u, Matrix<C> scores) {
     const int64_t n = c.rows, V = c.V;
     pack_columns(u, n, V, c.packed);
@@ -176,8 +176,8 @@ struct Backward {
     });
   }
 
-  // dbeta = x . (v - prediction), without the prediction where there is no delta, and dv: -de of a
-  // delta, else as the update says.
+  // dbeta = x . (v - prediction), without the prediction if the update is plain. dv is -de for a
+  // delta update, otherwise computed by the update.
   void write_values(const RecurrenceSequence& s, int64_t t, int64_t h) {
     const int64_t V = p.value_width;
     for (int64_t i = 0; params.dbeta != nullptr && i < c.rows; ++i) {

@@ -1,7 +1,7 @@
 // Backward of matrix-state recurrences on CUDA:
 //
-//   errors   what each update adds, again, by columns of each chunk from the saved states; of
-//            linear attention the undivided outputs
+//   errors   what each update adds, recomputed by columns of each chunk from the saved states; for
+//            linear attention also the undivided outputs
 //   divide   the gradients of undivided outputs and of their divisors
 //   du       the gradients of updates, of v and of states, by columns back in time over all tokens
 //   rows     the gradients of q, k, a, b and g, by rows of each chunk (recurrence_rows_cuda.cu)

@@ -1,16 +1,16 @@
-// What the kernels of the backward of recurrences on CUDA share.
+// Shared by the kernels of the backward of recurrences on CUDA.
 #pragma once
 
 #include "kernels/recurrence/recurrence_cuda.h"
 
 namespace omniattn {
 
-// One of the steps of recurrence_backward_cuda.cu, in a file of its own.
+// The step `rows` of recurrence_backward_cuda.cu, in a file of its own.
 void launch_recurrence_rows(const RecurrenceBackwardParams& params, void* memory, Stream stream);
 
 namespace {
 
-// The tokens of a slot of states; none where the slot is unused.
+// Tokens of a slot of states; no tokens if the slot is unused.
 __device__ __forceinline__ RecurrenceSequence chunk_of_slot(const Recurrence& p, int64_t slot) {
   const int64_t chunk = recurrence_chunk(p.channel_decay);
   int64_t n = 0;
@@ -30,15 +30,15 @@ __device__ __forceinline__ RecurrenceSequence chunk_of_slot(const Recurrence& p,
   return s;
 }
 
-// What the kernels of the backward tell each other, of the accumulator type.
+// Intermediate results of the backward's kernels, in the accumulator type.
 template <class C>
 struct Found {
-  C *error, *du;    // (B, T, Hv, W); error of delta updates, or c of low rank
-  C* features;      // of linear attention: of q, then of k
-  C* undivided;     // (B, T, Hv, W): its outputs, then their gradients
-  C* dc;            // of low rank
-  C *dq, *dk, *dg;  // (B, T, Hv, K) of each value head
-  C *da, *db;       // of low rank
+  C *error, *du;    // (B, T, Hv, W); error of delta updates, or c of low-rank updates
+  C* features;      // of linear attention: features of q, then of k
+  C* undivided;     // (B, T, Hv, W): undivided outputs, then their gradients
+  C* dc;            // for low-rank updates
+  C *dq, *dk, *dg;  // (B, T, Hv, K), per value head
+  C *da, *db;       // for low-rank updates
   C* dbonus;        // (slots, Hv, K)
   C* dstates;       // (slots, Hv, K, V), at the ends of chunks
   int64_t bytes;
@@ -66,7 +66,7 @@ struct Found {
   }
 };
 
-// The gradient of o, 0 where it is absent.
+// Gradient of o; 0 if absent.
 template <class T, Update kUpdate>
 __device__ __forceinline__ compute_t<T> grad_of_row(const Head<T, kUpdate>& in,
                                                     const RecurrenceBackwardParams& params,
@@ -78,7 +78,7 @@ __device__ __forceinline__ compute_t<T> grad_of_row(const Head<T, kUpdate>& in,
   return gpu::widen(in.template row<T>(params.grad_o, t, in.head)[column]);
 }
 
-// The gradient of an output of the state: of the undivided one, or of o without the scale.
+// Gradient of an output of the state: of the undivided output, or of o without the scale.
 template <class T, Update kUpdate>
 __device__ __forceinline__ compute_t<T> grad_output(const Head<T, kUpdate>& in,
                                                     const RecurrenceBackwardParams& params,

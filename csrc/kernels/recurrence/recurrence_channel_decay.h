@@ -1,4 +1,4 @@
-// As recurrence_decay.h, with a decay for each channel.
+// A decay for each channel, with the interface of recurrence_decay.h.
 #pragma once
 
 #include "kernels/recurrence/recurrence_decay.h"
@@ -7,16 +7,16 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// A decay for each channel, which stays inside of the products of rows: a chunk is one block, whose
-// scores are sums over channels of running products.
+// A decay per channel stays inside the products of rows: a chunk is one block, whose scores are
+// sums over channels of running products.
 template <class C, class Update>
 struct ChannelDecay {
   static constexpr bool kProbe = Update::kProbe, kProbesBefore = Update::kProbesBefore;
   static constexpr bool kBonus = Update::kBonus, kTwoKeys = Update::kKeys == 2;
   Matrix<C> w, in, out;
   C* end;
-  // For the backward, sums within the chunk: gradients of the stack of the probe and q and of the
-  // stack of keys, and shares of that of w_i in products of keys before row i with rows from i on.
+  // For the backward, sums within the chunk: gradients of the stacks [probe; q] and of keys, and
+  // the shares of w_i's gradient in products of keys before row i with rows from i on.
   Matrix<C> of_readers, of_keys, shares;
 
   ChannelDecay(const Recurrence& p, Room<C>& room) {
@@ -78,10 +78,10 @@ struct ChannelDecay {
     });
   }
 
-  // As in HeadDecay, the gradient of a factor is a sum over the products that it is in, without
-  // differences: `entering` of the state at the start with what reads it later, `leaving` of
-  // earlier keys with the state at the end, `shares` of earlier keys with what reads them in this
-  // chunk. What reads the state before its own token's decay has no share in that one.
+  // As in HeadDecay, the gradient of a factor is summed over the products that contain it, without
+  // differences: `entering` for the state at the start with its later readers, `leaving` for
+  // earlier keys with the state at the end, `shares` for earlier keys with their readers in this
+  // chunk. A row that reads the state before its own token's decay has no share in that decay.
   void gradient(const Chunk<C>& c, const ChunkGradient<C>& g, C* dg, int64_t stride) {
     const int64_t n = c.rows;
     zero_rows(of_readers, 2 * n, c.K);
@@ -141,7 +141,7 @@ struct ChannelDecay {
   }
 
  private:
-  // Keys, and vectors of their channels, that stay in registers while they decay from row to row.
+  // Number of keys, and of vectors of their channels, kept in registers while they decay by row.
   static constexpr int kKeys = kTileAccumulators >= 16 ? 4 : 1, kVecs = kKeys == 4 ? 4 : 8;
 
   // Calls f.operator()<kCount>(d, part) for all channels, kCount vectors from d on.
@@ -153,7 +153,7 @@ struct ChannelDecay {
     for_row<C>(channels - d,
                [&](int64_t rest, auto part) { f.template operator()<1>(d + rest, part); });
   }
-  // Calls f.operator()<kStarted>(i) for rows i from j on, before which kStarted keys have started.
+  // Calls f.operator()<kStarted>(i) for rows i from j on; kStarted keys have started before row i.
   template <class F>
   OMNIATTN_INLINE static void for_rows_from(int64_t j, int64_t rows, const F& f) {
     [&]<int... kStarted>(std::integer_sequence<int, kStarted...>) OMNIATTN_LAMBDA {
@@ -161,7 +161,7 @@ struct ChannelDecay {
     }(std::make_integer_sequence<int, kKeys>{});
     for (int64_t i = j + kKeys; i < rows; ++i) f.template operator()<kKeys>(i);
   }
-  // The same in reverse.
+  // for_rows_from in reverse order.
   template <class F>
   OMNIATTN_INLINE static void for_rows_down_to(int64_t j, int64_t rows, const F& f) {
     for (int64_t i = rows; i-- > j + kKeys;) f.template operator()<kKeys>(i);
@@ -194,7 +194,7 @@ struct ChannelDecay {
     }
   }
 
-  // Adds to columns [j, j + kKeys) of N and P the share of kCount vectors of channels from d on.
+  // Adds the share of kCount vectors of channels from d on to columns [j, j + kKeys) of N and P.
   template <int kCount>
   [[gnu::noinline]] void scores_of_keys(const Chunk<C>& c, Matrix<const C> keys, Matrix<C> N,
                                         Matrix<C> P, int64_t j, int64_t d, auto part) const {
@@ -245,8 +245,8 @@ struct ChannelDecay {
     for (int i = 0; i < kKeys; ++i) p[i] += sums[i];
   }
 
-  // The sums of `gradient` for one stack of keys and the stack of the gradients of their scores,
-  // without P_jj of a bonus.
+  // Computes the sums of `gradient` for one stack of keys, from the stack of the gradients of their
+  // scores, without P_jj of a bonus.
   void within_chunk(const Chunk<C>& c, Matrix<const C> keys, Matrix<const C> scores,
                     Matrix<C> sums) const {
     for (int64_t j = 0; j < c.rows; j += kKeys) {
@@ -256,8 +256,8 @@ struct ChannelDecay {
     }
   }
 
-  // Of the keys [j, j + kKeys): from row to row as they decay, what the readers have of them; then
-  // back, what they have of the readers, which decays on the way. Where both meet are the shares.
+  // Sweeps keys [j, j + kKeys) forward, adding decayed keys to the readers' gradients; then back,
+  // accumulating the keys' gradients, which decay likewise. The products of both are the shares.
   template <int kCount>
   [[gnu::noinline]] void within_chunk_of_keys(const Chunk<C>& c, Matrix<const C> keys,
                                               Matrix<const C> scores, Matrix<C> sums, int64_t j,
@@ -269,7 +269,7 @@ struct ChannelDecay {
     const Matrix<const C> of_n = scores, of_p = scores.at(n);
     const auto place = [&](auto m, int64_t i, int z)
                            OMNIATTN_LAMBDA { return m.row(i) + d + z * kWidth; };
-    Vec<C> met[recurrence_chunk(true)][kKeys][kCount];  // keys, decayed to before row j + i
+    Vec<C> met[recurrence_chunk(true)][kKeys][kCount];  // keys, decayed up to before row j + i
     Vec<C> x[kKeys][kCount];
     clear(x);
     for_rows_from(j, n, [&]<int kStarted>(int64_t i) OMNIATTN_LAMBDA {

@@ -1,17 +1,17 @@
 // A chunk of tokens of one sequence and head: its rows in the accumulator type, and products of its
 // small matrices. With e^G the product of the decays from the start of the chunk through a token:
 //
-//   probe_in = probe e^G, q_in = q e^G      rows that meet the state at the chunk's start
-//   k_out = k e^(G_C - G)                   rows that make the state at its end
+//   probe_in = probe e^G, q_in = q e^G      rows that read the state at the chunk's start
+//   k_out = k e^(G_C - G)                   rows that form the state at its end
 //   N_ij = probe_i . D_ij k_j  (j < i),  P_ij = q_i . D_ij k_j  (j <= i)
 //
-// with D_ij = e^(G_i - G_j). The probe is what an update asks the state with: k of a delta update,
-// a of one of low rank. For rows that read the state before their own token, as that a does and q
-// with a bonus, e^G_i is e^G_{i-1}; P_ii with a bonus is q_i . (bonus k_i). The scale multiplies
-// outputs where they are stored, and their gradients where they are loaded.
+// with D_ij = e^(G_i - G_j). The probe is the row with which an update reads the state: k of a
+// delta update, a of a low-rank one. For rows that read the state before their own token, as a
+// does, and q with a bonus, e^G_i is e^G_{i-1}; P_ii with a bonus is q_i . (bonus k_i). Outputs are
+// scaled when they are stored, and their gradients when they are loaded.
 //
-// Stacks hold the rows of the probe or of what belongs to it, then right after these the rows of q;
-// of keys, those of k, then those of b.
+// A stack holds the rows that belong to the probe, directly followed by those that belong to q. A
+// stack of keys holds the rows of k, then those of b.
 #pragma once
 
 #include "kernels/recurrence/recurrence_rows.h"
@@ -19,9 +19,9 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Asks for the rows of tokens of another chunk by ask(i), a few at a time between products: they
-// are far from each other in memory, and waiting for them took up to a fourth of the time. Asked
-// for all at once, they wait for each other.
+// Prefetches the rows of tokens of another chunk by ask(i), a few at a time between products. They
+// are far apart in memory, and waiting for them took up to a fourth of the time; requested all at
+// once, they wait for each other.
 template <class F>
 struct Ahead {
   F ask;
@@ -38,15 +38,15 @@ struct Chunk {
   const int64_t K, V;
   const bool delta;
   int64_t rows = 0;
-  Matrix<const C> q, k, v, probe;  // k is a stack of keys, probe one of them or a
+  Matrix<const C> q, k, v, probe;  // k is a stack of keys; probe is k or a
   Matrix<C> probe_in, q_in;        // see above; [probe_in; q_in] is a stack
   Matrix<C> k_out;                 // stack of keys
-  Matrix<C> N, P, N_b, P_b;        // the latter two of b in the place of k
-  Matrix<C> error;                 // what the state predicts, of a delta update minus v
-  Matrix<const C> u;               // rows of updates: stack of those of k, and c of b
-  C* beta;                         // of updates of values and sums; -1 of one of low rank
-  Matrix<C> updates;               // u where it is not v itself
-  const C *bonus, *skip;           // of a head
+  Matrix<C> N, P, N_b, P_b;        // N_b and P_b: with b in place of k
+  Matrix<C> error;                 // the state's prediction, for a delta update minus v
+  Matrix<const C> u;               // rows of updates: a stack of u for k, and c for b
+  C* beta;                         // beta of values and sums; -1 for low-rank updates
+  Matrix<C> updates;               // u, if it differs from v
+  const C *bonus, *skip;           // of the current value head
   C* packed;                       // one matrix for products
 
   [[gnu::noinline]] Chunk(const Recurrence& params, Room<C>& room, int64_t packed_size)
@@ -68,7 +68,7 @@ struct Chunk {
     packed = room.take(packed_size);
   }
 
-  // The tokens [t, t + n).
+  // Loads the tokens [t, t + n).
   [[gnu::noinline]] void load(int64_t batch, int64_t t, int64_t n, int64_t key_head) {
     rows = n;
     q_in = probe_in.at(n);
@@ -83,7 +83,7 @@ struct Chunk {
                   Matrix<C> to, C factor = 1) const {
     load_rows(p.dtype, row_of(p.dtype, x, batch, t, head), x.step, rows, width, to, factor);
   }
-  // met = A S for `count` rows of A, while the rest of the tokens are asked for.
+  // met = A S for `count` rows of A; meanwhile prefetches the remaining tokens.
   template <class F>
   void meet(Matrix<C> a, Matrix<C> state, Matrix<C> met, int64_t count, Ahead<F>& ahead) const {
     const int64_t asked = ahead.asked;
@@ -93,7 +93,7 @@ struct Chunk {
       multiply(a.at(i), state, met.at(i), m, V, K, Into::set);
     }
   }
-  // What an update has for one value head; u is v, or where it will be.
+  // Loads the inputs of an update for one value head; u is v, or the memory for it.
   [[gnu::noinline]] void load_update(const RecurrenceSequence& s, int64_t t, int64_t head) {
     v = rows_of(p.v, s.batch, t, head, V, loaded_v);
     u = delta || scales() ? updates : v;
@@ -103,19 +103,19 @@ struct Chunk {
     bonus = head_row<const C>(p, p.bonus, s.index, head, K);
     skip = head_row<const C>(p, p.skip, s.index, head, V);
   }
-  // Whether a plain update has a beta.
+  // True if a plain update has a beta.
   bool scales() const { return !delta && p.beta.data != nullptr; }
-  // Rows of V times their beta.
+  // Multiplies rows of V by their beta.
   [[gnu::noinline]] void times_beta(Input<C> x, Matrix<C> to) const {
     for (int64_t i = 0; i < rows; ++i) convert_rows(x.row(i), 0, 1, V, to.row(i), 0, beta[i]);
   }
 
  private:
-  Matrix<C> loaded_q, loaded_k, loaded_v, loaded_probe;  // what is not read in place
+  Matrix<C> loaded_q, loaded_k, loaded_v, loaded_probe;  // inputs that are not read in place
 
   bool low_rank() const { return p.a.data != nullptr; }
-  // Inputs of C are read where they are, which saves a tenth of the time of long sequences; not
-  // with a second key, where keys and updates are stacks.
+  // Inputs of type C are read in place, which saves a tenth of the time of long sequences; not with
+  // a second key, since keys and updates are stacks then.
   bool in_place() const { return size_of(p.dtype) == sizeof(C) && !low_rank(); }
   bool keys_in_place() const { return in_place() && p.features == FeatureMap::identity; }
   Matrix<const C> features_of(const StepView& x, int64_t batch, int64_t t, int64_t head,

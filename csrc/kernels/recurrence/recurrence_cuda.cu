@@ -15,8 +15,8 @@ __device__ __forceinline__ void store_output(const RecurrenceParams& params, int
   }
 }
 
-// Blocks: value heads of sequences, columns. Outputs that are divided go to `undivided`
-// (B, T, Hv, W) with the sums of their weights.
+// Blocks: value heads of sequences, columns. Outputs to be divided go to `undivided` (B, T, Hv, W),
+// with the sums of their weights.
 template <class T, int R, Update kUpdate>
 __global__ void __launch_bounds__(kThreads)
     recurrence_forward_kernel(const __grid_constant__ RecurrenceParams params,
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Zeros the rows of o that are in no sequence. Blocks: tokens.
+// Zeros the rows of o that lie outside all sequences. Blocks: tokens.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     recurrence_clear_kernel(const __grid_constant__ RecurrenceParams params) {

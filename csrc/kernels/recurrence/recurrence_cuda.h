@@ -1,5 +1,5 @@
-// What the CUDA kernels of recurrences share. A column of a state depends on no other column, so a
-// warp walks over the tokens with one column in registers.
+// Shared by the CUDA kernels of recurrences. Columns of a state are independent, so a warp walks
+// over the tokens with one column in registers.
 #pragma once
 
 #include "kernels/recurrence/recurrence.h"
@@ -10,9 +10,9 @@
 namespace omniattn {
 namespace {
 
-// The updates of recurrence.h that have kernels of their own; plain and delta share theirs. The one
-// of linear attention is plain, with features, with divisors, or both. Its q and k are features, of
-// the accumulator type.
+// Updates of recurrence.h with kernels of their own; plain and delta share theirs. The
+// update of linear attention is plain, with features, divisors, or both; its q and k are
+// features, in the accumulator type.
 enum class Update { value, linear, bonus, low_rank };
 
 constexpr int kLanes = 32, kWarps = 4;
@@ -39,7 +39,7 @@ __device__ __forceinline__ bool in_a_sequence(const Recurrence& p, int64_t t) {
   return p.boundaries == nullptr || (t >= p.boundaries[0] && t < p.boundaries[p.sequences]);
 }
 
-// The inputs of one value head in one batch entry.
+// Inputs of one value head in one batch entry.
 template <class T, Update kUpdate = Update::value>
 struct Head {
   using C = compute_t<T>;
@@ -65,18 +65,18 @@ struct Head {
   __device__ __forceinline__ const Key* k(int64_t t) const { return row<Key>(p.k, t, key_head); }
   __device__ __forceinline__ const T* a(int64_t t) const { return row<T>(p.a, t, key_head); }
   __device__ __forceinline__ const T* b(int64_t t) const { return row<T>(p.b, t, key_head); }
-  // What reads the state before its update.
+  // Row that reads the state before the update.
   __device__ __forceinline__ const Key* probe(int64_t t) const {
     if constexpr (kLowRank) return a(t);
     return k(t);
   }
   __device__ __forceinline__ const T* v(int64_t t) const { return row<T>(p.v, t, head); }
-  // What a column has of it: 1 of the sums.
+  // Value at a column; 1 in the denominator column.
   __device__ __forceinline__ C value(int64_t t, int64_t column) const {
     if (kLinear && column == p.value_width) return 1;
     return gpu::widen(v(t)[column]);
   }
-  // Features, and the slope of one that is x.
+  // Features, and the slope of a feature of value x.
   __device__ __forceinline__ C feature(C x) const {
     switch (p.features) {
       case FeatureMap::identity:
@@ -111,22 +111,22 @@ struct Head {
     const C* const least = p.least.data == nullptr ? nullptr : row<C>(p.least, t, head);
     return divisor(sum, least, static_cast<C>(p.eps));
   }
-  // The factor of what an update adds.
+  // Factor of the update.
   __device__ __forceinline__ C beta(int64_t t) const {
     return p.beta.data == nullptr ? C(1) : *row<C>(p.beta, t, head);
   }
   __device__ __forceinline__ bool delta() const { return kUpdate == Update::value && p.delta; }
   __device__ __forceinline__ C bonus(int64_t r) const { return head_row(p.bonus, p.key_width)[r]; }
-  // skip x, which is no product where there is no skip: x may be infinite.
+  // skip x; 0 rather than 0 * x without a skip, since x may be infinite.
   __device__ __forceinline__ C skipped(int64_t column, C x) const {
     return p.skip == nullptr ? C(0) : head_row(p.skip, p.value_width)[column] * x;
   }
-  // The row of a bonus or skip (N, Hv, width).
+  // Row of a bonus or skip (N, Hv, width).
   __device__ __forceinline__ const C* head_row(const void* x, int64_t width) const {
     return static_cast<const C*>(x) + (sequence * p.value_heads + head) * width;
   }
 
-  // The decays of a token: of all channels, or 1 where each has its own.
+  // Decays of a token: one for all channels (1 if each channel has its own), and one per channel.
   __device__ __forceinline__ C head_decay(int64_t t) const {
     return p.g.data == nullptr || p.channel_decay ? C(1) : exp(*row<C>(p.g, t, head));
   }
@@ -139,7 +139,7 @@ struct Head {
   }
 };
 
-// B T. Then the rows of the value heads of all tokens, and the head of one of them.
+// Number of tokens B T; number of rows of value heads of all tokens; head of such a row.
 __host__ __device__ __forceinline__ int64_t token_count(const Recurrence& p) {
   return (p.boundaries != nullptr ? 1 : p.sequences) * p.steps;
 }
@@ -152,8 +152,8 @@ __device__ __forceinline__ Head<T, Update::linear> head_of_row(const Recurrence&
   return {p, {.index = 0, .batch = batch, .begin = 0, .count = 0, .slot = 0}, row % p.value_heads};
 }
 
-// A column of a state, spread over a warp: R rows per lane in registers, or any number in shared
-// memory where R is 0.
+// A column of a state, spread over a warp: R rows per lane in registers, or any
+// number in shared memory if R is 0.
 template <class C, int R>
 class Column {
  public:
@@ -164,7 +164,7 @@ class Column {
     }
   }
 
-  // f(row, element)
+  // Calls f(row, element) for this lane's elements.
   template <class F>
   __device__ __forceinline__ void each(const F& f) {
     if constexpr (R == 0) {
@@ -177,7 +177,7 @@ class Column {
       }
     }
   }
-  // State n of (.., Hv, K, V); zeros where there are none.
+  // Loads the column from state n of (.., Hv, K, V); null: zeros.
   __device__ __forceinline__ void load(const void* states, int64_t n) {
     each([&](int64_t r, C& x) {
       x = states == nullptr ? C(0) : static_cast<const C*>(states)[place(n, r)];
@@ -199,7 +199,7 @@ class Column {
   C x_[R == 0 ? 1 : R];
 };
 
-// One token of a column; returns v minus its prediction by a delta update, c of low rank.
+// Advances a column by one token; returns v minus the prediction (delta), or c (low rank).
 template <class T, Update kUpdate, class C, int R>
 __device__ __forceinline__ C advance(const Head<T, kUpdate>& in, Column<C, R>& state, int64_t t,
                                      int64_t column) {
@@ -224,7 +224,7 @@ __device__ __forceinline__ C advance(const Head<T, kUpdate>& in, Column<C, R>& s
   return found;
 }
 
-// The output of a column that has come to token t, without its scale.
+// Output of a column that has been advanced to token t, without its scale.
 template <class T, Update kUpdate, class C, int R>
 __device__ __forceinline__ C output(const Head<T, kUpdate>& in, Column<C, R>& state, int64_t t) {
   const auto* const q = in.q(t);
@@ -249,7 +249,7 @@ void with_column(const Recurrence& p, const F& f) {
   }
 }
 
-// Numbers of features of q, and as many of k.
+// Number of features of q, equal to that of k.
 int64_t feature_count(const Recurrence& p) {
   return is_linear(p) ? token_count(p) * p.key_heads * p.key_width : 0;
 }
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kThreads)
     features[items * p.key_width + at] = in.feature(gpu::widen(in.k(t)[r]));
   }
 }
-// Of linear attention, with the features in the places of q and k.
+// Linear attention's call with features in place of q and k.
 template <class T>
 Recurrence with_features(const Recurrence& p, compute_t<T>* features, Stream stream) {
   const int64_t count = feature_count(p);

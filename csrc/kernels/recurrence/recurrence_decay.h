@@ -1,7 +1,7 @@
-// What a decay does in a chunk: it makes the decayed rows and the scores N and P of
-// recurrence_chunk.h, decays a state over the whole chunk, and turns the gradients of products into
-// those of its rows and of g. Every factor is a product of some w = exp(g), at most 1: nothing
-// overflows, whatever the gates.
+// Applies a decay in a chunk: makes the decayed rows and the scores N and P of
+// recurrence_chunk.h, decays a state over the whole chunk, and turns the gradients of products
+// into those of the rows and of g. Every factor is a product of some w = exp(g), at most 1:
+// nothing overflows, whatever the gates.
 #pragma once
 
 #include "kernels/recurrence/recurrence_chunk.h"
@@ -9,11 +9,11 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// What the backward of a chunk knows when it comes to the decay. `scores` is the stack of the
-// gradients of N and P without their decays, `scores_b` that of N_b and P_b, `met` that of the
-// products of the gradients with the state at the start, `made` the product of u with the gradient
-// of the state at the end; `carried` has for each row of that state its product with its gradient,
-// where a gradient of g is wanted.
+// Gradients of a chunk that the backward passes to the decay. `scores` is the stack of the
+// gradients of N and P without their decays, `scores_b` that of N_b and P_b. `met` is the stack
+// of products of the gradients with the state at the start, `made` the product of u with the
+// gradient of the state at the end. `carried` holds each row of that state times its gradient,
+// if the gradient of g is wanted.
 template <class C>
 struct ChunkGradient {
   Matrix<C> scores, scores_b, met, made;
@@ -22,16 +22,16 @@ struct ChunkGradient {
   C* dbonus;
 };
 
-// Products of one decay for all channels, or of none, over the tokens of a chunk. Places past its
-// last token count as tokens that do not decay.
+// Products over the tokens of a chunk of one decay for all channels, or of no decay. Places past
+// the last token count as tokens without decay.
 template <class C>
 struct HeadFactors {
   static constexpr int64_t kSize = recurrence_chunk(false);
-  // Vectors of the tokens of a chunk.
+  // Number of vectors that cover the tokens of a chunk.
   static constexpr int kVectors = kSize / Vec<C>::kWidth;
-  C *w, *in, *out;    // of each token; products from the start and to the end of the chunk
+  C *w, *in, *out;    // per token; products from the start, and to the end, of the chunk
   Matrix<C> between;  // D, 1 above the diagonal
-  C end = 1;          // over the whole chunk
+  C end = 1;          // product over the whole chunk
 
   explicit HeadFactors(Room<C>& room) {
     w = room.take(kSize), in = room.take(kSize);
@@ -61,20 +61,20 @@ struct HeadFactors {
   }
 };
 
-// One decay for all channels of a head, or none: it is taken out of the products of rows.
+// One decay for all channels of a head, or none: it is factored out of the products of rows.
 template <class C>
 struct HeadDecay : HeadFactors<C> {
   using HeadFactors<C>::between, HeadFactors<C>::in, HeadFactors<C>::out, HeadFactors<C>::end;
   using HeadFactors<C>::kVectors, HeadFactors<C>::kSize;
-  C *dg, *entering;    // of each token, for the backward
-  Matrix<C> products;  // of the rows of the probe, then of q, with the keys
+  C *dg, *entering;    // per token, for the backward
+  Matrix<C> products;  // rows of the probe, then of q, times the keys
 
   HeadDecay(const Recurrence&, Room<C>& room) : HeadFactors<C>(room) {
     dg = room.take(kSize), entering = room.take(kSize);
     products = room.rows(2 * kSize, kSize);
   }
 
-  // Asks for half of the tokens ahead. Heads that share keys share the products of rows.
+  // Prefetches half of the tokens ahead. Heads that share keys share the products of rows.
   template <class F>
   void apply(Chunk<C>& c, int64_t batch, int64_t t, int64_t head, bool same_keys, Ahead<F>& ahead) {
     this->load(c.p, batch, t, head, c.rows);
@@ -97,10 +97,10 @@ struct HeadDecay : HeadFactors<C> {
   }
   void decay_column(C* z, int64_t rows) const { decay_row(z, 0, rows); }
 
-  // The factor of token t is in all products from before t to t or later: those of a state at the
-  // start, of a key before t with the state at the end, and of such a key with a query from t on.
-  // Their gradients are added as they are. Differences of the sums over all queries and over all
-  // keys would give the same with less work, but lose shares that are small next to the others.
+  // The factor of token t is in all products from before t to t or later: of the state at the start
+  // with a row from t on, of a key before t with the state at the end, and of such a key with a
+  // query from t on. Their gradients are added directly. Differences of sums over all queries and
+  // over all keys would need less work, but lose shares that are small compared to the others.
   void gradient(const Chunk<C>& c, const ChunkGradient<C>& d, C* grad, int64_t stride) {
     const int64_t n = c.rows;
     const Matrix<C> of_n = d.scores, of_p = d.scores.at(n);
@@ -152,7 +152,7 @@ struct HeadDecay : HeadFactors<C> {
   }
 
  private:
-  // dg of the scores of queries from t on with keys before t: sums over columns below row t.
+  // Share of dg in the scores of queries from t on with keys before t: sums columns below row t.
   void across(const Chunk<C>& c, Matrix<C> of_n, Matrix<C> of_p) {
     Vec<C> columns[kVectors];
 #pragma GCC unroll 16
@@ -170,8 +170,8 @@ struct HeadDecay : HeadFactors<C> {
     }
   }
 
-  // Rows of token i. Their pointers are values: read from memory after each store, as those of a
-  // chunk are, they left room in flight for few of the inputs.
+  // Decays the rows of token i. Pointers are passed as values: members of a chunk would be read
+  // again after each store, which left few of the inputs in flight.
   OMNIATTN_INLINE void decay_rows(const Chunk<C>& c, int64_t i) const {
     const C *const k = c.k.row(i), *const q = c.q.row(i);
     C *const probe_in = c.probe_in.row(i), *const q_in = c.q_in.row(i),
@@ -189,7 +189,7 @@ struct HeadDecay : HeadFactors<C> {
     });
   }
 
-  // Scores times their decays; zeros above the diagonal, and for N on it.
+  // Scores times their decays; zeros above the diagonal, and for N also on the diagonal.
   void decay_scores(const Chunk<C>& c, Matrix<const C> from_n, Matrix<const C> from_p,
                     Matrix<C> of_n, Matrix<C> of_p) const {
     for (int64_t i = 0; i < c.rows; ++i) {

@@ -1,6 +1,6 @@
-// What all forwards of recurrences share: items, their states, and the order of heads and chunks.
-// The heads of an item take turns: the rows of one of them are pages apart, and all heads of a
-// chunk together are read at three times the rate.
+// Shared by all forwards of recurrences: items, their states, and the order of heads and chunks.
+// All heads of an item process a chunk before the next chunk: the rows of one head are pages apart,
+// while all heads of a chunk together are read at three times the rate.
 #pragma once
 
 #include "kernels/recurrence/recurrence_steps.h"
@@ -8,8 +8,8 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The state before the first token: the initial one, or zeros in the place of the final one. Saved
-// as the first of `states`.
+// State before the first token: the initial state, or zeros written to the final state's memory.
+// Saved as the first of `states`.
 template <class C>
 const C* state_before(const RecurrenceParams& params, const RecurrenceSequence& s, int64_t head) {
   const Recurrence& p = params.recurrence;
@@ -24,17 +24,17 @@ const C* state_before(const RecurrenceParams& params, const RecurrenceSequence& 
   return from;
 }
 
-// The next chunk of a head: its first token.
+// First token, and head, of the next chunk to process.
 struct Turn {
   int64_t t, head;
 };
 
-// The heads [first, end) of a sequence, chunk by chunk, by a form with the states of its heads:
+// Processes the heads [first, end) of a sequence chunk by chunk. The form holds their states:
 //
-//   load(head, from)         a state from its tensor
-//   save(head, to)           to those saved for the backward
-//   store(head, to)          back to its tensor
-//   chunk(s, now, n, next)   n tokens of a head, and the turn after it
+//   load(head, from)         loads a state from its tensor
+//   save(head, to)           saves a state for the backward
+//   store(head, to)          stores a state to its tensor
+//   chunk(s, now, n, next)   processes n tokens of a head; `next` is the turn after it
 template <class C, class Form>
 void run_chunks(Form& form, const RecurrenceParams& params, const RecurrenceSequence& s,
                 int64_t first, int64_t end) {
@@ -58,7 +58,7 @@ void run_chunks(Form& form, const RecurrenceParams& params, const RecurrenceSequ
   }
 }
 
-// An item; Form{params, memory, first head} has its heads in chunks, a few tokens are steps.
+// Processes an item. A few tokens are single steps; Form{params, memory, first head} does chunks.
 template <class C, class Update, class Form>
 void forward_item(const RecurrenceParams& params, void* memory, int64_t index) {
   const Recurrence& p = params.recurrence;

@@ -1,5 +1,5 @@
-// Forward of matrix-state recurrences, see recurrence.h: chunk by chunk, with the states of the
-// heads of an item in memory of the thread.
+// Forward of matrix-state recurrences, see recurrence.h: chunk by chunk, with the states of an
+// item's heads in the thread's memory.
 #include "kernels/recurrence/recurrence_forward.h"
 #include "kernels/recurrence/recurrence_policy.h"
 #include "kernels/recurrence/recurrence_sums.h"
@@ -8,8 +8,8 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// S' = e^(G_C) S + k_out^T u,  o = scale (q_in S + P u), with u by the update and P [P, P_b] of two
-// keys.
+// S' = e^(G_C) S + k_out^T u, o = scale (q_in S + P u), with u from the
+// update. With two keys P is [P, P_b].
 template <class C, class Decay, class Update>
 struct Forward {
   const RecurrenceParams& params;
@@ -20,9 +20,9 @@ struct Forward {
   Sums<C> sums;
   Matrix<C> met;        // [probe_in; q_in] S
   Matrix<C> states;     // of the heads of the item
-  Matrix<C> columns{};  // their z
+  Matrix<C> columns{};  // their columns z
 
-  const int64_t first;  // head of the item
+  const int64_t first;  // first head of the item
 
   Forward(const RecurrenceParams& x, void* memory, int64_t first_head)
       : params(x),
@@ -47,7 +47,7 @@ struct Forward {
   void chunk(const RecurrenceSequence& s, Turn now, int64_t n, Turn next) {
     const int64_t batch = s.batch, t = now.t, head = now.head;
     const Matrix<C> S = state(head);
-    // Rows of the probe come first, where there are any.
+    // Rows of the probe come first, if there is a probe.
     const Matrix<C> o = met.at(n);
     const int64_t o_stride = p.value_heads * c.V, element = size_of(p.o_dtype);
     char* const result = out_row(p.o_dtype, p, params.o, batch, t, p.value_heads, head, c.V);

@@ -1,4 +1,4 @@
-// The small matrices of a chunk in the memory of an item, and their products.
+// Small matrices of a chunk in the memory of an item, and their products.
 #pragma once
 
 #include <type_traits>
@@ -19,11 +19,11 @@ struct Matrix {
   OMNIATTN_INLINE Matrix at(int64_t i, int64_t j = 0) const { return {row(i) + j, stride}; }
   OMNIATTN_INLINE operator Matrix<const C>() const { return {data, stride}; }
 };
-// A matrix that is read by a function which writes one of C.
+// Read-only matrix argument; C is deduced from the matrix that the function writes.
 template <class C>
 using Input = std::type_identity_t<Matrix<const C>>;
 
-// Hands out the memory of an item; without memory it counts the bytes.
+// Hands out the memory of an item; without memory it only counts bytes.
 template <class C>
 class Room {
  public:
@@ -34,7 +34,7 @@ class Room {
     bytes_ += round_up(count * static_cast<int64_t>(sizeof(C)), kLine);
     return result;
   }
-  // Rows an odd number of cache lines apart, so that those of a column fall into all sets of L1.
+  // Rows lie an odd number of cache lines apart, so that a column uses all sets of L1.
   [[gnu::noinline]] Matrix<C> rows(int64_t count, int64_t width) {
     const int64_t lines = ceil_div(width * static_cast<int64_t>(sizeof(C)), kLine) | 1;
     const int64_t stride = lines * kLine / static_cast<int64_t>(sizeof(C));
@@ -48,7 +48,7 @@ class Room {
   int64_t bytes_ = 0;
 };
 
-// C (m, n) = A (m, k) B, or + A B.
+// C (m, n) = A (m, k) B, or C += A B.
 enum class Into { set, add };
 template <ALayout kLayout = ALayout::kRows, class C>
 OMNIATTN_INLINE void multiply(Input<C> a, Panels<C> b, Matrix<C> c, int64_t m, int64_t n, int64_t k,
@@ -61,17 +61,17 @@ OMNIATTN_INLINE void multiply(Input<C> a, Input<C> b, Matrix<C> c, int64_t m, in
   multiply<kLayout>(a, row_panels<C>(b.data, b.stride), c, m, n, k, into);
 }
 
-// Rows of a triangular product that are computed as one rectangle.
+// Number of rows of a triangular product that are computed as one rectangle.
 constexpr int64_t kBlock = 16;
-// Rows of a product between which other work is done: a tile.
+// Number of rows of a product, one tile, between which other work is done.
 constexpr int64_t kStrip = 6;
 template <class F>
 OMNIATTN_INLINE void for_blocks(int64_t rows, const F& f) {
   for (int64_t i = 0; i < rows; i += kBlock) f(i, smaller(kBlock, rows - i));
 }
-// c += A b and c += A^T b of a lower triangular A, whose blocks on the diagonal have zeros. Out of
-// line, as all that is done once per chunk and for every decay and update: copies of it were a
-// twentieth of the library.
+// c += A b and c += A^T b for a lower triangular A whose diagonal blocks are zero above the
+// diagonal. Out of line, like all work done once per chunk for every decay and update: inlined
+// copies were a twentieth of the library.
 template <class C>
 [[gnu::noinline]] void multiply_lower(Input<C> a, Input<C> b, Matrix<C> c, int64_t rows,
                                       int64_t n) {
@@ -85,20 +85,20 @@ template <class C>
     multiply<ALayout::kTransposed>(a.at(i, i), b.at(i), c.at(i), m, n, rows - i, into);
   });
 }
-// B^T of rows of `width`, for products.
+// Packs B^T for products, from rows of `width`.
 template <class C>
 [[gnu::noinline]] void pack_columns(Input<C> rows, int64_t count, int64_t width, C* packed) {
   pack_bt(rows.data, rows.stride, width, count, packed, round_up(count, Vec<C>::kWidth));
 }
-// The block of c = A B^T on and below the diagonal that starts at row i, B^T packed from rows of
-// `width`.
+// Computes the block of c = A B^T on and below the diagonal that starts at row i; B^T
+// is packed from rows of `width`.
 template <class C>
 [[gnu::noinline]] void multiply_to_lower(Input<C> a, const C* packed, Matrix<C> c, int64_t i,
                                          int64_t m, int64_t width) {
   multiply(a.at(i), packed_panels(packed, width), c.at(i), m, i + m, width, Into::set);
 }
 
-// Rows of x times factor, from one type of storage to another.
+// Rows of x times factor, converted from one storage type to another.
 template <class T, class S>
 OMNIATTN_INLINE void convert_rows(const T* x, int64_t stride, int64_t rows, int64_t width, S* out,
                                   int64_t out_stride, compute_t<T> factor) {
@@ -108,7 +108,7 @@ OMNIATTN_INLINE void convert_rows(const T* x, int64_t stride, int64_t rows, int6
     });
   }
 }
-// What moves rows is out of line: it is called often, and once per chunk.
+// Copies rows. Out of line, like all functions that move rows: they have many calls, one per chunk.
 template <class C>
 [[gnu::noinline]] void copy_rows(const C* x, int64_t stride, int64_t rows, int64_t width,
                                  Matrix<C> out) {

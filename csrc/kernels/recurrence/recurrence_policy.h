@@ -1,4 +1,4 @@
-// The decay and the update of a call.
+// Selects the decay and the update of a call.
 #pragma once
 
 #include "kernels/recurrence/recurrence_channel_decay.h"
@@ -7,7 +7,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Calls f.operator()<C, Decay, Update>() for the dtype and the inputs that a call has.
+// Calls f.operator()<C, Decay, Update>() for the dtype and the inputs of a call.
 template <class F>
 void choose(const Recurrence& p, const F& f) {
   dispatch_compute(p.dtype, [&]<class C>(C) {

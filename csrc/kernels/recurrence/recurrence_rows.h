@@ -1,4 +1,4 @@
-// Rows of the tensors of a call, and states, to matrices of the accumulator type and back.
+// Converts rows of a call's tensors, and states, to matrices of the accumulator type and back.
 #pragma once
 
 #include "kernels/recurrence/recurrence.h"
@@ -9,12 +9,12 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The dtype of C.
+// The dtype that corresponds to C.
 template <class C>
 constexpr DType kComputed = sizeof(C) == 8 ? DType::f64 : DType::f32;
 
-// Calls f(T{}) with the storage type of a dtype that is computed in C. C itself is there in objects
-// for one half type, too.
+// Calls f(T{}) with the storage type of a dtype that is computed in C. C itself is included even in
+// objects that are built for one half type.
 template <class C, class F>
 OMNIATTN_INLINE void dispatch_storage(DType dtype, const F& f) {
   if (dtype == kComputed<C>) return f(C{});
@@ -24,8 +24,8 @@ OMNIATTN_INLINE void dispatch_storage(DType dtype, const F& f) {
   });
 }
 
-// Rows of the dtype of a call to rows of C and back. Only these two know this dtype: everything
-// else is compiled once for all dtypes that are computed in C.
+// Converts rows of the call's dtype to rows of C and back. Only these functions and stream_rows
+// know this dtype: everything else is compiled once for all dtypes computed in C.
 template <class C>
 [[gnu::noinline]] void load_rows(DType dtype, const char* x, int64_t stride, int64_t rows,
                                  int64_t width, Matrix<C> out, C factor = 1) {
@@ -40,8 +40,8 @@ template <class C>
     convert_rows(x.data, x.stride, rows, width, reinterpret_cast<T*>(out), stride, factor);
   });
 }
-// The same past the caches where rows are whole vectors, for what is larger than they are and read
-// much later: it saves reading the lines first. Before others read it, stream_fence() is called.
+// store_rows past the caches, if rows are whole vectors, for results too large for the caches and
+// read much later: no line is read first. stream_fence() must be called before others read it.
 template <class C>
 [[gnu::noinline]] void stream_rows(DType dtype, Matrix<C> x, int64_t rows, int64_t width, char* out,
                                    int64_t stride, C factor = 1) {
@@ -59,7 +59,7 @@ template <class C>
   });
 }
 
-// The row of an input, of C and of the dtype of the call.
+// Row of an input, of type C or of the call's dtype.
 template <class C>
 OMNIATTN_INLINE const C* row_of(const StepView& x, int64_t batch, int64_t t, int64_t head) {
   return static_cast<const C*>(x.data) + batch * x.batch + t * x.step + head * x.head;
@@ -69,7 +69,7 @@ OMNIATTN_INLINE const char* row_of(DType dtype, const StepView& x, int64_t batch
   return static_cast<const char*>(x.data) +
          (batch * x.batch + t * x.step + head * x.head) * size_of(dtype);
 }
-// The row of a result (B, T, H, D), likewise, and of a state (N, Hv, K, W).
+// Row of a result (B, T, H, D), of type C or of a given dtype; state of (N, Hv, K, W).
 template <class C>
 OMNIATTN_INLINE C* out_row(const Recurrence& p, void* x, int64_t batch, int64_t t, int64_t heads,
                            int64_t head, int64_t width) {
@@ -84,12 +84,12 @@ OMNIATTN_INLINE C* state_of(const Recurrence& p, const void* x, int64_t n, int64
   return static_cast<C*>(const_cast<void*>(x)) +
          (n * p.value_heads + head) * p.key_width * p.state_width();
 }
-// The row of a bonus or skip (N, Hv, width); null where there is none.
+// Row of a bonus or skip (N, Hv, width); null if there is none.
 template <class C>
 OMNIATTN_INLINE C* head_row(const Recurrence& p, auto* x, int64_t n, int64_t head, int64_t width) {
   return x == nullptr ? nullptr : static_cast<C*>(x) + (n * p.value_heads + head) * width;
 }
-// A state (K, W) to its columns of V and that of the sums, where there is one, and back.
+// Splits a state (K, W) into its columns of V and, if there is one, the column of sums; and back.
 template <class C>
 [[gnu::noinline]] void load_state(const Recurrence& p, const C* from, Matrix<C> state, C* z) {
   const int64_t width = p.state_width();
@@ -103,7 +103,7 @@ template <class C>
   for (int64_t d = 0; p.normalize && d < p.key_width; ++d) to[d * width + p.value_width] = z[d];
 }
 
-// x becomes its features.
+// Replaces x by its features.
 template <class C>
 [[gnu::noinline]] void to_features(FeatureMap map, Matrix<C> x, int64_t rows, int64_t width) {
   const auto each = [&](auto f) {
@@ -127,7 +127,7 @@ template <class C>
   }
   OMNIATTN_FAIL("a feature map is none of those that kernels have");
 }
-// d, the gradient of features x, becomes that of what they are of.
+// Turns d, the gradient of features x, into the gradient of the features' inputs.
 template <class C>
 [[gnu::noinline]] void of_features(FeatureMap map, Input<C> x, Matrix<C> d, int64_t rows,
                                    int64_t width) {
@@ -156,8 +156,8 @@ template <class C>
   OMNIATTN_FAIL("a feature map is none of those that kernels have");
 }
 
-// Divides a row by a number: multiplies it by the inverse, unless the number is so large that its
-// inverse is flushed to 0.
+// Divides a row by a number: multiplies by the inverse, unless the number is so large
+// that its inverse is flushed to 0.
 template <class C>
 OMNIATTN_INLINE void divide_row(C* x, C divisor, int64_t width) {
   const C inverse = 1 / divisor;
@@ -178,16 +178,16 @@ template <class C>
   }
 }
 
-// Brings the row of a token into L2, to read or to write it.
+// Prefetches the row of a token into L2, for reading or writing.
 template <bool kWrite = false>
 OMNIATTN_INLINE void prefetch_row(const void* row, int64_t bytes) {
   constexpr int64_t kLine = 64;
   for (int64_t j = 0; j < bytes; j += kLine) {
     __builtin_prefetch(static_cast<const char*>(row) + j, kWrite, 2);
   }
-  asm volatile("");  // else GCC drops calls of what seems to have no effect
+  asm volatile("");  // otherwise GCC drops calls that seem to have no effect
 }
-// The same for all that a token of a value head reads.
+// Prefetches all inputs of a token of a value head.
 template <class C>
 [[gnu::noinline]] void prefetch_token(const Recurrence& p, int64_t batch, int64_t t, int64_t head) {
   const int64_t key_head = p.key_head_of(head), element = size_of(p.dtype);

@@ -1,21 +1,21 @@
-// The gradients of rows of a recurrence, a step of recurrence_backward_cuda.cu: each row of a state
-// walks forth over the tokens of a chunk, and its gradient back.
+// Gradients of the rows of a recurrence, the step `rows` of recurrence_backward_cuda.cu: each row
+// of a state walks forward over the tokens of a chunk, and its gradient back.
 //
-// dk has the parts -S' de (of k as a probe) and dS u (of k as a key), and dg_t is dg_{t+1} + q dq +
-// k (dk as a probe - dk as a key), from <S, dS> at the end of the chunk. Of b, as of a key, b db is
-// taken away; what reads the state before token t counts for dg_{t-1}. Products of a query with its
-// own k, which no decay makes smaller, would cancel there, and are added to dq and dk last.
+// dk has the parts -S' de (k as a probe) and dS u (k as a key). dg_t = dg_{t+1} + q dq + k (dk as a
+// probe - dk as a key), starting from <S, dS> at the end of the chunk. b db is subtracted as for a
+// key; a row that reads the state before token t counts for dg_{t-1}. Products of a query with its
+// own k, which no decay reduces, would cancel there, so they are added to dq and dk last.
 #include "kernels/recurrence/recurrence_backward_cuda.h"
 
 namespace omniattn {
 namespace {
 
-// Columns of a row that a lane has in registers.
+// Number of columns of a row that a lane keeps in registers.
 template <class C>
 constexpr int kColumns = 16 / static_cast<int>(sizeof(C));
 
-// What `rows` reads of a token and a column: `de` with its sign turned is the gradient of what the
-// probe has read, c of low rank also what b writes.
+// A token's values at a column. -de is the gradient of the probe's reading of the state; with low
+// rank, c is this reading, which b writes back.
 template <class T, Update kUpdate>
 struct Element {
   using C = compute_t<T>;
@@ -31,7 +31,7 @@ struct Element {
   }
 };
 
-// A row of a state in one chunk. Lane i has the gradients of token i.
+// One row of a state in one chunk. Lane i holds the gradients of token i.
 template <class T, Update kUpdate>
 struct Row {
   using C = compute_t<T>;
@@ -44,7 +44,7 @@ struct Row {
   const int64_t r;
   const C scale = scale_of<C, kUpdate>(in.p);
   const int lane = lane_index(), count = static_cast<int>(s.count);
-  // Of the query, the probe and the keys k and b, and scale u . do, the share of a query's own k.
+  // Gradients of the query, probe and keys k and b; share: scale u . do, for a query's own k.
   C dq = 0, dprobe = 0, dkey = 0, db = 0, share = 0;
 
   __device__ __forceinline__ C decay(int64_t t) const { return in.decay(t, r, in.head_decay(t)); }
@@ -52,7 +52,7 @@ struct Row {
     return {in, params, found, t, column};
   }
 
-  // each(f) calls f(column, element) for the columns of this lane.
+  // each(f) calls f(column, element) for this lane's columns.
   __device__ __forceinline__ void forth(const auto& each) {
     for (int i = 0; i < count; ++i) {
       const int64_t t = s.begin + i;
@@ -107,12 +107,12 @@ struct Row {
     }
   }
 
-  // `carried` is the product of the state and its gradient at the end of the chunk.
+  // `carried` is the state times its gradient at the end of the chunk.
   __device__ __forceinline__ void write(C carried) {
     const Recurrence& p = in.p;
     const int64_t t = s.begin + min(lane, count - 1), at = in.at(t, p.key_width) + r;
     const C q = gpu::widen(in.q(t)[r]), k = gpu::widen(in.k(t)[r]);
-    // What counts from this token on, and from the one before it.
+    // Shares in dg from this token on (dg), and from the token before it on (before).
     C dg = q * dq + k * (dprobe - dkey), before = 0;
     if constexpr (kBonus) {
       dg = -k * dkey;

@@ -1,4 +1,4 @@
-// A few tokens of a recurrence, as in decoding: one by one, each reading and writing the state
+// A few tokens of a recurrence, as in decoding, one by one. Each token reads and writes the state
 // once, which is nearly all of the cost.
 #pragma once
 
@@ -7,11 +7,11 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Up to this number of tokens the chunked form costs more.
+// Up to this number of tokens, the chunked form costs more.
 constexpr int64_t kFewSteps = 4;
 
-// A token's rows of K: its decay, its keys, and the probe and query as they meet the state. One
-// number each for beta, and for what the output, without its scale, has of u and c.
+// A token's rows of K: its decay, its keys, and the probe and query as applied to the state. beta,
+// of_u and of_c are scalars: the latter two are the shares of u and c in the unscaled output.
 template <class C, class Update>
 struct Step {
   static constexpr bool kTwoKeys = Update::kKeys == 2;
@@ -63,7 +63,7 @@ struct Step {
     least = p.least.data != nullptr ? row_of<C>(p.least, batch, t, head) : nullptr;
   }
 
-  // kVecs vectors of columns from j on, the accesses by `part`.
+  // Steps kVecs vectors of columns from j on; `part` does the accesses.
   template <int kVecs>
   OMNIATTN_INLINE void columns(const Recurrence& p, const C* from, C* to, int64_t j,
                                auto part) const {
@@ -98,7 +98,7 @@ struct Step {
     }
   }
 
-  // Divides the output by the sum of its weights, whose column of the state takes the token in.
+  // Divides the output by the sum of its weights, and adds the token to that sum's column.
   void divide(const Recurrence& p, const C* from, C* to) const {
     C sum = 0;
     for (int64_t d = 0; d < p.key_width; ++d) {
@@ -109,8 +109,8 @@ struct Step {
   }
 };
 
-// All tokens of a sequence and head. `state` is that before the first one; those after each token
-// are written to `final_state`, one over the other.
+// Steps all tokens of a sequence and head. `state` is the state before the first token; the state
+// after each token overwrites `final_state`.
 template <class C, class Update>
 void steps(const RecurrenceParams& params, const RecurrenceSequence& s, Step<C, Update>& step,
            const C* state, C* final_state, int64_t head) {

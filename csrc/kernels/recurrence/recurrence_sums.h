@@ -1,6 +1,6 @@
-// The sums of weights that the outputs of a chunk are divided by: outputs q_in z + P b of values 1,
-// whose update is b, the beta or 1, and whose state z is a column of its own. In the products of
-// values they would be one column more than whole vectors.
+// Sums of weights, which divide the outputs of a chunk. They are outputs q_in z + P b of values 1;
+// the update is b (beta or 1) and the state z a separate column. Among the values they would be one
+// column more than whole vectors.
 #pragma once
 
 #include "kernels/recurrence/recurrence_decay.h"
@@ -17,7 +17,7 @@ template <class C>
     part.store(sum + j, all);
   });
 }
-// rows_i += factor_i x, of the first width(i) elements.
+// rows_i += factor_i x, for the first width(i) elements.
 template <class C, class F>
 OMNIATTN_INLINE void add_to_rows(const C* factors, const C* x, Matrix<C> rows, int64_t count,
                                  const F& width) {
@@ -33,8 +33,8 @@ OMNIATTN_INLINE void add_to_rows(const C* factors, const C* x, Matrix<C> rows, i
 template <class C>
 struct Sums {
   const Recurrence& p;
-  C *divisors, *by_sum, *by_least;  // of each token, and their slopes
-  C* of_sum;                        // the gradient
+  C *divisors, *by_sum, *by_least;  // per token: divisor, and its slopes
+  C* of_sum;                        // gradient of the sum
 
   Sums(const Recurrence& params, Room<C>& room) : p(params) {
     if (!p.normalize) return;
@@ -43,7 +43,7 @@ struct Sums {
     of_sum = room.take(size);
   }
 
-  // Of a chunk that z has come to.
+  // Computes a chunk's divisors from z at its start.
   [[gnu::noinline]] void find(const Chunk<C>& c, const C* z, int64_t batch, int64_t t,
                               int64_t head) {
     for (int64_t i = 0; i < c.rows; ++i) {
@@ -57,13 +57,13 @@ struct Sums {
   void divide(const Chunk<C>& c, Matrix<C> x) const {
     for (int64_t i = 0; i < c.rows; ++i) divide_row(x.row(i), divisors[i], c.V);
   }
-  // z, decayed over the chunk, comes to its end.
+  // Advances z, already decayed over the chunk, to the end of the chunk.
   void advance(const Chunk<C>& c, C* z) const { add_rows<C>(c.beta, c.k_out, c.rows, c.K, z); }
 
-  // With d the gradients of undivided outputs: the gradient of a divisor is minus their products
-  // with these outputs, sums over P and met, over itself. What its sum has of it is added to d,
-  // whose rows of q come second; dleast and dbeta, rows of T, may be null. `dz` is that of z at the
-  // end of the chunk.
+  // d holds the gradients of undivided outputs. The gradient of a divisor is minus their product
+  // with these outputs (sums over P and met) divided by the divisor. Its share through the sum is
+  // added to d, whose rows of q come second. dleast and dbeta, rows of T, may be null. `dz` is the
+  // gradient of z at the end of the chunk.
   [[gnu::noinline]] void gradient(const Chunk<C>& c, const ChunkGradient<C>& d, const C* z,
                                   const C* dz, C* dleast, C* dbeta, int64_t stride) {
     const int64_t n = c.rows;
@@ -83,7 +83,7 @@ struct Sums {
       dbeta[j * stride] += sum;
     }
   }
-  // dz, decayed over the chunk, comes to its start.
+  // Moves dz, already decayed over the chunk, back to the start of the chunk.
   void retreat(const Chunk<C>& c, C* dz) const { add_rows<C>(of_sum, c.q_in, c.rows, c.K, dz); }
 };
 

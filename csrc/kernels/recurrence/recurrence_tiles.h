@@ -1,12 +1,12 @@
-// Matrices of a chunk as AMX tiles, for inputs of bf16. q, k and v are factors as they are. What is
-// computed in fp32 is the sum of two pieces, its first 16 bits and the bf16 nearest to the rest,
-// which leave out less than 2^-16 of it: outputs of bf16 are those of products in fp32, but for a
-// few that round the other way. Updates of a state, itself an output of fp32, are sums of three
-// pieces, which leave out nothing.
+// Matrices of a chunk as AMX tiles, for bf16 inputs. q, k and v are factors without
+// conversion. A value computed in fp32 is the sum of two pieces, its first 16 bits and the
+// bf16 nearest to the rest, with an error below 2^-16 of it: bf16 outputs equal those of fp32
+// products, except for a few that round the other way. Updates of a state, which is itself an
+// fp32 output, are exact sums of three pieces.
 //
-// A chunk has 32 tokens, the terms of one step of a product. Columns of values, and of states, are
-// in panels of 16, a vector wide; a panel of a state stays in L1 while it is used. What is not
-// there is 0.
+// A chunk has 32 tokens, the terms of one step of a product. Columns of values and of
+// states are in panels of 16, one vector wide; a panel of a state stays in L1 while it
+// is used. Missing elements are 0.
 #pragma once
 
 #include "kernels/recurrence/recurrence_decay.h"
@@ -18,8 +18,8 @@ namespace {
 constexpr int64_t kTokens = kTileTerms, kPanel = VecF::kWidth;
 static_assert(recurrence_chunk(false) == kTokens && kTileRowsOfC == kPanel);
 
-// An operand of products in steps of 32 terms: of each step and piece some tiles of 16 rows of A,
-// or of 16 columns of B.
+// An operand of products in steps of 32 terms: for each step and piece, some tiles of 16
+// rows of A or of 16 columns of B.
 template <int kPieces>
 struct Factor {
   bf16* data;
@@ -28,7 +28,7 @@ struct Factor {
   OMNIATTN_INLINE bf16* tile(int64_t step, int piece, int64_t number) const {
     return data + ((step * kPieces + piece) * tiles + number) * kTileElements;
   }
-  // From a step, and from a tile of it, on.
+  // The operand from a step on; the operand from a tile of each step on.
   OMNIATTN_INLINE Factor after(int64_t steps) const { return {tile(steps, 0, 0), tiles}; }
   OMNIATTN_INLINE Factor from(int64_t number) const { return {tile(0, 0, number), tiles}; }
 };
@@ -37,7 +37,7 @@ void take(Room<float>& room, int64_t steps, int64_t tiles, Factor<kPieces>& to) 
   to = {reinterpret_cast<bf16*>(room.take(steps * kPieces * tiles * kTileElements / 2)), tiles};
 }
 
-// 16 columns of a matrix, in fp32.
+// 16 columns of a matrix in fp32.
 struct Panel {
   float* data;
 
@@ -47,9 +47,9 @@ struct Panel {
 };
 inline Panel take_panel(Room<float>& room, int64_t rows) { return {room.take(rows * kPanel)}; }
 
-// Products leave out that of two second pieces.
+// Products of two pieces; the product of two second pieces is omitted.
 struct PieceTiles : TileRegisters {
-  // A step of 32 rows of A, in tiles 4 and 5, with 16 columns of B, whose pieces are in 6, 7 and 3.
+  // One step of 32 rows of A (tiles 4 and 5) with 16 columns of B (pieces in tiles 6, 7 and 3).
   template <int kC, int kOfA, int kOfB>
   OMNIATTN_INLINE void multiply_column(const Factor<kOfA>& a, int64_t step, int64_t number) {
     static_assert(kOfA == 1 || kOfB < 3);
@@ -68,7 +68,7 @@ struct PieceTiles : TileRegisters {
     if constexpr (kPieces >= 2) load<7>(b.tile(step, 1, 0), kRowBytes);
     load<6>(b.tile(step, 0, 0), kRowBytes);
   }
-  // A step of 32 rows of A with 32 columns of B.
+  // One step of 32 rows of A with 32 columns of B.
   template <int kOfA, int kOfB>
   OMNIATTN_INLINE void multiply_block(const Factor<kOfA>& a, const Factor<kOfB>& b, int64_t step) {
     load_rows(a, step, 0, 0);
@@ -123,7 +123,7 @@ template <int kTiles, int kOfA, int kOfB>
   if constexpr (kTiles == 4) tiles.store_sums<2>(c, 32), tiles.store_sums<3>(c, 48);
 }
 
-// C (32 strips, 16) += A B of one step for each strip.
+// C (32 strips, 16) += A B, one step for each strip.
 template <int kOfA, int kOfB>
 [[gnu::noinline]] void add_products(Factor<kOfA> a, int64_t strips, Factor<kOfB> b, Panel c) {
   PieceTiles tiles;
@@ -135,7 +135,7 @@ template <int kOfA, int kOfB>
   }
 }
 
-// C (32, 32) = A B, in two panels; plus A' B' of one step for each B' of `more`.
+// C (32, 32) = A B, in two panels, plus A' B' of one step for each B' in `more`.
 template <int kOfA, int kOfB, class... More>
 [[gnu::noinline]] void multiply_block(Factor<kOfA> a, Factor<kOfB> b, int64_t steps,
                                       const Panel (&c)[2], [[maybe_unused]] Factor<1> more_a = {},
@@ -148,14 +148,14 @@ template <int kOfA, int kOfB, class... More>
   tiles.store_sums<2>(c[0], 16), tiles.store_sums<3>(c[1], 16);
 }
 
-// The first piece of x, and what it leaves, which is NaN where x is not finite.
+// The first piece of x, and the remainder, which is NaN if x is not finite.
 OMNIATTN_INLINE VecF first_piece(VecF x) { return VecF::from_bits(x.bits() & ~0xffff); }
 OMNIATTN_INLINE VecF rest_of(VecF x) { return x - first_piece(x); }
 OMNIATTN_INLINE PairVec pair_of_first_pieces(VecF x, VecF y) {
   constexpr int kLow = 0xffff;
   return as_pairs(VecF::from_bits((x.bits() >> 16 & kLow) | (y.bits() & ~kLow)));
 }
-// B from the rows f(row) of a panel. Three pieces are all of a number.
+// Packs B from the rows f(row) of a panel. Three pieces represent a number exactly.
 template <int kPieces, class F>
 OMNIATTN_INLINE void pack_columns(int64_t steps, Factor<kPieces> to, const F& f) {
   for (int64_t s = 0; s < steps; ++s) {
@@ -173,14 +173,14 @@ OMNIATTN_INLINE void pack_columns(int64_t steps, Factor<kPieces> to, const F& f)
     }
   }
 }
-// A row of a step of A, from its two vectors.
+// Stores a row of a step of A from its two vectors.
 OMNIATTN_INLINE void store_row_pieces(Factor<2> to, int64_t step, int64_t row, VecF x, VecF y) {
   const int64_t at = row % kPanel * kTileTerms, tile = row / kPanel;
   store_factors(to.tile(step, 0, tile) + at, first_piece(x), first_piece(y));
   store_factors(to.tile(step, 1, tile) + at, rest_of(x), rest_of(y));
 }
 
-// A tile with its pairs transposed, from the 16 rows pairs(i).
+// Stores a tile with its pairs transposed, from the 16 rows pairs(i).
 template <class F>
 OMNIATTN_INLINE void transpose_tile(bf16* to, const F& pairs) {
   VecF block[16];
@@ -191,7 +191,7 @@ OMNIATTN_INLINE void transpose_tile(bf16* to, const F& pairs) {
   for (int i = 0; i < 16; ++i) store_pairs(to + i * kTileTerms, as_pairs(block[i]));
 }
 
-// 32 columns of a step of B from 32 rows of A with the same pieces.
+// Converts 32 rows of A to 32 columns of a step of B, with the same pieces.
 template <int kPieces>
 OMNIATTN_INLINE void rows_to_columns(Factor<kPieces> rows, Factor<kPieces> columns, int64_t step) {
   for (int piece = 0; piece < kPieces; ++piece) {

@@ -1,6 +1,6 @@
 // Backward of matrix-state recurrences on AMX tiles, see recurrence_tiles.h and, for the formulas,
-// recurrence_backward_cpu.cpp. Gradients of rows of q and k are computed transposed, a block of 32
-// channels after the other: a block of a state is then A as it is.
+// recurrence_backward_cpu.cpp. Gradients of rows of q and k are computed transposed, one block of
+// 32 channels at a time: a block of a state is then A without conversion.
 #include "kernels/recurrence/recurrence_backward.h"
 #include "kernels/recurrence/recurrence_tiles_chunk.h"
 #include "runtime/denormals.h"
@@ -9,7 +9,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// G is the type of the gradient of o; numbers of fp32 are split as what is computed.
+// G is the type of the gradient of o; fp32 gradients are split like computed values.
 template <bool kDelta, class G>
 struct TileBackward {
   static constexpr int kGradPieces = std::is_same_v<G, bf16> ? 1 : 2;
@@ -20,29 +20,29 @@ struct TileBackward {
   const HeadRange heads;
   Room<float> room;
   TileChunk c;
-  const int64_t blocks, panels;  // of V: of 32 columns, and of 16
+  const int64_t blocks, panels;  // of V: in 32 columns, and in 16
   const float scale;
   float* dstates;                      // dS' of the heads
-  float* state;                        // S, of a delta update
-  float *of_key, *of_update, *inside;  // of each panel: k S, k dS', P^T do
+  float* state;                        // S, for a delta update
+  float *of_key, *of_update, *inside;  // per panel: k S, k dS', P^T do
   Panel turned[2];                     // scale P^T
   Panel error, u[2], du, de[2], dv[2];
-  float* dbetas;                                    // 32 vectors, whose sums are dbeta
-  Panel dscores[2][2];                              // of N and P, each in two panels
-  Panel met_q[2], met_k[2], made[2], dq[2], dk[2];  // of a block: (32 channels, 32 tokens)
+  float* dbetas;                                    // 32 vectors, whose lane sums are dbeta
+  Panel dscores[2][2];                              // gradients of N and P, each in two panels
+  Panel met_q[2], met_k[2], made[2], dq[2], dk[2];  // of one block: (32 channels, 32 tokens)
   Panel grad_q[2], grad_k[2];                       // of the part: (K, 32 tokens)
-  float *dg, *entering, *leaving;                   // of each token
+  float *dg, *entering, *leaving;                   // per token
 
-  Factor<2> columns;               // of a panel of a state
-  Factor<kGradPieces> do_columns;  // of a panel
+  Factor<2> columns;               // a panel of a state
+  Factor<kGradPieces> do_columns;  // a panel of do
   Factor<2> P_transposed;          // scale P^T as A
-  Factor<2> rows;                  // of what becomes B, as A
-  Factor<kGradPieces> do_rows;     // do as A, do^T as B
+  Factor<2> rows;                  // rows to be converted to B, as A
+  Factor<kGradPieces> do_rows;     // do as A; do^T as B
   Factor<kGradPieces> do_transposed;
   Factor<2> de_rows, de_transposed, u_transposed;
   Factor<2> from_q, from_k;           // e^G do and e^G de of each panel, as B
   Factor<2> state_rows, dstate_rows;  // a block of channels as A
-  Factor<2> dP_by_key, dP_by_query, dN_by_key, dN_by_query;  // as B, terms are keys or queries
+  Factor<2> dP_by_key, dP_by_query, dN_by_key, dN_by_query;  // as B; terms are keys or queries
 
   TileBackward(const RecurrenceBackwardParams& x, void* memory, HeadRange range)
       : params(x),
@@ -173,7 +173,7 @@ struct TileBackward {
     for (int64_t i = n; i-- > 0;) to[i * p.value_heads] = dg[i] + (sum += entering[i]);
   }
 
-  // P^T as A, times the scale.
+  // Stores P^T times the scale, as A.
   [[gnu::noinline]] void transpose_scores() const {
     for (int part = 0; part < 2; ++part) {
       for (int half = 0; half < 2; ++half) {
@@ -199,7 +199,7 @@ struct TileBackward {
     }
   }
 
-  // Products of a panel: k S, k dS' and scale P^T do.
+  // Computes products of a panel: k S, k dS' and scale P^T do.
   [[gnu::noinline]] void meet(TokenRows<G> grad_o, Panel dstate, int64_t i) {
     const Factor<1> keys = c.readers;
     if constexpr (kDelta) {
@@ -221,7 +221,7 @@ struct TileBackward {
     multiply_column<2>(P_transposed, do_columns, 1, of_panel(inside, i));
   }
 
-  // u, de, dv and shares of dbeta and dskip of a panel, in the half of a block.
+  // Computes u, de, dv and shares of dbeta and dskip of a panel, which is one half of a block.
   [[gnu::noinline]] void update(TokenRows<> v, TokenRows<G> grad_o, const float* skip, float* dskip,
                                 int64_t i, int half) {
     const float *const in = c.decay.in, *const out = c.decay.out, *const beta = c.beta;
@@ -259,7 +259,7 @@ struct TileBackward {
     }
   }
 
-  // Rows of do, u and de of a block as operands.
+  // Packs the rows of do, u and de of a block as operands.
   [[gnu::noinline]] void pack_block(int64_t b) {
     for (int64_t t = 0; t < kTokens; ++t) {
       store_row_pieces(rows, 0, t, u[0].at(t), u[1].at(t));
@@ -270,7 +270,7 @@ struct TileBackward {
     if constexpr (kDelta) rows_to_columns(de_rows, de_transposed, b);
   }
 
-  // dP and dN, their shares of dg, and what they are with their decays as operands.
+  // Computes dP and dN and their shares of dg, and packs them with their decays as operands.
   [[gnu::noinline]] void score_gradients() {
     auto& [dN, dP] = dscores;
     multiply_block(do_rows, u_transposed, blocks, dP);
@@ -301,7 +301,7 @@ struct TileBackward {
                    [=](int64_t i) OMNIATTN_LAMBDA { return of_keys.at(i); });
     }
   }
-  // As HeadDecay::across.
+  // See HeadDecay::across.
   void across() {
     const auto& [dN, dP] = dscores;
     VecF columns_of[2] = {VecF(0.0f), VecF(0.0f)};
@@ -317,8 +317,8 @@ struct TileBackward {
     }
   }
 
-  // Rows of S and dS' of a block of channels as A, and the latter decayed over the chunk; their
-  // product.
+  // Packs the rows of S and dS' of a block of channels as A, decays dS' over the chunk, and returns
+  // the product of S with the decayed dS'.
   [[gnu::noinline]] float pack_states(const float* saved, const TileState& dstate,
                                       int64_t block) const {
     const VecF end(c.decay.end);
@@ -340,7 +340,7 @@ struct TileBackward {
     return reduce_add(sum);
   }
 
-  // dq and dk of a block of channels, with their shares of dg.
+  // Computes dq and dk of a block of channels, and their shares of dg.
   [[gnu::noinline]] void rows_of_block(int64_t block, bool first_of_part) {
     const Factor<1> keys = c.key_channels.after(block), queries = c.query_channels.after(block);
     multiply_block(state_rows, do_transposed, blocks, met_q);
@@ -381,7 +381,7 @@ struct TileBackward {
     }
   }
 
-  // Rows of tokens from gradients (K, 32 tokens).
+  // Writes rows of tokens from gradients (K, 32 tokens).
   template <class T>
   [[gnu::noinline]] void write_rows(const Panel (&x)[2], T* to) const {
     const RowsOut<T> out(to, p.key_heads * p.key_width, p.key_width);
@@ -402,7 +402,7 @@ struct TileBackward {
   }
 };
 
-// Calls f.operator()<Form>() for a call.
+// Calls f.operator()<Form>() with the form of a call.
 template <class F>
 void with_form(const Recurrence& p, const F& f) {
   const auto of_gradient = [&]<class G>(G) {

@@ -1,5 +1,5 @@
-// A chunk of one sequence and head on tiles, with one decay for all channels or none: its decays
-// are factors of rows of products, so that q, k and v are multiplied as they are.
+// A chunk of one sequence and head on tiles, with one decay for all channels or none. Decays are
+// factors of rows of products, so q, k and v are multiplied without conversion.
 #pragma once
 
 #include "kernels/recurrence/recurrence_tiles.h"
@@ -7,14 +7,14 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The rows of a chunk in a tensor; zeros past the last token and the last column. Passed by value:
-// its sizes are read once, and not again after each store.
+// Rows of a chunk in a tensor; zeros past the last token and the last column. Passed by value, so
+// that its sizes are read once rather than after each store.
 template <class T = bf16>
 struct TokenRows {
   const T* data;
   int64_t stride, count, width;
 
-  // No rows of a tensor that is absent.
+  // An absent tensor has no rows.
   TokenRows(const StepView& x, int64_t batch, int64_t t, int64_t n, int64_t head, int64_t width_)
       : data(row_of<T>(x, batch, t, head)),
         stride(x.step),
@@ -24,7 +24,7 @@ struct TokenRows {
   OMNIATTN_INLINE VecF at(int64_t i, int64_t j) const {
     return i < count ? load_n(data + i * stride + j, width - j) : VecF(0.0f);
   }
-  // Of bf16: 32 terms from d on; and 16 columns of rows i and i + 1.
+  // For bf16: terms [d, d + 32) of row i; columns [d, d + 16) of rows i and i + 1 as pairs.
   OMNIATTN_INLINE PairVec terms(int64_t i, int64_t d) const {
     return load_terms_n(row(i) + d, left(i, d));
   }
@@ -37,8 +37,8 @@ struct TokenRows {
   OMNIATTN_INLINE int64_t left(int64_t i, int64_t j) const { return i < count ? width - j : 0; }
 };
 
-// Writes 32 columns of rows of a result that is read much later: past the caches where they are
-// whole lines, as stream_rows.
+// Writes 32 columns of rows of a result that is read much later: past the caches if they are
+// whole lines, as stream_rows does.
 template <class T>
 struct RowsOut {
   T* data;
@@ -58,7 +58,7 @@ struct RowsOut {
   }
 };
 
-// A state (K, V) in panels (K, 16), with zeros up to whole steps of K and past V.
+// A state (K, V) in panels (K, 16), with zeros up to whole steps of K and beyond V.
 struct TileState {
   const Recurrence& p;
   float* data;
@@ -67,7 +67,7 @@ struct TileState {
   static int64_t elements(int64_t panels, int64_t rows) { return panels * rows * kPanel; }
   Panel panel(int64_t i) const { return {data + i * rows * kPanel}; }
 
-  // From a tensor, row by row, as it lies in memory; null for zeros.
+  // Loads a state row by row, as it lies in the tensor; null: zeros.
   [[gnu::noinline]] void load(const float* from) const {
     for (int64_t d = 0; d < rows; ++d) {
       for (int64_t i = 0; i < panels; ++i) {
@@ -83,7 +83,7 @@ struct TileState {
       }
     }
   }
-  // Past the caches where rows of panels are whole lines, as stream_rows.
+  // Stores past the caches if rows of panels are whole lines, as stream_rows does.
   void stream(float* to) const {
     const int64_t V = p.value_width;
     if (V % kPanel != 0 || reinterpret_cast<uintptr_t>(to) % 64 != 0) return store(to);
@@ -93,7 +93,7 @@ struct TileState {
       }
     }
   }
-  // The columns of a panel of a row of a tensor.
+  // Columns of a panel in row d of a tensor.
   OMNIATTN_INLINE VecF part_of_row(const float* from, int64_t d, int64_t i) const {
     const int64_t left = d < p.key_width ? p.value_width - i * kPanel : 0;
     return load_n(from + (left > 0 ? d * p.value_width + i * kPanel : 0), left);
@@ -102,10 +102,10 @@ struct TileState {
 
 struct TileChunk {
   const Recurrence& p;
-  const int64_t steps;  // of K
+  const int64_t steps;  // steps of K
   int64_t rows = 0;
   HeadFactors<float> decay;
-  Factor<1> readers;         // rows of k, where they are wanted, then of q
+  Factor<1> readers;         // rows of k if wanted, then rows of q
   Factor<1> key_columns;     // k^T as B
   Factor<1> key_channels;    // k^T as A
   Factor<1> query_channels;  // q^T as A, for the backward
@@ -126,7 +126,7 @@ struct TileChunk {
 
   Factor<1> queries() const { return readers.from(readers.tiles - 2); }
 
-  // The tokens [t, t + n) of a key head.
+  // Loads the tokens [t, t + n) of a key head.
   [[gnu::noinline]] void load(int64_t batch, int64_t t, int64_t n, int64_t key_head) {
     rows = n;
     const TokenRows<> k(p.k, batch, t, n, key_head, p.key_width);
@@ -149,7 +149,7 @@ struct TileChunk {
     }
   }
 
-  // What a value head has.
+  // Loads decays and beta of a value head, and computes its N and P.
   [[gnu::noinline]] void load_head(int64_t batch, int64_t t, int64_t head) {
     decay.load(p, batch, t, head, rows);
     const bool given = p.beta.data != nullptr;
@@ -167,12 +167,12 @@ struct TileChunk {
   OMNIATTN_INLINE VecF between(int64_t i, int part) const {
     return OMNIATTN_ISA::load(decay.between.row(i) + part * kPanel);
   }
-  // The part of a row of `count` columns.
+  // The first `count` columns of a row, in this part of it.
   OMNIATTN_INLINE static VecF lower(VecF x, int64_t count, int part) {
     return select(lanes_below<float>(count - part * kPanel), x, VecF(0.0f));
   }
 
-  // x_i = -beta_i e_i of e = error + N x, for a panel; e takes the place of the error.
+  // Solves e = error + N x with x_i = -beta_i e_i, for a panel; e overwrites the error.
   [[gnu::noinline]] void solve(Panel error, Panel x) const {
     for (int64_t first = 0; first < kTokens; first += kPanel) {
       VecF e[kPanel];
@@ -196,7 +196,7 @@ struct TileChunk {
       }
     }
   }
-  // As Substitution::gradient: dx + N^T de in the place of dx, with de = -beta of it.
+  // As Substitution::gradient: dx becomes dx + N^T de, with de = -beta dx.
   [[gnu::noinline]] void solve_gradient(Panel dx, Panel de) const {
     for (int64_t first = kTokens - kPanel; first >= 0; first -= kPanel) {
       const Panel columns = N[first / kPanel];
@@ -219,7 +219,7 @@ struct TileChunk {
     }
   }
 
-  // Rows of a tensor as rows of A.
+  // Stores rows of a tensor as rows of A.
   OMNIATTN_INLINE static void set_rows(TokenRows<> x, int64_t steps, Factor<1> to) {
     for (int64_t i = 0; i < kTokens; ++i) {
       for (int64_t s = 0; s < steps; ++s) {
@@ -230,7 +230,7 @@ struct TileChunk {
   }
 
  private:
-  // Columns of a tensor, which are channels, as rows of A.
+  // Stores columns (channels) of a tensor as rows of A.
   void set_channels(TokenRows<> x, Factor<1> to) const {
     for (int64_t s = 0; s < steps; ++s) {
       for (int64_t i = 0; i < 2; ++i) {

@@ -7,24 +7,24 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// As Forward of recurrence_forward_cpu.cpp. A step is done for all panels before the next one, so
-// that no panel waits for the products that it needs.
+// Computes as Forward of recurrence_forward_cpu.cpp. Each step is done for all panels before the
+// next step, so that no panel waits for its own products.
 template <bool kDelta>
 struct TileForward {
   const RecurrenceParams& params;
   const Recurrence& p = params.recurrence;
   Room<float> room;
   TileChunk c;
-  const int64_t first;   // head of the item
-  const int64_t panels;  // of values
-  float* states;         // of the heads
-  // Of each panel: what the readers have of the state; later P u in the place of what k has.
+  const int64_t first;   // first head of the item
+  const int64_t panels;  // number of panels of values
+  float* states;         // states of the heads
+  // Per panel: products of k and q with the state; P u later overwrites that of k.
   float* met;
   Panel error, u;
-  Factor<2> state_columns[2];  // a panel of the state as B, and the next one
+  Factor<2> state_columns[2];  // two consecutive panels of the state as B
   Factor<2> P;                 // as A
   Factor<2> updates;           // u of each panel as B
-  Factor<3> leaving;           // the same, decayed to the end of the chunk
+  Factor<3> leaving;           // updates, decayed to the end of the chunk
 
   TileForward(const RecurrenceParams& x, void* memory, int64_t first_head)
       : params(x),
@@ -82,7 +82,7 @@ struct TileForward {
   }
   Panel met_of(int64_t i) const { return {met + i * kMet}; }
 
-  // A panel as B, and decayed over the chunk.
+  // Packs a panel as B, and decays it over the chunk.
   [[gnu::noinline]] void pack_state(Panel state, Factor<2> columns) const {
     const VecF end(c.decay.end);
     pack_columns(c.steps, columns, [=](int64_t d) OMNIATTN_LAMBDA {

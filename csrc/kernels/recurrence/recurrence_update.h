@@ -1,11 +1,11 @@
-// What an update does in a chunk: it makes the rows u that are added to the state, and turns their
-// gradients into those of v and beta. Its constants say what it reads and adds:
+// The update of a chunk: makes the rows u that are added to the state, and turns their gradients
+// into those of v and beta. Constants describe what an update reads and adds:
 //
 //   kProbe          the update reads the state, as `probe`
-//   kProbesBefore   before its token's decay
-//   kBonus          so do the outputs, before the update
-//   kKeys           rows that a token adds to the state
-//   kHeadDecay      whether it comes with one decay for all channels
+//   kProbesBefore   it reads the state before its token's decay
+//   kBonus          outputs read the state before the update
+//   kKeys           number of rows that a token adds to the state
+//   kHeadDecay      true if it may come with one decay for all channels
 #pragma once
 
 #include "kernels/recurrence/recurrence_chunk.h"
@@ -13,7 +13,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Rows of a triangular system that are solved in registers.
+// Number of rows of a triangular system that are solved in registers.
 constexpr int64_t kSolve = 8;
 
 // u = beta v, or v itself without a beta.
@@ -42,8 +42,8 @@ struct BonusUpdate : PlainUpdate {
   static constexpr bool kBonus = true, kHeadDecay = false;
 };
 
-// An unknown row x of each token, which depends on those before it: x = -beta (error + M x), of a
-// matrix M with zeros on and above its diagonal. Solved by substitution.
+// An unknown row x per token that depends on those of earlier tokens: x = -beta (error + M x),
+// where M is zero on and above its diagonal. Solved by substitution.
 struct Substitution {
   // Adds M x to `error`.
   template <class C>
@@ -56,8 +56,8 @@ struct Substitution {
     }
   }
 
-  // dx, on entry the gradient of x, becomes that of what -beta multiplies over -beta; `de` that of
-  // the error: dx = dx + M^T de, de = -beta dx.
+  // On entry dx is the gradient of x without its share through M x. It becomes the full gradient,
+  // dx + M^T de; `de`, -beta dx, is the gradient of the error.
   template <class C>
   static void gradient(Matrix<C> M, const C* beta, Matrix<C> dx, Matrix<C> de, int64_t rows,
                        int64_t width) {
@@ -111,8 +111,8 @@ struct Substitution {
   }
 };
 
-// u = beta (v - prediction), where the prediction is that of the state at the start of the chunk,
-// probe_in S, and of the updates before this one, N u. c.error holds the prediction minus v.
+// u = beta (v - prediction). The prediction consists of that of the state at the start of the
+// chunk, probe_in S, and of that of earlier updates, N u. c.error holds the prediction minus v.
 struct DeltaUpdate {
   static constexpr bool kProbe = true, kProbesBefore = false, kBonus = false, kHeadDecay = true;
   static constexpr int kKeys = 1;
@@ -130,15 +130,15 @@ struct DeltaUpdate {
     Substitution::solve(c.N, c.beta, c.error, c.updates, c.rows, c.V);
   }
 
-  // x, on entry the gradient of u, becomes that of what beta multiplies; `de` that of the
-  // prediction, minus the gradient of v.
+  // On entry x is the gradient of u without its share through later predictions; it becomes the
+  // full gradient. `de` is the gradient of the prediction, which is -dv.
   template <class C>
   static void gradient(const Chunk<C>& c, Matrix<C> x, Matrix<C> de) {
     Substitution::gradient(c.N, c.beta, x, de, c.rows, c.V);
   }
 };
 
-// u = [v; c], where c is what the state holds for the probe: probe_in S + N v + N_b c.
+// u = [v; c], where c is the state's output for the probe: probe_in S + N v + N_b c.
 struct LowRankUpdate {
   static constexpr bool kProbe = true, kProbesBefore = true, kBonus = false, kHeadDecay = false;
   static constexpr int kKeys = 2;
@@ -150,7 +150,7 @@ struct LowRankUpdate {
     Substitution::solve(c.N_b, c.beta, c.error, c.updates.at(c.rows), c.rows, c.V);
   }
 
-  // x, on entry the gradient of u without its share through N, becomes all of it; `de` that of c.
+  // Adds to x, the gradient of u, its share through N; `de` is the gradient of c.
   template <class C>
   static void gradient(const Chunk<C>& c, Matrix<C> x, Matrix<C> de) {
     Substitution::gradient(c.N_b, c.beta, x.at(c.rows), de, c.rows, c.V);
