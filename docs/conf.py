@@ -40,6 +40,7 @@ CONTENTS = {
         "migration",
         "hf",
         "hybrids",
+        "own_variant",
         "state_space",
         "caches",
         "distributed",

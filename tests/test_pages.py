@@ -36,7 +36,7 @@ def test_distributed():
     run(__file__, "distributed", 2)
 
 
-@pytest.mark.parametrize("page", ["caches", "export", "hybrids", "state_space"])
+@pytest.mark.parametrize("page", ["caches", "export", "hybrids", "own_variant", "state_space"])
 def test_pages_of_layers(page, one_thread):
     run_page(f"docs/{page}.md")
 

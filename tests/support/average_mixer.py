@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from omniattn.modules import (
+    LayerConfig,
     Linear,
     Mixer,
     RecurrentState,
 )
-from omniattn.modules.layer import LayerConfig, config_or_fields
+from omniattn.modules.layer import config_or_fields
 
 
 class Average(Mixer):

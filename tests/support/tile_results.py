@@ -6,7 +6,7 @@ import sys
 import torch
 
 from omniattn.testing import registry
-from omniattn.testing.properties import _results
+from omniattn.testing.properties import outputs_and_gradients
 
 OPS = (
     *("attention", "attention_varlen", "selected_attention", "moe_experts", "linear", "glu_mlp"),
@@ -20,7 +20,7 @@ def main() -> None:
         spec = registry()[name]
         for case in spec.cases:
             digest = hashlib.sha256()
-            for result in _results(spec, case, getattr(torch, sys.argv[1])):
+            for result in outputs_and_gradients(spec, case, getattr(torch, sys.argv[1])):
                 # NaN by NaN: which payload survives is the one difference.
                 digest.update(torch.nan_to_num(result.detach().double()).numpy().tobytes())
             print(name, case.name, digest.hexdigest())

@@ -23,6 +23,7 @@ from omniattn.modules.kv_cache import (
     LatentCache,
     PeriodicKeyCache,
 )
+from omniattn.modules.layer import LayerConfig
 from omniattn.modules.liger_cross_entropy import (
     CrossEntropyOutput,
     LigerCrossEntropyLoss,
@@ -92,6 +93,7 @@ from omniattn.modules.selective_ssm import SimpleSelectiveSSM
 from omniattn.modules.short_conv import ShortConvolution
 from omniattn.modules.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.state import RecurrentState, State
+from omniattn.modules.state_mixer import StateMixer
 from omniattn.modules.swin import PatchMerging, SwinBlock, WindowAttention
 from omniattn.modules.transformer_xl import TransformerXLAttention
 from omniattn.modules.xlstm import MLSTM, SLSTM
@@ -137,6 +139,7 @@ __all__ = [
     "KVCache",
     "KimiDeltaAttention",
     "LatentCache",
+    "LayerConfig",
     "LayerNorm",
     "LearnedPositional",
     "LigerCrossEntropyLoss",
@@ -198,6 +201,7 @@ __all__ = [
     "SnapKV",
     "SpatialReductionAttention",
     "State",
+    "StateMixer",
     "Streaming",
     "SwinBlock",
     "T5RelativeBias",

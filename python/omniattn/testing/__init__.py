@@ -9,12 +9,14 @@ from omniattn.testing.check import check_op
 from omniattn.testing.environment import isa, isas, on_device, threads
 from omniattn.testing.errors import Measured, assert_within_budget, measure_error
 from omniattn.testing.memory import LAYOUTS, Layout, poisoned_memory, relayout
+from omniattn.testing.own import OWN_PROPERTIES, check_function
 from omniattn.testing.registry import registry
 from omniattn.testing.spec import Benchmark, Call, Case, OpSpec, Pass, Random
 from omniattn.testing.timing import prepare, time_call
 
 __all__ = [
     "LAYOUTS",
+    "OWN_PROPERTIES",
     "Benchmark",
     "Call",
     "Case",
@@ -24,6 +26,7 @@ __all__ = [
     "Pass",
     "Random",
     "assert_within_budget",
+    "check_function",
     "check_op",
     "isa",
     "isas",

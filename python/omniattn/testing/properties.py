@@ -21,7 +21,7 @@ from omniattn.testing.errors import assert_within_budget
 from omniattn.testing.memory import LAYOUTS, poisoned_memory
 from omniattn.testing.spec import Call, Case, Function, OpSpec, output_gradients
 
-__all__ = ["PROPERTIES", "Property", "recorded_ops"]
+__all__ = ["PROPERTIES", "Property", "assert_all_same", "outputs_and_gradients", "recorded_ops"]
 
 Property: TypeAlias = Callable[[OpSpec, Case, torch.dtype], None]
 
@@ -48,7 +48,7 @@ def expanded_gradient(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     scalars = tuple(o.new_full((), 0.5) for o in outputs)
     dense = tuple(s.expand(o.shape).contiguous() for s, o in zip(scalars, outputs, strict=True))
     expanded = tuple(s.expand(o.shape) for s, o in zip(scalars, outputs, strict=True))
-    _assert_all_same(
+    assert_all_same(
         spec, call.gradients(spec.function, expanded), call.gradients(spec.function, dense)
     )
 
@@ -126,19 +126,19 @@ def far(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 def poisoned(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     """Results do not depend on uninitialised memory."""
-    clean = _results(spec, case, dtype)
+    clean = outputs_and_gradients(spec, case, dtype)
     with poisoned_memory():
-        results = _results(spec, case, dtype)
-    _assert_all_same(spec, results, clean)
+        results = outputs_and_gradients(spec, case, dtype)
+    assert_all_same(spec, results, clean)
 
 
 def deterministic(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     """Bitwise the same on 1, 2 and 3 threads, and twice in a row."""
     with threads(1):
-        expected = _results(spec, case, dtype)
+        expected = outputs_and_gradients(spec, case, dtype)
     for count in (2, 2, 3):
         with threads(count):
-            _assert_all_same(spec, _results(spec, case, dtype), expected)
+            assert_all_same(spec, outputs_and_gradients(spec, case, dtype), expected)
 
 
 def every_isa(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
@@ -152,7 +152,11 @@ def compiled(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     """torch.compile(fullgraph=True) gives the same outputs and gradients."""
     torch._dynamo.reset()
     function = torch.compile(spec.function, fullgraph=True, backend="aot_eager")
-    _assert_all_same(spec, _results(spec, case, dtype, function), _results(spec, case, dtype))
+    assert_all_same(
+        spec,
+        outputs_and_gradients(spec, case, dtype, function),
+        outputs_and_gradients(spec, case, dtype),
+    )
 
 
 class _Module(torch.nn.Module):
@@ -170,7 +174,7 @@ def exported(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     inputs = tuple(call.tensors.values())
     program = torch.export.export(_Module(call, spec.function), inputs)
     assert "omniattn" in str(program.graph), f"{spec.name}: not an omniattn op in the graph"
-    _assert_all_same(spec, program.module()(*inputs), call.run(spec.function))
+    assert_all_same(spec, program.module()(*inputs), call.run(spec.function))
 
 
 def traced(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
@@ -178,7 +182,7 @@ def traced(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     call = spec.call(case, dtype)
     inputs = tuple(call.tensors.values())
     program = torch.jit.trace(_Module(call, spec.function), inputs, check_trace=False)
-    _assert_all_same(spec, program(*inputs), call.run(spec.function))
+    assert_all_same(spec, program(*inputs), call.run(spec.function))
 
 
 def checkpointed(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
@@ -187,7 +191,11 @@ def checkpointed(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     def function(**arguments: Any) -> Any:
         return checkpoint(spec.function, use_reentrant=False, **arguments)
 
-    _assert_all_same(spec, _results(spec, case, dtype, function), _results(spec, case, dtype))
+    assert_all_same(
+        spec,
+        outputs_and_gradients(spec, case, dtype, function),
+        outputs_and_gradients(spec, case, dtype),
+    )
 
 
 def autocast(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
@@ -199,7 +207,7 @@ def autocast(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
             mixed[name] = mixed[name].float()
     with torch.autocast(current_device().type, dtype=dtype):
         actual = Call(mixed, low.options).run(spec.function)
-    _assert_all_same(spec, actual, low.run(spec.function))
+    assert_all_same(spec, actual, low.run(spec.function))
 
 
 def transforms(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
@@ -332,7 +340,7 @@ PROPERTIES: dict[str, Property] = {
 }
 
 
-def _results(
+def outputs_and_gradients(
     spec: OpSpec, case: Case, dtype: torch.dtype, function: Function | None = None
 ) -> tuple[Tensor, ...]:
     """Outputs and gradients."""
@@ -342,9 +350,7 @@ def _results(
     return (*outputs, *(call.gradients(function) if call.differentiable else ()))
 
 
-def _assert_all_same(
-    spec: OpSpec, actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]
-) -> None:
+def assert_all_same(spec: OpSpec, actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         _assert_same(f"{spec.name}: tensor {i} of outputs and gradients", a, e)
 

@@ -185,6 +185,11 @@ class OpSpec:
     adapt: Callable[[Function], Function] = lambda function: function
 
     @property
+    def adapted(self) -> bool:
+        """True if arguments or results of the op are not tensors of their own."""
+        return self.adapt is not OpSpec.adapt
+
+    @property
     def public(self) -> Function:
         """What users call."""
         return self.adapt(getattr(functional, self.name))
