@@ -15,33 +15,11 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import small_models
+from patched_models import RECURRENT
 
 import omniattn.hf
 from omniattn.hf.recurrent import recurrent_forward
 from omniattn.hf.scans import SCANS, same_scan
-
-#: How many layers of the small model are swapped.
-SWAPPED = {
-    "qwen3_next": 1,
-    "qwen3_5_text": 1,
-    "qwen3_5_moe_text": 1,
-    "kimi_linear": 1,
-    "olmo_hybrid": 1,
-    "lfm2_moe": 1,
-    "mamba": 2,
-    "jamba": 1,
-    "rwkv": 2,
-    "xlstm": 2,
-    "falcon_mamba": 2,
-    "zamba": 3,
-    "zamba2": 3,
-    "mamba2": 2,
-    "bamba": 1,
-    "falcon_h1": 2,
-    "nemotron_h": 1,
-    "granitemoehybrid": 1,
-    "minimax": 1,
-}
 
 
 def made(kind: str) -> nn.Module:
@@ -57,11 +35,11 @@ def patched(model: nn.Module) -> nn.Module:
     other = copy.deepcopy(model)
     options = ("attention", "linear", "norm", "mlp", "rope", "loss", "experts")
     count = omniattn.hf.patch(other, **dict.fromkeys(options, False))
-    assert count == {"mixer": SWAPPED[model.config.model_type]}
+    assert count == {"mixer": RECURRENT[model.config.model_type]}
     return other
 
 
-@pytest.mark.parametrize("kind", SWAPPED)
+@pytest.mark.parametrize("kind", RECURRENT)
 def test_outputs_and_gradients(kind):
     # In eval mode RwkvModel writes to a state that its backward needs, xLSTMModel with a cache.
     model, ids = made(kind).train(kind == "rwkv"), tokens(70)
@@ -80,7 +58,7 @@ def test_outputs_and_gradients(kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", SWAPPED)
+@pytest.mark.parametrize("kind", RECURRENT)
 def test_generation(kind):
     # The steps of RwkvModel mix the sequences of a batch.
     model, ids = made(kind), tokens(7)[: 1 if kind == "rwkv" else None]
@@ -164,16 +142,6 @@ def test_a_layer_is_pickled_and_restored():
     assert ours(ids).logits.equal(model(ids).logits)
 
 
-@torch.no_grad()
-def test_packed_sequences_are_refused_as_without_a_patch():
-    """Their functions in torch raise; ours must not mix the sequences instead."""
-    model, ids = made("bamba"), tokens(8)
-    seq_idx = torch.tensor([[0] * 3 + [1] * 5] * 2, dtype=torch.int32)
-    for each in (model, patched(model)):
-        with pytest.raises(ValueError, match=r"can't keep packed sequences apart"):
-            each(ids, use_cache=False, seq_idx=seq_idx)
-
-
 #: Of docs/hf.md, in a process of its own: transformers looks for the names when it is loaded.
 PACKED = """
 import sys
@@ -208,27 +176,6 @@ def test_packed_sequences_train_with_the_names_of_compat():
     command = [sys.executable, "-c", PACKED, "bamba", "zamba2"]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-
-
-@pytest.mark.parametrize("name", ["seq_idx", "cu_seqlens"])
-@pytest.mark.parametrize(
-    ("function", "shapes"),
-    [
-        ("causal_conv1d_fn", [(1, 6, 5), (6, 4)]),
-        ("mamba_selective_scan", [(1, 6, 5)] * 2 + [(6, 4)] + [(1, 4, 5)] * 2),
-        ("torch_chunk_gated_delta_rule", [(1, 5, 2, 4)] * 3),
-    ],
-)
-def test_functions_leave_packed_sequences_to_theirs(function, shapes, name):
-    from omniattn.hf.recurrent import _MAKERS
-
-    asked = []
-    ours = _MAKERS[function](lambda *args, **options: asked.append(options[name]))
-    given = [torch.ones(shape) for shape in shapes]
-    if "rule" in function:
-        given += [torch.ones(1, 5, 2)] * 2
-    mark = torch.zeros(1, 5, dtype=torch.int32)
-    assert ours(*given, **{name: mark}) is None and asked == [mark]
 
 
 @pytest.mark.parametrize("name", sorted(SCANS))

@@ -204,6 +204,29 @@ MODELS = {
     ),
 }
 
+#: How many recurrent layers are swapped in the model of `small_models` of a type.
+RECURRENT = {
+    "qwen3_next": 1,
+    "qwen3_5_text": 1,
+    "qwen3_5_moe_text": 1,
+    "kimi_linear": 1,
+    "olmo_hybrid": 1,
+    "lfm2_moe": 1,
+    "mamba": 2,
+    "jamba": 1,
+    "rwkv": 2,
+    "xlstm": 2,
+    "falcon_mamba": 2,
+    "zamba": 3,
+    "zamba2": 3,
+    "mamba2": 2,
+    "bamba": 1,
+    "falcon_h1": 2,
+    "nemotron_h": 1,
+    "granitemoehybrid": 1,
+    "minimax": 1,
+}
+
 
 def messages(caplog) -> list[tuple[str, str]]:
     """Level and text of what was logged, which is taken out."""

@@ -12,6 +12,7 @@ from transformers.utils.output_capturing import _active_collector
 from omniattn import functional
 from omniattn.functional import masks
 from omniattn.hf.masks import RuleMask
+from omniattn.hf.packed import active
 from omniattn.hf.paged import is_paged, paged_attention
 from omniattn.hf.selected import attention_to_chosen
 
@@ -95,6 +96,8 @@ def attention_forward(
     packed = None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         packed = _packed_mask(cu_seq_lens_q, cu_seq_lens_k, query, key)
+    elif (packing := active()) is not None and not _has_documents(attention_mask):
+        packed = packing.mask()  # of a model whose masks do not know of it
     if chooses:
         options |= {"dropout_p": dropout, "packed": packed}
         options["output_attentions"] = bool(output_attentions)
@@ -125,6 +128,12 @@ def collects_weights(module: nn.Module) -> bool:
     if torch.compiler.is_compiling():
         return False
     return any(key.endswith("attentions") for key in _active_collector.get() or ())
+
+
+def _has_documents(mask: Tensor | None) -> bool:
+    if not isinstance(mask, RuleMask) or not isinstance(mask.rules, masks.All):
+        return False
+    return any(isinstance(rule, masks.Documents) for rule in mask.rules.masks)
 
 
 def _check_supported(

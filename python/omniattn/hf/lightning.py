@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.hf.packed import packing_of, refuse
 from omniattn.hf.probe import Finding, Left, probing, takes
 
 __all__ = ["lightning_forward"]
@@ -33,7 +34,9 @@ def lightning_forward(kind: Any) -> Finding:
     ) -> tuple[Tensor, Tensor]:
         """hidden_states (B, T, E), attention_mask (B, T) -> the same, and the state (B, H, D, D),
         in fp32 for half dtypes."""
-        if not takes(hidden_states, further=kwargs):
+        packing = packing_of(hidden_states, kwargs)
+        if not takes(hidden_states):
+            refuse(packing, kind.__name__)
             given = hidden_states, position_embeddings, attention_mask, cache
             theirs: tuple[Tensor, Tensor] = kind.forward(self, *given, **kwargs)
             return theirs
@@ -41,6 +44,8 @@ def lightning_forward(kind: Any) -> Finding:
         if attention_mask is not None:
             rows = (rows * attention_mask[:, :, None]).to(rows.dtype)
         heads = rows.unflatten(-1, (self.num_attention_heads, 3 * self.head_dim))
+        if packing is not None:
+            heads = packing.join(heads)
         q, k, v = heads.split(self.head_dim, 3)
         out, state = functional.gated_linear_attention(
             q,
@@ -49,7 +54,10 @@ def lightning_forward(kind: Any) -> Finding:
             -self.slope_rate.flatten().expand(q.shape[:3]),
             scale=1.0,
             initial_state=None if cache is None else cache.get_linear_cache(self.layer_idx),
+            cu_seqlens=None if packing is None else packing.cu_seqlens,
         )
+        if packing is not None:
+            out, state = packing.split(out), packing.last(state)
         out = torch.sigmoid(self.output_gate(hidden_states)) * self.norm(out.flatten(2))
         if cache is not None:
             cache.set_linear_cache(self.layer_idx, state)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from omniattn import functional
+from omniattn.hf import packed
 from omniattn.hf.probe import Forward
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "causal_lm_forward",
     "causal_lm_loss",
     "head",
+    "packed_causal_lm_forward",
     "plain_head",
 ]
 
@@ -220,13 +222,22 @@ def causal_lm_loss(
 
 
 @functools.cache
+def packed_causal_lm_forward(original: Any) -> Forward | None:
+    """:func:`causal_lm_forward` of a model with recurrent layers."""
+    return _causal_lm_forward(packed.model_forward(original))
+
+
+@functools.cache
 def causal_lm_forward(original: Any) -> Forward | None:
     """The forward of a model, whose head makes no logits in training with labels.
 
     It takes `skip_logits` as Liger's does: True skips the logits in evaluation as well, False gives
     them in training. None for a class whose forward takes no labels.
     """
-    own = original.forward
+    return _causal_lm_forward(original.forward)
+
+
+def _causal_lm_forward(own: Forward) -> Forward | None:
     names = list(inspect.signature(own).parameters)
     if "labels" not in names:
         return None

@@ -11,13 +11,21 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omniattn.functional._checks import require_bool, shown
 from omniattn.hf.bigbird import layer_forward
 from omniattn.hf.experts import why_unsupported
 from omniattn.hf.find import ATTENTIONS, FINDERS
 from omniattn.hf.interface import asks_for_attention, other_attention, own_attention
-from omniattn.hf.loss import causal_lm_forward, causal_lm_loss, head, plain_head
+from omniattn.hf.loss import (
+    causal_lm_forward,
+    causal_lm_loss,
+    head,
+    packed_causal_lm_forward,
+    plain_head,
+)
+from omniattn.hf.packed import OTHER_MIXERS, model_forward, recomputed_forward
 from omniattn.hf.probe import Forward, Left
 from omniattn.hf.recurrent import recurrent_forward
 from omniattn.hf.register import register
@@ -132,13 +140,16 @@ def patch(
             kind: Any = type(module)
             module.__class__ = subclass(kind, found)
             count[name] += found is not layer_forward  # whose inner layer is counted
+    packs = mixer and any(map(_mixes_tokens, inner.modules()))
     model_kind: Any = type(inner)
-    forward = causal_lm_forward(model_kind)
+    forward = (packed_causal_lm_forward if packs else causal_lm_forward)(model_kind)
     if loss and forward is not None and inner.loss_function is ForCausalLMLoss:
         inner.loss_function = causal_lm_loss
         count["loss"] = 1
         if linear_cross_entropy:
             left.extend(_defer_logits(inner, forward))
+    if packs:
+        left.extend(_keep_sequences_apart(inner))
     for name, module, why_not in _set_interfaces(inner, attention, experts):
         if why_not is None:
             count[name] += 1
@@ -174,6 +185,38 @@ def _defer_logits(
         _log.info("patch: loss: %s makes no logits in training but with skip_logits=False", name)
         return
     yield "loss", model, Left(f"it makes logits: {reason}", logging.WARNING)
+
+
+def _keep_sequences_apart(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, Left]]:
+    """Lets the parts of a model that have recurrent layers note packed sequences; those that cannot
+    are given with the reason."""
+    for part in _pretrained_parts(model):
+        layers = list(part.modules())
+        if not any(map(_mixes_tokens, layers)):
+            continue
+        if "forward" in part.__dict__:
+            reason = "it passes on no boundaries of packed sequences: its forward was replaced"
+            yield "mixer", part, Left(reason, logging.WARNING)
+        for module in (part, *layers):
+            kind: Any = type(module)
+            if "forward" in module.__dict__ or hasattr(kind, "omniattn_original"):
+                continue
+            if module is part:
+                module.__class__ = subclass(kind, model_forward(kind))
+            elif isinstance(module, GradientCheckpointingLayer):
+                module.__class__ = subclass(kind, recomputed_forward(kind))
+
+
+def _is_recurrent(module: Any) -> bool:
+    kind: Any = type(module)
+    return hasattr(kind, "omniattn_original") and kind.forward is recurrent_forward(
+        _unpatched(module)
+    )
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    """Whether `module` is a recurrent layer, ours or its own."""
+    return _is_recurrent(module) or type(module).__name__ in OTHER_MIXERS
 
 
 def _is_linear(module: Any) -> bool:
@@ -231,9 +274,8 @@ def _set_interfaces(
 def _runs_on_ours(module: Any) -> bool:
     """Whether `module` is an attention that was swapped, or a recurrent layer that is named one."""
     kind: Any = type(module)
-    if not hasattr(kind, "omniattn_original"):
-        return False
-    return kind.forward in ATTENTIONS or kind.forward is recurrent_forward(_unpatched(module))
+    swapped = hasattr(kind, "omniattn_original") and kind.forward in ATTENTIONS
+    return swapped or _is_recurrent(module)
 
 
 def unpatch(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +27,9 @@ class Left:
 Finding = Forward | Left | None
 
 
-def takes(
-    x: Tensor, activation: str | None = None, *, further: Mapping[str, Any] | None = None
-) -> bool:
-    """Whether ours runs: on CUDA a layer keeps its own, as ours have not run on a GPU yet; and of
-    packed sequences, which `further` arguments may tell apart, theirs runs or raises."""
-    packed = further is not None and any(
-        further.get(name) is not None for name in ("seq_idx", "cu_seqlens")
-    )
-    return x.is_cpu and not packed and activation in (None, "silu", "swish")
+def takes(x: Tensor, activation: str | None = None) -> bool:
+    """Whether ours runs: on CUDA a layer keeps its own, as ours have not run on a GPU yet."""
+    return x.is_cpu and activation in (None, "silu", "swish")
 
 
 def own_copy(state: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.functional._steps import causal_conv1d_inplace, in_place
 from omniattn.hf.lightning import lightning_forward
+from omniattn.hf.packed import active, packing_of, refuse
 from omniattn.hf.probe import Finding, Forward, Left, draws, own_copy, probing, takes
 from omniattn.hf.rescope import rescoped
 from omniattn.hf.scans import SCANS, same_scan
@@ -54,9 +55,8 @@ def recurrent_forward(kind: Any) -> Finding:
 
 
 def _on_each_device(original: Forward) -> Forward:
-    """On the CPU transformers' own torch code, where `original` is the kernel of a package for
-    GPUs that is installed. Packed sequences, which that code would not tell apart, stay with the
-    `original`, which raises where it cannot."""
+    """On the CPU transformers' own torch code, where `original` is the kernel of a package for GPUs
+    that is installed."""
     reference: Forward = inspect.unwrap(original)
     if reference is original:
         return original
@@ -64,7 +64,7 @@ def _on_each_device(original: Forward) -> Forward:
     @functools.wraps(reference)
     def either(*args: Any, **kwargs: Any) -> Any:
         tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        return (reference if takes(next(tensors), further=kwargs) else original)(*args, **kwargs)
+        return (reference if takes(next(tensors)) else original)(*args, **kwargs)
 
     return either
 
@@ -73,7 +73,10 @@ def _fused(original: Forward) -> Forward:
     @functools.wraps(original)
     def fused(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """None on the CPU, so that the layer computes its parts, which are ours."""
-        return None if x.is_cpu else original(x, *args, **kwargs)
+        if x.is_cpu:
+            return None
+        refuse(active(), original.__name__, kwargs)
+        return original(x, *args, **kwargs)
 
     return fused
 
@@ -87,11 +90,17 @@ def _convolution(original: Forward) -> Forward:
         **kwargs: Any,
     ) -> Tensor:
         """hidden_states (B, D, T), weight (D, K) -> the same."""
-        if not takes(hidden_states, activation, further=kwargs):
+        packing = packing_of(hidden_states, kwargs, steps=2)
+        if not takes(hidden_states, activation):
+            refuse(packing, original.__name__, kwargs)
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
-        y = functional.causal_conv1d(
-            hidden_states.to(weight.dtype).mT, weight, bias, activation=activation and "silu"
-        )
+        x = hidden_states.to(weight.dtype).mT
+        options: dict[str, Any] = {"activation": activation and "silu"}
+        if packing is None:
+            y = functional.causal_conv1d(x, weight, bias, **options)
+        else:
+            options["cu_seqlens"] = packing.cu_seqlens
+            y = packing.split(functional.causal_conv1d(packing.join(x), weight, bias, **options))
         return y.mT.to(hidden_states.dtype)
 
     return causal_conv1d_fn
@@ -108,7 +117,7 @@ def _convolution_step(original: Forward) -> Forward:
     ) -> Tensor:
         """hidden_states (B, D, T) that follow the inputs in conv_state, which is updated."""
         before = weight.shape[-1] - 1
-        if not takes(hidden_states, activation, further=kwargs) or conv_state.shape[-1] < before:
+        if not takes(hidden_states, activation) or conv_state.shape[-1] < before:
             return original(hidden_states, conv_state, weight, bias, activation, **kwargs)
         x, length = hidden_states.to(weight.dtype), conv_state.shape[-1]
         fits = x.shape[-1] == 1 and x.dtype == conv_state.dtype
@@ -145,7 +154,9 @@ def _delta_rule(ours: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Forward
             **kwargs: Any,
         ) -> tuple[Tensor, Tensor | None]:
             """As in `functional`; chunk_size changes nothing."""
-            if not takes(query, further=kwargs):
+            packing = packing_of(query, kwargs)
+            if not takes(query):
+                refuse(packing, original.__name__, kwargs)
                 kwargs["initial_state"] = initial_state
                 kwargs["output_final_state"] = output_final_state
                 kwargs["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
@@ -154,9 +165,16 @@ def _delta_rule(ours: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Forward
                 )
                 return theirs
             norm = use_qk_l2norm_in_kernel
-            if initial_state is not None:
-                initial_state = own_copy(initial_state)
-            o, state = ours(query, key, value, g, beta, l2norm=norm, initial_state=initial_state)
+            rows: tuple[Tensor, ...] = (query, key, value, g, beta)
+            initial = None if initial_state is None else own_copy(initial_state)
+            options: dict[str, Any] = {"l2norm": norm, "initial_state": initial}
+            if packing is not None:
+                rows = tuple(map(packing.join, rows))
+                options["initial_state"] = packing.spread(initial)
+                options["cu_seqlens"] = packing.cu_seqlens
+            o, state = ours(*rows, **options)
+            if packing is not None:
+                o, state = packing.split(o), packing.last(state)
             return o, state if output_final_state else None
 
         return delta_rule
@@ -174,6 +192,7 @@ def _wkv(original: Forward) -> Forward:
         return_state: bool = False,
     ) -> tuple[Tensor, list[Tensor] | None]:
         """key and value (B, T, C); a state is numerator, denominator and maximum, each (B, C)."""
+        refuse(active(), original.__name__)
         if not takes(key):
             theirs: tuple[Tensor, list[Tensor] | None] = original(
                 time_decay, time_first, key, value, state=state, return_state=return_state
@@ -203,27 +222,39 @@ def _xlstm_cell(kind: Any) -> Finding:
         mode: str | None = None,
     ) -> Any:
         """query, key, value (B, H, T, size), gates (B, H, T); m_initial (B, H, 1)."""
-        states, how = (c_initial, n_initial, m_initial), mode or self.config.mode
-        given = [t for t in states if t is not None]
+        before, how = (c_initial, n_initial, m_initial), mode or self.config.mode
+        given = [t for t in before if t is not None]
         # They round the states of inference to a dtype of its own.
         rounded = how == "inference" and self.config.inference_state_dtype != "float32"
         known = how in ("train", "inference") and not rounded
+        packing = packing_of(query, steps=2)
         if not takes(query) or not known or len(given) not in (0, 3):
+            refuse(packing, kind.__name__)
             gates = {"igate": igate, "fgate": fgate}
-            initial = dict(zip(("c_initial", "n_initial", "m_initial"), states, strict=True))
+            initial = dict(zip(("c_initial", "n_initial", "m_initial"), before, strict=True))
             options = {"return_last_states": return_last_states, "mode": mode}
             return kind.forward(self, query, key, value, **gates, **initial, **options)
         given = [own_copy(t) for t in given]
+        if packing is not None:
+            given = [t for t in map(packing.spread, given) if t is not None]
+        query = query * query.shape[-1] ** -0.5  # which theirs scales, not the key
+        rows = [t.transpose(1, 2) for t in (query, key, value, igate[..., None], fgate[..., None])]
+        if packing is not None:
+            rows = [packing.join(t) for t in rows]
+        q, k, v, i, f = rows
         h, (c, n, m) = functional.mlstm(
-            (query * query.shape[-1] ** -0.5).transpose(1, 2),  # which theirs scales, not the key
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            igate.mT,
-            fgate.mT,
+            q,
+            k,
+            v,
+            i[..., 0],
+            f[..., 0],
             scale=1.0,
             eps=self.config.eps,
             initial_state=(given[0], given[1], given[2][..., 0]) if given else None,
+            cu_seqlens=None if packing is None else packing.cu_seqlens,
         )
+        if packing is not None:
+            h, (c, n, m) = packing.split(h), map(packing.last, (c, n, m))
         if how == "train" and return_last_states is None:
             return_last_states = self.config.return_last_states
         h = h.transpose(1, 2)

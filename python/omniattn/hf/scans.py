@@ -11,6 +11,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.functional._steps import compute_dtype, in_place, selective_scan_inplace, ssd_inplace
 from omniattn.functional.ssd import state_space_duality
+from omniattn.hf.packed import packing_of, refuse
 from omniattn.hf.probe import Forward, draws, own_copy, takes
 
 __all__ = ["SCANS", "same_scan"]
@@ -35,13 +36,22 @@ def _channels(original: Forward) -> Forward:
         """hidden_states, dt and z (B, D, T), B and C (B, N, T) -> y (B, D, T). The last two options
         choose among their forms."""
         options: dict[str, Any] = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
-        if not takes(hidden_states, further=kwargs):
+        packing = packing_of(hidden_states, kwargs, steps=2)
+        if not takes(hidden_states):
+            refuse(packing, original.__name__, kwargs)
             how = {"use_mambapy": use_mambapy, "use_associative_scan": use_associative_scan}
             how["return_last_state"] = return_last_state
             return original(hidden_states, dt, A, B, C, D, z, **options, **how, **kwargs)
-        dt, B, C = (t.to(hidden_states.dtype).mT for t in (dt, B, C))
-        gate = None if z is None else z.to(hidden_states.dtype).mT
-        y, state = functional.selective_scan(hidden_states.mT, dt, A, B, C, D, gate, **options)
+        x = hidden_states.mT
+        dt, B, C = (t.to(x.dtype).mT for t in (dt, B, C))
+        gate = None if z is None else z.to(x.dtype).mT
+        if packing is not None:
+            x, dt, B, C = map(packing.join, (x, dt, B, C))
+            gate = None if gate is None else packing.join(gate)
+            options["cu_seqlens"] = packing.cu_seqlens
+        y, state = functional.selective_scan(x, dt, A, B, C, D, gate, **options)
+        if packing is not None:
+            y, state = packing.split(y), packing.last(state)
         return (y.mT, state) if return_last_state else y.mT
 
     return mamba_selective_scan
@@ -62,7 +72,7 @@ def _channel_step(original: Forward) -> Forward:
         **kwargs: Any,
     ) -> Tensor:
         """hidden_states, dt and z (B, D), B and C (B, N); state (B, D, N) is updated."""
-        if not takes(hidden_states, further=kwargs):
+        if not takes(hidden_states):
             options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z}
             theirs: Tensor = original(state, hidden_states, dt, A, B, C, **options, **kwargs)
             return theirs
@@ -99,7 +109,9 @@ def _chunks(original: Forward) -> Forward:
         **kwargs: Any,
     ) -> Any:
         """As `functional.ssd`, with y in fp32; chunk_size changes nothing."""
-        if not takes(hidden_states, further=kwargs):
+        packing = packing_of(hidden_states, kwargs)
+        if not takes(hidden_states):
+            refuse(packing, original.__name__, kwargs)
             options: dict[str, Any] = {"D": D, "dt_bias": dt_bias, "initial_states": initial_states}
             options |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
             options["return_final_states"] = return_final_states
@@ -109,10 +121,15 @@ def _chunks(original: Forward) -> Forward:
             rows = hidden_states.float(), B.float(), C.float()
         x, B, C = rows
         initial = None if initial_states is None else own_copy(initial_states)
-        steps = dt_bias, dt_softplus, dt_limit
+        steps, bounds = (dt_bias, dt_softplus, dt_limit), None
+        if packing is not None:
+            x, dt, B, C = map(packing.join, (x, dt, B, C))
+            initial, bounds = packing.spread(initial), packing.cu_seqlens
         y, state = state_space_duality(
-            x, dt, A, B, C, D, None, *steps, initial, None, None, wide=True
+            x, dt, A, B, C, D, None, *steps, initial, bounds, None, wide=True
         )
+        if packing is not None:
+            y, state = packing.split(y), packing.last(state)
         return (y, state.contiguous()) if return_final_states else y  # for steps in place
 
     return mamba2_chunk_scan
@@ -135,7 +152,7 @@ def _head_step(original: Forward) -> Forward:
         """hidden_states and dt (B, H, P), A (H, P, N), D and dt_bias (H, P), B and C (B, G, N);
         state (B, H, P, N) is updated. dt, dt_bias and A are one number for each head, expanded."""
         given = [(dt, (2,)), (A, (1, 2))] + ([] if dt_bias is None else [(dt_bias, (1,))])
-        ours = takes(hidden_states, further=kwargs) and all(_expanded(*each) for each in given)
+        ours = takes(hidden_states) and all(_expanded(*each) for each in given)
         if not (ours and dt_softplus):  # without it theirs takes steps below zero as they are
             options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z}
             theirs: Tensor = original(state, hidden_states, dt, A, B, C, **options, **kwargs)

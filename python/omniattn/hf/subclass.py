@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from omniattn.hf import layers, loss
+from omniattn.hf import layers, loss, packed
 from omniattn.hf.probe import Forward
 from omniattn.hf.recurrent import recurrent_forward
 from omniattn.hf.register import register
@@ -20,7 +20,14 @@ __all__ = ["original_of", "subclass"]
 _log = logging.getLogger("omniattn")
 
 #: What makes forwards of classes, which cannot be pickled; all others are functions of a file.
-_MAKERS = (rotary_forward, recurrent_forward, loss.causal_lm_forward)
+_MAKERS = (
+    rotary_forward,
+    recurrent_forward,
+    loss.causal_lm_forward,
+    packed.recomputed_forward,
+    packed.model_forward,
+    loss.packed_causal_lm_forward,
+)
 _LINEARS = (layers.linear, loss.head)
 
 
@@ -45,6 +52,8 @@ def subclass(original: Any, forward: Forward) -> Any:
         body["qconfig"] = property(_no_qconfig, _refuse_qconfig)
     if forward in (loss.head, loss.plain_head):
         body |= {"__call__": loss.call_head, "omniattn_defers": False}
+    if packed.is_recomputed(original, forward):
+        body["__call__"] = packed.call_layer
     return type(original.__name__, (original,), body)
 
 

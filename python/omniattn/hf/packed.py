@@ -1,0 +1,320 @@
+"""Packed sequences in the recurrent layers of a model.
+
+Attention learns where the sequences of a row begin from its mask. Recurrent layers get no mask, and
+few models pass `position_ids` on to them. So the forward of a patched model notes the boundaries
+for the time of the call, and the functions in `recurrent.py` and `scans.py` look them up. A layer
+that is recomputed in the backward pass, when the call has ended, gets them as a keyword from
+outside the checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from omniattn.functional import masks
+from omniattn.functional._packed import document_ids
+from omniattn.hf.interface import asks_for_attention
+from omniattn.hf.probe import Forward
+
+__all__ = [
+    "OTHER_MIXERS",
+    "Packing",
+    "active",
+    "call_layer",
+    "is_recomputed",
+    "model_forward",
+    "packing_of",
+    "recomputed_forward",
+    "refuse",
+]
+
+#: Models that make their masks without `position_ids`.
+_MASKS_WITHOUT_POSITIONS = ("GraniteMoeHybridModel",)
+#: Layers that mix tokens in code of their own.
+OTHER_MIXERS = ("Qwen4ExpTextPLELayer", "RecurrentGemmaRecurrentBlock", "RwkvFeedForward")
+#: The keyword by which a layer gets the boundaries.
+_KEYWORD = "omniattn_packing"
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Where the sequences begin that are packed in the rows of a batch.
+
+    Args:
+        starts: (B, T) bool, True at the first token of each sequence.
+        cu_seqlens: (N + 1,) int64, the boundaries in the rows one after the other.
+    """
+
+    starts: Tensor
+    cu_seqlens: Tensor
+
+    def join(self, x: Tensor) -> Tensor:
+        """(B, T, ...) as the one row (1, B T, ...) that `cu_seqlens` describes."""
+        return x.flatten(0, 1)[None]
+
+    def split(self, y: Tensor) -> Tensor:
+        """(1, B T, ...) -> (B, T, ...)."""
+        return y[0].unflatten(0, self.starts.shape)
+
+    def spread(self, state: Tensor | None) -> Tensor | None:
+        """States (B, ...) before the first sequence in each row as those of all, (N, ...), zeros
+        for the others; None for zeros alone."""
+        if state is None:
+            return None
+        counts = self.starts.sum(1)
+        spread = state.new_zeros(self.cu_seqlens.shape[0] - 1, *state.shape[1:])
+        return spread.index_copy(0, counts.cumsum(0) - counts, state)
+
+    def last(self, state: Tensor) -> Tensor:
+        """The states (B, ...) of the last sequence in each row, from those of all, (N, ...)."""
+        return state[self.starts.sum(1).cumsum(0) - 1]
+
+    def mask(self) -> masks.Documents:
+        """Pairs of tokens of one sequence."""
+        return masks.Documents(self.starts.cumsum(1))
+
+
+class _Active(threading.local):
+    """The packing of the model whose layers this thread runs; `outer` while it runs the other parts
+    of a composite model, such as a vision encoder."""
+
+    def __init__(self) -> None:
+        self.packing: Packing | None = None
+        self.outer: Packing | None = None
+
+
+_active = _Active()
+
+
+def active() -> Packing | None:
+    """The packing of the model whose layers are running."""
+    return _active.packing
+
+
+@contextmanager
+def _within(packing: Packing | None, outer: Packing | None = None) -> Iterator[None]:
+    before = _active.packing, _active.outer
+    _active.packing, _active.outer = packing, outer
+    try:
+        yield
+    finally:
+        _active.packing, _active.outer = before
+
+
+def packing_of(
+    x: Tensor, further: Mapping[str, Any] | None = None, steps: int = 1
+) -> Packing | None:
+    """The packing for a layer whose input x has the batch in dimension 0 and T in `steps`: that of
+    its model, or the one of its keywords `seq_idx` and `cu_seqlens` where it is called alone."""
+    batch, length = x.shape[0], x.shape[steps]
+    packing = _active.packing or _active.outer
+    if packing is None:
+        return _packing(_marked(further or {}, batch, length, x.device), batch)
+    if packing.starts.shape != (batch, length):
+        raise ValueError(
+            "omniattn.hf: a recurrent layer must get the tokens of its model where sequences are "
+            f"packed, got {batch} rows of {length} for {tuple(packing.starts.shape)}"
+        )
+    return packing
+
+
+def refuse(packing: Packing | None, name: str, further: Mapping[str, Any] | None = None) -> None:
+    """Raises NotImplementedError where transformers' own function, which is about to run, would mix
+    packed sequences."""
+    told = ("seq_idx", "cu_seqlens")
+    if packing is not None and all((further or {}).get(each) is None for each in told):
+        raise NotImplementedError(
+            f"omniattn.hf: {name} must run on this package's kernels to keep packed sequences apart"
+            ", which needs the CPU, SiLU or no activation, and no cache"
+        )
+
+
+def _packing(starts: Tensor | None, batch: int) -> Packing | None:
+    """None where no row has more than one sequence, if that can be known."""
+    if starts is None or (not torch.compiler.is_compiling() and int(starts.sum()) == batch):
+        return None
+    bounds = starts.flatten().nonzero().flatten()
+    return Packing(starts, nn.functional.pad(bounds, (0, 1), value=starts.numel()))
+
+
+def _starts(numbers: Tensor) -> Tensor:
+    """(B, T) of True at the first token of a row and where its number changes."""
+    return nn.functional.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
+
+
+def _marked(
+    given: Mapping[str, Any], batch: int, length: int, device: torch.device
+) -> Tensor | None:
+    """The starts that `seq_idx` and the boundaries of FlashAttention tell, None for neither."""
+    starts: Tensor | None = None
+    seq_idx = given.get("seq_idx")
+    if seq_idx is not None:
+        if seq_idx.shape != (batch, length):
+            raise ValueError(
+                f"omniattn.hf: seq_idx must have shape (B, T) = ({batch}, {length}), "
+                f"got seq_idx.shape={tuple(seq_idx.shape)}"
+            )
+        starts = _starts(seq_idx)
+    for name in ("cu_seq_lens_q", "cu_seqlens"):
+        bounds = given.get(name)
+        if bounds is None:
+            continue
+        if batch != 1:
+            raise ValueError(f"omniattn.hf: B must be 1 with {name}, got B={batch}")
+        _require_all_tokens(name, bounds, length)
+        own = torch.zeros(1, length + 1, dtype=torch.bool, device=device)
+        own[0, bounds.to(device, torch.int64)] = True
+        starts = own[:, :-1] if starts is None else starts | own[:, :-1]
+    return starts
+
+
+def _require_all_tokens(name: str, bounds: Tensor, length: int) -> None:
+    if torch.compiler.is_compiling():
+        return
+    grows = bounds.ndim == 1 and len(bounds) > 1 and bool((bounds.diff() >= 0).all())
+    if not grows or bounds[0] != 0 or bounds[-1] != length:
+        raise ValueError(
+            f"omniattn.hf: {name} must grow from 0 to the number of tokens, {length}, "
+            f"got {name}={bounds.tolist()}"
+        )
+
+
+@functools.cache
+def model_forward(kind: Any) -> Forward:
+    """The forward of a model with recurrent layers, which notes the packed sequences of a call."""
+    own = kind.forward
+    names = tuple(inspect.signature(own).parameters)[1:]
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        packing = _find(self, given) or _active.outer
+        if packing is None:
+            return own(self, *args, **kwargs)
+        if given.get("use_cache") is None and "use_cache" not in names[: len(args)]:
+            kwargs["use_cache"] = False
+        inner = any(_notes_packing(each) for each in self.modules() if each is not self)
+        with _within(None, packing) if inner else _within(packing):
+            return own(self, *args, **kwargs)
+
+    forward.omniattn_notes_packing = True  # type: ignore[attr-defined]
+    return forward
+
+
+def _notes_packing(module: nn.Module) -> bool:
+    return getattr(type(module).forward, "omniattn_notes_packing", False)
+
+
+def _find(model: Any, given: Mapping[str, Any]) -> Packing | None:
+    """The packing of a call with these arguments, as transformers' masks have it: positions count
+    where there is neither a padding mask nor a cache."""
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None:
+        return None
+    batch, length = tokens.shape[:2]
+    padding, cache = given.get("attention_mask"), _cache(given)
+    padded = isinstance(padding, Tensor) and padding.ndim == 2
+    positions = given.get("position_ids")
+    if positions is not None and positions.ndim == 3:  # Qwen3.5: those of the text come first
+        positions = positions[0] if positions.shape[0] == 4 else None
+    counted: Tensor | None = None
+    if positions is not None and length > 1 and not padded and (cache is None or padding is None):
+        counted = _starts(document_ids(positions.expand(batch, -1)))
+    marked = _marked(given, batch, length, tokens.device)
+    starts = counted if marked is None else marked if counted is None else counted | marked
+    packing = _packing(starts, batch)
+    if packing is not None:
+        _check(model, given, packing, counted)
+    return packing
+
+
+def _cache(given: Mapping[str, Any]) -> Any:
+    names = ("cache", "past_key_values", "cache_params", "state")
+    return next((given[name] for name in names if given.get(name) is not None), None)
+
+
+def _check(model: Any, given: Mapping[str, Any], packing: Packing, counted: Tensor | None) -> None:
+    """Raises for a packed call that some layer of the model would mix."""
+    kind = type(model).__name__
+    if given.get("use_cache") or _cache(given) is not None:
+        raise ValueError(
+            f"omniattn.hf: {kind} must be called with use_cache=False and without a cache where "
+            "sequences are packed, as a cache has one state for each row"
+        )
+    layers = list(model.modules())
+    other = next((m for m in layers if type(m).__name__ in OTHER_MIXERS), None)
+    if other is not None:
+        raise NotImplementedError(
+            f"omniattn.hf: {kind} takes no packed sequences, as {type(other).__name__} mixes "
+            "tokens in code of its own; pass each sequence in a row of its own"
+        )
+    # The attention of this package asks `active`, any other its mask.
+    without = any(type(m).__name__ in _MASKS_WITHOUT_POSITIONS for m in layers)
+    told = None if without else counted
+    if told is not None and (torch.compiler.is_compiling() or torch.equal(told, packing.starts)):
+        return
+    for layer in filter(asks_for_attention, layers):
+        how = getattr(getattr(layer, "config", None), "_attn_implementation", None)
+        if how != "omniattn":
+            raise NotImplementedError(
+                f"omniattn.hf: {type(layer).__name__} gets a mask that does not keep these packed "
+                'sequences apart; use attn_implementation="omniattn", or patch with attention=True'
+            )
+
+
+#: Layers that have run packed sequences with gradients, by identity.
+_ran_packed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def call_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`__call__` of a layer that may be recomputed: hands the packing to its forward."""
+    if _active.packing is not None:
+        kwargs[_KEYWORD] = _active.packing
+    return nn.Module.__call__(self, *args, **kwargs)
+
+
+@functools.cache
+def recomputed_forward(kind: Any) -> Forward:
+    """The forward of a layer, within the packing that `call_layer` hands to it."""
+    own = kind.forward
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        packing = kwargs.pop(_KEYWORD, None)
+        if not torch.compiler.is_compiling():
+            _check_recomputed(self, packing)
+        with _within(packing):
+            return own(self, *args, **kwargs)
+
+    return forward
+
+
+def is_recomputed(kind: Any, forward: Forward) -> bool:
+    """Whether `recomputed_forward` made the forward of a class."""
+    return issubclass(kind, GradientCheckpointingLayer) and recomputed_forward(kind) is forward
+
+
+def _check_recomputed(layer: nn.Module, packing: Packing | None) -> None:
+    """Raises RuntimeError where a checkpoint around `layer` calls it again in the backward pass of
+    packed sequences, without saying where these begin."""
+    if packing is not None:
+        if torch.is_grad_enabled():
+            _ran_packed.add(layer)
+    elif layer in _ran_packed and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"omniattn.hf: {type(layer).__name__} must be recomputed by transformers' own "
+            "checkpoints where sequences are packed: call model.gradient_checkpointing_enable() "
+            "in place of a wrapper around its layers"
+        )
