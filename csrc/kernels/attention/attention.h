@@ -10,10 +10,10 @@
 //             dK, dV, dbias and the table's plane are private to an item; dQ goes to one buffer per
 //             key split, and finish adds these up in order
 //
-// 16-bit floats are widened when they are packed, and all arithmetic is in compute_t<T>. Only where
-// the ISA multiplies 16-bit operands, blocks of queries are multiplied as they are, and P and dS
-// after rounding. Every number depends on shapes and values only, not on the number of threads
-// or the order of items.
+// 16-bit floats are widened when they are packed, and all arithmetic is in compute_t<T>. Only if
+// the ISA multiplies 16-bit operands, blocks of queries are multiplied in their own type, and P
+// and dS after rounding. Every number depends on shapes and values only, not on the number of
+// threads or the order of items.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@
 
 namespace omniattn {
 
-// Rows are padded to a multiple of 16 elements, but not of 256 bytes: that would put the rows of a
-// tile into few cache sets.
+// Rows are padded to a multiple of 16 elements, but not of 256 bytes, which would put the rows
+// of a tile into few cache sets.
 OMNIATTN_FN int64_t padded_row(int64_t width) {
   const int64_t padded = round_up(width, 16);
   return padded % 64 == 0 ? padded + 16 : padded;
@@ -34,13 +34,13 @@ OMNIATTN_FN int64_t padded_row(int64_t width) {
 
 constexpr int64_t kKeyPanel = 64;        // keys side by side in packed K^T
 constexpr int64_t kKeyBlock = 128;       // keys of one tile
-constexpr int64_t kKeyRow = 144;         // a row of them, padded
+constexpr int64_t kKeyRow = 144;         // a row of kKeyBlock keys, padded
 constexpr int64_t kQueryBlock = 96;      // queries of one tile
 constexpr int64_t kSplitKeys = 256;      // keys of one decode work item
-constexpr int64_t kTileSplitKeys = 512;  // the same for decoding by register tiles
-constexpr int64_t kDecodeRows = 16;      // at most this many query rows per kv head are decoded,
-constexpr int64_t kDecodeQueries = 4;    // or on the CPU this many queries with any number of heads
-constexpr int64_t kDecodeTileRows = 32;  // from this many rows on, register tiles are full enough
+constexpr int64_t kTileSplitKeys = 512;  // as kSplitKeys, for decoding by register tiles
+constexpr int64_t kDecodeRows = 16;      // most query rows per kv head that are decoded,
+constexpr int64_t kDecodeQueries = 4;    // or, on the CPU, most queries with any number of heads
+constexpr int64_t kDecodeTileRows = 32;  // from this many rows on, register tiles are well filled
 constexpr int64_t kBackwardItems = 8;    // the backward splits keys to get this many work items,
 constexpr int64_t kBackwardSplits = 8;   // with at most this many dQ buffers
 constexpr int64_t kTablePlanes = 16;     // per head, for the gradient of a shared table
@@ -49,42 +49,42 @@ struct AttentionForwardParams {
   AttentionProblem problem;
   MutableHeadView out;  // (B, Tq, Hq, Dv)
   void* lse;            // (B, Hq, lse_stride) in the compute type
-  void* lse_tail;       // the same, for the backward (see Lse), or null
+  void* lse_tail;       // same shape, for the backward (see Lse); or null
   void* workspace;      // forward_workspace_elements or decode_workspace_elements
 };
 
-// `at` is the number of the row in lse.
+// `at` is the index of the row in lse.
 template <class A>
 OMNIATTN_FN void store_lse(const AttentionForwardParams& params, int64_t at, Lse<A> lse) {
   static_cast<A*>(params.lse)[at] = lse.value;
   if (params.lse_tail != nullptr) static_cast<A*>(params.lse_tail)[at] = lse.tail;
 }
 
-// How pairs write the gradient of a bias: they add where many share an element; otherwise each
-// stores its own, past the caches (stream) if the gradient does not fit in them.
+// How pairs write the gradient of a bias: they add if many share an element; otherwise each stores
+// its own, past the caches (stream) if the gradient does not fit in them.
 enum class BiasWrite : int32_t { add, store, stream };
 
-// Gradients of the tables of a program. Elements that one item owns are written where they are,
-// others in parts, one for each item or, where heads have elements of their own, for each batch of
-// items.
+// Gradients of the tables of a program. Elements owned by one item are written in
+// place. Others are written in parts: one per item or, if heads have elements of
+// their own, one per batch of items.
 struct ProgramGradients {
   struct Table {
     ProgramGradient whole;  // or its first part
-    int64_t elements;       // of a part; 0: there are none
+    int64_t elements;       // in one part; 0: no parts
     bool has_heads;
   };
   Table tables[kMaxProgramTables];
-  // Whether elements that are written in place belong to all batch entries, or heads.
+  // True if elements written in place belong to all batch entries; true if to all heads.
   bool shares_batches, shares_heads;
 };
 
 struct AttentionBackwardParams {
   AttentionProblem problem;
   HeadView out;          // (B, Tq, Hq, Dv)
-  HeadView grad_out;     // the same shape
+  HeadView grad_out;     // same shape as out
   const void* lse;       // (B, Hq, lse_stride) in the compute type
-  const void* lse_tail;  // the same
-  const void* grad_lse;  // the same, or null
+  const void* lse_tail;  // same shape as lse
+  const void* grad_lse;  // same shape as lse, or null
   MutableHeadView grad_q, grad_k, grad_v;
   // Gradient of the bias in the compute type, contiguous, with zero strides where the bias is
   // broadcast; zero on entry if pairs add. Null: not wanted.
@@ -93,13 +93,13 @@ struct AttentionBackwardParams {
   BiasWrite bias_write;
   // Gradients of (B | 1, rows, Hq), (Hq,) and (Hq,) in the compute type. Null: not wanted.
   void *grad_table, *grad_sinks, *grad_head_scale;
-  // Of (rows, Hq, D) in the compute type. Null: not wanted.
+  // Gradients of (rows, Hq, D) in the compute type. Null: not wanted.
   void *grad_relative_keys, *grad_relative_queries;
-  // Of the tables of a program. Null: none is wanted.
+  // Gradients of the tables of a program. Null: none is wanted.
   const ProgramGradients* grad_program;
-  // Partial gradients, which the op sums. part_relative: planes of the relative view, (splits,
-  // table_parts, Hq, plane), zero on entry. The others: (B, Hq, query blocks). On CUDA see
-  // attention_cuda.h.
+  // Partial gradients, which the op sums. part_relative: planes of the relative view,
+  // (splits, table_parts, Hq, plane), zero on entry. Other parts: (B, Hq, query blocks).
+  // For CUDA see attention_cuda.h.
   void* part_relative;
   int64_t part_relative_plane;
   void *part_sinks, *part_head_scale;
@@ -113,15 +113,15 @@ struct AttentionBackwardParams {
 struct AttentionWeightsParams {
   AttentionProblem problem;  // v is not read
   const void* lse;           // (B, Hq, Tq) in the compute type
-  // P (B, Hq, Tq, Tk), or its sums, in the compute type; zero on entry unless column_sums
+  // P (B, Hq, Tq, Tk) in dtype, or its sums in the compute type; zero on entry unless column_sums
   void* out;
-  bool column_sums;  // without Tq
-  bool group_sums;   // Hkv instead of Hq
+  bool column_sums;  // sum over Tq
+  bool group_sums;   // sum over the heads of a group: Hkv instead of Hq
 };
 
 struct AttentionSelectParams {
   AttentionProblem problem;  // v is not read
-  int64_t* index;            // (B, Hq, Tq), -1 where no key is visible
+  int64_t* index;            // (B, Hq, Tq), -1 if no key is visible
   void* top;                 // (B, Hq, Tq) in the compute type
 };
 
@@ -154,15 +154,15 @@ OMNIATTN_FN int64_t kv_head_items(const AttentionProblem& p) { return p.batch * 
 OMNIATTN_FN int64_t forward_workspace_elements(const AttentionProblem& p) {
   return p.batch * p.hkv * packed_head_elements(p);
 }
-// Registers of a program.
+// Memory for the registers of a program.
 OMNIATTN_FN int64_t program_elements(const AttentionProblem& p) {
   return p.program == nullptr ? 0 : p.program->forward_registers * kProgramRow;
 }
 OMNIATTN_FN int64_t backward_program_elements(const AttentionProblem& p) {
   return p.program == nullptr ? 0 : p.program->backward_registers * kProgramRow;
 }
-// A tile's rows of distances, also transposed, and their gradient, some rows of its scores, q or k
-// as rows and the tile transposed.
+// Memory for a tile's rows of distances, also transposed, their gradient, some rows of its scores,
+// q or k as rows, and the transposed tile.
 constexpr int64_t kBand = kQueryBlock + kKeyBlock;
 constexpr int64_t kMostBandRows = 16;
 OMNIATTN_FN int64_t distance_elements(const AttentionProblem& p) {
@@ -170,7 +170,7 @@ OMNIATTN_FN int64_t distance_elements(const AttentionProblem& p) {
   return kBand * (2 * padded_row(p.d) + p.d + kMostBandRows) +
          kKeyBlock * (padded_row(p.d) + kQueryBlock);
 }
-// q, S and O tiles, m and the lanes of l.
+// Memory for q, S and O tiles, m, and the lanes of l.
 OMNIATTN_FN int64_t forward_scratch_elements(const AttentionProblem& p) {
   return kQueryBlock * (padded_row(p.d) + kKeyBlock + padded_row(p.dv) + 1 + 16) +
          program_elements(p) + distance_elements(p);
@@ -179,7 +179,7 @@ OMNIATTN_FN int64_t forward_scratch_elements(const AttentionProblem& p) {
 OMNIATTN_FN bool takes_decode_path(const AttentionProblem& p) {
   return p.tq * group_size(p) <= kDecodeRows && p.tk > 0 && !has_distance_rows(p);
 }
-// With few queries the register tiles of a head would be nearly empty, even if its group is large
+// With few queries a head's register tiles would be nearly empty, even if its group is large
 // (MLA: 128 heads on one latent).
 OMNIATTN_FN bool takes_decode_path_cpu(const AttentionProblem& p) {
   return takes_decode_path(p) || (p.tq <= kDecodeQueries && p.tk > 0 && !has_distance_rows(p));
@@ -187,14 +187,14 @@ OMNIATTN_FN bool takes_decode_path_cpu(const AttentionProblem& p) {
 OMNIATTN_FN bool decodes_by_tiles(const AttentionProblem& p) {
   return group_size(p) * p.tq >= kDecodeTileRows;
 }
-// The queries and results of many rows fill L2, and every split reads and writes them once.
+// Queries and results of many rows fill L2, and every split reads and writes them once.
 OMNIATTN_FN int64_t split_keys(const AttentionProblem& p) {
   return decodes_by_tiles(p) ? kTileSplitKeys : kSplitKeys;
 }
 OMNIATTN_FN int64_t decode_splits(const AttentionProblem& p) {
   return ceil_div(p.tk, split_keys(p));
 }
-// Kv heads become separate work items only where batch and splits give too few.
+// Kv heads become separate work items only if batch and splits give too few items.
 OMNIATTN_FN int64_t decode_head_items(const AttentionProblem& p) {
   return p.batch * decode_splits(p) >= kBackwardItems ? 1 : p.hkv;
 }
@@ -202,18 +202,18 @@ OMNIATTN_FN int64_t decode_items(const AttentionProblem& p) {
   return p.batch * decode_splits(p) * decode_head_items(p);
 }
 OMNIATTN_FN int64_t merge_items(const AttentionProblem& p) { return p.batch * p.hq * p.tq; }
-// One partial result per row and split: O (dv), m, l.
+// Size of a partial result, one per row and split: O (dv), m, l.
 OMNIATTN_FN int64_t partial_elements(const AttentionProblem& p) { return padded_row(p.dv) + 16; }
 OMNIATTN_FN int64_t decode_workspace_elements(const AttentionProblem& p) {
   return p.batch * decode_splits(p) * p.hq * p.tq * partial_elements(p);
 }
-// The queries of one kv head: rows, or columns for register tiles.
+// Size of the queries of one kv head: as rows, or as columns for register tiles.
 OMNIATTN_FN int64_t decode_query_elements(const AttentionProblem& p) {
   const int64_t rows = group_size(p) * p.tq;
   return decodes_by_tiles(p) ? round_up(rows, kKeyPanel) * p.d : rows * padded_row(p.d);
 }
-// The queries of an item and the logits of one kv head for 64 keys; for register tiles also these
-// logits transposed, and the keys or their values as rows.
+// Memory for the queries of an item and the logits of one kv head for 64 keys; for register tiles
+// also for the transposed logits, and the keys or their values as rows.
 OMNIATTN_FN int64_t decode_scratch_elements(const AttentionProblem& p) {
   const int64_t rows = group_size(p) * p.tq, wide = padded_row(p.d > p.dv ? p.d : p.dv);
   return p.hkv * decode_query_elements(p) +
@@ -221,16 +221,16 @@ OMNIATTN_FN int64_t decode_scratch_elements(const AttentionProblem& p) {
          program_elements(p);
 }
 
-// The number of batch entries that add their table gradients to one plane, chosen so that a shared
-// table has at most kTablePlanes for each head. (A plane for each of 512 windows took twice the
-// time.)
+// Number of batch entries that add their table gradients to one plane, chosen so
+// that a shared table has at most kTablePlanes per head. (A plane for each of
+// 512 windows took twice as long.)
 OMNIATTN_FN int64_t batches_per_plane(const AttentionBackwardParams& p) {
   return p.problem.table.stride_b == 0 ? ceil_div(p.problem.batch, kTablePlanes) : 1;
 }
 OMNIATTN_FN int64_t table_parts(const AttentionBackwardParams& p) {
   return ceil_div(p.problem.batch, batches_per_plane(p));
 }
-// An item of the backward owns everything it adds to. It walks in order over the batch entries and
+// An item of the backward owns everything it adds to. It processes in order the batch entries and
 // kv heads that share a bias gradient, a plane of the table or rows of distances.
 OMNIATTN_FN int64_t batches_per_item(const AttentionBackwardParams& p) {
   if (p.grad_bias != nullptr && p.grad_bias_stride_b == 0) return p.problem.batch;
@@ -241,7 +241,7 @@ OMNIATTN_FN int64_t batches_per_item(const AttentionBackwardParams& p) {
   const bool shares_rows = p.grad_relative_keys != nullptr || p.grad_relative_queries != nullptr;
   return p.grad_table != nullptr || shares_rows ? batches_per_plane(p) : 1;
 }
-// The sums of gradients of rows of distances, and the rows that a problem reads.
+// Number of partial sums of gradients of rows of distances; range of rows that a problem reads.
 OMNIATTN_FN int64_t distance_parts(const AttentionBackwardParams& p) {
   return ceil_div(p.problem.batch, batches_per_item(p));
 }
@@ -253,7 +253,7 @@ OMNIATTN_FN int64_t distance_part_elements(const AttentionProblem& p, const Dist
   const Range rows = distance_range(p, x);
   return p.hq * (rows.end - rows.begin) * p.d;
 }
-// An item of many windows takes all heads of each window, which are adjacent in memory.
+// If there are many windows, an item takes all heads of each window; they are adjacent in memory.
 OMNIATTN_FN int64_t heads_per_item(const AttentionBackwardParams& p) {
   const bool shares_bias = (p.grad_bias != nullptr && p.grad_bias_stride_h == 0) ||
                            (p.grad_program != nullptr && p.grad_program->shares_heads);
@@ -270,7 +270,7 @@ OMNIATTN_FN int64_t backward_splits(const AttentionBackwardParams& p, int64_t ow
   const int64_t blocks = key_block_count(p.problem);
   return limit < blocks ? limit : blocks > 0 ? blocks : 1;
 }
-// Which part of a gradient in parts belongs to an item; `parts` has been given for all.
+// Index of the part of a gradient that belongs to an item; `parts` of them exist for all items.
 OMNIATTN_FN int64_t program_part(const AttentionBackwardParams& p, bool has_heads, int64_t b,
                                  int64_t kv_head, int64_t split) {
   const int64_t batch = b / batches_per_item(p), heads = p.problem.hkv / heads_per_item(p);
@@ -280,19 +280,19 @@ OMNIATTN_FN int64_t backward_items(const AttentionBackwardParams& p) {
   return backward_owners(p) * p.splits;
 }
 OMNIATTN_FN int64_t query_rows(const AttentionProblem& p) { return p.batch * p.hq * p.tq; }
-// Columns of 16-bit numbers: the transpose of `rows` rows.
+// Size of 16-bit columns: the transpose of `rows` rows.
 OMNIATTN_FN int64_t column_elements(const AttentionProblem& p, int64_t rows, int64_t width) {
   return size_of(p.dtype) == 2 ? round_up(rows * width, 32) / 2 : 0;
 }
-// For `rows` query rows: pre * q, dO, both as columns, one dQ per split, Delta, the shift of the
-// exponent and the factor of the row.
+// Memory for `rows` query rows: pre * q and dO, both also as columns, one dQ per split, Delta, the
+// shift of the exponent and the factor of the row.
 OMNIATTN_FN int64_t backward_workspace_elements(const AttentionBackwardParams& p, int64_t rows) {
   const AttentionProblem& x = p.problem;
   return rows * (padded_row(x.d) * (1 + p.splits) + padded_row(x.dv) + 3) +
          column_elements(x, rows, x.d) + column_elements(x, rows, x.dv);
 }
-// Packed K^T, V^T and K, the dK and dV of one key block, and the P and dS tiles, also as 16-bit
-// numbers.
+// Memory for packed K^T, V^T and K, the dK and dV of one key block, and the P and dS
+// tiles, also as 16-bit numbers.
 OMNIATTN_FN int64_t backward_scratch_elements(const AttentionBackwardParams& p) {
   const AttentionProblem& x = p.problem;
   return kKeyBlock * (x.d + x.dv + padded_row(x.d)) +
@@ -301,7 +301,7 @@ OMNIATTN_FN int64_t backward_scratch_elements(const AttentionBackwardParams& p) 
          distance_elements(x);
 }
 
-// Heads of the results, and query heads of each.
+// Number of heads of the result, and of query heads in each.
 OMNIATTN_FN int64_t weights_heads(const AttentionWeightsParams& w) {
   return w.group_sums ? w.problem.hkv : w.problem.hq;
 }
@@ -311,13 +311,13 @@ OMNIATTN_FN int64_t heads_summed(const AttentionWeightsParams& w) {
 OMNIATTN_FN int64_t weights_items(const AttentionWeightsParams& w) {
   return w.problem.batch * weights_heads(w) * key_block_count(w.problem);
 }
-// Packed K^T, q and S tiles, the sums.
+// Memory for packed K^T, q and S tiles, and the sums.
 OMNIATTN_FN int64_t weights_scratch_elements(const AttentionProblem& p) {
   return kKeyBlock * p.d + kQueryBlock * (padded_row(p.d) + kKeyBlock) + kKeyBlock +
          program_elements(p) + distance_elements(p);
 }
-// The same for few query rows, which share the keys of a kv head. The queries and the logits of 64
-// keys, the sums of a head.
+// Items and memory for few query rows, which share the keys of a kv head: queries, logits of
+// 64 keys, and the sums of a head.
 OMNIATTN_FN int64_t few_rows_items(const AttentionProblem& p) {
   return p.batch * p.hkv * decode_splits(p);
 }
@@ -325,26 +325,26 @@ OMNIATTN_FN int64_t few_rows_scratch_elements(const AttentionProblem& p) {
   return group_size(p) * p.tq * (padded_row(p.d) + kKeyPanel) + kKeyPanel + program_elements(p);
 }
 
-// Packed K^T, q and S tiles; the items are forward_items.
+// Memory for packed K^T, q and S tiles; the items are forward_items.
 OMNIATTN_FN int64_t select_scratch_elements(const AttentionProblem& p) {
   return kKeyBlock * p.d + kQueryBlock * (padded_row(p.d) + kKeyBlock) + program_elements(p) +
          distance_elements(p);
 }
 
-// Entries: one table per file and ISA.
+// Kernel entries: one table per file and ISA.
 
-// Runs items begin to end of a problem. `scratch` is memory of the calling thread.
+// Runs items [begin, end) of a problem. `scratch` is memory of the calling thread.
 template <class Params>
 using AttentionKernel = void (*)(const Params&, void* scratch, int64_t begin, int64_t end);
 using AttentionForwardKernel = AttentionKernel<AttentionForwardParams>;
 using AttentionBackwardKernel = AttentionKernel<AttentionBackwardParams>;
 
 struct AttentionForwardKernels {
-  // Keys packed once for all threads, into the workspace: pack_items without scratch, then
+  // Keys are packed once for all threads, into the workspace: pack_items without scratch, then
   // forward_items with forward_scratch_elements ...
   AttentionForwardKernel pack, forward;
-  // ... or packed by the item that needs them, into packed_head_elements more of scratch:
-  // kv_head_items. The results are bitwise the same.
+  // ... or by the item that needs them, into packed_head_elements of additional scratch:
+  // kv_head_items. The results are bitwise equal.
   AttentionForwardKernel forward_heads;
 };
 struct AttentionDecodeKernels {
@@ -355,8 +355,8 @@ struct AttentionBackwardKernels {
   // forward_items, backward_items, forward_items; only the second needs scratch,
   // backward_scratch_elements.
   AttentionBackwardKernel prepare, backward, finish;
-  // All three steps, one kv head after the other, where splits is 1: backward_owners. The workspace
-  // is in scratch: backward_workspace_elements more, for the rows of a kv head.
+  // All three steps, for one kv head at a time, if splits is 1: backward_owners. The workspace is
+  // in scratch: backward_workspace_elements more, for the rows of a kv head.
   AttentionBackwardKernel backward_heads;
 };
 
@@ -365,7 +365,7 @@ struct AttentionWeightsKernels {
   AttentionKernel<AttentionWeightsParams> weights;
 };
 struct AttentionFewWeightsKernels {
-  // few_rows_items, few_rows_scratch_elements; of problems that take the decode path
+  // few_rows_items, few_rows_scratch_elements; for problems that take the decode path
   AttentionKernel<AttentionWeightsParams> weights;
 };
 

@@ -5,8 +5,8 @@
 //
 // where dx = dS * slope of the transform. The rounding factor of a row of P (see Lse) multiplies
 // the row's dO and Delta instead. dK and dV of the block stay in L2 and are written once. Products
-// read operands M, see attention_forward_cpu.cpp; where these have 16 bits, x_q is the unscaled q
-// and the dx in dK is scaled. With tiles of AMX a group of rows of P and dS at a time stays in L1.
+// read operands M, see attention_forward_cpu.cpp; if these have 16 bits, x_q is the unscaled q and
+// the dx in dK is scaled. With AMX tiles, one group of rows of P and dS at a time stays in L1.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_backward_tile.h"
 #include "kernels/attention/attention_distance.h"
@@ -23,11 +23,11 @@ QueryRows<T> all_rows(const AttentionBackwardParams& params) {
   return QueryRows<T>(params, params.workspace, 0, query_rows(params.problem));
 }
 
-// A block of queries of one head.
+// One block of queries of one head.
 struct QueryBlock {
   int64_t b, h;
   Range queries;
-  int64_t row;  // of the first query, counted over all (b, h, q)
+  int64_t row;  // index of the first query over all (b, h, q)
 };
 inline QueryBlock query_block(const AttentionProblem& p, int64_t b, int64_t h, int64_t n) {
   const Range queries = block(n, kQueryBlock, p.tq);
@@ -38,7 +38,7 @@ inline QueryBlock query_block_item(const AttentionProblem& p, int64_t item) {
   return query_block(p, head / p.hq, head % p.hq, item % query_block_count(p));
 }
 
-// The index of the block's part of a gradient per head.
+// Index of the block's part of a gradient per head.
 inline int64_t part_of(const AttentionProblem& p, const QueryBlock& x) {
   return (x.b * p.hq + x.h) * query_block_count(p) + x.queries.begin / kQueryBlock;
 }
@@ -90,13 +90,13 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& ro
   }
 }
 
-// The tiles and key-side operands of one work item.
+// Tiles and key-side operands of one work item.
 template <class T>
 struct KeySide {
   using A = compute_t<T>;
   using M = operand_t<T>;
   M *kt, *vt, *k, *weight_pairs, *dx_pairs, *dx;
-  A *grad_k, *grad_v;  // of kSumsColumns (d, kKeyRow) and (dv, kKeyRow)
+  A *grad_k, *grad_v;  // if kSumsColumns, (d, kKeyRow) and (dv, kKeyRow)
   A *weights, *ds, *registers, *distances;
 
   KeySide(const AttentionBackwardParams& params, void* scratch) {
@@ -117,7 +117,7 @@ struct KeySide {
   }
 };
 
-// Where an item adds up the gradients of the tables of a program.
+// Sets the memory in which an item accumulates the gradients of the tables of a program.
 template <class A>
 void give_program_parts(const AttentionBackwardParams& params, int64_t split, int64_t b, int64_t h,
                         ProgramGradient* to) {
@@ -131,7 +131,7 @@ void give_program_parts(const AttentionBackwardParams& params, int64_t split, in
   }
 }
 
-// Where an item adds up the gradients of rows of distances of a head; `parts` null: not wanted.
+// Memory in which an item sums gradients of a head's rows of distances; `parts` null: not wanted.
 template <class A>
 A* distance_part(const AttentionBackwardParams& params, const DistanceRows& rows, void* parts,
                  int64_t split, int64_t b, int64_t h) {
@@ -142,7 +142,7 @@ A* distance_part(const AttentionBackwardParams& params, const DistanceRows& rows
   return static_cast<A*>(parts) + part * size + h * (size / p.hq);
 }
 
-// P and dS of a tile, or of a group of its rows: calls f(tile), which holds q.k and dP.
+// Computes P and dS of a tile, or of one group of its rows: calls f(tile), which holds q.k and dP.
 template <class T, class F>
 void score_gradients(const AttentionBackwardParams& params, const QueryRows<T>& rows,
                      const KeySide<T>& side, int64_t split, int64_t b, int64_t h,
@@ -186,7 +186,7 @@ void score_gradients(const AttentionBackwardParams& params, const QueryRows<T>& 
   }
 }
 
-// The products of one tile.
+// Computes the products of one tile.
 template <class T>
 void gradient_tile(const AttentionBackwardParams& params, const QueryRows<T>& rows,
                    const KeySide<T>& side, int64_t split, int64_t b, int64_t h,
@@ -229,7 +229,7 @@ void gradient_tile(const AttentionBackwardParams& params, const QueryRows<T>& ro
   }
 }
 
-// All queries of one kv head against one key block.
+// Processes all queries of one kv head with one key block.
 template <class T>
 void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<T>& rows,
                         void* scratch, int64_t split, int64_t b, int64_t h, Range keys) {
@@ -266,7 +266,7 @@ void gradient_key_block(const AttentionBackwardParams& params, const QueryRows<T
   }
 }
 
-// dQ of one block of queries: the sum over splits, in order, times the scale.
+// Computes dQ of one block of queries: the sum over splits, in order, times the scale.
 template <class T>
 void finish_block(const AttentionBackwardParams& params, const QueryRows<T>& rows,
                   const QueryBlock& x) {
@@ -298,7 +298,7 @@ void finish_block(const AttentionBackwardParams& params, const QueryRows<T>& row
 
 // Work items.
 
-// Calls f(b, kv head) for everything that an owner has, in order.
+// Calls f(b, kv head) for each pair of an owner, in order.
 template <class F>
 void for_owned(const AttentionBackwardParams& params, int64_t owner, const F& f) {
   const AttentionProblem& p = params.problem;
@@ -322,7 +322,7 @@ void backward_item(const AttentionBackwardParams& params, void* scratch, int64_t
   });
 }
 
-// All steps for one kv head.
+// Runs all steps for one kv head.
 template <class T>
 void whole_head(const AttentionBackwardParams& params, void* scratch, int64_t b, int64_t h) {
   const AttentionProblem& p = params.problem;

@@ -1,5 +1,5 @@
 // Backward on tensor cores, see attention_mma_cuda.h. As in attention_backward_fma_cuda.cu every
-// gradient has one owner, and P and dS are computed once for dQ and once for dK and dV.
+// gradient has one owner; P and dS are computed once for dQ and once for dK and dV.
 #include "kernels/attention/attention_dkdv_mma_cuda.h"
 #include "kernels/attention/attention_dq_mma_cuda.h"
 

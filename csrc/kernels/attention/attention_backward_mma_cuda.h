@@ -1,4 +1,4 @@
-// From q.k and dP to the weights and the gradients of q.k, for the elements of both backward
+// Computes weights, and gradients of q.k, from q.k and dP, for the elements of both backward
 // kernels on tensor cores (attention_dq_mma_cuda.h, attention_dkdv_mma_cuda.h).
 #pragma once
 
@@ -8,10 +8,10 @@
 namespace omniattn::gpu {
 
 using Workers = Team<4>;
-inline constexpr int kRows = 16 * 4;  // queries or keys that a block owns
+inline constexpr int kRows = 16 * 4;  // queries or keys owned by a block
 
-// Statistics of a query; queries past the end have P = 0. Plain logits come in units of ln 2, and
-// so does the shift, even if a sink has made the logits of the score natural.
+// Statistics of a query; queries past the end have P = 0. Plain logits are in units of ln 2, and so
+// is the shift, even if a sink makes the logits of the score natural.
 __device__ __forceinline__ RowStats<float> row_stats(const AttentionBackwardParams& params,
                                                      const Sequence& s, int64_t h, int64_t q) {
   const AttentionProblem& p = params.problem;
@@ -21,7 +21,7 @@ __device__ __forceinline__ RowStats<float> row_stats(const AttentionBackwardPara
   return stats;
 }
 
-// A pair's place in its tile, whether it is visible, and its factor z of dropout.
+// A pair's place in its tile, its visibility, and its dropout factor z.
 struct Pair {
   int query, key;
   bool sees;
@@ -30,8 +30,8 @@ struct Pair {
   RowStats<float> stats;
 };
 
-// For 8 pairs of this thread, given by pair(i): turns x from q.k into the weight of v, and y from
-// dP into the gradient of q.k (see PairGradient).
+// Converts 8 pairs of this thread, given by pair(i): x from q.k to the weight of v, y from dP to
+// the gradient of q.k (see PairGradient).
 template <class F>
 __device__ __forceinline__ void gradients(const AttentionProblem& p, const Tile& tile, float* slots,
                                           float (&x)[8], float (&y)[8], const F& pair) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void gradients(const AttentionProblem& p, const Tile&
 }
 
 // Calls f(x, y, half, i) for parts of 8 elements of this lane in both results; i is the column
-// number of the first one.
+// number of a part's first element.
 template <int N, class F>
 __device__ __forceinline__ void for_parts(float (&s)[N][4], float (&dp)[N][4], const F& f) {
 #pragma unroll
@@ -85,7 +85,7 @@ __device__ __forceinline__ void for_parts(float (&s)[N][4], float (&dp)[N][4], c
   }
 }
 
-// Column of element i of a row of 8-column results, for this lane.
+// Column of element i in a row of 8-column results, for this lane.
 __device__ __forceinline__ int column(int i) { return 8 * (i / 2) + 2 * (lane_id() % 4) + i % 2; }
 
 }  // namespace omniattn::gpu

@@ -1,6 +1,6 @@
-// The rows of one tile of the backward (see attention_backward_cpu.cpp): from the products q.k and
-// dP to the weights and dS, the gradients of the terms added to the logits, and the operands of the
-// products that follow.
+// Rows of one tile of the backward (see attention_backward_cpu.cpp): turns the products q.k
+// and dP into the weights and dS, the gradients of the terms added to the logits, and the
+// operands of the following products.
 #pragma once
 
 #include "kernels/attention/attention_tile.h"
@@ -9,21 +9,21 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Whether dK and dV of a block of keys are summed transposed, dK^T += x_q^T dx: the pairs of rows
-// of P and dx, which 16-bit products read, are then their B as they are.
+// True if dK and dV of a block of keys are summed transposed, dK^T += x_q^T dx: the pairs of rows
+// of P and dx, which 16-bit products read, can then be their B without conversion.
 template <class T>
 constexpr bool kSumsColumns = kKeepsQueries<T> && !kSplits<operand_t<T>>;
 
-// The workspace for rows [first, first + count) of all (b, h, q): x_q = pre * q, dO times the
-// factor of its row of P, dQ once per split, Delta, shift, and the factor if dO is without it; of
-// kSumsColumns x_q and dO as columns, too, the rows of a block of queries together.
+// Workspace for rows [first, first + count) of all (b, h, q): x_q = pre * q, dO times the factor of
+// its row of P, dQ once per split, Delta, shift, and the factor if dO lacks it. If kSumsColumns,
+// also x_q and dO as columns, with the rows of a block of queries together.
 template <class T>
 struct QueryRows {
   using A = compute_t<T>;
   using M = operand_t<T>;
   int64_t first, count;
-  int64_t ldq, ldo;  // of q and dO
-  int64_t width_q;   // of dQ
+  int64_t ldq, ldo;  // row strides of q and dO
+  int64_t width_q;   // row stride of dQ
   int64_t d, dv;
   M *q_, *grad_out_, *q_columns_, *grad_out_columns_;
   A *grad_q_, *delta_, *shift_, *factor_;
@@ -49,7 +49,7 @@ struct QueryRows {
   }
   OMNIATTN_INLINE M* q(int64_t row) const { return q_ + (row - first) * ldq; }
   OMNIATTN_INLINE M* grad_out(int64_t row) const { return grad_out_ + (row - first) * ldo; }
-  // Of a block of queries that starts at `row`: (d, queries) and (dv, queries).
+  // Columns of a block of queries that starts at `row`: (d, queries) and (dv, queries).
   OMNIATTN_INLINE M* q_columns(int64_t row) const { return q_columns_ + (row - first) * d; }
   OMNIATTN_INLINE M* grad_out_columns(int64_t row) const {
     return grad_out_columns_ + (row - first) * dv;
@@ -63,7 +63,7 @@ struct QueryRows {
 };
 
 #if defined(OMNIATTN_PAIRS)
-// x (count, width), which has row stride ldx, to columns (width, count).
+// Transposes x (count, width), with row stride ldx, to columns (width, count).
 template <class M>
 void transpose_rows(const M* x, int64_t ldx, int64_t count, int64_t width, M* to) {
   if (count % 2 != 0) return store_transposed(x, ldx, count, width, 1.0f, to, count);
@@ -85,7 +85,7 @@ void transpose_rows(const M* x, int64_t ldx, int64_t count, int64_t width, M* to
 }
 #endif
 
-// A tile, the rows it is computed from, and where its gradients go.
+// A tile, the rows it is computed from, and the destinations of its gradients.
 template <class T>
 struct GradientTile {
   using A = compute_t<T>;
@@ -93,10 +93,10 @@ struct GradientTile {
   const QueryRows<T>& rows;
   const TilePlan& plan;
   int64_t b, h;
-  int64_t row;      // of the first query, counted over all (b, h, q)
+  int64_t row;      // index of the first query over all (b, h, q)
   A *weights, *ds;  // (kQueryBlock, kKeyBlock); at first the products q.k and dP
   A* registers;     // of the program
-  // Gradients from the first query and key on; null: not wanted.
+  // Gradients, from the first query and key on; null: not wanted.
   A *grad_bias, *grad_relative;
   const ProgramGradient* grad_program;
 };
@@ -109,7 +109,7 @@ OMNIATTN_INLINE void add_to_row(const A* from, Range columns, int64_t count, A* 
   });
 }
 
-// The same where this is the only sum in `to`. Rows of whole cache lines may bypass the caches.
+// Stores the only sum in `to`, as columns below `count`. Rows of whole lines may bypass the caches.
 template <class A>
 OMNIATTN_INLINE void write_row(const A* from, Range columns, int64_t count, bool past_caches,
                                A* to) {
@@ -121,7 +121,7 @@ OMNIATTN_INLINE void write_row(const A* from, Range columns, int64_t count, bool
   }
 }
 
-// Adds dS of row r to the gradients of bias and table term.
+// Adds dS of row r to the gradients of the bias and the table term.
 template <class T>
 void add_to_terms(const GradientTile<T>& tile, int64_t r, Range columns) {
   const AttentionBackwardParams& params = tile.params;
@@ -140,7 +140,7 @@ void add_to_terms(const GradientTile<T>& tile, int64_t r, Range columns) {
   }
 }
 
-// Turns q.k and dP of row r into the operands of the products: the weights after dropout, and dx.
+// Turns q.k and dP of row r into the operands of the products: weights after dropout, and dx.
 template <class T>
 void gradient_row(const GradientTile<T>& tile, const RowScore<compute_t<T>>& score, int64_t r,
                   Range columns) {
@@ -153,14 +153,14 @@ void gradient_row(const GradientTile<T>& tile, const RowScore<compute_t<T>>& sco
     RowDropout<A>(problem, score.b, score.h, score.q, score.key).apply(row, columns);
   };
 
-  A slope[kKeyBlock];  // of the transform
+  A slope[kKeyBlock];  // slope of the transform
   scale_row(weights, columns, kKeepsQueries<T> ? query_factor<A>(problem, tile.h) : A(1));
   score.to_logits(weights, columns, slope);
 
   const int64_t row = tile.row + r;
   if constexpr (kSplits<operand_t<T>>) scale_row(ds, columns, tile.rows.factor(row));
   drop(ds);
-  const V mean(is_softmax(problem.score) ? tile.rows.delta(row) : A(0));  // of dP, weighted
+  const V mean(is_softmax(problem.score) ? tile.rows.delta(row) : A(0));  // weighted mean of dP
   with_weight(problem.score, tile.rows.shift(row), [&](auto weight) {
     for_columns<A>(columns, [&](int64_t n) {
       const auto w = weight(load(weights + n));
@@ -202,7 +202,7 @@ void gradient_rows(const GradientTile<T>& tile) {
   }
 }
 
-// Rows of a tile times a factor, to pairs of rows: [ceil(rows / 2)][stride][2].
+// Multiplies rows of a tile by a factor and stores pairs of rows: [ceil(rows / 2)][stride][2].
 template <class M, class A>
 void pair_rows(A* x, int64_t rows, A factor, M* pairs, int64_t stride) {
   using V = Vec<A>;
@@ -215,20 +215,20 @@ void pair_rows(A* x, int64_t rows, A factor, M* pairs, int64_t stride) {
     });
   }
 }
-// The rows narrowed.
+// Stores narrowed rows.
 template <class M, class A>
 void narrow_rows(const A* x, int64_t rows, M* to) {
   for_columns<A>({0, rows * kKeyBlock}, [&](int64_t n) { store_factors(to + n, load(x + n)); });
 }
 
-// The operands of the products of a tile: P and dx for dV and dK by columns, dx for dQ by rows.
+// Operands of a tile's products: P and dx for dV and dK by columns, dx for dQ by rows.
 template <class M>
 struct TileOperands {
   const computed_t<M>*weights, *dk, *dq;
 };
 
-// Those of `rows` rows of tiles with room for `capacity`, an even number. `factor` is that of dK,
-// which dx lacks where it stays fp32: scale_for_keys.
+// Makes the operands of `rows` rows of tiles with room for `capacity`, an even number. `factor` is
+// the factor of dK; dx lacks it if it stays fp32, see scale_for_keys.
 template <class T>
 TileOperands<operand_t<T>> tile_operands(compute_t<T>* weights, compute_t<T>* ds, int64_t rows,
                                          int64_t capacity, compute_t<T> factor) {
@@ -255,11 +255,11 @@ void scale_for_keys(compute_t<T>* ds, int64_t rows, compute_t<T> factor) {
   if constexpr (kSplits<operand_t<T>>) scale_row(ds, {0, rows * kKeyBlock}, factor);
 }
 
-// Elements of a computed operand that belong to a column: those of a pair, unless it stays fp32.
+// Elements of a computed operand per column: 2 for pairs, 1 if it stays fp32.
 template <class M>
 constexpr int64_t kComputedPair = kSplits<M> ? 1 : Operand<M>::kStep;
 
-// Whether rows_in_one_pass gives the operands of a tile.
+// True if rows_in_one_pass computes the operands of a tile.
 template <class T>
 bool takes_one_pass(const AttentionProblem& p, const TilePlan& plan) {
   bool masked = false;
@@ -268,8 +268,8 @@ bool takes_one_pass(const AttentionProblem& p, const TilePlan& plan) {
          plan.is_full() && plan.rows() % 2 == 0;
 }
 
-// gradient_rows, pair_rows and narrow_rows where logits are the scaled products and nothing is
-// hidden.
+// gradient_rows, pair_rows and narrow_rows in one pass, for logits that are scaled products
+// and tiles without hidden pairs.
 template <class T>
 void rows_in_one_pass(const GradientTile<T>& tile, operand_t<T>* weight_pairs,
                       operand_t<T>* dx_pairs, operand_t<T>* dx) {
@@ -300,8 +300,8 @@ void rows_in_one_pass(const GradientTile<T>& tile, operand_t<T>* weight_pairs,
   });
 }
 
-// Calls f(keys, rows) for ranges of keys with the rows of a tile that see them: where the mask cuts
-// the tile, a few keys at a time use only the groups that see them.
+// Calls f(keys, rows) for ranges of keys and the rows of a tile that see them. If the mask cuts the
+// tile, a range has few keys and uses only the groups that see them.
 template <class F>
 OMNIATTN_INLINE void for_key_ranges(const TilePlan& plan, const F& f) {
   const int64_t step = plan.is_full() ? kKeyBlock : kRowGroup;
@@ -327,7 +327,7 @@ void accumulate_queries(const TilePlan& plan, const computed_t<M>* x, const M* y
   if constexpr (Operand<M>::kStep == 1) {
     multiply(row_panels(y, ldy), 0, width);
   } else {
-    static_assert(kSplits<M>);  // of which tiles make pieces in each call
+    static_assert(kSplits<M>);  // tiles make their pieces in each call
     constexpr int64_t kColumns = 4 * kPanelCols<M>;
     M pairs[kQueryBlock * kColumns];
     for (int64_t column = 0; column < width; column += kColumns) {
@@ -338,8 +338,8 @@ void accumulate_queries(const TilePlan& plan, const computed_t<M>* x, const M* y
   }
 }
 
-// sum (width, kKeyRow) += Y X, where Y (width, queries of the tile) are columns, and X is in pairs
-// of queries.
+// sum (width, kKeyRow) += Y X, where Y (width, queries of the tile) holds
+// columns, and X holds pairs of queries.
 template <class M>
 void accumulate_columns(const TilePlan& plan, const M* y, int64_t width, const M* x,
                         compute_t<M>* sum) {

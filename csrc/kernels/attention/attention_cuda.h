@@ -6,7 +6,7 @@
 
 namespace omniattn {
 
-// The number of statistics (lse, lse_tail, Delta): one for each head and row of q.
+// Number of statistics (lse, lse_tail, Delta): one for each head and row of q.
 OMNIATTN_FN int64_t stat_rows(const AttentionProblem& p) {
   return (p.sequences.q != nullptr ? 1 : p.batch) * p.hq * p.lse_stride;
 }
@@ -14,8 +14,8 @@ OMNIATTN_FN int64_t stat_rows(const AttentionProblem& p) {
 // For any dtype and head size: products by FMA in the compute type.
 Status launch_attention(const AttentionForwardParams& p, Stream stream);
 
-// Whether tensor cores can be used: 16-bit elements, head sizes of at most 256 in multiples of 16
-// bytes, no rows of distances.
+// True if tensor cores can be used: 16-bit elements, head sizes of at most 256 in multiples of
+// 16 bytes, no rows of distances.
 bool takes_mma_path(const AttentionProblem& p);
 Status launch_attention_mma(const AttentionForwardParams& p, Stream stream);
 
@@ -25,25 +25,25 @@ bool takes_split_path(const AttentionProblem& p);
 int64_t attention_decode_workspace(const AttentionProblem& p);
 Status launch_attention_decode(const AttentionForwardParams& p, Stream stream);
 
-// Copies keys or values of a paged batch to (B, Tk, Hkv, width). The other kernels do not read
-// pages.
+// Copies keys or values of a paged batch to (B, Tk, Hkv, width), since the
+// other kernels do not read pages.
 Status launch_attention_gather_pages(const AttentionProblem& p, const HeadView& from, int64_t width,
                                      void* to, Stream stream);
 
-// The table's term of all pairs: attention_table_elements of the compute type, viewed by `relative`
-// of the problem.
+// Computes the table term of all pairs: attention_table_elements of the compute type,
+// viewed by the problem's `relative`.
 int64_t attention_table_elements(const AttentionProblem& p);
 RelativeView attention_relative_view(const AttentionProblem& p, const void* memory);
 Status launch_attention_expand_table(const AttentionProblem& p, void* memory, Stream stream);
 
-// The backward in steps. First Delta = rowsum(dO * O) - dlse, into `workspace`, and part_sinks: (B,
-// Hq, Tq) in the compute type, laid out as lse ...
+// The backward in steps: first Delta = rowsum(dO * O) - dlse, to `workspace`, and part_sinks, both
+// (B, Hq, Tq) in the compute type with the layout of lse ...
 Status launch_attention_delta(const AttentionBackwardParams& p, Stream stream);
 // ... then the gradients of q, k and v, and part_head_scale (attention_head_scale_parts, B, Hq,
 // Tq), ...
 int64_t attention_head_scale_parts(const AttentionProblem& p);
 Status launch_attention_gradients(const AttentionBackwardParams& p, Stream stream);
-// ... or the same by tensor cores, where these can be used, ...
+// ... or by tensor cores, if they can be used, ...
 bool takes_mma_path(const AttentionBackwardParams& p);
 Status launch_attention_gradients_mma(const AttentionBackwardParams& p, Stream stream);
 // ... the gradient of the bias, ...
@@ -51,24 +51,24 @@ Status launch_attention_bias_gradient(const AttentionBackwardParams& p, Stream s
 // ... the gradient of the table, with attention_table_parts elements in part_relative, ...
 int64_t attention_table_parts(const AttentionProblem& p);
 Status launch_attention_table_gradient(const AttentionBackwardParams& p, Stream stream);
-// ... the gradients of rows of distances, with attention_distance_parts elements in each of
-// part_relative_keys and part_relative_queries that is wanted, ...
+// ... the gradients of rows of distances, with attention_distance_parts elements in each wanted
+// part_relative_keys and part_relative_queries, ...
 int64_t attention_distance_parts(const AttentionProblem& p);
 Status launch_attention_distance_gradients(const AttentionBackwardParams& p, Stream stream);
 // ... and the sums (Hq,) of parts (count, B, Hq, Tq).
 Status launch_attention_sum_rows(const AttentionProblem& p, const void* parts, int64_t count,
                                  void* out, Stream stream);
 
-// The gradients of a program's tables: by the step of its gradient that gives to one, which adds to
-// zeros, in place or in attention_program_parts parts ...
+// Computes the share of one step of a program's gradient in the gradient of `table`, added to zeros
+// in place or in attention_program_parts parts ...
 int64_t attention_program_parts(const AttentionProblem& p);
 Status launch_attention_program_gradient(const AttentionBackwardParams& p,
                                          const ProgramGradients::Table& table, int64_t step,
                                          Stream stream);
-// ... and the sums of these.
+// ... and sums these parts.
 Status launch_attention_sum_parts(const AttentionProblem& p, const void* parts, int64_t elements,
                                   void* out, Stream stream);
-// Copies bytes of the CPU, which a captured graph keeps.
+// Copies bytes from the CPU; a captured graph keeps a copy of them.
 Status launch_attention_upload(const void* from, int64_t bytes, void* to, Stream stream);
 
 Status launch_attention_weights(const AttentionWeightsParams& p, Stream stream);

@@ -1,9 +1,9 @@
-// Few query rows against many keys (see attention.h). Keys are split at fixed places. Each work
-// item reads its rows of K and V once, in memory order, for all query rows that share them, and
-// leaves one partial (O, m, l) per row; merge adds the partials in key order. K and V are read in
-// place, through a table of row offsets, which also serves pages. Many rows of one kv head (MLA:
-// 128 heads on one latent) are multiplied by register tiles: S^T = K Q^T with Q packed once per
-// item.
+// Few query rows against many keys (see attention.h). Keys are split at fixed places. Each
+// work item reads its rows of K and V once, in memory order, for all query rows that share
+// them, and leaves one partial (O, m, l) per row; merge adds the partials in key order. K
+// and V are read in place, through a table of row offsets, which also serves pages. Many
+// rows of one kv head (MLA: 128 heads on one latent) are multiplied by register tiles: S^T =
+// K Q^T, with Q packed once per item.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_decode_tile.h"
 #include "runtime/assert.h"
@@ -13,7 +13,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The rows of one kv head: (head of the group, query).
+// Rows of one kv head: (head of the group, query).
 struct Rows {
   int64_t b, kv_head, count;
   int64_t first_head, queries;
@@ -22,7 +22,7 @@ struct Rows {
   OMNIATTN_INLINE int64_t query(int64_t r) const { return r % queries; }
 };
 
-// Where the rows of a split's keys are: offsets of head 0 from the data of k and v, in elements.
+// Places of the rows of a split's keys: offsets from head 0 of k and v, in elements.
 struct KeyRows {
   int64_t first;                          // the first key
   int64_t k[kTileSplitKeys + kKeyPanel];  // includes the next panel, which is prefetched
@@ -44,7 +44,7 @@ inline void locate_keys(const AttentionProblem& p, int64_t b, int64_t first, Key
   }
 }
 
-// Keys processed together: what is prefetched with them must stay in L2.
+// Number of keys processed together; their prefetched successors must stay in L2.
 OMNIATTN_INLINE int64_t decode_panel(const AttentionProblem& p, int64_t heads, int64_t size) {
   constexpr int64_t kAhead = 256 << 10;
   int64_t panel = kKeyPanel;
@@ -54,7 +54,7 @@ OMNIATTN_INLINE int64_t decode_panel(const AttentionProblem& p, int64_t heads, i
 }
 
 // Prefetches kKeys rows of the next panel in memory order: all heads of a key, then the next key.
-// The rows of one head lie too far apart for the hardware to prefetch; without this, decoding took
+// The rows of one head are too far apart for the hardware to prefetch; without this, decoding took
 // 1.7 times as long (bf16, 8 heads of 128).
 template <class T>
 OMNIATTN_INLINE void fetch_ahead(const AttentionProblem& p, const Rows& rows, const KeyRows& at,
@@ -71,7 +71,7 @@ OMNIATTN_INLINE void fetch_ahead(const AttentionProblem& p, const Rows& rows, co
   }
 }
 
-// One partial result: O, m, l.
+// A partial result: O, m, l.
 template <class A>
 struct Partial {
   A* o;
@@ -87,7 +87,7 @@ OMNIATTN_INLINE Partial<A> partial_of(const AttentionForwardParams& params, int6
   return {static_cast<A*>(params.workspace) + row * partial_elements(p), padded_row(p.dv)};
 }
 
-// Logits to probabilities for up to 64 keys of one row; updates its partial.
+// Turns logits of up to 64 keys of one row into probabilities, and updates the row's partial.
 template <class A>
 void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_t keys, A* s,
                      const Partial<A>& row) {
@@ -119,7 +119,7 @@ void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_
   RowDropout<A>(p, score.b, score.h, score.q, score.key).apply(s, {0, keys});
 }
 
-// Keys [keys.begin, keys.end), at most a panel, for all rows of one kv head.
+// Processes keys [keys.begin, keys.end), at most a panel, for all rows of one kv head.
 template <class T>
 void decode_keys(const AttentionForwardParams& params, const Rows& rows, const KeyRows& at,
                  int64_t split, Range keys, int64_t panel, const compute_t<T>* q,
@@ -148,7 +148,7 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
     x.transposed = arena.take(kKeyPanel * round_up(rows.count, kKeyPanel));
     x.wide = arena.take(kKeyPanel * padded_row(p.d > p.dv ? p.d : p.dv));
   }
-  // The partials of one kv head are consecutive, as its rows are.
+  // The partials of a kv head are consecutive, like its rows.
   x.o = partial_of<A>(params, rows.b, split, rows.first_head, 0).o;
   x.ldo = partial_elements(p);
   WideRows<A> wide{};
@@ -170,7 +170,7 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
   tiles ? weigh_tiles(p, rows.count, x, wide) : weigh_rows(p, rows.count, x);
 }
 
-// The scaled query rows of one kv head, laid out for decode_query_elements.
+// Packs the scaled query rows of one kv head, in the layout of decode_query_elements.
 template <class T>
 void pack_queries(const AttentionProblem& p, const Rows& rows, compute_t<T>* q,
                   Arena<compute_t<T>> arena) {

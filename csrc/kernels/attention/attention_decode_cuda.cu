@@ -1,7 +1,7 @@
-// Few query rows against many keys, see attention.h. Keys are split at fixed places. A block reads
-// its K and V once, 16 bytes per access, for all query rows that share them (the queries of all
-// heads of a group), and leaves one partial (O, m, l) per row; merge adds the partials in key
-// order.
+// Few query rows against many keys, see attention.h. Keys are split at fixed places. A
+// block reads its K and V once, 16 bytes per access, for all query rows that share them
+// (the queries of all heads of a group), and leaves one partial (O, m, l) per row; merge
+// adds the partials in key order.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_tile_cuda.h"
 #include "runtime/gpu_row.h"
@@ -12,11 +12,11 @@ namespace {
 using namespace gpu;
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kRows = 4;  // that a thread computes together
+constexpr int kRows = 4;  // rows that a thread computes together
 constexpr int kSplit = static_cast<int>(kSplitKeys);
 constexpr int64_t kMaxHead = 512;
 
-// Rows of one kv head: the queries of the heads of its group.
+// Number of rows of one kv head: the queries of all heads of its group.
 OMNIATTN_FN int64_t head_rows(const AttentionProblem& p) { return group_size(p) * p.tq; }
 OMNIATTN_FN int64_t key_splits(const AttentionProblem& p) { return ceil_div(p.tk, kSplit); }
 OMNIATTN_FN int64_t items(const AttentionProblem& p) { return p.batch * p.hkv * key_splits(p); }
@@ -40,7 +40,7 @@ size_t shared_bytes(const AttentionProblem& p) {
   return static_cast<size_t>(padded_rows(p) * (p.d + kSplit) + kThreads * kRows * W) * sizeof(A);
 }
 
-// The smallest power of two that is at least n, at most `most`.
+// Smallest power of two that is at least n, but at most `most`.
 __device__ __forceinline__ int threads_for(int64_t n, int most) {
   int threads = 1;
   while (threads < n && threads < most) threads *= 2;
@@ -78,8 +78,8 @@ __device__ __forceinline__ void multiply_keys(const AttentionProblem& p, const T
   }
 }
 
-// Turns logits into probabilities times the factors of dropout, by one warp; m and l go to
-// `partial`.
+// One warp turns logits into probabilities times the dropout factors
+// and writes m and l to `partial`.
 template <class A>
 __device__ __forceinline__ void softmax_row(const AttentionProblem& p, const Tile& row, int count,
                                             A* s, A* partial) {
@@ -116,8 +116,8 @@ __device__ __forceinline__ void softmax_row(const AttentionProblem& p, const Til
   }
 }
 
-// O = P V of the split: each thread adds up W columns over a subset of the keys; then the sums of
-// the threads with the same columns are added in order.
+// O = P V of the split: each thread sums W columns over a subset of the keys; then threads with the
+// same columns add their sums in order.
 template <class T, int W>
 __device__ __forceinline__ void multiply_values(const AttentionProblem& p, const T* v, int count,
                                                 const compute_t<T>* s, compute_t<T>* parts,

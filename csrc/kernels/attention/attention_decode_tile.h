@@ -1,5 +1,5 @@
-// The products of decoding on the CPU (see attention_decode_cpu.cpp): a few keys, at any addresses,
-// with all query rows that share them, in registers or by register tiles.
+// Products of decoding on the CPU (see attention_decode_cpu.cpp): a few keys, at any addresses,
+// times all query rows that share them, in registers or by register tiles.
 #pragma once
 
 #include "kernels/attention/attention_tile.h"
@@ -8,7 +8,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Some keys of one kv head, at most a panel, and the buffers of their products with the rows.
+// Some keys of one kv head, at most a panel, and buffers for their products with the rows.
 template <class T>
 struct KeyTile {
   using A = compute_t<T>;
@@ -39,7 +39,7 @@ struct WideRows {
   int64_t stride;
 };
 
-// Rows of the compute type with one stride: in place if they have it, else copied to `memory`.
+// Rows of the compute type with one stride: in place if possible, otherwise copied to `memory`.
 template <class T>
 WideRows<compute_t<T>> wide_rows(const T* from, const int64_t* at, int64_t count, int64_t cols,
                                  compute_t<T>* memory) {
@@ -68,13 +68,13 @@ void transpose_rows(const A* from, int64_t ld, int64_t rows, int64_t cols, A* to
   }
 }
 
-// Whether the values are the first columns of the keys, as in MLA.
+// True if the values are the first columns of the keys, as in MLA.
 OMNIATTN_INLINE bool are_values_of_keys(const AttentionProblem& p) {
   return p.k.data == p.v.data && p.k.stride_b == p.v.stride_b && p.k.stride_t == p.v.stride_t &&
          p.k.stride_h == p.v.stride_h && p.dv <= p.d;
 }
 
-// The same products by register tiles. dot_tiles returns the rows of k.
+// dot_rows and weigh_rows by register tiles. dot_tiles returns the rows of k.
 template <class T>
 WideRows<compute_t<T>> dot_tiles(const AttentionProblem& p, int64_t rows, const KeyTile<T>& x) {
   using A = compute_t<T>;

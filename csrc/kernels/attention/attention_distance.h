@@ -1,9 +1,9 @@
-// The terms of a tile's scores by the distance of query and key, q_i.r and k_j.w with rows r and w
-// of k - i (see DistanceRows), and their gradients.
+// Terms of a tile's scores by the distance of query and key, q_i.r and k_j.w with rows r and w of k
+// - i (see DistanceRows), and their gradients.
 //
 // Pair (r, c) of a tile reads the row at place c - r + last of its band of distances. A few queries
-// are multiplied by all rows that they reach, and each of their products is added from its own
-// first place on. The term k.w is made in the same way with keys as rows, in a tile that is turned.
+// are multiplied by all rows that they reach; each query's products are then added from its own
+// first place on. The term k.w is computed likewise with keys as rows, in a transposed tile.
 #pragma once
 
 #include "kernels/attention/attention_tile.h"
@@ -11,35 +11,35 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-constexpr int64_t kBandRows = kRowGroup / 2;  // multiplied together; a group has a whole number
+constexpr int64_t kBandRows = kRowGroup / 2;  // rows multiplied together; they divide a group
 static_assert(kBandRows <= kMostBandRows && kRowGroup % kBandRows == 0);
 
-// The distances of a tile in the order of their places.
+// Rows of distances of a tile, in the order of their places.
 struct BandRows {
   const DistanceRows* rows;
-  int64_t first, step;  // distance of place 0 and from place to place
+  int64_t first, step;  // distance of place 0; difference between adjacent places
   int64_t last;         // place of pair (0, 0)
 
   OMNIATTN_INLINE int64_t row(int64_t place) const {
     return row_of_distance(*rows, first + place * step);
   }
-  // All places of a tile that is far from the diagonal have the first or the last row. They count
-  // as one.
+  // In a tile far from the diagonal, all places have the first row or all have the
+  // last row. They count as one place.
   OMNIATTN_INLINE bool is_uniform() const { return row(0) == row(kBand - 2); }
-  // Those of some rows and columns of the tile.
+  // Places of some rows and columns of the tile.
   OMNIATTN_INLINE Range places(Range of, Range columns) const {
     if (is_uniform()) return {0, 1};
     return {columns.begin - (of.end - 1) + last, columns.end - of.begin + last};
   }
 };
 
-// Of one head, in operands that are not narrowed: `q` in what follows is a tile's pre * q.
+// Distance terms of one head. Operands are not narrowed; `q` below is pre * q of a tile.
 template <class A>
 class DistanceTerms {
  public:
   using V = Vec<A>;
 
-  // `memory`: distance_elements.
+  // `memory` has distance_elements.
   DistanceTerms(const AttentionProblem& p, int64_t b, int64_t h, A* memory)
       : p_(p), b_(b), h_(h), ld_(padded_row(p.d)), factor_(query_factor<A>(p, h)) {
     if (!has_distance_rows(p)) return;
@@ -75,7 +75,7 @@ class DistanceTerms {
     }
   }
 
-  // Adds gradients, from those of the products of a tile: to the tile's rows of dQ and dK, and to
+  // From the gradients of a tile's products, adds gradients to the tile's rows of dQ and dK, and to
   // the problem's rows of distances (null: not wanted).
   template <class T>
   void add_gradients(const TilePlan& plan, const A* q, const A* dx, A* grad_q, A* grad_k,
@@ -114,7 +114,7 @@ class DistanceTerms {
             kLast};
   }
 
-  // f(queries, their columns) for as many as are multiplied together.
+  // Calls f(queries, their columns) for groups of queries that are multiplied together.
   template <class F>
   static void for_queries(const TilePlan& plan, const F& f) {
     for (int64_t g = 0; g < plan.groups(); ++g) {
@@ -125,7 +125,7 @@ class DistanceTerms {
       }
     }
   }
-  // f(keys, queries that see some of them).
+  // Calls f(keys, queries that see some of them).
   template <class F>
   static void for_keys(const TilePlan& plan, const F& f) {
     for (int64_t key = 0; key < kKeyBlock; key += kBandRows) {
@@ -135,7 +135,7 @@ class DistanceTerms {
     }
   }
 
-  // pre * k; keys that nothing sees become 0, as they may hold anything.
+  // Loads pre * k; keys that no query sees become 0, since they may hold anything.
   template <class T>
   void load_keys(const TilePlan& plan) const {
     Range seen = {0, 0};
@@ -146,7 +146,7 @@ class DistanceTerms {
                  seen.end - seen.begin, p_.d, factor_, keys_ + seen.begin * ld_);
   }
 
-  // Vectors read kWidth rows.
+  // Number of rows to load: vectors read kWidth rows at least.
   static int64_t loaded(const BandRows& band) { return band.is_uniform() ? V::kWidth : kBand; }
   void load_rows(const BandRows& band, A factor) const {
     for (int64_t n = 0; n < loaded(band); ++n) {
@@ -169,7 +169,7 @@ class DistanceTerms {
     }
   }
 
-  // x[r][c] += own[r] . row of the pair
+  // x[r][c] += own[r] . row of the pair.
   void add_band(const BandRows& band, const A* own, Range rows, Range columns, A* x,
                 int64_t ldx) const {
     const Range places = band.places(rows, columns);
@@ -187,7 +187,7 @@ class DistanceTerms {
     }
   }
 
-  // grad[r] += dx[r][c] row of the pair, whose own gradient += dx[r][c] own[r]
+  // grad[r] += dx[r][c] row of the pair; gradient of this row += dx[r][c] own[r].
   void add_band_gradients(const BandRows& band, const A* own, Range rows, Range columns,
                           const A* dx, int64_t ldx, A* grad) const {
     const Range places = band.places(rows, columns);
@@ -212,12 +212,12 @@ class DistanceTerms {
                                        grad_rows_ + places.begin * ld_, ld_, n, width, count, true);
   }
 
-  // Adds the gradients of the band to those of the problem's rows.
+  // Adds the gradients of the band to the gradients of the problem's rows.
   void add_rows(const BandRows& band, A* grad) const {
     if (grad == nullptr) return;
     const Range range = distance_range(p_, *band.rows);
     for (int64_t n = 0; n < (band.is_uniform() ? 1 : kBand); ++n) {
-      if (!contains(range, {band.row(n), band.row(n) + 1})) continue;  // of no pair
+      if (!contains(range, {band.row(n), band.row(n) + 1})) continue;  // no pair reads it
       A* const to = grad + (band.row(n) - range.begin) * p_.d;
       const A* const from = grad_rows_ + n * ld_;
       int64_t c = 0;
@@ -226,7 +226,7 @@ class DistanceTerms {
     }
   }
 
-  // From the turned tile and to it, in blocks of vectors.
+  // Adds the transposed tile to x, and copies x to it, in blocks of vectors.
   void add_turned(const TilePlan& plan, A* x) const {
     V block[V::kWidth];
     for (int64_t r = 0; r < plan.rows(); r += V::kWidth) {

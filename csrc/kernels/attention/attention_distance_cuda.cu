@@ -1,7 +1,7 @@
-// The gradients of rows of distances, see attention.h: a block per head, 64 distances and chunk of
-// columns walks the tiles that have some of them, and computes P and dS again; then a thread per
-// element of a gradient sums those of the distances that read its row. Every sum has one owner and
-// a fixed order.
+// Gradients of rows of distances, see attention.h. A block per head, 64 distances and
+// chunk of columns walks the tiles that contain these distances, and recomputes P and dS;
+// then a thread per element of a gradient sums over the distances that read its row. Every
+// sum has one owner and a fixed order.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_gradient_tile_cuda.h"
 #include "runtime/dispatch.h"
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     for (int64_t b = 0; b < p.batch; ++b) {
       const Sequence s = sequence_of(p, b);
       for (int64_t query = 0; query < s.tq; query += kTile) {
-        // Key of the first distance and query; others are up to 126 later.
+        // Key at the first distance and query; others are up to 126 later.
         const int64_t key = element - (p.tk - 1) + query + (s.tk - s.tq);
         const int64_t from = key < 0 ? 0 : key / kTile * kTile;
         for (int64_t k = from; k < key + 2 * kTile - 1 && k < s.tk; k += kTile) {
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
   }
 }
 
-// grad (rows, Hq, D) of parts (Hq, distances, D)
+// grad (rows, Hq, D) = sums of parts (Hq, distances, D).
 template <class A>
 __global__ void __launch_bounds__(kThreads)
     attention_gather_distances_kernel(const __grid_constant__ AttentionProblem p,
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t n = blockIdx.x * int64_t{kThreads} + threadIdx.x; n < count; n += step) {
     const int64_t c = n % p.d, h = n / p.d % p.hq, row = n / p.d / p.hq;
     const int64_t last = distance_count(p) - 1;
-    // The element whose row this is; the first and last row also have those beyond.
+    // Element that reads this row; the first and last row are also read by all elements beyond.
     const int64_t at = row - rows.zero - p.relative_shift + p.tk - 1;
     const int64_t begin = row == 0 ? 0 : max(at, int64_t{0});
     const int64_t end = row == rows.rows - 1 ? last : min(at, last);

@@ -1,6 +1,6 @@
-// The terms of a tile's scores by the distance of query and key, q_i.r and k_j.w with rows r and w
-// of k - i (see DistanceRows), and their gradients, by FMA. The row of query r and key c of a tile
-// is at place c - r + 63 of its band of distances.
+// Terms of a tile's scores by the distance of query and key, q_i.r and k_j.w with rows r and w of k
+// - i (see DistanceRows), and their gradients, by FMA. Query r and key c of a tile read the row at
+// place c - r + 63 of its band of distances.
 #pragma once
 
 #include "kernels/attention/attention_fma_cuda.h"
@@ -13,7 +13,7 @@ __device__ __forceinline__ int64_t distance_of(const AttentionProblem& p, const 
   return k - q - (s.tk - s.tq) + p.relative_shift;
 }
 
-// The rows of a head, of distances from `first` on.
+// Rows of a head, for distances from `first` on.
 template <class A>
 struct BandRows {
   const AttentionProblem& p;
@@ -31,7 +31,7 @@ __device__ __forceinline__ BandRows<A> band_of(const AttentionProblem& p, const 
   return {p, rows, tile.h, distance_of(p, tile.sequence, tile.q + kTile - 1, tile.k)};
 }
 
-// acc[i][j] += own row . row of the pair, where own rows are queries, or keys. Begins and ends with
+// acc[i][j] += own row . row of the pair, where own rows are queries or keys. Begins and ends with
 // a barrier; overwrites shared.tile.
 template <bool kOfQuery, class A, class Rows>
 __device__ __forceinline__ void multiply_band(const BandRows<A>& band, const Rows& own,
@@ -63,7 +63,7 @@ __device__ __forceinline__ void multiply_band(const BandRows<A>& band, const Row
   __syncthreads();
 }
 
-// acc[i][j] = q.k of a tile's pairs with the terms of their distances. Begins with a barrier.
+// acc[i][j] = q.k of a tile's pairs, including the terms of their distances. Begins with a barrier.
 template <class T>
 __device__ __forceinline__ void products_of(const AttentionProblem& p, const Tile& tile,
                                             FmaShared<compute_t<T>>& shared,
@@ -111,8 +111,8 @@ __device__ __forceinline__ void multiply_values(int count, const Value& value, c
   __syncthreads();
 }
 
-// acc += the rows of a band times the values of a tile, which is indexed by the other position and
-// then by the own one, of the queries or the keys.
+// acc += rows of a band times values of a tile, for own rows that are queries or keys. The tile is
+// indexed by the other position first, then by the own position.
 template <bool kOfQuery, class A>
 __device__ __forceinline__ void add_band_rows(const BandRows<A>& band, const A* tile, int64_t first,
                                               FmaShared<A>& shared, A (&acc)[4][kChunkColumns<A>]) {

@@ -1,18 +1,18 @@
-// dK and dV on tensor cores: a block per 64 keys of a kv head (and 64 columns), over the heads of
-// the group and their blocks of 32 queries. Rows of the results are keys: S^T = K Q^T, dP^T = V
-// dO^T.
+// dK and dV on tensor cores: one block per 64 keys of a kv head (and 64 columns) loops
+// over the heads of the group and their blocks of 32 queries. Rows of the results are
+// keys: S^T = K Q^T, dP^T = V dO^T.
 #pragma once
 
 #include "kernels/attention/attention_backward_mma_cuda.h"
 
 namespace omniattn::gpu {
 
-// Columns of dK and dV that a block sums up, for registers: wider ones take more blocks.
+// Columns of dK and dV that a block sums, limited by registers: wider heads take more blocks.
 inline constexpr int kDkdvColumns = 64;
 
-inline constexpr int kQueries = 32;  // of a tile: a word of dropout per lane
+inline constexpr int kQueries = 32;  // queries of a tile: a word of dropout per lane
 
-// A tile of kQueries queries of a head, and where its rows are.
+// A tile of kQueries queries of a head, and the places of its rows.
 struct QueryPlan {
   int64_t block;  // number of the block of queries; -1: no further tile
   Tile tile;
@@ -20,7 +20,7 @@ struct QueryPlan {
   uint64_t visible[kQueries];    // keys of each query, if masked
   RowStats<float> stats[kQueries];
 
-  // Called by the planner: block n of the queries of `column`; n = -1 marks the end.
+  // Called by the planner for block n of the queries of `column`; n = -1 marks the end.
   __device__ __forceinline__ void make(const AttentionBackwardParams& params, const Tile& column,
                                        int64_t n, bool hides) {
     const AttentionProblem& p = params.problem;
@@ -53,8 +53,8 @@ struct DkdvShared {
 OMNIATTN_FN int64_t dkdv_columns(const AttentionProblem& p) {
   return ceil_div(p.d > p.dv ? p.d : p.dv, kDkdvColumns);
 }
-// A tile with the keys from `k` on and the heads that share them, the first of which is `h`. Past
-// the end of a sequence it has no keys.
+// A tile with the keys from `k` on and the heads that share them, the first of which is `h`. A tile
+// past the end of a sequence has no keys.
 __device__ __forceinline__ Tile dkdv_item(const AttentionProblem& p, int64_t item) {
   const int64_t blocks = ceil_div(p.tk, kRows), at = item / dkdv_columns(p), head = at / blocks;
   return {sequence_of(p, head / p.hkv), head / p.hkv, head % p.hkv * group_size(p), 0,
@@ -94,7 +94,7 @@ __device__ __forceinline__ void plan_dkdv(const AttentionBackwardParams& params,
   }
 }
 
-// By the workers: the keys and values of an item.
+// Called by the workers: loads the keys and values of an item.
 template <class T, int kD>
 __device__ __forceinline__ void load_keys(const AttentionProblem& p, const Tile& item,
                                           DkdvShared<T, kD>& shared) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void load_keys(const AttentionProblem& p, const Tile&
                                                           p.v.stride_t, keys, p.dv);
 }
 
-// By the workers: a tile of queries and their dO, or nothing at the end.
+// Called by the workers: loads a tile of queries and their dO, or nothing at the end.
 template <class T, int kD>
 __device__ __forceinline__ void load_queries(const AttentionBackwardParams& params,
                                              const QueryPlan& plan, DkdvShared<T, kD>& shared,
@@ -124,15 +124,15 @@ __device__ __forceinline__ void load_queries(const AttentionBackwardParams& para
   cp_async_commit();
 }
 
-// From s = k.q and dp = v.dO of a worker's 16 keys, from the first on: s = the weights of v, dp =
-// the gradients of q.k.
+// Computes, for a worker's 16 keys from `first` on, s = the weights of v and dp = the gradients of
+// q.k, from s = k.q and dp = v.dO.
 template <int N>
 __device__ __forceinline__ void gradients_of_keys(const AttentionProblem& p, const QueryPlan& plan,
                                                   int first, float* slots, float (&s)[N][4],
                                                   float (&dp)[N][4]) {
   const Tile& tile = plan.tile;
   const bool drops = p.dropout.threshold != 0;
-  // Lane `lane` has query `lane` and this worker's keys.
+  // Lane `lane` holds the bits of query `lane` for this worker's keys.
   const uint32_t keep = drops ? kept_keys<16>(p, tile, lane_id(), tile.k + first) : 0;
   for_parts(s, dp, [&](float (&x)[8], float (&y)[8], int half, int) {
     const int r = 8 * half + lane_id() / 4;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void gradients_of_keys(const AttentionProblem& p, con
   });
 }
 
-// Columns of dK and dV from `from` on.
+// Stores columns of dK and dV from `from` on.
 template <class T, int C>
 __device__ __forceinline__ void store_dkdv(const AttentionBackwardParams& params, const Tile& item,
                                            int64_t kv, const float (&dk)[C][4],

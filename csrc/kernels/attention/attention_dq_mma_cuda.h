@@ -1,12 +1,12 @@
-// dQ on tensor cores: a block per 64 queries of a head (and 128 columns), over the keys. Rows of
-// the results are queries.
+// dQ on tensor cores: one block per 64 queries of a head (and 128 columns) loops over the keys.
+// Rows of the results are queries.
 #pragma once
 
 #include "kernels/attention/attention_backward_mma_cuda.h"
 
 namespace omniattn::gpu {
 
-// Columns of dQ that a block sums up, for registers: wider ones take more blocks.
+// Columns of dQ that a block sums, limited by registers: wider heads take more blocks.
 template <int kD>
 constexpr int kDqColumns = kD <= 128 ? kD : 128;
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ void plan_dq(const AttentionProblem& p, Shared& share
   }
 }
 
-// By the workers: the queries of an item and their dO, from {.., q, any key} on.
+// Called by the workers: loads an item's queries and their dO, from {.., q, any key} on.
 template <class T, int kD>
 __device__ __forceinline__ void load_queries(const AttentionBackwardParams& params,
                                              const Tile& item, DqShared<T, kD>& shared) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_queries(const AttentionBackwardParams& para
       s.tq - item.q, p.dv);
 }
 
-// By the workers: a tile of keys and values, or nothing at the end.
+// Called by the workers: loads a tile of keys and values, or nothing at the end.
 template <class T, int kD>
 __device__ __forceinline__ void load_keys(const AttentionProblem& p,
                                           const KeyPlan<kRows, kKeys<kD>>& plan,
@@ -76,7 +76,7 @@ __device__ __forceinline__ void load_keys(const AttentionProblem& p,
   cp_async_commit();
 }
 
-// dp = the gradients of q.k of a worker's 16 queries, from the first on; s = q.k and dp = dO.v.
+// dp = the gradients of q.k of a worker's 16 queries from `first` on, from s = q.k and dp = dO.v.
 template <int kD, int N>
 __device__ __forceinline__ void gradients_of_queries(const AttentionProblem& p,
                                                      const KeyPlan<kRows, kKeys<kD>>& plan,
@@ -90,7 +90,7 @@ __device__ __forceinline__ void gradients_of_queries(const AttentionProblem& p,
                   .k = plan.tile.k,
                   .masked = plan.tile.masked};
   const bool drops = p.dropout.threshold != 0;
-  // Each lane has half the keys of row lane % 16.
+  // Each lane holds half of the keys of row lane % 16.
   const uint32_t keep =
       drops ? kept_keys<32>(p, tile, lane_id() % 16, tile.k + lane_id() / 16 * 32) : 0;
   for_parts(s, dp, [&](float (&x)[8], float (&y)[8], int half, int part) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void gradients_of_queries(const AttentionProblem& p,
   });
 }
 
-// Columns of dQ from `from` on, and what they add to the gradients of the factors of heads.
+// Stores columns of dQ from `from` on, and their shares in the gradients of the heads' factors.
 template <class T, int kD, int C>
 __device__ __forceinline__ void store_dq(const AttentionBackwardParams& params, const Tile& item,
                                          const float (&dq)[C][4], int from) {

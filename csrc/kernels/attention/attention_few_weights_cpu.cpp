@@ -1,5 +1,5 @@
-// The attention weights of few query rows, or their sums (see attention_weights_cpu.cpp). A work
-// item is a few key blocks of one kv head, whose keys it reads once, in place.
+// Attention weights of few query rows, or sums of them (see attention_weights_cpu.cpp). A work item
+// is a few key blocks of one kv head, whose keys it reads once, in place.
 #include "kernels/attention/attention_decode_tile.h"
 #include "kernels/attention/attention_weights.h"
 #include "runtime/assert.h"

@@ -6,13 +6,13 @@
 
 namespace omniattn::gpu {
 
-// Columns of an output that one block computes, limited by registers.
+// Number of columns of an output that one block computes, limited by registers.
 template <class A>
 inline constexpr int kChunk = sizeof(A) == 8 ? 64 : 128;
 template <class A>
 inline constexpr int kChunkColumns = kChunk<A> / 16;  // per thread
 
-// At least one: a block also writes results that do not depend on columns.
+// At least one, since a block also writes results that do not depend on columns.
 template <class A>
 OMNIATTN_FN int64_t chunks_of(int64_t columns) {
   return columns > kChunk<A> ? ceil_div(columns, kChunk<A>) : 1;
@@ -36,7 +36,7 @@ struct GlobalRows {
   __device__ __forceinline__ bool has(int64_t r) const { return r < count; }
   __device__ __forceinline__ T at(int64_t r, int64_t c) const { return data[r * stride + c]; }
 };
-// 64 rows at any addresses, which shared memory holds; those at null read as zero.
+// 64 rows at any addresses, listed in shared memory; null rows read as zero.
 template <class T>
 struct PickedRows {
   using Type = T;
@@ -46,7 +46,7 @@ struct PickedRows {
   __device__ __forceinline__ bool has(int64_t r) const { return row[r] != nullptr; }
   __device__ __forceinline__ T at(int64_t r, int64_t c) const { return row[r][c]; }
 };
-// The queries of a sequence from `first` on in q or a tensor like it, and the keys in k or v.
+// Queries of a sequence from `first` on, in q or a tensor like it; keys likewise, in k or v.
 template <class T>
 __device__ __forceinline__ GlobalRows<T> queries_of(const HeadView& x, const Sequence& s, int64_t h,
                                                     int64_t first) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ GlobalRows<T> keys_of(const HeadView& x, const Sequen
   return {row_of<T>(x, s.entry, s.k + first, h), x.stride_t, s.tk - first};
 }
 
-// Whether one of this thread's rows 4 ty + i is below `count`; if not, it has nothing to compute.
+// True if some row 4 ty + i of this thread is below `count`; otherwise it has nothing to compute.
 __device__ __forceinline__ bool has_rows(int64_t count) { return 4 * thread_y() < count; }
 
 // to[c][r] = rows[r][first + c], zero outside.
@@ -163,7 +163,7 @@ struct GradientShared : FmaShared<A> {
   A other[kTile * kLeading];
 };
 
-// How a pair's values are indexed in a tile, for sums over the queries or over the keys.
+// Index of a pair's values in a tile, for sums over the queries or over the keys.
 enum class Sum { queries, keys };
 template <Sum kSum>
 __device__ __forceinline__ int place(int query, int key) {

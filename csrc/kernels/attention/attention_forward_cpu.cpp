@@ -1,7 +1,7 @@
-// Tiled forward (see attention.h). One query block of one head walks the visible key blocks, keeps
-// S (96 x 128), O and the softmax state in L2 and writes O and lse once. A work item is one such
-// block, or all blocks of a kv head where there are enough heads: the packed K and V then stay in
-// the caches of one core.
+// Tiled forward (see attention.h). One query block of one head walks the visible key blocks,
+// keeps S (96 x 128), O and the softmax state in L2 and writes O and lse once. A work item is
+// one such block, or all blocks of a kv head if there are enough heads: the packed K and V then
+// stay in the caches of one core.
 #include "kernels/attention/attention_distance.h"
 #include "kernels/attention/attention_softmax.h"
 #include "kernels/attention/attention_tile.h"
@@ -12,8 +12,8 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Products read operands M: T itself where the ISA multiplies it, else A = compute_t<T>. The
-// weights are computed_t<M>.
+// Products read operands M: T itself if the ISA multiplies it, otherwise A = compute_t<T>.
+// The weights are computed_t<M>.
 
 // Packs panel `n` of 64 keys.
 template <class T>
@@ -28,7 +28,7 @@ void pack_panel(const AttentionProblem& p, int64_t b, int64_t h, int64_t n,
                     packed.v + keys.begin * padded_row(p.dv));
 }
 
-// The rows of a tile: products q.k, then weights as computed_t<M>; their sums.
+// Rows of a tile: products q.k, then weights as computed_t<M>; their sums.
 template <class A>
 struct SoftmaxTile {
   const AttentionProblem& p;
@@ -58,7 +58,7 @@ void raise_maxima(const SoftmaxTile<A>& tile, int64_t row, int64_t end, Range co
   store_n(tile.m + row, select(raised, top, old), count);
   A alphas[V::kWidth];
   store(alphas, exp2((old - top) * V(exponent_factor<A>(tile.p.score))));
-  // Rows without a key so far have no sums.
+  // Rows that have seen no key have no sums.
   Mask<A> left = raised & lanes_below<A>(count) & (old > V(negative_infinity<A>()));
   while (any(left)) {
     const int i = first(left);
@@ -67,7 +67,7 @@ void raise_maxima(const SoftmaxTile<A>& tile, int64_t row, int64_t end, Range co
   }
 }
 
-// Logits, softmax and dropout.
+// Computes logits, softmax and dropout of a tile.
 template <class M, class A>
 void softmax_tile(const SoftmaxTile<A>& tile, A product_factor) {
   using V = Vec<A>;
@@ -102,7 +102,7 @@ void softmax_tile(const SoftmaxTile<A>& tile, A product_factor) {
   }
 }
 
-// A block of queries of one head.
+// Processes one block of queries of one head.
 template <class T>
 void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, int64_t n,
                    const PackedHead<T>& packed, void* scratch) {

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     if (tile.q >= s.tq) continue;
     const int64_t kv = kv_head(tile.h, p.hq, p.hkv);
     const auto q = queries_of<T>(p.q, s, tile.h, tile.q);
-    A m[4], l[4], o[4][kColumns];  // l: the part of this thread's columns
+    A m[4], l[4], o[4][kColumns];  // l: this thread's part, over its columns
     clear(o);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -1,6 +1,6 @@
 // Forward on tensor cores, see attention.h and attention_mma_cuda.h: FlashAttention-2 (arXiv
-// 2307.08691). A block computes 64 queries of one head against 64 keys at a time (32 where
-// D > 128, for lack of shared memory); the next keys and values are copied meanwhile.
+// 2307.08691). A block computes 64 queries of one head against 64 keys at a time (32 for D > 128,
+// for lack of shared memory); meanwhile the next keys and values are copied.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_mma_cuda.h"
 
@@ -9,7 +9,7 @@ namespace {
 
 using namespace gpu;
 
-// 5 warps with the planner: 255 registers per thread, of which the dots, the outputs and the
+// 5 warps with the planner: 255 registers per thread, of which the products, the outputs and the
 // softmax take up to 254. (9 warps could have 168, because an SM has four register files.)
 using Workers = Team<4>;
 constexpr int kQueries = 16 * 4;
@@ -21,10 +21,10 @@ struct ForwardShared {
   T q[kQueries * kD];
   T k[2][kKeys<kD> * kD], v[2][kKeys<kD> * kD];
   KeyPlan<kQueries, kKeys<kD>> plans[3];
-  float slots[8 * Workers::kWorkers];  // of apply_in_loop
+  float slots[8 * Workers::kWorkers];  // for apply_in_loop
 };
 
-// Under a causal mask the last queries have the most keys: they come first.
+// Under a causal mask the last queries have the most keys, so they come first.
 __device__ __forceinline__ QueryItem item_of(const AttentionProblem& p, int64_t item) {
   const int64_t blocks = ceil_div(p.tq, kQueries), head = item / blocks;
   const Sequence s = sequence_of(p, head / p.hq);
@@ -44,15 +44,15 @@ __device__ __forceinline__ void plan_items(const AttentionProblem& p, Shared& sh
   }
 }
 
-// The online softmax of a worker's rows.
+// Online softmax of a worker's rows.
 template <int C>
 struct Rows {
   float o[C][4];
-  float m[2], l[2];  // of rows g and g + 8; l: the part of this lane's columns
+  float m[2], l[2];  // of rows g and g + 8; l: this lane's part, over its columns
 };
 
-// Turns logits into probabilities times the factors of dropout, for the worker's rows from `first`
-// on. `slots` has 8 numbers per thread.
+// Turns logits into probabilities times the dropout factors, for the worker's rows from `first` on.
+// `slots` has 8 numbers per thread.
 template <class Plan, int N, int C>
 __device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Plan& plan, int first,
                                              float* slots, float (&s)[N][4], Rows<C>& rows) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Pl
   const int lane = lane_id(), g = lane / 4, t = lane % 4;
   const auto column = [&](int i) { return 8 * (i / 2) + 2 * t + i % 2; };
   const bool drops = p.dropout.threshold != 0;
-  // Each lane has half the keys of row lane % 16.
+  // Each lane holds half of the keys of row lane % 16.
   const uint32_t keep = drops ? kept_keys<32>(p, tile, lane % 16, tile.k + lane / 16 * 32) : 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

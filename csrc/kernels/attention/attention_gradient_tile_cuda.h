@@ -1,15 +1,15 @@
-// The gradients of the pairs of a tile, from which every kernel of the backward computes its own
-// again.
+// Gradients of the pairs of a tile. Every kernel of the backward recomputes them and
+// derives its own gradient from them.
 #pragma once
 
 #include "kernels/attention/attention_distance_cuda.h"
 
 namespace omniattn::gpu {
 
-// Calls f(at, r, c, stats) for this thread's pairs (query r = 4 ty + i, key c = tx + 16 j), of
-// which q.k in shared.tile and dP in shared.other are at index `at`. Begins with a barrier. The
-// loop is not unrolled, which would need more registers than there are; meanwhile q.k and dP are
-// kept at those indices.
+// Calls f(at, r, c, stats) for this thread's pairs (query r = 4 ty + i, key c = tx + 16
+// j); q.k is in shared.tile and dP in shared.other, both at index `at`. Begins with a
+// barrier. The loop is not unrolled, which would need more registers than there are; q.k
+// and dP stay at these indices meanwhile.
 template <class T, Sum kSum, class F>
 __device__ __forceinline__ void pairs_of_tile(const AttentionBackwardParams& params,
                                               const Tile& tile,
@@ -47,7 +47,7 @@ __device__ __forceinline__ void pairs_of_tile(const AttentionBackwardParams& par
   }
 }
 
-// Calls f(at, gradient) for the same pairs.
+// Calls f(at, gradient) for the pairs of pairs_of_tile.
 template <class T, Sum kSum, class F>
 __device__ __forceinline__ void gradient_tile(const AttentionBackwardParams& params,
                                               const Tile& tile,

@@ -1,10 +1,10 @@
 // Products of tiles by tensor cores (mma.sync m16n8k16) for 16-bit dtypes and head sizes up to 256,
 // padded with zeros to kD = 64, 128 or 256.
 //
-// A block has kWarps worker warps and a planner warp. A worker owns 16 rows of the results. Of
-// 16 x 8 elements, lane 4 g + t holds columns 2 t and 2 t + 1 of rows g and g + 8, which is the
-// layout of the left operand of the next product. The planner finds the tiles that the mask leaves,
-// and the visible pairs of partial tiles, one tile ahead: the workers' registers are full of sums,
+// A block has kWarps worker warps and a planner warp. A worker owns 16 rows of the results. Lane 4
+// g + t holds columns 2 t and 2 t + 1 of rows g and g + 8 of 16 x 8 elements, which is the layout
+// of the left operand of the next product. The planner finds the tiles that the mask leaves, and
+// the visible pairs of partial tiles, one tile ahead: the workers' registers are full of sums,
 // while the planner's are free for any rule.
 #pragma once
 
@@ -25,7 +25,7 @@ struct Team {
 
 // Operands.
 
-// A lane's offset for pieces 2 k and 2 k + 1 is that for pieces 0 and 1, xor 16 k.
+// A lane's offset for pieces 2 k and 2 k + 1 is its offset for pieces 0 and 1, xor 16 k.
 
 // acc (16 x 8 N) = rows [first, first + 16) of x times the first 8 N rows of y.
 template <int N, class T, int kD>
@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[N][4], const SharedRo
   }
 }
 
-// 16 x 8 N elements as the left operand of a sum over their columns.
+// 16 x 8 N elements, as the left operand of a sum over their columns.
 template <int N>
 struct LeftOperand {
   uint32_t a[N / 2][4];
@@ -66,7 +66,7 @@ __device__ __forceinline__ LeftOperand<N> as_left(const float (&x)[N][4]) {
   return left;
 }
 
-// acc (16 x 8 C) += x y: the first 8 N rows of y, columns from `first` on.
+// acc (16 x 8 C) += x y, for the first 8 N rows of y and its columns from `first` on.
 template <int C, int N, class T, int kD>
 __device__ __forceinline__ void multiply_sum(float (&acc)[C][4], const LeftOperand<N>& x,
                                              const SharedRows<T, kD>& y, int first) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void multiply_sum(float (&acc)[C][4], const LeftOpera
   }
 }
 
-// row[8 c + ...] = factor * acc of this lane's row g + 8 half; width is a multiple of 8.
+// row[8 c + ...] = factor * acc for this lane's row g + 8 half; width is a multiple of 8.
 template <class T, int C>
 __device__ __forceinline__ void store_row(const float (&acc)[C][4], int half, float factor, T* row,
                                           int64_t width) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ void store_row(const float (&acc)[C][4], int half, fl
   }
 }
 
-// This lane's part of the sum of row[8 c + ...] * acc of its row g + 8 half.
+// This lane's share of the sum of row[8 c + ...] * acc in its row g + 8 half.
 template <class T, int C>
 __device__ __forceinline__ float row_dot(const float (&acc)[C][4], int half, const T* row,
                                          int64_t width) {
@@ -128,13 +128,13 @@ __device__ __forceinline__ bool bit(uint64_t word, int n) { return (word >> n & 
 // Plans form a ring of three: the planner writes one while the workers use the previous two.
 __device__ __forceinline__ int next_plan(int slot) { return slot == 2 ? 0 : slot + 1; }
 
-// For the planner: finds the blocks of a cursor that hold a visible pair, 32 at a time.
+// Used by the planner: finds the blocks of a cursor that hold a visible pair, 32 at a time.
 struct BlockSearch {
-  int64_t first;        // the block of bit 0
-  uint32_t seen, full;  // of 32 blocks, those still to be returned and those with no hidden pair
+  int64_t first;        // block number of bit 0
+  uint32_t seen, full;  // of 32 blocks: those still to be returned, and those without a hidden pair
 
-  // The next block, or -1 if there is none; `masked` tells whether one of its pairs is hidden.
-  // `classify` gives the class of a block.
+  // Next block, or -1 if there is none; `masked` becomes true if one of its pairs is hidden.
+  // `classify` returns the class of a block.
   template <class Cursor, class F>
   __device__ __forceinline__ int64_t next(Cursor& cursor, bool& masked, const F& classify) {
     while (seen == 0) {
@@ -153,8 +153,8 @@ struct BlockSearch {
   }
 };
 
-// A tile of kQueries x kKeys and its offsets. Workers read them from shared memory instead of
-// holding them in registers.
+// A tile of kQueries x kKeys and its offsets. Workers read them from shared memory
+// rather than hold them in registers.
 template <int kQueries, int kKeys>
 struct KeyPlan {
   int64_t block;               // number of the block of keys; -1: no further tile
@@ -162,7 +162,7 @@ struct KeyPlan {
   int64_t k, v, keys;          // offsets of the first rows of K and V, and the number of rows left
   uint64_t visible[kQueries];  // keys of each query, if masked
 
-  // Called by the planner: block n of the keys of `row`; n = -1 marks the end.
+  // Called by the planner for block n of the keys of `row`; n = -1 marks the end.
   __device__ __forceinline__ void make(const AttentionProblem& p, const Tile& row, int64_t n,
                                        bool masked) {
     const int lane = lane_id();
@@ -183,13 +183,13 @@ struct KeyPlan {
   }
 };
 
-// Queries of a head that a block computes together: a tile with any key, and the range.
+// Queries of a head that a block computes together: a tile with any key, and their range.
 struct QueryItem {
   Tile row;
   Range queries;  // empty past the end of a sequence
 };
 
-// For the planner: plans all tiles of an item and calls Workers::meet() after each.
+// Used by the planner: plans all tiles of an item and calls Workers::meet() after each.
 template <class Workers, int kQueries, int kKeys>
 __device__ __forceinline__ void plan_keys(const AttentionProblem& p, const QueryItem& item,
                                           KeyPlan<kQueries, kKeys> (&plans)[3], int& slot) {
@@ -210,7 +210,7 @@ __device__ __forceinline__ void plan_keys(const AttentionProblem& p, const Query
   } while (n >= 0);
 }
 
-// The shuffle tells the compiler that the result is the same in the whole warp.
+// The shuffle tells the compiler that all lanes of the warp have the same result.
 template <class Plan>
 __device__ __forceinline__ int64_t block_of(const Plan& plan) {
   return __shfl_sync(0xffffffffu, plan.block, 0);
@@ -218,7 +218,7 @@ __device__ __forceinline__ int64_t block_of(const Plan& plan) {
 
 // Elements.
 
-// x[i] = f(i, x[i]) by a loop that is not unrolled; `slots` has kCount numbers per thread.
+// x[i] = f(i, x[i]) in a loop that is not unrolled; `slots` has kCount numbers per thread.
 template <int kThreads, int kCount, class F>
 __device__ __forceinline__ void apply_in_loop(float* slots, float (&x)[kCount], const F& f) {
   slots += threadIdx.x;
@@ -244,7 +244,7 @@ __device__ __forceinline__ uint32_t kept_keys(const AttentionProblem& p, const T
   return bits;
 }
 
-// Whether every row of a view of 16-bit elements starts at a multiple of 16 bytes, as cp.async
+// True if every row of a view of 16-bit elements starts at a multiple of 16 bytes, as cp.async
 // requires. Packed sequences are rows of one batch entry.
 inline bool has_aligned_rows(const HeadView& x, int64_t batch, int64_t rows, int64_t heads) {
   const auto fits = [](int64_t size, int64_t stride) { return size <= 1 || stride % 8 == 0; };

@@ -1,4 +1,4 @@
-// Rows of q, k and v as operands of products, and results as rows.
+// Packs rows of q, k and v as operands of products, and stores results as rows.
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -32,7 +32,7 @@ struct Arena {
   }
 };
 
-// Elements between the rows of operands that products read as A. Tiles load them in place: each
+// Row stride, in elements, of operands that products read as A. Tiles load them in place: each row
 // starts at a cache line, in memory for rows of the compute type.
 template <class M>
 OMNIATTN_INLINE int64_t operand_row(int64_t cols) {
@@ -75,12 +75,12 @@ void pack_operand_rows(const T* from, int64_t stride, int64_t rows, int64_t cols
   }
 }
 
-// Whether T is multiplied as it is stored. Scaled queries would be rounded once more; logits and dS
-// are scaled instead.
+// True if T is multiplied in its storage format. Scaled queries would be rounded once more, so
+// logits and dS are scaled instead.
 template <class T>
 constexpr bool kKeepsQueries = sizeof(operand_t<T>) < sizeof(compute_t<T>);
 
-// Queries of a head as operands, without the factor that is returned, which their products lack.
+// Packs queries of a head as operands; returns the factor that their products still lack.
 template <class T, class M>
 compute_t<T> pack_queries(const AttentionProblem& p, int64_t b, int64_t h, Range queries, M* to) {
   using A = compute_t<T>;
@@ -90,13 +90,13 @@ compute_t<T> pack_queries(const AttentionProblem& p, int64_t b, int64_t h, Range
   return kKeepsQueries<T> ? factor : A(1);
 }
 
-// Elements of one packed column.
+// Number of elements in one packed column.
 template <class M>
 OMNIATTN_INLINE int64_t packed_depth(int64_t d) {
   return k_steps<M>(d) * Operand<M>::kStep;
 }
 
-// Key rows (count, d) as column panels, zero up to column `capacity`.
+// Packs key rows (count, d) as column panels, with zeros up to column `capacity`.
 template <class T, class M>
 void pack_keys_as_columns(const T* from, int64_t stride, int64_t d, int64_t count, int64_t capacity,
                           M* to) {
@@ -115,7 +115,7 @@ OMNIATTN_INLINE void store_row(const compute_t<T>* from, compute_t<T> factor, in
 }
 
 // K^T [key panel][d][64] and V [key][padded_row(dv)] of one kv head (see packed_head_elements);
-// 16-bit operands with pairs of d and of keys innermost.
+// 16-bit operands have pairs of d, and of keys, innermost.
 template <class T>
 struct PackedHead {
   using A = compute_t<T>;

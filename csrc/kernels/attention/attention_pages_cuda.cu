@@ -1,5 +1,5 @@
-// Copies the keys and values of sequences from their pages (see PageView) into rows, which the
-// other kernels read.
+// Copies keys and values of sequences from their pages (see PageView) to
+// rows, which the other kernels read.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_tile_cuda.h"
 #include "runtime/dispatch.h"

@@ -1,6 +1,6 @@
-// What the mask of a call leaves of its tiles, and of a few keys of one query.
+// Part of each tile that the mask leaves visible, and visibility of a few keys of one query.
 //
-// The rules of a mask are long and the same for every dtype. They are compiled once per ISA, in
+// The rules of a mask are long and the same for every dtype, so they are compiled once per ISA, in
 // attention_plan_cpu.cpp: a copy in each kernel was a tenth of the library.
 #pragma once
 
@@ -9,20 +9,20 @@
 
 namespace omniattn::OMNIATTN_ISA {
 
-constexpr int64_t kMaskWords = kKeyBlock / 64;  // visibility of one query for one key block
+constexpr int64_t kMaskWords = kKeyBlock / 64;  // words of visibility of one query and key block
 
 // The queries of a group share one clipped range of keys, so that a causal tile costs little more
 // than the area of its triangle.
 constexpr int64_t kRowGroup = kOnTiles ? kTileRows : 24;
 constexpr int64_t kRowGroups = kQueryBlock / kRowGroup;
 
-// The work of one tile (a query block x a key block). Ranges of keys are relative to the block.
+// Work of one tile (a query block x a key block). Ranges of keys are relative to the block.
 struct TilePlan {
   Range queries, keys;        // positions; keys.end is the end of the block or Tk
   bool masked[kRowGroups];    // a key of the group's columns is hidden from one of its rows
-  Range seen[kRowGroups];     // holds every key visible to the group; may be empty
+  Range seen[kRowGroups];     // contains every key visible to the group; may be empty
   Range columns[kRowGroups];  // seen, rounded to multiples of 16
-  uint64_t visible[kQueryBlock][kMaskWords];  // of rows in masked groups
+  uint64_t visible[kQueryBlock][kMaskWords];  // for rows in masked groups
 
   OMNIATTN_INLINE int64_t rows() const { return queries.end - queries.begin; }
   OMNIATTN_INLINE int64_t groups() const { return ceil_div(rows(), kRowGroup); }
@@ -37,7 +37,7 @@ struct TilePlan {
   }
 };
 
-// One group of a plan.
+// One group of a plan, as a plan of its own.
 OMNIATTN_INLINE TilePlan group_of(const TilePlan& plan, int64_t g) {
   const Range rows = plan.group_rows(g);
   TilePlan part;
@@ -53,8 +53,8 @@ OMNIATTN_INLINE TilePlan group_of(const TilePlan& plan, int64_t g) {
   return part;
 }
 
-// Calls f for each group as a plan of its own, or for the whole plan. The rows of a group stay in
-// L1 from the first product to the last.
+// Calls f for each group as a plan of its own, or for the whole plan. By groups, the rows of a
+// group stay in L1 from the first product to the last.
 template <bool kByGroups, class F>
 OMNIATTN_INLINE void for_parts(const TilePlan& plan, const F& f) {
   if constexpr (kByGroups) {
@@ -66,21 +66,21 @@ OMNIATTN_INLINE void for_parts(const TilePlan& plan, const F& f) {
   }
 }
 
-// The tiles of a block of queries (along the keys) or of keys (along the queries) that hold a
-// visible pair, in order.
+// The tiles with a visible pair, in order: of a block of queries (along the keys) or of a
+// block of keys (along the queries).
 template <Along kAlong>
 struct Tiles {
   const AttentionProblem& p;
   Cursor<kAlong> blocks;
 
   Tiles(const AttentionProblem& problem, int64_t b, int64_t h, Range others);
-  // Plans the next one; false at the end.
+  // Plans the next tile; false at the end.
   bool next(TilePlan& plan);
 };
 extern template struct Tiles<Along::keys>;
 extern template struct Tiles<Along::queries>;
 
-// all_visible and visible_bits of semantics/mask.h.
+// Out-of-line all_visible, visible_bits and classify of semantics/mask.h.
 bool sees_all(const AttentionMask& mask, int64_t b, int64_t h, Range q, Range k);
 uint64_t seen_bits(const AttentionMask& mask, int64_t b, int64_t h, int64_t q, int64_t key);
 TileClass tile_class(const AttentionMask& mask, int64_t b, int64_t h, Range q, Range k);

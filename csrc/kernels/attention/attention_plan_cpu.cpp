@@ -1,4 +1,4 @@
-// Which keys the queries of a tile see, see attention_plan.h.
+// Visibility of keys in a tile, see attention_plan.h.
 #include "kernels/attention/attention_plan.h"
 
 #include "runtime/assert.h"
@@ -26,7 +26,7 @@ TileClass tile_class(const AttentionMask& mask, int64_t b, int64_t h, Range q, R
 
 namespace {
 
-// Returns false if no key of the tile is visible to any of its queries.
+// Plans a tile; returns false if no key of it is visible to any of its queries.
 bool plan_tile(const AttentionProblem& p, int64_t b, int64_t h, Range queries, Range keys,
                TilePlan& plan) {
   OMNIATTN_ASSERT(contains({0, p.tq}, queries) && contains({0, p.tk}, keys));

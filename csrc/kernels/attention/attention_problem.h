@@ -1,4 +1,4 @@
-// What a call of attention computes: its tensors, mask and score.
+// Inputs of an attention call: tensors, mask and score.
 #pragma once
 
 #include <cstdint>
@@ -31,16 +31,16 @@ struct ScoreView {
   int64_t stride_b, stride_h, stride_q;
 };
 
-// The table's term of all pairs, expanded by the op, in the compute type. On the CPU 64 keys past
-// Tk can be read. The term of a pair is element
-//   origin + b stride_b + h stride_h + q stride_q + k
+// Table term of all pairs, expanded by the op, in the
+// compute type. On the CPU 64 keys past Tk are
+// readable. The term of a pair is element
 struct RelativeView {
   const void* data;  // null: none
   int64_t origin, stride_b, stride_h, stride_q;
 };
 
-// Rows of distances (rows, Hq, D) in the compute type, contiguous. A pair has row k - i + zero, or
-// the first or last one where that is outside. data == nullptr: none.
+// Rows of distances (rows, Hq, D) in the compute type, contiguous. A pair reads row k - i + zero,
+// clamped to the first and last row. data == nullptr: none.
 struct DistanceRows {
   const void* data;
   int64_t rows, zero;
@@ -54,7 +54,7 @@ struct AttentionProblem {
   HeadView v;  // (B, Tk, Hkv, Dv)
   PageView pages;
   AttentionMask mask;
-  uint32_t terms;  // the rules of the score, see ScoreKind
+  uint32_t terms;  // set of the score's rules, see ScoreKind
   Score score;
   DistanceRows relative_keys, relative_queries;
   ScoreView bias;
@@ -62,15 +62,15 @@ struct AttentionProblem {
   RelativeView relative;        // the expanded table; kernels read only this
   int64_t relative_shift;       // k - i in the whole problem (see Part), minus k - i in this one
   const ScoreProgram* program;  // of a score_mod, or null
-  RunProgram run_program;       // on the CPU
-  int64_t first_position;       // that a program sees of query 0
+  RunProgram run_program;       // the interpreter, on the CPU
+  int64_t first_position;       // position of query 0 for a program
   const void* sinks;            // (Hq,) in the compute type, or null
   const void* head_scale;       // (Hq,) in the compute type, or null
   Dropout dropout;
   const int64_t* seed;     // (2,) for kernels that read it themselves (CUDA), or null
-  int64_t first_batch;     // of a packed sequence, a problem with B = 1, for dropout
-  int64_t lse_stride;      // elements of lse between heads; Tq, or the rows of all packed sequences
-  SequenceRows sequences;  // if any, tq and tk are the longest; batch is their number
+  int64_t first_batch;     // of a packed sequence, a problem with B = 1; for dropout
+  int64_t lse_stride;      // elements of lse between heads: Tq, or the rows of all packed sequences
+  SequenceRows sequences;  // if any, tq and tk are the largest lengths, batch is their number
 };
 
 OMNIATTN_FN bool has_distance_rows(const AttentionProblem& p) {
@@ -89,13 +89,13 @@ template <class A>
 OMNIATTN_FN A head_factor(const AttentionProblem& p, int64_t h) {
   return p.head_scale == nullptr ? A(1) : static_cast<const A*>(p.head_scale)[h];
 }
-// The factor that q is multiplied by: `pre` times the factor of its head.
+// Factor of q: `pre` times the factor of its head.
 template <class A>
 OMNIATTN_FN A query_factor(const AttentionProblem& p, int64_t h) {
   return static_cast<A>(p.score.pre) * head_factor<A>(p, h);
 }
 
-// The running maximum of a row before its first key: the sink, if there is one.
+// Running maximum of a row before its first key: the sink, if there is one.
 template <class A>
 OMNIATTN_FN A initial_maximum(const AttentionProblem& p, int64_t h) {
   if (!is_softmax(p.score)) return A(0);

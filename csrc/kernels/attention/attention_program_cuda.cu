@@ -1,10 +1,10 @@
-// The gradients of the tables of a score_mod's program, see attention.h: a pass for each step that
-// gives to one. A block walks its tiles and computes for each pair the value that is given and
-// where it goes; then each thread adds those that go to its own elements, in the order of the
-// pairs, so that sums have a fixed order without atomics.
+// Gradients of the tables of a score_mod's program, see attention.h, in one pass for each step that
+// adds to a table's gradient. A block walks its tiles and computes for each pair the value and the
+// element that it is added to; then each thread adds the values of its own elements, in the order
+// of the pairs, so that sums have a fixed order without atomics.
 //
-//   pairs of a grid   every pair has its element: a block per 64 queries and what they share
-//   other tables      program_parts blocks with a part each, which are added up
+//   pairs of a grid   every pair has its element: a block per 64 queries and the pairs sharing them
+//   other tables      program_parts blocks with one part each, which are summed later
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_gradient_tile_cuda.h"
 #include "runtime/dispatch.h"
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) to[i] = bytes.data[i];
 }
 
-// Tiles of 64 queries.
+// Number of tiles of 64 queries.
 OMNIATTN_FN int64_t query_tiles(const AttentionProblem& p) {
   return p.batch * p.hq * ceil_div(p.tq, kTile);
 }
@@ -39,7 +39,7 @@ OMNIATTN_FN int64_t program_blocks(const AttentionProblem& p, const ProgramGradi
   return batches * (t.whole.places.stride_h == 0 ? 1 : p.hq) * ceil_div(p.tq, kTile);
 }
 
-// What a step gives to element `at`, which is negative where it gives nothing.
+// Value that a step adds to element `at` of a table's gradient; at < 0: adds nothing.
 template <class A>
 struct Given {
   A value;
@@ -63,7 +63,7 @@ GPU_NOINLINE Given<A> given_by(const AttentionProblem& p, int64_t step, const Pr
   return {value, at < program_ops::elements_of(program.tables[s.c]) ? at : -1};
 }
 
-// Adds what the pairs of a tile give; `first`: the element that their places are relative to.
+// Adds the values of a tile's pairs; their places are relative to element `first`.
 template <class T>
 __device__ void add_tile(const AttentionBackwardParams& params, const Tile& tile, int64_t step,
                          const ProgramPlaces& places, int64_t first,
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
   const bool in_place = table.elements == 0;
   const int64_t heads = in_place && places.stride_h != 0 ? p.hq : 1;
   for (int64_t item = blockIdx.x; item < blocks; item += gridDim.x) {
-    // In place: the batch entries and heads that share what is given; in parts: every blocks-th
-    // tile.
+    // In place, a block takes the batch entries and heads that share its elements;
+    // in parts, every blocks-th tile.
     const int64_t owned = item / query_blocks;
     for (int64_t n = in_place ? 0 : item; n < query_tiles(p); n += in_place ? 1 : blocks) {
       const int64_t block_n = n % query_blocks, h = n / query_blocks % p.hq,

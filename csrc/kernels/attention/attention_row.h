@@ -8,7 +8,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Lane n is set when bit n is.
+// Mask whose lane n is set if bit n is set.
 template <class A>
 OMNIATTN_INLINE Mask<A> lanes_of(uint64_t bits) {
 #if defined(__AVX512F__)
@@ -22,7 +22,7 @@ OMNIATTN_INLINE Mask<A> lanes_of(uint64_t bits) {
 #endif
 }
 
-// n elements of a row, converted to A; lanes from n on are 0.
+// Loads n elements of a row, converted to A; lanes from n on are 0.
 template <class A, class S>
 OMNIATTN_INLINE Vec<A> load_as(const S* row, int64_t n) {
   if constexpr (sizeof(compute_t<S>) == sizeof(A)) {
@@ -34,7 +34,7 @@ OMNIATTN_INLINE Vec<A> load_as(const S* row, int64_t n) {
   }
 }
 
-// f(row) with the storage type of a score view, which is not wider than A.
+// Calls f(row) with the storage type of a score view, which is not wider than A.
 template <class A, class F>
 OMNIATTN_INLINE void with_score_row(const ScoreView& x, int64_t offset, const F& f) {
   if (x.dtype == DType::f32) return f(static_cast<const float*>(x.data) + offset);
@@ -46,9 +46,9 @@ OMNIATTN_INLINE void with_score_row(const ScoreView& x, int64_t offset, const F&
   }
 }
 
-// Calls f(weight), where weight(x) is the weight of a logit x and its derivative: e^(x - shift) for
-// a softmax, which divides rows by their sums later, or the function of another normaliser. Loops
-// inside f have no branch on it.
+// Calls f(weight), where weight(x) gives the weight of a logit x and its derivative: e^(x - shift)
+// for a softmax, which divides rows by their sums later, or the function of another normaliser.
+// This keeps loops inside f free of branches on the normaliser.
 template <class A, class F>
 OMNIATTN_INLINE void with_weight(const Score& score, A shift, const F& f) {
   using V = Vec<A>;
@@ -68,13 +68,13 @@ OMNIATTN_INLINE void with_weight(const Score& score, A shift, const F& f) {
   }
 }
 
-// f(n) for each vector of a range of columns.
+// Calls f(n) for each vector of a range of columns.
 template <class A, class F>
 OMNIATTN_INLINE void for_columns(Range columns, const F& f) {
   for (int64_t n = columns.begin; n < columns.end; n += Vec<A>::kWidth) f(n);
 }
 
-// a * b, which no compiler fuses with a sum.
+// a * b, rounded: no compiler can fuse it with a sum.
 template <class A>
 OMNIATTN_INLINE Vec<A> rounded_product(Vec<A> a, Vec<A> b) {
   return fma(a, b, zero<A>());
@@ -87,20 +87,20 @@ OMNIATTN_INLINE void scale_row(A* x, Range columns, A factor) {
 }
 
 // One query row against keys [key, key + 128): everything except q.k. Each term is a separate pass
-// over the row, which is in L1: branches for each vector took more time.
+// over the row, which is in L1: branches in each vector took more time.
 template <class A>
 struct RowScore {
   const AttentionProblem& p;
   int64_t b, h, q, key;
   const uint64_t* visible;  // kMaskWords words; null: all keys are visible
-  void* registers;          // of the program, if there is one
+  void* registers;          // registers of the program, if there is one
 
-  // Whether to_logits changes nothing.
+  // True if to_logits changes nothing.
   OMNIATTN_INLINE bool is_plain() const { return leaves_logits(p.terms) && visible == nullptr; }
 
-  // Turns x = pre * q.k into logits: transform, bias, table term, program, mask. With a transform,
-  // `slope` receives its derivative unless it is null; then the registers of a program are left as
-  // its gradient needs them.
+  // Turns x = pre * q.k into logits: transform, bias, table term, program, mask. If `slope` is not
+  // null, it receives the derivative of the transform, if any, and the registers of a program keep
+  // the values that its gradient needs.
   void to_logits(A* x, Range columns, A* slope = nullptr) const {
     using V = Vec<A>;
     if (p.score.transform != ScoreKind::none) {
@@ -136,7 +136,7 @@ struct RowScore {
     if (slope != nullptr && p.score.transform != ScoreKind::none) hide(slope, columns, A(0));
   }
 
-  // Runs a part of the program on the row x.
+  // Runs steps of the program on the row x.
   void run_program(const ProgramRun& run, int32_t in, A* x, Range columns,
                    const ProgramGradient* gradients = nullptr) const {
     p.run_program({.program = p.program,
@@ -162,7 +162,7 @@ struct RowScore {
   }
 };
 
-// The factors of dropout for keys [key, key + 128) of one query: 0 or 1 / (1 - p).
+// Dropout factors of keys [key, key + 128) of one query: 0 or 1 / (1 - p).
 template <class A>
 struct RowDropout {
   uint64_t keep[kMaskWords];

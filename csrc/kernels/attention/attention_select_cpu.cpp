@@ -1,5 +1,5 @@
-// For each query the key with the largest logit, the first among equal ones (see attention.h). A
-// work item is a query block of one head, which walks the key blocks in order.
+// Finds for each query the key with the largest logit, the first among equal ones (see
+// attention.h). A work item is a query block of one head, which walks the key blocks in order.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_distance.h"
 #include "runtime/assert.h"
@@ -8,7 +8,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The best key of a row so far.
+// Best key of a row so far.
 template <class A>
 struct Best {
   A top;

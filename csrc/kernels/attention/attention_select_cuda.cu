@@ -1,6 +1,6 @@
-// For each query the key with the largest logit, the first among equal ones, see attention.h: by
-// FMA for any dtype and head size. A block computes 64 queries of one head over all keys; each
-// thread keeps the best of its columns, and the threads of a row then compare theirs.
+// Finds for each query the key with the largest logit, the first among equal ones, see attention.h:
+// by FMA for any dtype and head size. A block processes 64 queries of one head over all keys; each
+// thread keeps the best of its columns, and the threads of a row compare theirs at the end.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_distance_cuda.h"
 #include "runtime/dispatch.h"
@@ -14,7 +14,7 @@ OMNIATTN_FN int64_t select_blocks(const AttentionProblem& p) {
   return p.batch * p.hq * ceil_div(p.tq, kTile);
 }
 
-// The best key so far; NaN is never chosen.
+// Best key so far; NaN is never chosen.
 template <class A>
 struct Best {
   A top;

@@ -1,4 +1,4 @@
-// The online softmax of the rows of a tile: running maximum, sum and unnormalised output.
+// Online softmax of the rows of a tile: running maximum, sum and unnormalised output.
 #pragma once
 
 #include "kernels/attention/attention_row.h"
@@ -9,15 +9,15 @@ namespace {
 template <class A>
 struct SoftmaxRow {
   A* s;           // logits / factor in, probabilities out
-  A factor;       // positive; 1 unless products are of 16-bit operands
+  A factor;       // positive; 1 unless products have 16-bit operands
   A* o;           // unnormalised output
   int64_t width;  // of o, padded
   A* m;           // running maximum
   A* l;           // running sum, one part per lane
 };
 
-// The logits of a row, where M are the operands of products; rounded as their maximum is: in a sum
-// fused with the product, the largest would not cancel.
+// Logits of a row, where M is the type of the products' operands. They are rounded like their
+// maximum: in a product fused with the subtraction, the largest logit would not cancel.
 template <class M, class A>
 OMNIATTN_INLINE Vec<A> load_logits(const SoftmaxRow<A>& row, int64_t n) {
   if constexpr (sizeof(M) < sizeof(A)) {
@@ -26,7 +26,7 @@ OMNIATTN_INLINE Vec<A> load_logits(const SoftmaxRow<A>& row, int64_t n) {
   return load(row.s + n);
 }
 
-// The largest x of each lane.
+// Largest x of each lane.
 template <class A>
 OMNIATTN_INLINE Vec<A> lane_maxima(const A* x, Range columns) {
   using V = Vec<A>;
@@ -37,7 +37,7 @@ OMNIATTN_INLINE Vec<A> lane_maxima(const A* x, Range columns) {
   return top;
 }
 
-// Lane i is the largest lane of rows[i].
+// Vector whose lane i is the largest lane of rows[i].
 template <int kStep = 1, class A>
 OMNIATTN_INLINE Vec<A> maxima_of_rows(Vec<A>* rows) {
   constexpr int kWidth = Vec<A>::kWidth;
@@ -53,7 +53,7 @@ OMNIATTN_INLINE Vec<A> maxima_of_rows(Vec<A>* rows) {
   }
 }
 
-// Multiplies the sums made with another maximum.
+// Rescales sums made with another maximum.
 template <class A>
 OMNIATTN_INLINE void scale_sums(const SoftmaxRow<A>& row, A alpha) {
   using V = Vec<A>;
@@ -70,7 +70,7 @@ OMNIATTN_INLINE void raise_maximum(const Score& score, const SoftmaxRow<A>& row,
   *row.m = top;
 }
 
-// Stores weights as computed operands M: narrow ones in the first half of the memory of their row.
+// Stores weights as computed operands M: narrow weights in the first half of their row's memory.
 template <class M, class A>
 OMNIATTN_INLINE void store_weights(A* s, int64_t n, Vec<A> w) {
   if constexpr (sizeof(M) < sizeof(A)) {
@@ -80,14 +80,14 @@ OMNIATTN_INLINE void store_weights(A* s, int64_t n, Vec<A> w) {
   }
 }
 
-// The weights of one row, not yet normalised, stored as To.
+// Computes the unnormalised weights of one row and stores them as To.
 template <class M, class To, class A>
 OMNIATTN_INLINE void weigh(const Score& score, const SoftmaxRow<A>& row, Range columns) {
   using V = Vec<A>;
   with_weight(score, softmax_shift(*row.m), [&](auto weight) {
     V sum = load(row.l);
     int64_t n = columns.begin;
-    if constexpr (std::is_same_v<To, bf16>) {  // narrowed two by two
+    if constexpr (std::is_same_v<To, bf16>) {  // narrowed two vectors at a time
       V other = zero<A>();
       for (; n + 2 * V::kWidth <= columns.end; n += 2 * V::kWidth) {
         const V w = weight(load_logits<M>(row, n)).value;

@@ -1,15 +1,15 @@
-// Work around the attention kernels on the CPU: expands the table's term to all pairs, copies pages
-// into rows, sums the partial gradients of parameters, and fits the lse of few rows to the
-// backward.
+// Work around the attention kernels on the CPU: expands the table term to all
+// pairs, copies pages into rows, sums the partial gradients of parameters, and fits
+// the lse of few rows to the backward.
 #pragma once
 
 #include "kernels/attention/attention.h"
 
 namespace omniattn {
 
-// The expanded term on the CPU. There is a plane for each head, and for each batch entry if entries
-// have tables of their own. A relative term has an element for each distance, others a row for each
-// query.
+// Size of the expanded term on the CPU. There is one plane per head, and per batch
+// entry if entries have their own tables. A relative term has one element per distance,
+// other terms have one row per query.
 OMNIATTN_FN int64_t plane_elements(const AttentionProblem& p) {
   const int64_t keys = round_up(p.tk, kKeyPanel) + kKeyPanel;
   return is_relative(p.table.kind) ? p.tq + keys : p.tq * keys;
@@ -22,19 +22,19 @@ constexpr int64_t kExpandedDistances = 256;  // per item
 OMNIATTN_FN int64_t expand_items(const AttentionProblem& p) {
   return is_relative(p.table.kind) ? ceil_div(p.tq + p.tk - 1, kExpandedDistances) : p.tq;
 }
-// The sums of a plane and of the rows of the table, in fp64.
+// Memory for the sums of a plane and of the rows of the table, in fp64.
 OMNIATTN_FN int64_t gather_scratch_bytes(const AttentionProblem& p) {
   return (plane_elements(p) + p.table.rows) * static_cast<int64_t>(sizeof(double));
 }
 
-// The gradient of the table of a call, from the planes of its problems, one for each sequence.
+// Gradient of the table of a call, from the planes of its problems, one per sequence.
 struct AttentionTableGradient {
   const AttentionBackwardParams* whole;
   const AttentionBackwardParams* problems;
   int64_t count;
 };
 
-// The gradient of rows of distances of a call, from the parts of its problems.
+// Gradient of rows of distances of a call, from the parts of its problems.
 struct AttentionDistanceGradient {
   const AttentionBackwardParams* whole;
   const AttentionBackwardParams* problems;
@@ -44,24 +44,24 @@ struct AttentionDistanceGradient {
   void* AttentionBackwardParams::* grad;
 };
 
-// The table's term and the gradients of parameters, computed before and after the kernels of a
-// call.
+// Kernels for the table term and the gradients of parameters, which run before and
+// after the main kernels of a call.
 struct AttentionTermsKernels {
-  // Items: expand_items. Writes the term of all pairs, as `relative` views it.
+  // Items: expand_items. Writes the term of all pairs in the layout of `relative`.
   void (*expand_table)(const AttentionProblem&, void* out, int64_t begin, int64_t end);
-  // Items: table_heads, the heads of a table. Sums the planes of all problems in order; scratch:
-  // gather_scratch_bytes.
+  // Items: table_heads, the heads of a table. Sums the planes of all problems in order;
+  // scratch: gather_scratch_bytes.
   AttentionKernel<AttentionTableGradient> gather_table;
-  // Items: rows. Sums parts of all problems in order.
+  // Items: rows. Sums the parts of all problems in order.
   void (*gather_distances)(const AttentionDistanceGradient&, int64_t begin, int64_t end);
   // Items: heads. Sums parts (B, Hq, query blocks), in order, to a gradient (Hq,).
   void (*gather_heads)(const AttentionProblem&, const void* parts, void* grad, int64_t begin,
                        int64_t end);
-  // Items: keys. Copies the rows (Tk, Hkv, width) of a paged problem from their pages.
+  // Items: keys. Copies the rows (Tk, Hkv, width) of a paged problem from its pages.
   void (*gather_pages)(const AttentionProblem&, const HeadView& from, int64_t width, void* to,
                        int64_t begin, int64_t end);
-  // Few rows sum up their logits in another order than the blocks of the backward, which shows in
-  // its probabilities where logits are large: lse_tail becomes the lse of the blocks minus theirs.
+  // Few rows sum logits in an order other than that of the backward's blocks, which shows in the
+  // backward's probabilities at large logits: lse_tail becomes the lse of the blocks minus theirs.
   bool (*has_large_lse)(const AttentionForwardParams&);
   void (*fit_tails)(const AttentionForwardParams& rows, const AttentionForwardParams& blocks);
 };

@@ -9,13 +9,13 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// An element of a plane and a pair that it stands for: key k and query i = q + Tk - Tq of the whole
-// problem. A relative term has one element for each distance.
+// An element of a plane and a pair that reads it: key k and query i = q + Tk - Tq of the whole
+// problem. A relative term has one element per distance.
 struct Pair {
   int64_t element, i, k;
 };
 
-// Calls f(Pair) for items begin to end of expand_items.
+// Calls f(Pair) for items [begin, end) of expand_items.
 template <class F>
 OMNIATTN_INLINE void for_pairs(const AttentionProblem& p, int64_t begin, int64_t end, const F& f) {
   if (is_relative(p.table.kind)) {
@@ -48,8 +48,8 @@ void expand_table(const AttentionProblem& p, void* to, int64_t begin, int64_t en
   });
 }
 
-// Sums the planes (splits, table_parts, Hq) of head `item` of all problems, and then their elements
-// by rows of the table.
+// Sums the planes (splits, table_parts, Hq) of head `item` over all problems, then their
+// elements by rows of the table.
 template <class A>
 void gather_head(const AttentionTableGradient& g, double* plane, int64_t item) {
   const AttentionProblem& p = g.whole->problem;
@@ -65,7 +65,7 @@ void gather_head(const AttentionTableGradient& g, double* plane, int64_t item) {
     }
   }
   const auto for_all_pairs = [&](const auto& f) { for_pairs(p, 0, expand_items(p), f); };
-  // In a separate pass: some instruction sets would round a product and a sum only once.
+  // A separate pass: some instruction sets would round a product and a sum only once.
   for_all_pairs([&](const Pair& x) { plane[x.element] *= table_factor(p.table, x.i, x.k); });
   double* const sums = plane + elements;
   for (int64_t row = 0; row < p.table.rows; ++row) sums[row] = 0;
@@ -80,7 +80,7 @@ void gather_table(const AttentionTableGradient& g, void* scratch, int64_t begin,
   });
 }
 
-// Row `row` of head h.
+// Sums row `row` of head h.
 template <class A>
 void gather_distance(const AttentionDistanceGradient& g, int64_t row, int64_t h) {
   const AttentionProblem& whole = g.whole->problem;
@@ -144,7 +144,7 @@ void gather_pages(const AttentionProblem& p, const HeadView& from, int64_t width
   }
 }
 
-// f(n) with the number of each row in lse.
+// Calls f(n) with the index of each row in lse.
 template <class F>
 void for_rows_of_lse(const AttentionProblem& p, const F& f) {
   for (int64_t head = 0; head < p.batch * p.hq; ++head) {
@@ -153,7 +153,7 @@ void for_rows_of_lse(const AttentionProblem& p, const F& f) {
 }
 
 bool has_large_lse(const AttentionForwardParams& x) {
-  constexpr double kLarge = 32;  // times eps, what a gradient may lose
+  constexpr double kLarge = 32;  // times eps: acceptable relative error of a gradient
   bool found = false;
   dispatch_compute(x.problem.dtype, [&]<class A>(A) {
     const auto* const lse = static_cast<const A*>(x.lse);

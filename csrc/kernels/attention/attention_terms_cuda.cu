@@ -1,13 +1,13 @@
-// The terms of a score other than q.k, see attention.h: the table's term of all pairs, and the
-// gradients of bias, table, sinks and head scales. Every sum has one owner and a fixed order.
+// Terms of a score other than q.k, see attention.h: the table term of all pairs, and the gradients
+// of bias, table, sinks and head scales. Every sum has one owner and a fixed order.
 //
-//   expand  a thread per element of the table's term
+//   expand  a thread per element of the table term
 //   dbias   a block per 64 keys of a row (of 64 queries) of the bias, over its broadcast dimensions
 //   dtable  a block per head and part of the blocks of 64 queries adds dS to its own plane of the
 //           term; then a block per element of the table sums its elements of all planes
-//   sums    a block per head sums what the kernels before stored per query: sinks, head scales
+//   sums    a block per head sums per-query values of earlier kernels: sinks, head scales
 //
-// dbias and dtable compute P and dS again, by FMA for every dtype.
+// dbias and dtable recompute P and dS, by FMA for every dtype.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_gradient_tile_cuda.h"
 #include "runtime/dispatch.h"
@@ -20,9 +20,9 @@ using namespace gpu;
 
 constexpr int kThreads = 256;
 
-// The table's term.
+// The table term.
 
-// Relative terms have an element for each distance, others one for each pair.
+// Size of a plane: one element per distance for relative terms, otherwise one per pair.
 OMNIATTN_FN int64_t plane_elements(const AttentionProblem& p) {
   return is_relative(p.table.kind) ? p.tq + p.tk : p.tq * p.tk;
 }
@@ -30,7 +30,7 @@ OMNIATTN_FN int64_t table_batches(const AttentionProblem& p) {
   return p.table.stride_b == 0 ? 1 : p.batch;
 }
 
-// A pair that an element stands for: key k and query i = q + Tk - Tq.
+// A pair that reads an element: key k and query i = q + Tk - Tq.
 struct Place {
   int64_t i, k;
 };
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Blocks that share the queries of a head, each with its own plane: enough of them for any GPU.
+// Blocks that share the queries of a head, each with its own plane: enough for any GPU.
 constexpr int64_t kTableBlocks = 512;
 OMNIATTN_FN int64_t table_tiles(const AttentionProblem& p) {
   return p.batch / table_batches(p) * ceil_div(p.tq, kTile);
@@ -71,7 +71,7 @@ template <class A>
 __device__ __forceinline__ void add_tile(const AttentionProblem& p, const Tile& tile, const A* ds,
                                          A* plane) {
   const int thread = static_cast<int>(threadIdx.x);
-  if (is_relative(p.table.kind)) {  // a thread per diagonal key - query = thread - 63
+  if (is_relative(p.table.kind)) {  // one thread per diagonal key - query = thread - 63
     const int64_t element =
         relative_origin(p, tile.sequence) + tile.k - tile.q + thread - (kTile - 1);
     if (thread >= 2 * kTile - 1 || element < 0 || element >= p.tq + p.tk - 1) return;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // Bias.
 
-// Positions along the dimensions of the bias: 1 where it is broadcast.
+// Number of positions along the dimensions of the bias: 1 if it is broadcast.
 struct BiasShape {
   int64_t batch, heads, query_blocks, key_blocks;
 };
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
 
 // Sums per head.
 
-// out[h] = sum of parts (count, B, Hq, Tq) of head h, laid out as lse.
+// out[h] = sum of the parts (count, B, Hq, Tq) of head h, with the layout of lse.
 template <class A>
 __global__ void __launch_bounds__(kThreads)
     attention_sum_rows_kernel(const __grid_constant__ AttentionProblem p, const A* parts,

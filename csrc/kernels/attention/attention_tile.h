@@ -1,4 +1,4 @@
-// Tiles, a query block x a key block: the products over the keys that a mask leaves of each.
+// Tiles of a query block x a key block: products over the keys that the mask leaves visible.
 #pragma once
 
 #include "kernels/attention/attention_pack.h"
@@ -8,11 +8,11 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The rows that a tile needs of a (Tq, Tk) array. They are too short for the hardware to prefetch.
-// They are prefetched during the products, a few before each register tile: all at once would wait
-// for each other.
+// Rows of a (Tq, Tk) array that a tile needs. They are too short for the hardware to prefetch, so
+// they are prefetched during the products, a few before each register tile: requested all at once,
+// they would wait for each other.
 struct TileRows {
-  const char* data;  // of the first query and key; null: none
+  const char* data;  // first query and key; null: none
   int64_t stride, element;
 
   OMNIATTN_INLINE void fetch(const TilePlan& plan, Range rows) const {
@@ -38,7 +38,7 @@ OMNIATTN_INLINE TileRows bias_rows(const AttentionProblem& p, int64_t b, int64_t
                       s.stride_q, size);
 }
 
-// The queries of a tile that see some of these keys, relative to the tile.
+// Queries of a tile that see some of these keys, relative to the tile.
 OMNIATTN_INLINE Range rows_seeing(const TilePlan& plan, Range keys) {
   Range rows = {0, 0};
   for (int64_t g = 0; g < plan.groups(); ++g) {
@@ -63,12 +63,12 @@ void gemm_tile_fetching(const M* a, int64_t lda, const Panels<M>& b, compute_t<M
   }
 }
 
-// x = A B^T for the rows of a plan's groups: A is `rows`, k elements each, with row stride lda; B
-// is packed keys as column panels. The rows of `next` are prefetched meanwhile.
+// x = A B^T for the rows of a plan's groups. A is `rows`, k elements each, with row stride lda; B
+// holds packed keys as column panels. Meanwhile the rows of `next` are prefetched.
 template <class M>
 void multiply_by_keys(const TilePlan& plan, const M* rows, int64_t lda, int64_t k, const M* packed,
                       compute_t<M>* x, const TileRows& next = {}) {
-  // Of 96, between the calls for both panels of keys: 32 register tiles of AVX-512, 6 of AMX.
+  // Spreads 96 rows over the register tiles of both key panels: 32 on AVX-512, 6 on AMX.
   constexpr int64_t kFetchRows = kOnTiles ? 16 : 3;
   int64_t fetched = 0;
   for (int64_t panel = 0; panel < kKeyBlock; panel += kPanelCols<M>) {
@@ -94,12 +94,12 @@ void multiply_by_keys(const TilePlan& plan, const M* rows, int64_t lda, int64_t 
   if (next.data != nullptr) next.fetch(plan, {fetched, plan.rows()});
 }
 
-// Columns of sums at a time: where tiles split X, once for all of them.
+// Columns that are summed at a time; if tiles split X, they split it once for all of them.
 template <class M>
 constexpr int64_t kSumColumns = (kSplits<M> ? 4 : 1) * kPanelCols<M>;
 
-// sum += X Y for the keys of a range, at most kSumColumns columns wide: X (rows, keys) has row
-// stride ldx, Y has a row per key with stride ldy; for 16-bit operands, Y is in pairs of rows.
+// sum += X Y for a range of keys, at most kSumColumns columns. X (rows, keys) has row stride ldx; Y
+// has one row per key with stride ldy, for 16-bit operands in pairs of rows.
 template <class M>
 void accumulate_range(const computed_t<M>* x, int64_t ldx, const M* y, int64_t ldy, Range keys,
                       int64_t rows, int64_t cols, compute_t<M>* sum, int64_t ld) {
@@ -110,7 +110,7 @@ void accumulate_range(const computed_t<M>* x, int64_t ldx, const M* y, int64_t l
   if constexpr (Operand<M>::kStep == 1) {
     multiply(keys.begin, keys.end - keys.begin, rows_from(keys.begin));
   } else {
-    // An unseen key of a pair must not be multiplied even by 0: it could be NaN.
+    // An unseen key of a pair must not even be multiplied by 0: it could be NaN.
     const auto multiply_half = [&](int64_t key) {
       M pairs[2 * kSumColumns<M>] = {};
       const M* const from = rows_from(key / 2 * 2).data + key % 2;
@@ -126,7 +126,7 @@ void accumulate_range(const computed_t<M>* x, int64_t ldx, const M* y, int64_t l
   }
 }
 
-// The same for the rows of a plan's groups (queries x keys of the tile) and any width.
+// accumulate_range for the rows of a plan's groups (queries x keys of the tile) and any width.
 template <class M>
 void accumulate_keys(const TilePlan& plan, const computed_t<M>* x, int64_t ldx, const M* y,
                      int64_t ldy, int64_t width, compute_t<M>* sum, int64_t ld) {

@@ -1,5 +1,5 @@
-// What all CUDA kernels of attention share: where rows are, which keys of a tile are visible and
-// kept, and the way from q.k to the logit and back. A tile is 64 queries x 64 keys, so that the
+// Shared by all CUDA kernels of attention: places of rows, visible and kept keys of a tile, and the
+// computation of logits from q.k and its derivative. A tile is 64 queries x 64 keys, so that the
 // keys of a query fit in one word.
 #pragma once
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ Sequence sequence_of(const AttentionProblem& p, int64
   return {0, q, tq, k, tk};
 }
 
-// The index of a query in lse and tensors like it.
+// Index of a query in lse and tensors like it.
 __device__ __forceinline__ int64_t row_index(const AttentionProblem& p, const Sequence& s,
                                              int64_t h, int64_t q) {
   return (s.entry * p.hq + h) * p.lse_stride + s.q + q;
@@ -71,7 +71,7 @@ GPU_NOINLINE uint64_t row_bits(const AttentionProblem& p, const Sequence& s, int
   return q < s.tq ? visible_bits(mask_of(p, s), b, h, q, key) : 0;
 }
 
-// Finds out whether the tile is masked. Returns false if no pair is visible.
+// Determines whether the tile is masked. Returns false if no pair is visible.
 __device__ __forceinline__ bool plan(const AttentionProblem& p, Tile& tile) {
   const Sequence& s = tile.sequence;
   tile.masked = tile.k + kTile > s.tk || tile.q + kTile > s.tq;
@@ -82,7 +82,7 @@ __device__ __forceinline__ bool plan(const AttentionProblem& p, Tile& tile) {
   return found != TileClass::skip;
 }
 
-// These stay calls, as above.
+// Out of line like tile_class.
 template <Along kAlong>
 GPU_NOINLINE Cursor<kAlong> cursor_of(const AttentionProblem& p, const Sequence& s, int64_t b,
                                       int64_t h, Range others, int64_t size) {
@@ -93,8 +93,8 @@ GPU_NOINLINE int64_t next_block(Cursor<kAlong>& cursor) {
   return cursor.next();
 }
 
-// Moves a tile along the keys of its queries, or the queries of its keys, over those that hold a
-// visible pair.
+// Moves a tile along the keys of its queries, or the queries of its keys, to
+// each tile with a visible pair.
 template <Along kAlong>
 struct Tiles {
   const AttentionProblem& p;
@@ -118,7 +118,7 @@ struct Tiles {
   }
 };
 
-// A seed in GPU memory is read here, so that a captured graph can have another seed in each replay.
+// Reads a seed in GPU memory here, so that each replay of a captured graph can have another seed.
 __device__ __forceinline__ Dropout dropout_of(const AttentionProblem& p) {
   Dropout dropout = p.dropout;
   if (p.seed != nullptr) {
@@ -128,12 +128,12 @@ __device__ __forceinline__ Dropout dropout_of(const AttentionProblem& p) {
   return dropout;
 }
 
-// For each query of a tile: which keys are visible and which are kept by dropout.
+// Visible keys, and keys kept by dropout, for each query of a tile.
 struct TileBits {
   uint64_t visible[kTile];  // written if the tile is masked
   uint16_t keep[kTile][4];  // written if there is dropout
 
-  // Called by all threads of the block, with a barrier before the bits are read.
+  // Called by all threads of the block; needs a barrier before the bits are read.
   __device__ __forceinline__ void load(const AttentionProblem& p, const Tile& tile) {
     const int threads = static_cast<int>(blockDim.x);
     if (tile.masked) {
@@ -153,7 +153,7 @@ struct TileBits {
   __device__ __forceinline__ bool sees(const Tile& tile, int r, int n) const {
     return !tile.masked || (visible[r] >> n & 1) != 0;
   }
-  // The factor of dropout: 0 or 1 / (1 - p).
+  // Dropout factor: 0 or 1 / (1 - p).
   template <class A>
   __device__ __forceinline__ A factor(const AttentionProblem& p, int r, int n) const {
     if (p.dropout.threshold == 0) return A(1);
@@ -161,7 +161,7 @@ struct TileBits {
   }
 };
 
-// Element of the table's term for (0, 0) of a sequence. All sequences are aligned at their ends.
+// Element of the table term for (0, 0) of a sequence. All sequences are aligned at their ends.
 __device__ __forceinline__ int64_t relative_origin(const AttentionProblem& p, const Sequence& s) {
   const int64_t shorter = is_relative(p.table.kind) ? (p.tk - s.tk) - (p.tq - s.tq) : 0;
   return p.relative.origin + shorter;
@@ -179,13 +179,13 @@ __device__ __forceinline__ A score_at(const ScoreView& x, int64_t offset) {
   }
 }
 
-// A logit, -inf where hidden, and its derivative with respect to pre * q.k.
+// A logit, -inf if hidden, and its derivative with respect to pre * q.k.
 template <class A>
 struct Logit {
   A value, slope;
 };
 
-// From q.k of one pair to its logit. The factor of a head is part of query_factor.
+// Computes a pair's logit from q.k. The factor of a head is part of query_factor.
 template <class A>
 __device__ __forceinline__ Logit<A> logit_of(const AttentionProblem& p, const Tile& tile, int r,
                                              int n, A dot, bool sees) {
@@ -210,12 +210,12 @@ __device__ __forceinline__ Logit<A> logit_of(const AttentionProblem& p, const Ti
   return {x, slope};
 }
 
-// The P of a row is factor * e^(logit - shift), see BackwardShift.
+// P of a row is factor * e^(logit - shift), see BackwardShift.
 template <class A>
 struct RowStats {
   A shift, factor, delta;
 };
-// The statistics at index `row` of lse.
+// Statistics at index `row` of lse.
 template <class A>
 __device__ __forceinline__ RowStats<A> stats_of(const AttentionBackwardParams& params,
                                                 int64_t row) {
@@ -225,7 +225,7 @@ __device__ __forceinline__ RowStats<A> stats_of(const AttentionBackwardParams& p
   return {shift, exp2(exponent), static_cast<const A*>(params.workspace)[row]};
 }
 
-// The gradients of one pair.
+// Gradients of one pair.
 template <class A>
 struct PairGradient {
   A weight;  // Z P, which multiplies v
@@ -233,7 +233,7 @@ struct PairGradient {
   A dot;     // with respect to query_factor * q.k, in natural units
 };
 
-// From q.k and dP = dO.v to the gradients; z is the factor of dropout.
+// Computes the gradients from q.k and dP = dO.v; z is the dropout factor.
 template <class A>
 __device__ __forceinline__ PairGradient<A> gradient_of(const AttentionProblem& p, const Tile& tile,
                                                        int r, int n, bool sees, A z, A dot, A dp,
@@ -250,13 +250,13 @@ __device__ __forceinline__ PairGradient<A> gradient_of(const AttentionProblem& p
   return {e * z, grad, grad * logit.slope};
 }
 
-// The scale, pre * chain: multiplies sums of PairGradient::dot, as does the factor of a head.
+// Scale, pre * chain, of sums of PairGradient::dot; the factor of a head multiplies them, too.
 template <class A>
 __device__ __forceinline__ A gradient_scale(const AttentionProblem& p) {
   return static_cast<A>(p.score.pre * p.score.chain);
 }
 
-// Blocks for a number of work items; kernels loop over the grid.
+// Number of blocks for a number of work items; kernels loop over the grid.
 inline unsigned item_grid(int64_t items) {
   return static_cast<unsigned>(min(items, int64_t{0x7fffffff}));
 }

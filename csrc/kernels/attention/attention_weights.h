@@ -1,4 +1,4 @@
-// What the kernels of attention weights do with a row (see AttentionWeightsParams).
+// Computes and stores the rows of attention weights (see AttentionWeightsParams).
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -8,7 +8,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The weights of a row, from its products x and its lse in logits; added to `sums`.
+// Turns the products x of a row into weights, given its lse in logits, and adds them to `sums`.
 template <class A>
 void weigh_row(const RowScore<A>& score, A* x, Range columns, A shift, A* sums) {
   using V = Vec<A>;

@@ -1,6 +1,6 @@
-// The attention weights, from q, k and lse (see attention.h), or their sums. A work item is one key
-// block of one head of the result: it owns the columns it writes, and sums the query heads one
-// after the other, each in query order.
+// Attention weights from q, k and lse (see attention.h), or sums of them. A work item is one
+// key block of one head of the result: it owns the columns it writes, and sums the query heads
+// one by one, each in query order.
 #include "kernels/attention/attention_distance.h"
 #include "kernels/attention/attention_weights.h"
 #include "runtime/assert.h"

@@ -1,6 +1,6 @@
-// The attention weights, from q, k and lse, or their sums, see attention_weights_cpu.cpp: by FMA
-// for any dtype and head size. A block computes 64 keys of one head of the result over the blocks
-// of queries that see them, for one query head after the other, and sums them in that order.
+// Attention weights from q, k and lse, or sums of them, see attention_weights_cpu.cpp: by FMA for
+// any dtype and head size. A block computes 64 keys of one head of the result over the blocks of
+// queries that see them, one query head after another, and sums in this order.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_distance_cuda.h"
 #include "runtime/dispatch.h"

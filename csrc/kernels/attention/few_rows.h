@@ -1,5 +1,5 @@
-// Products of a few rows with keys at any addresses, in registers: each key is read where it lies,
-// once for a few rows, without packing.
+// Products of a few rows with keys at any addresses, in registers: each key is read in place, once
+// for a few rows, without packing.
 #pragma once
 
 #include "runtime/gemm_tile.h"
@@ -8,15 +8,15 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Rows in registers, with kKeys keys (in q.k) or vectors of a key's row (in P V); of 16 registers
-// four rows would take more than there are.
+// Number of rows in registers, next to kKeys keys (in q.k) or vectors of a key's row (in P V). Four
+// rows would not fit into 16 registers.
 constexpr int kRows = kTileAccumulators < 16 ? 2 : 4;
 constexpr int kKeys = 4;
 
-// More rows are faster with keys that are packed, which costs the same for any number of rows.
+// With more rows, packing keys pays; its cost does not depend on the number of rows.
 constexpr int64_t kRowsInPlace = 16;
 
-// s[r][n] = q_r . k_n for up to kKeys keys, at offsets `at` from k; q rows are padded with zeros.
+// s[r][n] = q_r . k_n for up to kKeys keys at offsets `at` from k; rows of q are padded with zeros.
 template <class T, int kCount>
 OMNIATTN_INLINE void dot_tile(const compute_t<T>* q, int64_t ldq, const T* k, const int64_t* at,
                               int64_t keys, int64_t d, compute_t<T>* s, int64_t lds) {
@@ -46,7 +46,7 @@ OMNIATTN_INLINE void dot_tile(const compute_t<T>* q, int64_t ldq, const T* k, co
   for (int r = 0; r < kCount; ++r) store_sums(s + r * lds, acc[r]);
 }
 
-// o[r][0 .. cols) += sum_n s[r][n] v_n, with v_n at offset at[n] from v; kCount rows, kVecs
+// o[r][0 .. cols) += sum_n s[r][n] v_n, with v_n at offset at[n] from v, for kCount rows and kVecs
 // vectors, the last of which may be partial.
 template <class T, int kCount, int kVecs>
 OMNIATTN_INLINE void weigh_tile(const compute_t<T>* s, int64_t lds, const T* v, const int64_t* at,
@@ -95,7 +95,7 @@ OMNIATTN_INLINE void for_row_tiles(int64_t rows, const F& f) {
 }
 
 // s = q K^T for `rows` rows of q, padded with zeros, and `keys` keys at offsets `at` from k. All
-// rows are multiplied with a few keys while these are in L1. First fetch(n) prefetches later keys.
+// rows are multiplied by a few keys while these are in L1. fetch(n) prefetches later keys.
 template <class T, class F>
 void dot_rows_at(const compute_t<T>* q, int64_t ldq, int64_t rows, const T* k, const int64_t* at,
                  int64_t keys, int64_t d, compute_t<T>* s, int64_t lds, const F& fetch) {
@@ -108,7 +108,7 @@ void dot_rows_at(const compute_t<T>* q, int64_t ldq, int64_t rows, const T* k, c
   }
 }
 
-// o += s V, a few columns of V at a time, so that these stay in L1.
+// o += s V, for a few columns of V at a time, which stay in L1.
 template <class T>
 void weigh_rows_at(const compute_t<T>* s, int64_t lds, int64_t rows, const T* v, const int64_t* at,
                    int64_t keys, int64_t cols, compute_t<T>* o, int64_t ldo) {
@@ -124,7 +124,7 @@ void weigh_rows_at(const compute_t<T>* s, int64_t lds, int64_t rows, const T* v,
   for (; c < cols; c += kWidth) weigh(c, Count<1>{});
 }
 
-// to[k] += sum over kCount rows r of s[r][k] y_r, rows of `width` in whole vectors.
+// to[k] += sum over kCount rows r of s[r][k] y_r, for rows of `width` in whole vectors.
 template <int kCount, int kTo, class A>
 OMNIATTN_INLINE void add_tile(const A* s, int64_t lds, const A* y, int64_t ldy, int64_t width,
                               A* const (&to)[kTo]) {
@@ -155,7 +155,7 @@ template <class A>
 void add_rows_at(const A* s, int64_t lds, int64_t rows, const A* y, int64_t ldy, int64_t width,
                  const int64_t* at, int64_t keys, A* sum) {
   for (int64_t n = 0; n < keys;) {
-    const bool two = n + 1 < keys && at[n] != at[n + 1];  // of two keys, a row of y is read once
+    const bool two = n + 1 < keys && at[n] != at[n + 1];  // for two keys, a row of y is read once
     for_row_tiles<4>(rows, [&](int64_t r, auto tile) {
       constexpr int kCount = decltype(tile)::value;
       const A *const x = s + r * lds + n, *const row = y + r * ldy;

@@ -1,16 +1,16 @@
-// The lightning indexer of DeepSeek sparse attention (DeepSeek-AI 2025, arXiv 2512.02556): for each
-// query t the `count` keys s with the largest
+// Lightning indexer of DeepSeek sparse attention (DeepSeek-AI 2025, arXiv 2512.02556). Selects for
+// each query t the `count` keys s with the largest
 //
 //   I_ts = sum_h w_th relu(q_th . k_s)      s < Tk, and s <= t + Tk - Tq under a causal mask
 //
-// in falling order, at equal scores the first key or the last one. -0 equals +0, NaN is less than
-// -inf; where fewer keys are seen, the rest of a list is -1. Scores are sums in the compute type.
+// in descending order; at equal scores the first key, or if `recent` the last, comes first. -0
+// equals +0, NaN is less than -inf; short lists end in -1. Scores are sums in the compute type.
 //
-// An item is a block of queries and a range of keys, which it walks once, from the keys that come
-// first at equal scores to those that come last. So of the keys that follow only those with a
-// larger score than the count-th so far can enter a list. Each query collects them, and drops all
-// but the best `count` when its memory is full. Few queries split their keys over items, whose
-// candidates are then merged; the order of candidates is total, so that splits change nothing.
+// An item is a block of queries and a range of keys. It walks the keys once, from those preferred
+// at equal scores to the others, so a later key can enter a list only with a score larger than the
+// count-th so far. Each query collects such keys, and drops all but the best `count` when its
+// memory is full. Few queries split their keys over items, whose candidates are then merged; the
+// order of candidates is total, so splits do not change the result.
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -24,34 +24,34 @@ struct IndexerParams {
   int64_t count;        // entries of a list
   HeadView q;           // (B, Tq, H, D)
   HeadView k;           // (B, Tk, 1, D)
-  const void* w;        // (B, Tq, H) of the compute type; null: 1
-  const uint8_t* real;  // (B, Tk), 0: never chosen; null: all are
+  const void* w;        // (B, Tq, H) in the compute type; null: 1
+  const uint8_t* real;  // (B, Tk), 0: never chosen; null: all may be
   int64_t real_stride;
   bool causal, relu, recent;
   int32_t* index;  // (B, Tq, count)
-  void* scores;    // (B, Tq, count) of the compute type, or null
-  // On the CPU k as column panels (indexer_packed), or null: items pack their own tiles. On CUDA
-  // the candidates of each block.
+  void* scores;    // (B, Tq, count) in the compute type, or null
+  // On the CPU k as column panels (indexer_packed), or null: items pack their own tiles. On
+  // CUDA the candidates of each block.
   void* workspace;
   int64_t splits;  // of the keys, on the CPU
   void* parts;     // candidates of each split (indexer_parts), or null
 };
 static_assert(std::is_trivially_copyable_v<IndexerParams>);
 
-constexpr int64_t kIndexerKeys = 64;        // of a tile
-constexpr int64_t kIndexerRows = 512;       // (query, head) of an item
-constexpr int64_t kIndexerQueries = 32;     // of an item, at most
-constexpr int64_t kIndexerItems = 64;       // keys are split to get so many items,
-constexpr int64_t kIndexerSplitKeys = 512;  // of at least so many keys
+constexpr int64_t kIndexerKeys = 64;        // keys of a tile
+constexpr int64_t kIndexerRows = 512;       // rows (query, head) of an item
+constexpr int64_t kIndexerQueries = 32;     // queries of an item, at most
+constexpr int64_t kIndexerItems = 64;       // keys are split to get this many items,
+constexpr int64_t kIndexerSplitKeys = 512;  // with at least this many keys each
 
-// Keys from here on are hidden from a query.
+// First key that is hidden from a query by its position.
 OMNIATTN_FN int64_t indexer_end(const IndexerParams& p, int64_t query) {
   return p.causal ? larger(0, smaller(p.tk, query + 1 + bottom_right_offset(p.tq, p.tk))) : p.tk;
 }
-// Entries of a list that can be keys.
+// Number of entries of a list that can be keys.
 OMNIATTN_FN int64_t indexer_kept(const IndexerParams& p) { return smaller(p.count, p.tk); }
 
-// On the CPU. Sizes of memory are in elements of the compute type.
+// CPU only. Sizes of memory are in elements of the compute type.
 
 OMNIATTN_FN int64_t indexer_queries(const IndexerParams& p) {
   const int64_t fill = kIndexerRows / larger(p.heads, 1);
@@ -65,20 +65,20 @@ OMNIATTN_FN int64_t indexer_splits(const IndexerParams& p) {
   const int64_t wanted = ceil_div(kIndexerItems, larger(1, p.batch * indexer_blocks(p)));
   return larger(1, smaller(wanted, p.tk / kIndexerSplitKeys));
 }
-// Queries whose products one call computes, so that it has enough rows.
+// Number of queries whose products one call computes, so that it has enough rows.
 OMNIATTN_FN int64_t indexer_group(const IndexerParams& p) {
   return larger(1, smaller(64 / larger(p.heads, 1), indexer_queries(p)));
 }
-// Candidates of a query: twice what is kept, so that dropping the others is rare, and a tile.
+// Candidates of a query: twice the kept ones, so that dropping others is rare, plus a tile.
 OMNIATTN_FN int64_t indexer_capacity(const IndexerParams& p) {
   return smaller(larger(2 * indexer_kept(p), 256), indexer_tiles(p) * kIndexerKeys) + kIndexerKeys;
 }
-// Of one tile, and of all keys.
+// Size of one packed tile, and of all packed keys.
 OMNIATTN_FN int64_t indexer_packed_tile(const IndexerParams& p) { return kIndexerKeys * p.d; }
 OMNIATTN_FN int64_t indexer_packed(const IndexerParams& p) {
   return p.batch * indexer_tiles(p) * indexer_packed_tile(p);
 }
-// Candidates that a split leaves of a query: scores, keys, and their number.
+// Candidates of a query that a split leaves: scores, keys, and their number.
 OMNIATTN_FN int64_t indexer_part_capacity(const IndexerParams& p) {
   return smaller(indexer_kept(p), ceil_div(indexer_tiles(p), p.splits) * kIndexerKeys);
 }
@@ -88,7 +88,7 @@ OMNIATTN_FN int64_t indexer_part(const IndexerParams& p) {
 OMNIATTN_FN int64_t indexer_parts(const IndexerParams& p) {
   return p.batch * p.tq * p.splits * indexer_part(p);
 }
-// Rows of q, products, a tile of k; candidates of each query; lists while they are sorted.
+// Memory for rows of q, products, a tile of k, candidates of each query, and lists being sorted.
 OMNIATTN_FN int64_t indexer_scratch(const IndexerParams& p) {
   const int64_t queries = indexer_queries(p);
   return queries * larger(p.heads, 1) * padded_row(p.d) +
@@ -100,13 +100,13 @@ OMNIATTN_FN int64_t indexer_merge_scratch(const IndexerParams& p) {
 }
 
 struct IndexerKernels {
-  // batch * tiles without scratch; batch * blocks * splits with indexer_scratch; batch * tq with
-  // indexer_merge_scratch, where keys are split.
+  // batch * tiles without scratch; batch * blocks * splits with indexer_scratch; if keys are split,
+  // batch * tq with indexer_merge_scratch.
   AttentionKernel<IndexerParams> pack, choose, merge;
 };
 OMNIATTN_PRODUCT_KERNEL_TABLE(IndexerKernels, indexer_kernels)
 
-// On CUDA, where a block takes one query after another.
+// CUDA only: a block processes one query after another.
 constexpr int64_t kIndexerThreads = 256;
 constexpr int64_t kIndexerBlocks = 1024;
 OMNIATTN_FN int64_t indexer_cuda_blocks(const IndexerParams& p) {
@@ -116,13 +116,13 @@ OMNIATTN_FN int64_t indexer_cuda_capacity(const IndexerParams& p) {
   return smaller(larger(2 * indexer_kept(p), 1024), round_up(p.tk, kIndexerThreads)) +
          kIndexerThreads;
 }
-// Scores as integers, then keys.
+// Workspace: scores as integers, then keys.
 OMNIATTN_FN int64_t indexer_cuda_workspace(const IndexerParams& p) {
   return 2 * indexer_cuda_blocks(p) * indexer_cuda_capacity(p);
 }
 Status launch_dsa_indexer(const IndexerParams& p, Stream stream);
 
-// Scores as unsigned integers in the same order; NaN is 0.
+// Maps scores to unsigned integers in the same order; NaN maps to 0.
 OMNIATTN_FN uint32_t order_of_score(float x) {
   const auto bits = __builtin_bit_cast(uint32_t, x + 0.0f);
   return x != x ? 0 : bits >> 31 != 0 ? ~bits : bits | uint32_t{1} << 31;

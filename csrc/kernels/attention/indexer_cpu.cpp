@@ -1,5 +1,5 @@
-// The lightning indexer, see indexer.h: the products of a few queries with a tile of keys stay in
-// L1, their sums over heads go to the candidates of each query.
+// The lightning indexer, see indexer.h. Products of a few queries with a tile of keys stay in L1;
+// their sums over heads are added to the candidates of each query.
 #include "kernels/attention/indexer_list.h"
 #include "kernels/attention/indexer_tile.h"
 #include "runtime/assert.h"
@@ -21,7 +21,7 @@ void pack_tile(const IndexerParams& p, int64_t n) {
           reinterpret_cast<M*>(to));
 }
 
-// Writes the list of a query, of row n of (B, Tq).
+// Writes the list of a query, row n of (B, Tq).
 template <class A>
 void store_list(const IndexerParams& p, int64_t n, Candidates<A>& list, A* memory) {
   const int64_t kept = indexer_kept(p);
@@ -38,7 +38,7 @@ void store_list(const IndexerParams& p, int64_t n, Candidates<A>& list, A* memor
   }
 }
 
-// What a split has found for row n of (B, Tq).
+// Candidates that a split has found for row n of (B, Tq).
 template <class A>
 struct Part {
   Entries<order_t<A>> entries;
@@ -59,7 +59,7 @@ void store_part(const IndexerParams& p, int64_t n, int64_t split, Candidates<A>&
   *part.count = static_cast<int32_t>(list.count);
 }
 
-// The tiles of split n of those before `end`, in the order of the walk.
+// Tiles of split n of the keys before `end`, in walking order.
 struct IndexerWalk {
   int64_t tiles, next, last;
   bool backwards;
@@ -106,7 +106,7 @@ void add_tile(const IndexerRows<T>& rows, Range tile, Candidates<compute_t<T>>* 
 template <class T>
 void choose_item(const IndexerParams& p, void* scratch, int64_t item) {
   using A = compute_t<T>;
-  // The last queries, which see most keys, first.
+  // Later queries see more keys, so they come first.
   const int64_t per_block = p.batch * p.splits, of_block = item % per_block;
   const int64_t blocks = indexer_blocks(p), split = of_block % p.splits;
   const int64_t b = of_block / p.splits;

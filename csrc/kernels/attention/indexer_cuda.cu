@@ -1,6 +1,6 @@
-// The lightning indexer on CUDA, see indexer.h: a block takes one query after another and walks its
-// keys, a thread a key at a time. Candidates are in global memory, in the order of the walk; the
-// best of them are found by their scores as integers, a digit at a time, and ranked by counting.
+// The lightning indexer on CUDA, see indexer.h: a block processes one query after another and walks
+// its keys, each thread one key at a time. Candidates are in global memory in walking order; the
+// best are found by their scores as integers, digit by digit, and ranked by counting.
 #include "kernels/attention/indexer.h"
 
 #include "runtime/dispatch.h"
@@ -16,8 +16,8 @@ constexpr int kDigits = 256;
 
 __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x); }
 
-// The number of threads before this one that are `chosen`, and of all of them in `total`. All
-// threads of the block take part.
+// Number of earlier threads that are `chosen`; `total` becomes the number of all chosen threads.
+// All threads of the block take part.
 __device__ __forceinline__ int chosen_before(bool chosen, int& total) {
   GPU_SHARED(int, counts, kWarps);
   const int warp = thread() / 32, lane = thread() % 32;
@@ -34,7 +34,7 @@ __device__ __forceinline__ int chosen_before(bool chosen, int& total) {
   return before;
 }
 
-// The candidates of the block's query. Every thread has the same values in it.
+// Candidates of the block's query. Every thread holds the same values.
 template <class A>
 struct BlockCandidates {
   using Order = order_t<A>;
@@ -56,7 +56,7 @@ struct BlockCandidates {
     __syncthreads();
   }
 
-  // The n-th largest order, and how many of those equal to it are among the n.
+  // The n-th largest order, and how many orders equal to it are among the n largest.
   __device__ Order nth_largest(int64_t n, int64_t& equal) const {
     GPU_SHARED(int, counts, kDigits);
     GPU_SHARED(int64_t, found, 2);  // the digit, and how many of its orders are among the n
@@ -87,7 +87,7 @@ struct BlockCandidates {
     return prefix;
   }
 
-  // Leaves the best `kept` of more, in the order of the walk.
+  // Keeps the best `kept`, in walking order.
   __device__ void drop(int64_t kept) {
     int64_t equal;
     const Order last = nth_largest(kept, equal);
@@ -115,7 +115,7 @@ struct BlockCandidates {
   }
 };
 
-// I of query t and key j.
+// Score I of query t and key j.
 template <class T>
 __device__ compute_t<T> score(const IndexerParams& p, int64_t b, int64_t t, int64_t j) {
   using A = compute_t<T>;
@@ -126,7 +126,7 @@ __device__ compute_t<T> score(const IndexerParams& p, int64_t b, int64_t t, int6
   for (int64_t h = 0; h < p.heads; ++h, q += p.q.stride_h) {
     A product = 0;
     for (int64_t c = 0; c < p.d; ++c) product += gpu::widen(q[c]) * gpu::widen(k[c]);
-    if (p.relu && product < A(0)) product = 0;  // NaN stays
+    if (p.relu && product < A(0)) product = 0;  // NaN stays NaN
     sum += p.w != nullptr ? w[h] * product : product;
   }
   return sum;

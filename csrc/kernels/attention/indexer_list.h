@@ -1,5 +1,5 @@
-// The candidates of a query of the indexer (see indexer.h), in the order in which the keys are
-// walked, and how the best of them are found: by their scores as integers, a digit at a time.
+// Candidates of a query of the indexer (see indexer.h), in the order in which keys are walked. The
+// best of them are found by their scores as integers, digit by digit.
 #pragma once
 
 #include "kernels/attention/indexer.h"
@@ -16,14 +16,14 @@ OMNIATTN_INLINE int digit_of(Order x, int shift) {
   return static_cast<int>(x >> shift & (kDigits - 1));
 }
 
-// The n-th largest, n in [1, count]. `equal` becomes how many of those equal to it are among the n.
+// The n-th largest of x, n in [1, count]; `equal`: how many equal to it are among the n largest.
 template <class Order>
 Order nth_largest(const Order* x, int64_t count, int64_t n, int64_t& equal) {
   constexpr int kBits = 8 * static_cast<int>(sizeof(Order));
   Order found = 0, known = 0;
   for (int shift = kBits - kDigitBits; shift >= 0; shift -= kDigitBits) {
-    // Most scores have the same first digit: of two counts in turn none waits for the one before.
-    // The last is of those that differ in a digit before, so that no branch depends on x.
+    // Most scores share their first digit: two alternating counters do not wait for each other. The
+    // last counter is for scores that differ in an earlier digit, so no branch depends on x.
     int32_t counts[2][kDigits + 1] = {};
     for (int64_t i = 0; i < count; ++i) {
       ++counts[i & 1][(x[i] & known) == found ? digit_of(x[i], shift) : kDigits];
@@ -39,7 +39,7 @@ Order nth_largest(const Order* x, int64_t count, int64_t n, int64_t& equal) {
   return found;
 }
 
-// How many of `count` numbers are at least `bound`.
+// Number of orders that are at least `bound`.
 template <class A>
 int64_t count_from(const order_t<A>* x, int64_t count, order_t<A> bound) {
   using Bits = typename Vec<A>::Bits;
@@ -70,8 +70,8 @@ struct Entries {
   }
 };
 
-// Sorts `count` entries, larger first; equal ones stay in their order. Returns where they are then:
-// x or `other`.
+// Sorts `count` entries in descending order; equal entries keep their order. Returns the array that
+// holds the result: x or `other`.
 template <class Order>
 Entries<Order> sort_entries(Entries<Order> x, Entries<Order> other, int64_t count) {
   constexpr int kBits = 8 * static_cast<int>(sizeof(Order));
@@ -112,7 +112,7 @@ struct Candidates {
   Entries<Order> entries;
   int64_t count;
   Order least;    // only orders from here on can still be chosen,
-  A least_score;  // which is, if `has_least`, scores from here on
+  A least_score;  // if `has_least`, only scores from here on
   bool has_least;
 
   OMNIATTN_INLINE void start(A* memory, int64_t capacity) {
@@ -122,8 +122,8 @@ struct Candidates {
     has_least = false;
   }
 
-  // Of `keys` scores s of the keys from `key` on those that can be chosen. The memory must have
-  // room for all.
+  // Appends the selectable keys among `keys` keys from `key` on, which have scores s.
+  // There must be room for all of them.
   OMNIATTN_INLINE void add(const A* s, const uint8_t* real, int64_t key, int64_t keys,
                            bool backwards) {
     constexpr int64_t kWidth = Vec<A>::kWidth;
@@ -134,7 +134,7 @@ struct Candidates {
     for (int64_t v = 0; v < vectors; ++v) {
       const int64_t first = (backwards ? vectors - 1 - v : v) * kWidth;
       if (has_least && !any(load(s + first) >= Vec<A>(least_score))) continue;
-      Order orders[kWidth];  // at once, in vectors
+      Order orders[kWidth];  // computed at once, in vectors
       for (int64_t lane = 0; lane < kWidth; ++lane) orders[lane] = order_of_score(s[first + lane]);
       const int64_t lanes = smaller(kWidth, keys - first);
       const auto add_lane = [&](int64_t lane) OMNIATTN_LAMBDA {
@@ -152,7 +152,7 @@ struct Candidates {
     count = end;
   }
 
-  // Leaves the best `kept`, in the order of the walk.
+  // Keeps the best `kept`, in walking order.
   void drop(int64_t kept) {
     if (count < kept || kept == 0) return;
     int64_t equal;
@@ -166,13 +166,13 @@ struct Candidates {
       left += order > last || ties ? 1 : 0;
     }
     count = left;
-    raise(last + 1);  // of equal ones those before came first; the largest order is that of inf
+    raise(last + 1);  // of equal scores, earlier ones win; the largest order is that of inf
   }
 
-  // Leaves the best `kept` and few more, if a bound is found between them and the others; takes a
-  // fraction of the time of drop.
+  // Keeps the best `kept` and a few more, if a bound separates them from the others; otherwise
+  // drops. Takes a fraction of the time of drop.
   void thin(int64_t kept) {
-    Order low = least, high = 0;  // bounds that leave too many and too few
+    Order low = least, high = 0;  // bounds that leave too many, and too few
     for (int64_t i = 0; i < count; ++i) high = larger(high, entries.order[i]);
     while (high - low > 1) {
       const Order bound = low + (high - low) / 2;
@@ -198,7 +198,7 @@ struct Candidates {
   void raise(Order to) {
     least = to;
     least_score = score_of_order(to);
-    has_least = least_score == least_score;  // to NaN no score compares
+    has_least = least_score == least_score;  // no score compares with NaN
   }
 };
 

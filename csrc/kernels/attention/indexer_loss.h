@@ -1,17 +1,17 @@
-// The loss of the lightning indexer (see indexer.h), of each query t over the keys s that it sees,
+// Loss of the lightning indexer (see indexer.h) for each query t over the keys s that it sees,
 // all of them or those of a list:
 //
 //   KL(p_t || softmax_s I_ts) = sum_s p_ts (ln p_ts - I_ts) + ln sum_s exp I_ts
 //   p_ts = u_ts / sum_s u_ts     u_ts = sum_h exp(scale q_th . k_s - lse_th)   heads of attention
 //
 // and its gradients with respect to the indexer's q, k and w. Queries of an item share tiles of
-// keys, which are copied, since few rows read each: neither u nor I of more than an item's queries
-// is ever in memory. With lists an item is a query, and u (B, Tq, n) is kept for the backward: its
-// products can be nine times those of the indexer. Without, the backward computes u again.
+// keys, which are copied, since each is read by few rows: u and I are in memory for one item's
+// queries at most. With lists an item is one query, and u (B, Tq, n) is kept for the backward: its
+// products can be nine times those of the indexer. Without lists the backward recomputes u.
 //
-// In the backward an owner, every splits-th item of a batch entry, adds dk to a buffer of its own,
-// and finish adds these up in order. Products are in the compute type: rounded factors would not
-// fit the lse of the attention.
+// In the backward an owner, i.e. every splits-th item of a batch entry, adds dk to its own buffer,
+// and finish sums the buffers in order. Products are in the compute type: rounded factors would
+// not fit the lse of the attention.
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -19,10 +19,10 @@
 
 namespace omniattn {
 
-constexpr int64_t kLossKeys = 64;     // of a tile
-constexpr int64_t kLossQueries = 16;  // of an item without lists, at most
-constexpr int64_t kLossKept = 2;      // numbers of a query before its u, see `kept`
-constexpr int64_t kLossOwners = 8;    // of the backward
+constexpr int64_t kLossKeys = 64;     // keys of a tile
+constexpr int64_t kLossQueries = 16;  // queries of an item without lists, at most
+constexpr int64_t kLossKept = 2;      // numbers stored before the u of a query, see `kept`
+constexpr int64_t kLossOwners = 8;    // owners in the backward
 
 struct IndexerLossParams {
   DType dtype;
@@ -30,13 +30,13 @@ struct IndexerLossParams {
   int64_t hq, hkv, attention_d;     // of the attention
   HeadView q;                       // (B, Tq, H, D)
   HeadView k;                       // (B, Tk, 1, D)
-  const void* w;                    // (B, Tq, H) of the compute type; null: 1
+  const void* w;                    // (B, Tq, H) in the compute type; null: 1
   HeadView attention_q;             // (B, Tq, Hq, attention_d)
   HeadView attention_k;             // (B, Tk, Hkv, attention_d)
-  const void* lse;                  // (B, Hq, Tq) of the compute type
-  const int32_t* indices;           // (B, Tq, count), what is no key is none; null: all keys
+  const void* lse;                  // (B, Hq, Tq) in the compute type
+  const int32_t* indices;           // (B, Tq, count), entries that are no key are skipped; or null
   int64_t count;
-  const uint8_t* real;  // (B, Tk), 0: no key; null: all are
+  const uint8_t* real;  // (B, Tk), 0: no key; null: all are keys
   int64_t real_stride;
   double scale;
   bool causal, relu;
@@ -45,8 +45,8 @@ struct IndexerLossParams {
 struct IndexerLossForwardParams {
   IndexerLossParams problem;
   void* loss;  // (B, Tq)
-  // (B, Tq, kLossKept + count): ln sum exp I, inf where all u are 0; 1 / sum u; u of the keys that
-  // are seen, in the order of the list. Or null.
+  // (B, Tq, kLossKept + count), or null: ln sum exp I, inf if all u are 0; 1 / sum u; u of the keys
+  // that are seen, in the order of the list.
   void* kept;
 };
 struct IndexerLossBackwardParams {
@@ -57,12 +57,12 @@ struct IndexerLossBackwardParams {
   MutableHeadView k_grad;  // (B, Tk, 1, D)
   void* w_grad;            // (B, Tq, H), or null
   int64_t splits;
-  void* sums;  // of k_grad: (splits, B, Tk, padded_row(D))
+  void* sums;  // sums of k_grad: (splits, B, Tk, padded_row(D))
 };
 static_assert(std::is_trivially_copyable_v<IndexerLossForwardParams>);
 static_assert(std::is_trivially_copyable_v<IndexerLossBackwardParams>);
 
-// Keys from here on are hidden from a query.
+// First key that is hidden from a query by its position.
 OMNIATTN_FN int64_t loss_end(const IndexerLossParams& p, int64_t query) {
   return p.causal ? larger(0, smaller(p.tk, query + 1 + bottom_right_offset(p.tq, p.tk))) : p.tk;
 }
@@ -79,14 +79,14 @@ OMNIATTN_FN int64_t loss_splits(const IndexerLossParams& p) {
 // Sizes of memory are in elements of the compute type.
 
 OMNIATTN_FN int64_t loss_kept(const IndexerLossParams& p) { return kLossKept + p.count; }
-// Rows of I and u.
+// Row stride of I and u.
 OMNIATTN_FN int64_t loss_columns(const IndexerLossParams& p) {
   return round_up(p.indices != nullptr ? p.count : p.tk, kLossKeys) + kLossKeys;
 }
 OMNIATTN_FN int64_t loss_sums(const IndexerLossParams& p) {
   return p.batch * p.tk * padded_row(p.d);
 }
-// Rows of q of both, the lse; a tile of keys as rows and as columns, and its products.
+// Memory for both kinds of rows of q, the lse, a tile of keys as rows and columns, and products.
 OMNIATTN_FN int64_t loss_operands(const IndexerLossParams& p) {
   const int64_t widest = larger(p.d, p.attention_d), group = p.hkv > 0 ? p.hq / p.hkv : 0;
   return loss_queries(p) * (p.heads * padded_row(p.d) + p.hq * padded_row(p.attention_d) +
@@ -96,15 +96,15 @@ OMNIATTN_FN int64_t loss_operands(const IndexerLossParams& p) {
 OMNIATTN_FN int64_t loss_forward_scratch(const IndexerLossParams& p) {
   return loss_operands(p) + 2 * loss_queries(p) * loss_columns(p);
 }
-// dq, dw, a tile of u, dk of a tile.
+// Memory for dq, dw, a tile of u, and dk of a tile.
 OMNIATTN_FN int64_t loss_backward_scratch(const IndexerLossParams& p) {
   return loss_operands(p) + loss_queries(p) * (p.heads * (padded_row(p.d) + 1) + kLossKeys) +
          kLossKeys * padded_row(p.d);
 }
 
 struct IndexerLossKernels {
-  // batch * blocks with loss_forward_scratch; batch * splits with loss_backward_scratch; batch * tk
-  // without scratch.
+  // batch * blocks with loss_forward_scratch; batch * splits with
+  // loss_backward_scratch; batch * tk without scratch.
   AttentionKernel<IndexerLossForwardParams> forward;
   AttentionKernel<IndexerLossBackwardParams> backward, finish;
 };

@@ -6,7 +6,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The loss of a query from I and u of `count` keys, whose rows are padded. Writes what is kept.
+// Loss of a query from I and u of `count` keys, whose rows are padded. Writes the kept values.
 template <class A>
 A divergence(A* scores, A* u, int64_t count, A* kept) {
   using V = Vec<A>;
@@ -69,8 +69,8 @@ void forward_item(const IndexerLossForwardParams& params, void* scratch, int64_t
   }
 }
 
-// Turns the products of a query and a tile, of which it sees `seen` keys, into those of the
-// gradient: dx = g w relu'(x) with g = grad (softmax I - p); adds g relu(x) to dw.
+// Turns the products of a query and a tile, of which it sees `seen` keys, into their gradients: dx
+// = g w relu'(x) with g = grad (softmax I - p); adds g relu(x) to dw.
 template <class A, bool kRelu>
 void product_gradients(const IndexerLossParams& p, const A* g, int64_t seen, const A* w, A* x,
                        A* w_grad) {
@@ -90,7 +90,7 @@ void product_gradients(const IndexerLossParams& p, const A* g, int64_t seen, con
   }
 }
 
-// What an item of the backward keeps in addition to its operands.
+// Gradients that an item of the backward holds: dq, dw, a tile of u, and dk of a tile.
 template <class T>
 struct LossGradients {
   using A = compute_t<T>;
@@ -103,7 +103,7 @@ struct LossGradients {
         k(arena.take(kLossKeys * padded_row(p.d))) {}
 };
 
-// g of the i-th query of an item for the keys of a tile; u is that of the tile.
+// Gradient g of the i-th query of an item for the keys of a tile; u belongs to this tile.
 template <class T>
 void score_gradients(const IndexerLossBackwardParams& params, const LossOperands<T>& x, int64_t i,
                      const compute_t<T>* u, int64_t seen, compute_t<T>* g) {
@@ -121,7 +121,7 @@ void score_gradients(const IndexerLossBackwardParams& params, const LossOperands
   }
 }
 
-// dq += dx K, dk += dx^T q of a tile.
+// dq += dx K and dk += dx^T q for a tile.
 template <class T>
 void add_products(const LossOperands<T>& x, const LossGradients<T>& to, const LossTiles& tile,
                   compute_t<T>* sums) {
@@ -203,7 +203,7 @@ A* key_sums(const IndexerLossBackwardParams& params, int64_t b, int64_t split) {
   return static_cast<A*>(params.sums) + split * loss_sums(p) + b * p.tk * padded_row(p.d);
 }
 
-// The items of one batch entry that belong to a split.
+// Processes the items of one batch entry that belong to a split.
 template <class T>
 void owner_item(const IndexerLossBackwardParams& params, void* scratch, int64_t n) {
   using A = compute_t<T>;
@@ -217,7 +217,7 @@ void owner_item(const IndexerLossBackwardParams& params, void* scratch, int64_t 
   }
 }
 
-// dk of a key: the sums over splits, in order.
+// dk of a key: the sum over splits, in order.
 template <class T>
 void finish_key(const IndexerLossBackwardParams& params, int64_t n) {
   using A = compute_t<T>;

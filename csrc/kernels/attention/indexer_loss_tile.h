@@ -11,18 +11,18 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// The queries of an item see the same keys, apart from a causal mask.
+// Queries of an item, which see the same keys except for a causal mask.
 struct LossItem {
   int64_t b;
   Range queries;
   OMNIATTN_INLINE int64_t size() const { return queries.end - queries.begin; }
 };
-// Item n of a batch entry: the last queries, which see most keys, first.
+// Item n of a batch entry. Later queries see more keys, so they come first.
 inline LossItem loss_item(const IndexerLossParams& p, int64_t b, int64_t n) {
   return {b, block(loss_blocks(p) - 1 - n, loss_queries(p), p.tq)};
 }
 
-// Walks the keys that an item sees, a tile at a time.
+// Walks the keys that an item sees, one tile at a time.
 struct LossTiles {
   const IndexerLossParams& p;
   const LossItem& item;
@@ -45,11 +45,11 @@ struct LossTiles {
     }
     return count > 0;
   }
-  // Of the keys in rows with this stride.
+  // Offsets of the keys in rows with this stride.
   void offsets(int64_t stride, int64_t* at) const {
     for (int64_t n = 0; n < count; ++n) at[n] = key[n] * stride;
   }
-  // How many of the tile a query sees: keys rise unless they are a list, which is of one query.
+  // Number of the tile's keys that a query sees: keys ascend, unless they are a list of one query.
   int64_t seen(int64_t query) const {
     const int64_t limit = loss_end(p, query);
     if (p.indices != nullptr || count == 0 || key[count - 1] < limit) return count;
@@ -59,7 +59,7 @@ struct LossTiles {
   }
 };
 
-constexpr int64_t kLossAhead = 8;  // keys that are fetched before they are read
+constexpr int64_t kLossAhead = 8;  // keys prefetched before they are read
 
 template <class T>
 OMNIATTN_INLINE void fetch_row(const T* row, int64_t cols) {
@@ -68,7 +68,7 @@ OMNIATTN_INLINE void fetch_row(const T* row, int64_t cols) {
   }
 }
 
-// What an item keeps of its queries, and the operands of a tile.
+// Packed queries of an item, and the operands of a tile.
 template <class T>
 struct LossOperands {
   using A = compute_t<T>;
@@ -98,7 +98,7 @@ struct LossOperands {
                    q + n * p.heads * ldq);
     }
   }
-  // In units of log 2, (kv head, query, head of its group).
+  // Packs attention's q and lse in units of ln 2, ordered (kv head, query, head of its group).
   void pack_attention() const {
     const A unit = static_cast<A>(p.scale * kLog2E);
     for (int64_t h = 0; h < p.hq; ++h) {
@@ -107,7 +107,7 @@ struct LossOperands {
         const int64_t t = item.queries.begin + n, row = attention_row(h / group, n) + h % group;
         pack_rows<T>(row_of<T>(p.attention_q, item.b, t, h), 0, 1, p.attention_d, unit,
                      attention_q + row * ld_attention);
-        // A head that saw no key has -inf.
+        // A head that saw no key has lse -inf.
         lse[row] = all[t] == negative_infinity<A>() ? A(0) : all[t] * static_cast<A>(kLog2E);
       }
     }
@@ -115,7 +115,7 @@ struct LossOperands {
   OMNIATTN_INLINE int64_t attention_row(int64_t kv_head, int64_t n) const {
     return (kv_head * item.size() + n) * group;
   }
-  // The keys of a tile as rows, zeros up to a whole tile, and as columns.
+  // Loads the keys of a tile as rows, with zeros up to a whole tile, and as columns.
   void load_keys(const HeadView& k, int64_t head, int64_t d, const LossTiles& tile) const {
     const int64_t ld = padded_row(d);
     for (int64_t n = 0; n < tile.count; ++n) {
@@ -132,7 +132,7 @@ struct LossOperands {
     gemm_tile<A>(x, ld, packed_panels(static_cast<const A*>(columns), d), products, kLossKeys,
                  count, kLossKeys, d, false);
   }
-  // products = rows of x times keys, which few rows of one query read where they lie.
+  // products = rows of x times keys; few rows of one query read keys in place.
   bool reads_in_place(int64_t count) const { return p.indices != nullptr && count <= kRowsInPlace; }
   void multiply(const A* x, int64_t ld, int64_t count, const HeadView& k, int64_t head, int64_t d,
                 const LossTiles& tile) const {
@@ -149,7 +149,7 @@ struct LossOperands {
       }
     });
   }
-  // The indexer's products of all queries with a tile.
+  // Multiplies the indexer's queries of the item with a tile.
   void multiply_index(const LossTiles& tile) const {
     multiply(q, ldq, item.size() * p.heads, p.k, 0, p.d, tile);
   }
@@ -158,12 +158,12 @@ struct LossOperands {
     const int64_t row = item.b * p.tq + item.queries.begin + n;
     return p.w != nullptr ? static_cast<const A*>(p.w) + row * p.heads : nullptr;
   }
-  // I of the n-th query.
+  // Scores I of the n-th query.
   OMNIATTN_INLINE void scores(int64_t n, A* s) const {
     const A *const x = index_products(n), *const w = weights(n);
     p.relu ? add_heads<A, true>(x, w, p.heads, s) : add_heads<A, false>(x, w, p.heads, s);
   }
-  // u of the n-th query in u[n * ldu ..], of a tile.
+  // Weights u of the n-th query for a tile, to u[n * ldu ..].
   void attention_weights(const LossTiles& tile, A* u, int64_t ldu) const {
     using V = Vec<A>;
     for (int64_t n = 0; n < item.size(); ++n) fill_zero(u + n * ldu, kLossKeys);

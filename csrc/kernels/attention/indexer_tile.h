@@ -30,7 +30,7 @@ void add_heads(const A* x, const A* w, int64_t heads, A* s) {
   }
 }
 
-// What an item reads of its queries and keys.
+// Packed queries of an item, and memory for a tile of keys and its products.
 template <class T>
 struct IndexerRows {
   using A = compute_t<T>;
@@ -53,7 +53,7 @@ struct IndexerRows {
                    q + (t - queries.begin) * p.heads * ldq);
     }
   }
-  // The keys of a tile as column panels.
+  // Keys of a tile as column panels.
   Panels<M> panels(Range tile) const {
     if (p.workspace != nullptr) {
       const int64_t n = b * indexer_tiles(p) + tile.begin / kIndexerKeys;
@@ -63,13 +63,13 @@ struct IndexerRows {
     pack_bt(row_of<T>(p.k, b, tile.begin, 0), p.k.stride_t, p.d, tile.end - tile.begin, keys);
     return packed_panels(static_cast<const M*>(keys), p.d);
   }
-  // q . k of `count` queries from t on, for the keys of a tile.
+  // q . k for `count` queries from t on and the keys of a tile.
   void multiply(int64_t t, int64_t count, const Panels<M>& columns, int64_t tile_keys) const {
     gemm_tile<M>(q + (t - queries.begin) * p.heads * ldq, ldq, columns, products, kIndexerKeys,
                  count * p.heads, tile_keys, p.d, false);
   }
-  // The same of all queries, if their rows are few: keys are read once, where they lie. Packing
-  // them took twice as long as all the rest for a query of four heads.
+  // multiply for all queries, if their rows are few: keys are read once, in place. Packing them
+  // took twice as long as everything else for a query of four heads.
   bool multiply_in_place(Range tile) const {
     if constexpr (kKeepsQueries<T>) {
       return false;
@@ -83,7 +83,7 @@ struct IndexerRows {
       const T* const first = row_of<T>(p.k, b, tile.begin, 0);
       dot_rows_at(q, ldq, count * p.heads, first, at, tile.end - tile.begin, p.d, products,
                   kIndexerKeys, [&](int64_t n) {
-                    // A quarter of the time was waiting for keys.
+                    // Waiting for keys took a quarter of the time.
                     constexpr int64_t kAhead = 16, kLine = 64 / static_cast<int64_t>(sizeof(T));
                     const int64_t last = smaller(n + kAhead + kKeys, p.tk - tile.begin);
                     for (int64_t i = n + kAhead; i < last; ++i) {
@@ -94,7 +94,7 @@ struct IndexerRows {
       return true;
     }
   }
-  // I of query t, the n-th of those that were multiplied.
+  // Scores I of query t, the n-th of the multiplied queries.
   OMNIATTN_INLINE void scores(int64_t t, int64_t n, A* s) const {
     const A* const x = products + n * p.heads * kIndexerKeys;
     const A* const w =

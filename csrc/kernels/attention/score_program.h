@@ -10,7 +10,7 @@ namespace omniattn {
 
 constexpr int64_t kProgramRow = 128;  // keys of a register
 
-// Where the gradient of a table is added up.
+// Memory in which the gradient of a table is accumulated.
 struct ProgramGradient {
   void* data;  // in the compute type; null: not wanted
   ProgramPlaces places;
@@ -20,19 +20,19 @@ struct ProgramGradient {
 struct ProgramRow {
   const ScoreProgram* program;
   void* registers;                   // kProgramRow elements each, of the compute type
-  int64_t b, h, q, key;              // in the whole
-  int64_t keys;                      // that there are from `key` on
-  Range columns;                     // to compute, relative to `key`
-  const uint64_t* visible;           // words of 64 keys; null: all
-  const ProgramGradient* gradients;  // of the tables; null: none is wanted
+  int64_t b, h, q, key;              // positions in the whole problem
+  int64_t keys;                      // number of keys from `key` on
+  Range columns;                     // columns to compute, relative to `key`
+  const uint64_t* visible;           // words of 64 keys; null: all visible
+  const ProgramGradient* gradients;  // gradients of the tables; null: none is wanted
 };
 
-// Runs steps; x: the row that goes into register `in` first, and receives the result.
+// Runs steps. x: the row that first goes into register `in`, and receives the result.
 using RunProgram = void (*)(const ProgramRow& row, const ProgramRun& run, int32_t in, void* x);
 
 struct ScoreProgramKernels {
   RunProgram run_float, run_double;
-  // out[i] = the sum of parts[n * elements + i], in order, for i in [begin, end).
+  // out[i] = sum over n of parts[n * elements + i], in order, for i in [begin, end).
   void (*sum_parts)(DType dtype, const void* parts, int64_t count, int64_t elements, void* out,
                     int64_t begin, int64_t end);
 };

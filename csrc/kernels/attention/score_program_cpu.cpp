@@ -1,5 +1,5 @@
-// The interpreter of score_mod programs on the CPU: each step is a loop over the lanes of a row, so
-// that finding out what it does is paid once for 64 or 128 keys.
+// Interpreter of score_mod programs on the CPU: each step is a loop over the lanes of a row, so
+// that its decoding is paid once for 64 or 128 keys.
 #include "kernels/attention/score_program.h"
 
 #include <type_traits>
@@ -14,7 +14,7 @@ namespace {
 
 using program_ops::int_of;
 
-// f(data, kind) with the elements of a table: kind is A{} for floats and an integer otherwise.
+// Calls f(data, kind) with the elements of a table; kind is A{} for floats, an integer otherwise.
 template <class A, class F>
 OMNIATTN_INLINE void with_elements(const ProgramTable& t, const F& f) {
   switch (t.type) {
@@ -40,7 +40,7 @@ OMNIATTN_INLINE void with_elements(const ProgramTable& t, const F& f) {
   OMNIATTN_FAIL("a table of a program has an unknown element type");
 }
 
-// An element as a lane.
+// Converts an element to a lane.
 template <class A, class T, class Lane>
 OMNIATTN_INLINE Lane lane_of(T x, Lane) {
   if constexpr (std::is_same_v<Lane, A>) {
@@ -73,7 +73,7 @@ class Interpreter {
   A* numbers(int64_t n) const { return registers_ + n * kProgramRow; }
   I* ints(int64_t n) const { return reinterpret_cast<I*>(numbers(n)); }
   const ProgramTable& table(int64_t n) const { return row_.program->tables[n]; }
-  // The columns that are keys.
+  // Columns that are keys.
   Range real() const { return intersect(row_.columns, {0, row_.keys}); }
 
   template <class T>
@@ -82,9 +82,9 @@ class Interpreter {
       store(to + i, load_n(from + i, columns.end - i));
     }
   }
-  // to[i] = f(i) for all columns. A register may be read and written in one step. GCC makes vectors
-  // of the inner loop, whose length it knows: 6 ns for an addition of 128 floats on Zen 3, where a
-  // single loop took 78.
+  // to[i] = f(i) for all columns. A step may read and write the same register. GCC
+  // vectorises the inner loop, whose length it knows: 6 ns for an addition of 128 floats on
+  // Zen 3, where a single loop took 78.
   template <class To, class F>
   OMNIATTN_INLINE void lanes(To* to, const F& f) const {
     for (int64_t first = row_.columns.begin; first < row_.columns.end; first += V::kWidth) {
@@ -231,7 +231,7 @@ void Interpreter<A>::gather(const ProgramStep& s) const {
   });
 }
 
-// Sets hidden keys and what are none to 0.
+// Sets hidden keys, and columns past the last key, to 0.
 template <class A>
 void Interpreter<A>::hide(A* x) const {
   for (int64_t i = row_.columns.begin; i < row_.columns.end; i += V::kWidth) {

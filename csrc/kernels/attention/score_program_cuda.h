@@ -5,7 +5,7 @@
 
 namespace omniattn::gpu {
 
-// Where a pair is, as a program sees it.
+// Position of a pair, as a program sees it.
 struct ProgramPlace {
   int64_t b, h, q, k;
 };
@@ -25,7 +25,7 @@ class ProgramPair {
   __device__ ProgramPair(const ScoreProgram& program, const ProgramPlace& place)
       : program_(program), place_(place) {}
 
-  // The result of a run on x, which goes into register `in`.
+  // Result of a run on x, which goes into register `in`.
   __device__ A run(const ProgramRun& run, int in, A x) {
     registers_[in] = x;
     take(run.steps, run.count);
@@ -46,7 +46,7 @@ class ProgramPair {
 
   __device__ static A lane_of(I x) { return __builtin_bit_cast(A, x); }
 
-  // The element of a table, as a lane.
+  // Converts an element of a table to a lane.
   __device__ static A element(const ProgramTable& t, int64_t at) {
     switch (t.type) {
       case ElementType::f64:
@@ -146,14 +146,14 @@ __device__ A ProgramPair<A>::other(const ProgramStep& s) const {
   }
 }
 
-// Calls: a program takes more registers than the kernels have left.
+// Out-of-line calls: a program takes more registers than the kernels have left.
 
 template <class A>
 GPU_NOINLINE A program_value(const AttentionProblem& p, const ProgramPlace& place, A score) {
   return ProgramPair<A>(*p.program, place).run(p.program->forward, 0, score);
 }
 
-// As logit_of, with the program.
+// logit_of, followed by the program.
 template <class A>
 __device__ __forceinline__ A score_of(const AttentionProblem& p, const Tile& tile, int r, int n,
                                       A dot, bool sees) {
@@ -162,7 +162,7 @@ __device__ __forceinline__ A score_of(const AttentionProblem& p, const Tile& til
   return program_value(p, program_place(p, tile, r, n), logit);
 }
 
-// The weight of a value that a program made, and the gradient of that value.
+// Weight of a program's result, and the gradient of that result.
 template <class A>
 __device__ __forceinline__ score_rules::ValueAndSlope<A> weigh(const AttentionProblem& p, A value,
                                                                A z, A dp,
@@ -184,7 +184,7 @@ GPU_NOINLINE PairGradient<A> program_gradient(const AttentionProblem& p, const P
   return {weight.value, grad, grad * logit.slope};
 }
 
-// As gradient_of, with the program.
+// gradient_of, including the program.
 template <class A>
 __device__ __forceinline__ PairGradient<A> pair_gradient(const AttentionProblem& p,
                                                          const Tile& tile, int r, int n, bool sees,

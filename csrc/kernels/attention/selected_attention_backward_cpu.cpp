@@ -3,7 +3,7 @@
 //   dV += (Z P)^T dO     dP = dO V^T     dS = P (Z dP - Delta)     dK += dx^T x_q     dQ += dx K
 //
 // with the names of attention_backward_cpu.cpp. dQ stays in L2 while an item walks its list; dK and
-// dV are added to the buffer of the owner.
+// dV are added to the owner's buffer.
 #include "kernels/attention/attention_backward_tile.h"
 #include "kernels/attention/selected_attention_tile.h"
 #include "runtime/assert.h"
@@ -13,7 +13,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// K^T and V^T in panels and K as rows, of one kv head; 16-bit operands in pairs.
+// K^T and V^T in panels, and K as rows, of one kv head; 16-bit operands in pairs.
 template <class T>
 struct PackedKeys {
   using A = compute_t<T>;
@@ -45,7 +45,7 @@ void pack_item(const SelectedBackwardParams& params, int64_t item) {
   pack_operand_rows(k, p.k.stride_t, count, p.d, to.k + keys.begin * padded_row(p.d));
 }
 
-// dK and dV of one kv head and split, a row per key.
+// dK and dV of one kv head and split, one row per key.
 template <class A>
 struct KeySums {
   int64_t ldk, ldv;
@@ -61,8 +61,8 @@ struct KeySums {
   }
 };
 
-// The operands of a tile: packed keys and values, or copies of those of the tile, whose dK or dV
-// is added to that of the kv head row by row.
+// Operands of a tile: packed keys and values, or copies of the tile's keys and values. In the
+// latter case, its dK or dV is added to the kv head's sums row by row.
 template <class T>
 struct BackwardKeys {
   using A = compute_t<T>;
@@ -98,7 +98,7 @@ struct BackwardKeys {
   }
 };
 
-// x_q and dO times the factor of its row of P, see QueryRows, the same as right factors, and dQ.
+// x_q and dO times the factor of its row of P (see QueryRows), both also as right operands; dQ.
 template <class T>
 struct GradientRows {
   using A = compute_t<T>;
@@ -120,13 +120,13 @@ struct GradientRows {
   }
 };
 
-// What an item keeps of its rows, and what a tile needs of its own.
+// Per-item row state and per-tile scratch.
 template <class T>
 struct BackwardRows {
   using A = compute_t<T>;
   using M = operand_t<T>;
   int64_t count, tile_capacity, ldq, ldo;
-  int64_t row_q, row_o;  // of q and grad_out
+  int64_t row_q, row_o;  // strides of q and grad_out
   GradientRows<T> item, tile;
   A *delta, *shift, *factor;
   A *weights, *ds;
@@ -147,13 +147,13 @@ struct BackwardRows {
     factor = arena.take(selected_rows(params.lists, p));
   }
 
-  // The operands of the rows of a tile: where they lie, or copies.
+  // Operands of the rows of a tile: in place, or copies.
   GradientRows<T> of(const RowTile& picked) const {
     GradientRows<T> own = tile;
     own.q = rows_of_tile(picked, item.q, row_q, ldq, tile.q);
     own.grad_out = rows_of_tile(picked, item.grad_out, row_o, ldo, tile.grad_out);
     if constexpr (kKeepsQueries<T>) {
-      // A second row of a pair that is not of the tile could be NaN.
+      // The second row of a pair could be NaN if it is not in the tile.
       if (picked.consecutive && picked.first % 2 == 0 &&
           (picked.count % 2 == 0 || picked.first + picked.count == count)) {
         own.q_pairs = item.q_pairs + picked.first * ldq;
@@ -210,7 +210,7 @@ void start_rows(const AttentionBackwardParams& params, const SelectedItem& item,
   if constexpr (kKeepsQueries<T>) rows.pack_pairs(rows.item, rows.count);
 }
 
-// Turns q.k and dP of row r, number n of a tile, into the weights after dropout and dx.
+// Turns q.k and dP of row r, row n of a tile, into the weights after dropout and dx.
 template <class T>
 void gradient_row(const AttentionProblem& p, const KeyTile& tile,
                   const RowScore<compute_t<T>>& score, const BackwardRows<T>& rows, int64_t n,
@@ -219,7 +219,7 @@ void gradient_row(const AttentionProblem& p, const KeyTile& tile,
   using V = Vec<A>;
   const Range columns = tile.padded_columns();
   A *const weights = rows.weights + n * kKeyBlock, *const ds = rows.ds + n * kKeyBlock;
-  A slope[kKeyBlock];  // of the transform
+  A slope[kKeyBlock];  // slope of the transform
   scale_row(weights, columns, kKeepsQueries<T> ? static_cast<A>(p.score.pre) : A(1));
   score.to_logits(weights, columns, slope);
   if constexpr (kSplits<operand_t<T>>) scale_row(ds, columns, rows.factor[r]);
@@ -239,8 +239,8 @@ void gradient_row(const AttentionProblem& p, const KeyTile& tile,
   for_columns<A>(columns, [&](int64_t c) { store(ds + c, load(ds + c) * load(slope + c)); });
 }
 
-// Adds X^T Y, where X is (rows x keys of a tile), 16-bit numbers in pairs of rows, and Y has `rows`
-// rows, to the rows of the keys in `sum`.
+// Adds X^T Y to the rows of the keys in `sum`. X is (rows x keys of a tile), 16-bit numbers in
+// pairs of rows; Y has `rows` rows.
 template <class T>
 void add_to_keys(const KeyTile& tile, const computed_t<operand_t<T>>* x, int64_t rows,
                  const operand_t<T>* y, int64_t ld, int64_t width, compute_t<T>* own,
@@ -297,7 +297,7 @@ void gradient_tile(const SelectedBackwardParams& params, const SelectedItem& ite
   add_to_keys<T>(keys, x.dk, tile.count, own.q_pairs, rows.ldq, width_k, operands.sums, sums.k);
 }
 
-// A tile of few rows with keys where they lie.
+// Processes a tile of few rows, with keys in place.
 template <class T>
 void gradient_in_place(const SelectedBackwardParams& params, const SelectedItem& item,
                        const KeyTile& keys, const RowTile& all, const KeySums<compute_t<T>>& sums,
@@ -352,7 +352,7 @@ void gradient_item(const SelectedBackwardParams& params, const SelectedItem& ite
   });
 }
 
-// The items of one kv head that belong to a split.
+// Processes the items of one kv head that belong to a split.
 template <class T>
 void owner_item(const SelectedBackwardParams& params, void* scratch, int64_t n) {
   using A = compute_t<T>;
@@ -373,7 +373,7 @@ void owner_item(const SelectedBackwardParams& params, void* scratch, int64_t n) 
   }
 }
 
-// dK and dV of a panel of keys: the sums over splits, in order, times the scale.
+// dK and dV of a panel of keys: the sum over splits, in order, times the scale.
 template <class T>
 void finish_item(const SelectedBackwardParams& params, int64_t item) {
   using A = compute_t<T>;
@@ -398,7 +398,7 @@ void finish_item(const SelectedBackwardParams& params, int64_t item) {
   }
 }
 
-// Calls f(T{}, item) for items begin to end.
+// Calls f(T{}, item) for items [begin, end).
 template <class F>
 OMNIATTN_INLINE void for_items(const SelectedBackwardParams& params, int64_t begin, int64_t end,
                                const F& f) {
@@ -425,7 +425,7 @@ void finish(const SelectedBackwardParams& params, void*, int64_t begin, int64_t 
             [&](auto type, int64_t n) { finish_item<decltype(type)>(params, n); });
 }
 
-// The gradient of a sink: the sum of the parts of its head.
+// Gradient of a sink: the sum of its head's parts.
 void sum_sinks(const SelectedBackwardParams& params, void*, int64_t begin, int64_t end) {
   const AttentionProblem& p = params.attention.problem;
   dispatch_compute(p.dtype, [&]<class A>(A) {

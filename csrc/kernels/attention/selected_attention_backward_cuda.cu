@@ -1,12 +1,12 @@
 // Backward over selected keys for any dtype and head size, see selected_attention.h. Every gradient
 // has one owner, so that sums have a fixed order:
 //
-//   invert  counts the lists that name a block, in parts of 64 lists, then writes them in order
+//   invert  counts the lists that contain a block, in parts of 64 lists, then writes them in order
 //   dq      a block per 64 rows (query, head) of an item and chunk of columns, over its list
-//   dkdv    a block per 64 keys of one block and chunk of columns, over the lists that name it
+//   dkdv    a block per 64 keys of one block and chunk of columns, over the lists that contain it
 //
-// Both gradient kernels compute P and dS again. Where blocks have less than 64 keys, tiles of dkdv
-// are partly empty.
+// Both gradient kernels recompute P and dS. If blocks have less than 64 keys,
+// tiles of dkdv are partly empty.
 #include "kernels/attention/selected_attention_tile_cuda.h"
 #include "runtime/dispatch.h"
 
@@ -17,8 +17,8 @@ using namespace gpu;
 
 constexpr int kListThreads = 256;
 
-// Calls f(block, list) for the entries of the lists of a part: list after list, and the entries of
-// one list, which name different blocks, side by side.
+// Calls f(block, list) for the entries of the lists of a part: list by list; the entries of one
+// list, which are different blocks, in parallel.
 template <class F>
 __device__ __forceinline__ void for_entries(const SelectedLists& s, const AttentionProblem& p,
                                             int64_t owner, int64_t part, const F& f) {
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kListThreads)
   }
 }
 
-// From the counts of parts to where each part writes.
+// Turns the counts of parts into the places where each part writes.
 __global__ void __launch_bounds__(kListThreads)
     place_lists_kernel(const __grid_constant__ SelectedLists s,
                        const __grid_constant__ AttentionProblem p,
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kListThreads)
 }
 
 // Calls f(at, gradient) for this thread's pairs (row r = 4 ty + i, key c = tx + 16 j). Begins with
-// a barrier, and q.k and dP are kept in shared.tile and shared.other, as in gradient_tile.
+// a barrier; q.k and dP are kept in shared.tile and shared.other, as in gradient_tile.
 template <class T, Sum kSum, class F>
 __device__ __forceinline__ void selected_gradient_tile(const SelectedBackwardParams& params,
                                                        int64_t b, SelectedShared<T>& shared,

@@ -5,8 +5,8 @@
 
 namespace omniattn {
 
-// The lists of all batch entries and heads, by the blocks that they name: for each block the lists
-// that name it, in order. A counting sort in which each thread block counts some lists.
+// Lists of all batch entries and heads, by block: for each block, the lists that contain it, in
+// order. A counting sort in which each thread block counts some lists.
 struct InvertedLists {
   int32_t* offsets;  // (B, heads, parts, blocks), zero on entry
   int32_t* starts;   // (B, heads, blocks + 1)
@@ -24,7 +24,7 @@ Status launch_selected_forward(const SelectedForwardParams& params, Stream strea
 
 Status launch_invert_lists(const SelectedLists& s, const AttentionProblem& p,
                            const InvertedLists& to, Stream stream);
-// After launch_attention_delta.
+// Must follow launch_attention_delta.
 Status launch_selected_gradients(const SelectedBackwardParams& params, const InvertedLists& lists,
                                  Stream stream);
 

@@ -1,6 +1,6 @@
-// Forward over selected keys (see selected_attention.h): an item keeps O and the softmax state of
-// its rows in L2 and walks its keys once. Products read operands M, see
-// attention_forward_cpu.cpp.
+// Forward over selected keys (see selected_attention.h). An item keeps O and the
+// softmax state of its rows in L2 and walks its keys once. Products read operands M,
+// see attention_forward_cpu.cpp.
 #include "kernels/attention/attention_softmax.h"
 #include "kernels/attention/selected_attention_tile.h"
 #include "runtime/assert.h"
@@ -10,7 +10,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// What an item keeps of its rows, and what a tile needs of its own.
+// Per-item row state and per-tile scratch.
 template <class T>
 struct ForwardRows {
   using A = compute_t<T>;
@@ -35,7 +35,7 @@ struct ForwardRows {
     tile_o = arena.take(tile * width);
     m = arena.take(rows);
   }
-  // Row r of the item, number n of a tile.
+  // Row r of the item, which is row n of a tile.
   SoftmaxRow<A> row(int64_t n, int64_t r) const {
     return {tile_s + n * kKeyBlock, A(1), o + r * width, width, m + r, l + r * Vec<A>::kWidth};
   }
@@ -75,7 +75,7 @@ void softmax_rows(const SelectedForwardParams& params, const SelectedItem& item,
   });
 }
 
-// The operands of a tile: packed keys and values, or copies of those of the tile.
+// Operands of a tile: packed keys and values, or copies of the tile's keys and values.
 template <class T>
 struct ForwardKeys {
   using A = compute_t<T>;

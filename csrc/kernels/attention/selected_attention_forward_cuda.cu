@@ -1,6 +1,6 @@
 // Forward over selected keys for any dtype and head size, see selected_attention.h. A block
 // computes up to 64 rows (query, head) that share a list, for a chunk of the columns of V; it walks
-// the list 64 keys at a time and stages them through shared memory, wherever they are.
+// the list 64 keys at a time and stages them, from any addresses, through shared memory.
 #include "kernels/attention/selected_attention_tile_cuda.h"
 #include "runtime/dispatch.h"
 
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     __syncthreads();
     pick_rows(p, {}, item, n / chunks % tiles, at);
     __syncthreads();
-    A m[4], l[4], o[4][kColumns];  // l: the part of this thread's columns
+    A m[4], l[4], o[4][kColumns];  // l: this thread's part, over its columns
     clear(o);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -1,5 +1,5 @@
-// Tiles of selected keys (see selected_attention.h): their keys and rows, what these see of those,
-// and their operands.
+// Tiles of selected keys (see selected_attention.h): their keys and
+// rows, visibility, and operands.
 #pragma once
 
 #include "kernels/attention/attention_tile.h"
@@ -16,7 +16,7 @@ struct KeyTile {
   };
   int64_t columns, spans;
   Span span[kKeyBlock];
-  int64_t position[kKeyBlock];  // of the key in each column
+  int64_t position[kKeyBlock];  // position of the key in each column
 
   OMNIATTN_INLINE Range padded_columns() const { return {0, round_up(columns, 16)}; }
   OMNIATTN_INLINE void clear() { columns = spans = 0; }
@@ -27,7 +27,7 @@ struct KeyTile {
   }
 };
 
-// Rows of an item: `count` from `first` on, or those that are listed.
+// Rows of an item: `count` rows from `first` on, or the listed rows.
 struct RowTile {
   int64_t first = 0, count = 0;
   bool consecutive = true;
@@ -50,14 +50,14 @@ OMNIATTN_INLINE int64_t item_rows(const SelectedItem& item) {
   return (item.queries.end - item.queries.begin) * item.heads;
 }
 
-// Walks the keys of the list of an item that one of its queries may see, in the order of the list.
+// Walks the keys of an item's list that one of its queries may see, in list order.
 struct KeyTiles {
   const SelectedLists& s;
   const AttentionProblem& p;
   const SelectedItem& item;
-  int64_t end;        // of the keys
+  int64_t end;        // end of the keys
   int64_t next_ = 0;  // entry of the list
-  Range left{0, 0};   // of the block before it
+  Range left{0, 0};   // remainder of the current block
 
   KeyTiles(const SelectedLists& lists, const AttentionProblem& problem, const SelectedItem& of)
       : s(lists), p(problem), item(of), end(selected_end(lists, problem, of.queries.end - 1)) {}
@@ -72,7 +72,7 @@ struct KeyTiles {
         if (n >= 0) left = intersect({n * s.block_size, (n + 1) * s.block_size}, {0, end});
         continue;
       }
-      // Blocks are cut at even keys, which are first in pairs of keys.
+      // Blocks are cut at even keys, which come first in pairs of keys.
       const int64_t room = kKeyBlock - tile.columns;
       const int64_t all = left.end - left.begin, count = all <= room ? all : room / 2 * 2;
       if (count == 0) break;
@@ -82,7 +82,7 @@ struct KeyTiles {
     return tile.columns > 0;
   }
 
-  // The same for lists of single keys, which are no spans.
+  // next for lists of single keys, which form no spans.
   bool next_keys(KeyTile& tile) {
     const auto add = [&](const auto* list) {
       int64_t columns = 0;
@@ -99,16 +99,16 @@ struct KeyTiles {
   }
 };
 
-// The lists of an item that has several, by the blocks that they name: a counting sort.
+// Lists of an item that has several lists, sorted by block: a counting sort.
 struct ListsOfBlocks {
   struct List {
-    Range queries, heads;  // of the item
+    Range queries, heads;  // within the item
   };
   const SelectedLists& s;
   const AttentionProblem& p;
   const SelectedItem& item;
-  int64_t blocks, heads, groups;  // heads that share a list, and how many such groups there are
-  int32_t *ends, *lists;          // after the lists of each block, which are in order
+  int64_t blocks, heads, groups;  // heads that share a list, and number of such groups
+  int32_t *ends, *lists;          // ends: end of each block's lists, which are in order
 
   // memory: tile_key_elements.
   ListsOfBlocks(const SelectedLists& selected, const AttentionProblem& problem,
@@ -127,7 +127,7 @@ struct ListsOfBlocks {
     for_entries(
         [&](int64_t block, int64_t list) { lists[ends[block]++] = static_cast<int32_t>(list); });
   }
-  // Those of a block, as indices of `lists`.
+  // Lists of a block, as indices into `lists`.
   Range of(int64_t block) const { return {block == 0 ? 0 : ends[block - 1], ends[block]}; }
   List operator[](int64_t list) const {
     const int64_t query = (item.queries.begin / s.query_block + list / groups) * s.query_block;
@@ -136,7 +136,7 @@ struct ListsOfBlocks {
   }
 
  private:
-  // f(block, list) for the blocks that a query of a list may see.
+  // Calls f(block, list) for the blocks that a query of a list may see.
   template <class F>
   void for_entries(const F& f) {
     const int64_t count =
@@ -153,9 +153,9 @@ struct ListsOfBlocks {
   }
 };
 
-// Tiles of an item of several lists: visit(keys, rows). Rows meet the keys that all of them see,
-// and the few that only some of them see with the other rows of their list alone: keys that are
-// hidden from all queries of a list are not read for it.
+// Tiles of an item of several lists: calls visit(keys, rows). Rows are multiplied by the keys that
+// all of them see. The few keys that only some rows see are multiplied by the rows of their list
+// alone: keys hidden from all queries of a list are not read for it.
 template <class F>
 struct SharedTiles {
   static constexpr int64_t kFew = 16;
@@ -186,7 +186,7 @@ struct SharedTiles {
 
  private:
   void walk_block(Range block, Range entries) {
-    Range cut{entries.end, entries.begin};  // holds the lists whose first query does not see all
+    Range cut{entries.end, entries.begin};  // contains the lists whose first query does not see all
     for (int64_t n = entries.begin; n < entries.end; ++n) {
       const auto list = lists[lists.lists[n]];
       if (selected_end(s, p, list.queries.begin) < block.end) {
@@ -205,7 +205,7 @@ struct SharedTiles {
       walk_block({key, smaller(key + part, block.end)}, cut);
     }
   }
-  // Lists of the same queries together.
+  // Walks lists one by one, except that lists of the same queries are walked together.
   void walk_alone(Range block, Range entries) {
     Range seen{0, 0};
     int64_t query = -1;
@@ -236,7 +236,7 @@ struct SharedTiles {
   }
 };
 
-// Which keys of a tile each query of an item sees.
+// Keys of a tile that each query of an item sees.
 struct Visibility {
   const SelectedLists& s;
   const AttentionProblem& p;
@@ -267,13 +267,13 @@ struct Visibility {
   }
 };
 
-// Multiplies a row of a tile by the factors of dropout.
+// Multiplies a row of a tile by the dropout factors.
 template <class A>
 void drop_row(const AttentionProblem& p, int64_t b, int64_t h, int64_t q, const KeyTile& tile,
               A* x) {
   if (p.dropout.threshold == 0) return;
   const A scale = static_cast<A>(p.dropout.scale);
-  int64_t group = -1;  // of four keys, which share a draw
+  int64_t group = -1;  // group of four keys, which share a draw
   uint64_t keep = 0;
   for (int64_t n = 0; n < tile.columns; ++n) {
     const int64_t key = tile.position[n];
@@ -285,11 +285,11 @@ void drop_row(const AttentionProblem& p, int64_t b, int64_t h, int64_t q, const 
   }
 }
 
-// Copies of the keys or values of a tile, as rows of `cols`.
+// Copies the keys or values of a tile to rows of `cols` elements.
 template <class T>
 void gather_rows(const HeadView& x, const SelectedItem& item, const KeyTile& tile, int64_t cols,
                  T* to) {
-  constexpr int64_t kAhead = 8;  // rows whose first lines are fetched before they are copied
+  constexpr int64_t kAhead = 8;  // rows whose first lines are prefetched before they are copied
   for (int64_t n = 0; n < tile.columns; ++n, to += cols) {
     if (n + kAhead < tile.columns) {
       const T* const later = row_of<T>(x, item.b, tile.position[n + kAhead], item.kv_head);
@@ -307,7 +307,7 @@ OMNIATTN_INLINE bool reads_in_place(const SelectedLists& s, int64_t rows) {
   return !kKeepsQueries<T> && s.gathered && rows <= kRowsInPlace;
 }
 
-// The keys of a tile where they lie: offsets from the first key and value of a head.
+// Keys of a tile in place: offsets from the first key and value of a head.
 template <class T>
 struct KeysInPlace {
   const T *k, *v;
@@ -322,7 +322,7 @@ struct KeysInPlace {
       at_v[n] = tile.position[n] * p.v.stride_t;
     }
   }
-  // s = q K^T. Fetches later keys, and their values.
+  // s = q K^T. Prefetches later keys and their values.
   void dot(const AttentionProblem& p, const compute_t<T>* q, int64_t ldq, int64_t rows,
            compute_t<T>* s) const {
     constexpr int64_t kAhead = 8;
@@ -341,20 +341,20 @@ struct KeysInPlace {
   }
 };
 
-// The tile whose operands were gathered: its keys are rows 0, 1, ...
+// Numbers the keys of a tile whose operands were gathered: they are rows 0, 1, ...
 inline void number_rows(KeyTile& tile) {
   tile.spans = 1;
   tile.span[0] = {0, 0, tile.columns};
 }
 
-// x = A B^T for `rows` rows of a tile; B is packed keys as column panels.
+// x = A B^T for `rows` rows of a tile; B holds packed keys as column panels.
 template <class M>
 void multiply_by_tile(const KeyTile& tile, const M* a, int64_t lda, int64_t rows, int64_t k,
                       const M* packed, compute_t<M>* x) {
   for (int64_t n = 0; n < tile.spans; ++n) {
     const auto [key, column, count] = tile.span[n];
     for (int64_t done = 0; done < count;) {
-      // A span may begin inside a panel, of which it uses the columns that are left.
+      // A span may begin inside a panel, of which it uses the remaining columns.
       const int64_t inside = (key + done) % kPanelCols<M>, panel = key + done - inside;
       const int64_t room = kPanelCols<M> - inside, rest = count - done;
       const int64_t cols = inside == 0 || rest < room ? rest : room;
@@ -366,7 +366,7 @@ void multiply_by_tile(const KeyTile& tile, const M* a, int64_t lda, int64_t rows
   }
 }
 
-// sum += X Y for `rows` rows of a tile: Y has a row per key, for 16-bit operands in pairs of keys.
+// sum += X Y for `rows` rows of a tile. Y has a row per key; 16-bit operands have pairs of keys.
 template <class M>
 void accumulate_tile(const KeyTile& tile, const computed_t<M>* x, int64_t ldx, int64_t rows,
                      const M* y, int64_t ldy, int64_t width, compute_t<M>* sum) {
@@ -379,8 +379,8 @@ void accumulate_tile(const KeyTile& tile, const computed_t<M>* x, int64_t ldx, i
   }
 }
 
-// Operands of the rows of a tile, with row stride ld: where they lie, or copies of `cols` elements,
-// which padded_row makes a multiple of 16.
+// Operands of the rows of a tile, with row stride ld: in place, or copies of `cols` elements, a
+// number that padded_row makes a multiple of 16.
 template <class M>
 M* rows_of_tile(const RowTile& tile, M* from, int64_t ld, int64_t cols, M* copies) {
   if (tile.consecutive) return from + tile.first * ld;
@@ -393,7 +393,7 @@ M* rows_of_tile(const RowTile& tile, M* from, int64_t ld, int64_t cols, M* copie
   return copies;
 }
 
-// Calls f(sums) to add to the rows of a tile: where they lie, or to zeros that are added to them.
+// Calls f(sums) to add to the rows of a tile: in place, or in zeros that are then added to them.
 template <class A, class F>
 void add_to_rows(const RowTile& tile, A* to, int64_t width, A* zeros, const F& f) {
   if (tile.consecutive) return f(to + tile.first * width);
@@ -405,7 +405,7 @@ void add_to_rows(const RowTile& tile, A* to, int64_t width, A* zeros, const F& f
   }
 }
 
-// Copies the rows (query, head) of an item, of x (B, Tq, Hq, cols).
+// Copies the rows (query, head) of an item from x (B, Tq, Hq, cols).
 template <class T, class M>
 void pack_item_rows(const HeadView& x, const SelectedItem& item, int64_t cols, compute_t<T> factor,
                     M* to) {
@@ -416,7 +416,7 @@ void pack_item_rows(const HeadView& x, const SelectedItem& item, int64_t cols, c
   }
 }
 
-// The rows (query, head) of an item, in order: f(row, query, head).
+// Calls f(row, query, head) for the rows of an item, in order.
 template <class F>
 OMNIATTN_INLINE void for_item_rows(const SelectedItem& item, const F& f) {
   int64_t row = 0;
@@ -425,7 +425,7 @@ OMNIATTN_INLINE void for_item_rows(const SelectedItem& item, const F& f) {
   }
 }
 
-// Those of a tile: f(number in the tile, row, query, head).
+// Calls f(number in the tile, row, query, head) for the rows of a tile.
 template <class F>
 OMNIATTN_INLINE void for_tile_rows(const SelectedItem& item, const RowTile& tile, const F& f) {
   const auto heads = static_cast<uint32_t>(item.heads);

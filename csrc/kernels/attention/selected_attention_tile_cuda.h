@@ -6,7 +6,7 @@
 
 namespace omniattn::gpu {
 
-// Where the rows and keys of a tile are; -1 and null: none.
+// Places of the rows and keys of a tile; -1 and null: none.
 template <class T>
 struct Picked {
   const T *q[kTile], *grad[kTile], *k[kTile], *v[kTile];
@@ -17,7 +17,7 @@ struct SelectedShared : GradientShared<compute_t<T>> {
   Picked<T> at;
 };
 
-// Each row or key is picked by one thread, with barriers around. grad_out.data: null if not needed.
+// Each row or key is picked by one thread, between barriers. grad_out.data: null if not needed.
 template <class T>
 __device__ __forceinline__ void pick_row(const AttentionProblem& p, const HeadView& grad_out,
                                          int64_t b, int64_t query, int64_t head, bool exists, int r,
@@ -35,7 +35,7 @@ __device__ __forceinline__ void pick_key(const AttentionProblem& p, int64_t b, i
   to.v[n] = exists ? row_of<T>(p.v, b, key, kv_head) : nullptr;
 }
 
-// Rows 64 n, 64 n + 1, ... of an item.
+// Picks rows 64 n, 64 n + 1, ... of an item.
 template <class T>
 __device__ __forceinline__ void pick_rows(const AttentionProblem& p, const HeadView& grad_out,
                                           const SelectedItem& item, int64_t n, Picked<T>& to) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void pick_rows(const AttentionProblem& p, const HeadV
   pick_row(p, grad_out, item.b, query, item.first_head + row % item.heads, query < item.queries.end,
            r, to);
 }
-// The keys 64 n, 64 n + 1, ... of its list.
+// Picks the keys 64 n, 64 n + 1, ... of an item's list.
 template <class T>
 __device__ __forceinline__ void pick_keys(const SelectedLists& s, const AttentionProblem& p,
                                           const SelectedItem& item, int64_t n, Picked<T>& to) {
@@ -59,14 +59,14 @@ __device__ __forceinline__ void pick_keys(const SelectedLists& s, const Attentio
            named >= 0 && key < selected_end(s, p, item.queries.end - 1), r, to);
 }
 
-// Whether a row sees a key.
+// True if a row sees a key.
 template <class T>
 __device__ __forceinline__ bool sees(const SelectedLists& s, const AttentionProblem& p,
                                      const Picked<T>& at, int r, int n) {
   return at.query[r] >= 0 && at.key[n] >= 0 && at.key[n] < selected_end(s, p, at.query[r]);
 }
 
-// The factor of dropout of a pair that is seen: 0 or 1 / (1 - p).
+// Dropout factor of a pair that is seen: 0 or 1 / (1 - p).
 template <class T>
 __device__ __forceinline__ compute_t<T> kept(const AttentionProblem& p, int64_t b,
                                              const Picked<T>& at, int r, int n) {
@@ -77,18 +77,18 @@ __device__ __forceinline__ compute_t<T> kept(const AttentionProblem& p, int64_t 
   return (bits >> (key % 4) & 1) != 0 ? static_cast<compute_t<T>>(p.dropout.scale) : 0;
 }
 
-// The place of a row in lse.
+// Index of a row in lse.
 template <class T>
 __device__ __forceinline__ int64_t stat_of(const AttentionProblem& p, int64_t b,
                                            const Picked<T>& at, int r) {
   return (b * p.hq + at.head[r]) * p.lse_stride + at.query[r];
 }
 
-// Rows of tiles that the items of a call have.
+// Number of row tiles in an item of a call.
 OMNIATTN_FN int64_t row_tiles(const SelectedLists& s, const AttentionProblem& p) {
   return ceil_div(queries_per_item(s, p) * list_heads(s, p), kTile);
 }
-// Tiles of keys that a list can have.
+// Number of key tiles that a list can have.
 OMNIATTN_FN int64_t key_tiles(const SelectedLists& s) {
   return ceil_div(s.count * s.block_size, kTile);
 }

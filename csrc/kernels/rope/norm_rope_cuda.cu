@@ -180,7 +180,7 @@ int64_t norm_rope_backward_shards(const NormRopeBackwardParams& p, int64_t batch
 Status launch_norm_rope_backward(const NormRopeBackwardParams& p, int64_t batch, void* partial,
                                  void* dweight, Stream stream) {
   const int64_t rows = row_count(p.rope, batch), shards = norm_rope_backward_shards(p, batch);
-  const int64_t strides = p.x_batch | p.x_token | p.x_head;  // a power of two divides all, or not
+  const int64_t strides = p.x_batch | p.x_token | p.x_head;  // W divides all if it divides this
   dispatch_heads(p.rope, p.weight, p.x, strides, [&]<class T, int W>(T, Width<W>) {
     if (shards > 0) {
       GPU_LAUNCH((norm_rope_backward_kernel<T, W>), static_cast<unsigned>(shards / kWarps),
