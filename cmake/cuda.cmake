@@ -42,7 +42,7 @@ add_library(torch_cuda_stub SHARED "${stub}/torch_cuda_stub.c")
 set_target_properties(torch_cuda_stub PROPERTIES
   OUTPUT_NAME torch_cuda LIBRARY_OUTPUT_DIRECTORY "${stub}" C_VISIBILITY_PRESET default)
 
-# CMake 3.25 does not know that nvcc 13 speaks C++20.
+# CMake 3.25 does not know the C++20 option of nvcc 13.
 if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")

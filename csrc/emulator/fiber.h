@@ -16,7 +16,7 @@
 
 namespace omniattn::emulator {
 
-// Where a stack continues. The compiler saves all other registers.
+// State in which a stack continues. The compiler saves all other registers.
 struct Context {
   void* stack = nullptr;
   void* code = nullptr;
@@ -83,7 +83,7 @@ class Fiber {
 
   // One past the highest byte of the stack.
   char* top() const { return top_; }
-  // Whether an address is in the unreadable page below the stack.
+  // True if an address is in the unreadable page below the stack.
   bool overflowed_at(const char* address) const {
     return address >= low_ && address < low_ + kPage;
   }

@@ -321,7 +321,7 @@ void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
   const auto run = [](std::vector<Backward> some) {
     run_paths(kBackwardPaths, std::move(some), backward_owners);
   };
-  // Sequences that add to a shared gradient run one after the other.
+  // Sequences that add to a shared gradient run one by one.
   const bool shares_bias = x.grad_bias != nullptr && x.grad_bias_stride_b == 0;
   if (shares_bias || x.grad_program != nullptr) {
     for (const Backward& b : problems) run({b});

@@ -92,7 +92,7 @@ void set_side_tensors(const char* op, Call& call, MaskRule& rule, const Tensors&
 }
 
 // Makes the sequences of the layout at the start of the mask the batch. Errors name the public
-// functions, whose callers know no layouts.
+// functions, whose callers do not see layouts.
 void decode_layout(const Arguments& given, Call& call) {
   const Ints& code = given.mask;
   AttentionProblem& p = call.problem;

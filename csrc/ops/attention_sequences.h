@@ -1,5 +1,5 @@
-// One sequence of a packed, cached or paged batch as a problem of its own, for the CPU kernels,
-// which know no layouts.
+// One sequence of a packed, cached or paged batch as a problem of its own, for the CPU
+// kernels, which do not support layouts.
 #pragma once
 
 #include "ops/attention.h"

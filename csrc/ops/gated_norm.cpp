@@ -137,8 +137,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gated_norm_backward(
   return {dx, dz.tensor(), dweight.tensor(), dbias.tensor()};
 }
 
-// For each of `groups` parts of the last dimension: (v - mean) * rstd * weight + bias. Gate 0: v =
-// x; gate 1: v = x * act(z); gate 2: v = x, the result times act(z). stats (rows, groups, 2).
+// For each of `groups` parts of the last dimension: (v - mean) * rstd * weight + bias. Gate 0:
+// v = x; gate 1: v = x * act(z); gate 2: v = x, the result times act(z). stats (rows, groups, 2).
 const Registry registry([](Registry& ops) {
   ops.add<gated_norm, gated_norm_only>(
       "gated_norm(Tensor x, Tensor? z, Tensor? weight, Tensor? bias, int groups, int gate, int act,"

@@ -34,7 +34,7 @@ void check_targets(const char* op, const LossRows& rows, int64_t cols) {
   }
 }
 
-// The dtype of the gradient of logits of `dtype`; by default the same dtype.
+// The dtype of the gradient of logits of `dtype`, which is the default.
 DType gradient_dtype(const char* op, DType dtype, std::optional<ScalarType> grad_dtype) {
   const DType out = grad_dtype.has_value() ? dtype_of(op, "grad_dtype", *grad_dtype) : dtype;
   const bool narrows = kOnCuda && dtype == DType::f32 && size_of(out) == 2;

@@ -48,8 +48,8 @@ void parallel_shards(int64_t items, int64_t shards, const F& f) {
   });
 }
 
-// Calls f(thread, item); items are handed out one by one in order: put the longest first. 0 <=
-// thread < threads selects the caller's memory for a thread; results must not depend on it.
+// Calls f(thread, item); items are handed out one by one in order: put the longest first. `thread`,
+// in [0, threads), selects the caller's memory for a thread; results must not depend on it.
 template <class F>
 void parallel_queue(int64_t items, int64_t threads, const F& f) {
   if (threads <= 1) {

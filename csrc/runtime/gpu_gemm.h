@@ -25,7 +25,7 @@ inline constexpr int kGemmStride = kGemmColumns + 4;  // row stride of sums, avo
 template <class X>
 concept GemmOperand = requires(const X& x, int i, int64_t k) {
   *x.at(i, k);        // the address of an element
-  bool(x.has(i, k));  // whether the element exists; if not, it counts as 0
+  bool(x.has(i, k));  // true if the element exists; otherwise it counts as 0
   bool(x.along_k());
   *x.data;  // any readable address
 };

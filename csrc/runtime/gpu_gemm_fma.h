@@ -1,5 +1,5 @@
-// The product of gpu_gemm.h by FMA in the compute type, for any dtype and alignment. Tiles are 64 x
-// 128; each thread computes 4 x 8 elements.
+// The product of gpu_gemm.h by FMA in the compute type, for any dtype and alignment. Tiles are
+// 64 x 128; each thread computes 4 x 8 elements.
 #pragma once
 
 #include "runtime/gpu_fma.h"

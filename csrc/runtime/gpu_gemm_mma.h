@@ -7,7 +7,7 @@
 
 namespace omniattn::gpu {
 
-// kAAlongK, kBAlongK: whether the operand is contiguous along k. Contiguous elements exist in whole
+// kAAlongK, kBAlongK: true if the operand is contiguous along k. Contiguous elements exist in whole
 // groups of eight, aligned to 16 bytes.
 template <class T, bool kAAlongK, bool kBAlongK>
 struct GemmByMma {

@@ -1,10 +1,10 @@
 // gemm_tile on AMX tiles: C in blocks of 32 x 32 (tiles 0 to 3), A in tiles 4 and 5, B in 6 and 7.
 // The loads of a step come first, then its four products.
 //
-// A is read in place where its rows are whole cache lines that do not compete for few sets of L1.
-// Otherwise 32 rows of it, at most kTileDepth terms, are copied into consecutive tiles, which
-// stay in L1 while B streams through. Panels of B are loaded as they are: 16 pairs of rows at a
-// stride.
+// A is read in place if its rows are whole cache lines that do not compete for few
+// sets of L1. Otherwise 32 rows of it, at most kTileDepth terms, are copied into
+// consecutive tiles, which stay in L1 while B streams through. Panels of B are loaded
+// in place: 16 pairs of rows at a stride.
 #pragma once
 
 #include "runtime/gemm_tile.h"

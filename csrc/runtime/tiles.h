@@ -3,7 +3,7 @@
 //
 //   C (16 x 16 fp32) += A (16 x 32 H) B,   B as 16 pairs of rows x 16 columns
 //
-// Without OMNIATTN_TILES the same in software, equal to the hardware in every bit except NaN
+// Without OMNIATTN_TILES, software does the same, equal to the hardware in every bit except NaN
 // payloads: each element of C sums one chain of fused multiply-adds over the even terms and one
 // over the odd terms, both from 0, and adds the sum to C. Rounding is to nearest even, and denormal
 // fp32 operands and results count as 0, whatever MXCSR says. A denormal bf16 is a denormal fp32
@@ -80,7 +80,7 @@ struct TileRegisters {
   OMNIATTN_INLINE void multiply_add() {
     if constexpr (std::is_same_v<H, bf16>) {
       asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
-    } else {  // tdpfp16ps, which binutils know from 2.40 on
+    } else {  // tdpfp16ps, which binutils has from 2.40 on
       constexpr int kThirdOperand = (~kB & 15) << 3 | 3, kOthers = 0xc0 | kC << 3 | kA;
       asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" ::"i"(kThirdOperand), "i"(kOthers));
     }

@@ -17,9 +17,9 @@ enum class FeatureMap : int32_t {
 };
 inline constexpr int64_t kFeatureMapCount = 5;
 
-// Divisor of an output, and its slopes in the sum of weights and in `least`: max(|sum|, least) +
-// eps. Without `least` (null) the divisor is the sum itself, its size raised to eps if it is
-// smaller.
+// Divisor of an output, and its slopes in the sum of weights and in `least`:
+// max(|sum|, least) + eps. Without `least` (null) the divisor is the sum itself, its size
+// raised to eps if it is smaller.
 template <class C>
 struct Divisor {
   C value, by_sum, by_least;

@@ -2,11 +2,11 @@
 // q.r and k.w, count as part of q.k here. s_h is the factor of a head; f(s) is the
 // transform c g(s / c), or s without a transform.
 //
-// The factor `pre` is folded into q when q is packed: x = pre * (q.k). The logit is x, or post *
-// g(x), plus the terms. Without terms, kernels keep logits in units of ln 2, as s log2(e), so that
-// the softmax uses powers of two. A term can be as large as its type allows (a mask of finfo.min),
-// where s log2(e) overflows. With terms the logits are therefore s itself, and only differences of
-// logits, which may overflow to -inf, are multiplied by log2(e).
+// The factor `pre` is folded into q when q is packed: x = pre * (q.k). The logit is x, or
+// post * g(x), plus the terms. Without terms, kernels keep logits in units of ln 2, as s log2(e),
+// so that the softmax uses powers of two. A term can be as large as its type allows (a mask of
+// finfo.min), where s log2(e) overflows. With terms the logits are therefore s itself, and only
+// differences of logits, which may overflow to -inf, are multiplied by log2(e).
 #pragma once
 
 #include <cstdint>

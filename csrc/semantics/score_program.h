@@ -9,8 +9,8 @@
 //   distance  (B | 1, Hq | 1, 1, Q + Tk - 1)  the element of b, h and k - q
 //   gathered  up to 4 dimensions              the element that an index names
 //
-// Queries are numbered first_q, ..., first_q + Q - 1 (see ProgramDomain). What depends on b, h and
-// one of q, k and k - q alone is precomputed by torch and arrives as a table.
+// Queries are numbered first_q, ..., first_q + Q - 1 (see ProgramDomain). Values that depend on b,
+// h and one of q, k and k - q alone are precomputed by torch as tables.
 #pragma once
 
 #include <math.h>  // with the float overloads in the global namespace
@@ -50,19 +50,19 @@ constexpr int64_t kProgramStepInts = 5;  // op, to, a, b, c
                   op(int_less_equal, 49, 2, a <= b) op(int_equal, 50, 2, a == b)              \
                       op(int_floor_div, 51, 2, I(floor_div(a, b)))                            \
                           op(int_mod, 52, 2, I(floor_mod(a, b)))
-#define OMNIATTN_PROGRAM_OTHER_OPS(op)                                                        \
-  op(where, 60, 3, )        /* a ? b : c, of lanes of any kind */                             \
-      op(to_float, 61, 1, ) /* of an integer */                                               \
-      op(to_int, 62, 1, )   /* towards 0, kept inside the range; 0 of NaN */                  \
-      op(number, 63, 0, )   /* constant a */                                                  \
-      op(integer, 64, 0, )  /* constant a */                                                  \
-      op(read, 65, 0, )     /* of table a, a grid or of distances */                          \
-      op(place, 66, 2, )    /* place a, or 0 where that is no register, plus that of index b  \
-                               in dimension c % 4 of table c / 4; negative ones count from    \
-                               the end */                                                     \
-      op(gather, 67, 1, )   /* of table b at place a: NaN, or 0 of integers, where it ends */ \
-      op(give, 68, 1, )     /* adds a to the gradient of table b, which `read` reads */       \
-      op(give_at, 69, 2, )  /* the same at place b, of table c, which `gather` reads */
+#define OMNIATTN_PROGRAM_OTHER_OPS(op)                                                     \
+  op(where, 60, 3, )        /* a ? b : c, for lanes of any kind */                         \
+      op(to_float, 61, 1, ) /* converts an integer */                                      \
+      op(to_int, 62, 1, )   /* truncates and saturates; 0 for NaN */                       \
+      op(number, 63, 0, )   /* constant a */                                               \
+      op(integer, 64, 0, )  /* constant a */                                               \
+      op(read, 65, 0, )     /* element of table a, a grid or distances */                  \
+      op(place, 66, 2, )    /* place a (0 if it is no register) plus that of index b in    \
+                               dimension c % 4 of table c / 4; a negative index counts     \
+                               from the end */                                             \
+      op(gather, 67, 1, )   /* element of table b at place a; NaN (integers: 0) outside */ \
+      op(give, 68, 1, )     /* adds a to the gradient of table b, which `read` reads */    \
+      op(give_at, 69, 2, )  /* give at place b of table c, which `gather` reads */
 #define OMNIATTN_PROGRAM_OPS(op)  \
   OMNIATTN_PROGRAM_FLOAT_OPS(op)  \
   OMNIATTN_PROGRAM_VECTOR_OPS(op) \

@@ -2,7 +2,7 @@
 //
 //   head_scale  (Hq,)                        a factor of s = scale q.k for each head
 //   relative_keys     (rows, Hq, D), zero    a term scale q.r of s; r is row k - i + zero, clamped
-//   relative_queries  (rows, Hq, D), zero    the same with the key, scale k.r
+//   relative_queries  (rows, Hq, D), zero    a term scale k.r of s, read likewise
 //   transform   a parameter c > 0            f(s) = c g(s / c)
 //   bias        (B | 1, Hq | 1, Tq | 1, Tk)  a term
 //   table       (B | 1, rows, Hq), a, b      a term table[row(i, k)][h] * factor(i, k)

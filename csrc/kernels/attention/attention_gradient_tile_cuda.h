@@ -6,10 +6,10 @@
 
 namespace omniattn::gpu {
 
-// Calls f(at, r, c, stats) for this thread's pairs (query r = 4 ty + i, key c = tx + 16
-// j); q.k is in shared.tile and dP in shared.other, both at index `at`. Begins with a
-// barrier. The loop is not unrolled, which would need more registers than there are; q.k
-// and dP stay at these indices meanwhile.
+// Calls f(at, r, c, stats) for this thread's pairs (query r = 4 ty + i, key
+// c = tx + 16 j); q.k is in shared.tile and dP in shared.other, both at index `at`. Begins
+// with a barrier. The loop is not unrolled, which would need more registers than there
+// are; q.k and dP stay at these indices meanwhile.
 template <class T, Sum kSum, class F>
 __device__ __forceinline__ void pairs_of_tile(const AttentionBackwardParams& params,
                                               const Tile& tile,

@@ -1,8 +1,8 @@
 // Products of tiles by tensor cores (mma.sync m16n8k16) for 16-bit dtypes and head sizes up to 256,
 // padded with zeros to kD = 64, 128 or 256.
 //
-// A block has kWarps worker warps and a planner warp. A worker owns 16 rows of the results. Lane 4
-// g + t holds columns 2 t and 2 t + 1 of rows g and g + 8 of 16 x 8 elements, which is the layout
+// A block has kWarps worker warps and a planner warp. A worker owns 16 rows of the results. Lane
+// 4 g + t holds columns 2 t and 2 t + 1 of rows g and g + 8 of 16 x 8 elements, which is the layout
 // of the left operand of the next product. The planner finds the tiles that the mask leaves, and
 // the visible pairs of partial tiles, one tile ahead: the workers' registers are full of sums,
 // while the planner's are free for any rule.

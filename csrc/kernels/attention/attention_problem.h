@@ -31,9 +31,9 @@ struct ScoreView {
   int64_t stride_b, stride_h, stride_q;
 };
 
-// Table term of all pairs, expanded by the op, in the
-// compute type. On the CPU 64 keys past Tk are
+// Table term of all pairs, expanded by the op, in the compute type. On the CPU 64 keys past Tk are
 // readable. The term of a pair is element
+//   origin + b stride_b + h stride_h + q stride_q + k
 struct RelativeView {
   const void* data;  // null: none
   int64_t origin, stride_b, stride_h, stride_q;

@@ -69,8 +69,8 @@ void forward_item(const IndexerLossForwardParams& params, void* scratch, int64_t
   }
 }
 
-// Turns the products of a query and a tile, of which it sees `seen` keys, into their gradients: dx
-// = g w relu'(x) with g = grad (softmax I - p); adds g relu(x) to dw.
+// Turns the products of a query and a tile, of which it sees `seen` keys, into their gradients:
+// dx = g w relu'(x) with g = grad (softmax I - p); adds g relu(x) to dw.
 template <class A, bool kRelu>
 void product_gradients(const IndexerLossParams& p, const A* g, int64_t seen, const A* w, A* x,
                        A* w_grad) {

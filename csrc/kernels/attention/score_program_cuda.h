@@ -140,7 +140,7 @@ __device__ A ProgramPair<A>::other(const ProgramStep& s) const {
     }
     case ProgramOp::give:
     case ProgramOp::give_at:
-      return A(0);  // what gives to a gradient has no lane
+      return A(0);  // adding to a gradient gives no lane
     default:
       OMNIATTN_UNREACHABLE();
   }

@@ -2,8 +2,8 @@
 //
 //   s[t] = bias + sum_k weight[k] x[t + k - (K - 1)]      y = act(s), act = silu or none
 //
-// The inputs that precede x are the rows `before`: inputs of an earlier call, or zeros. With g[t] =
-// dy[t] act'(s[t]), where s is recomputed and g = 0 outside [0, T):
+// The inputs that precede x are the rows `before`: inputs of an earlier call, or zeros. With
+// g[t] = dy[t] act'(s[t]), where s is recomputed and g = 0 outside [0, T):
 //
 //   dx[t] = sum_k weight[k] g[t + (K - 1) - k]      dweight[k] = sum_t g[t] x[t + k - (K - 1)]
 //

@@ -38,8 +38,8 @@ constexpr PieceProduct kPieceProducts<3>[] = {{2, 0}, {1, 0}, {0, 0}, {0, 1}, {1
 OMNIATTN_INLINE VecF::Bits magnitude(VecF x) { return x.bits() & 0x7fffffff; }
 OMNIATTN_INLINE VecF::Bits larger_of(VecF::Bits a, VecF::Bits b) { return a > b ? a : b; }
 
-// e with 2^e <= x < 2^(e + 1), from the bits of x >= 0; 0 for x =
-// 0, infinity if x is not finite.
+// e with 2^e <= x < 2^(e + 1), from the bits of x >= 0; 0 for
+// x = 0, infinity if x is not finite.
 OMNIATTN_INLINE float exponent_of(int32_t bits) {
   if (bits >= 0x7f800000) return __builtin_inff();
   if (bits == 0) return 0.0f;

@@ -28,7 +28,7 @@ inline constexpr int64_t kMoeBlockRows = 512;
 // Features of h, or columns of y, in one item.
 inline constexpr int64_t kMoeFeatures = 128;
 
-// Where `pre` (columns) holds the gate: nowhere, in its first half, or in its even elements.
+// Place of the gate in `pre` (columns): none, its first half, or its even elements.
 enum class MoeGate : int32_t { none = 0, halves = 1, interleaved = 2 };
 inline constexpr int64_t kMoeGateCount = 3;
 
@@ -36,8 +36,8 @@ struct MoeBlock {
   int64_t expert, row, rows;
 };
 
-// Operand B of a product for each expert: element (k, n) of expert e is data[e * expert + k *
-// k_stride + n * n_stride]; k_stride or n_stride is 1.
+// Operand B of a product for each expert: element (k, n) of expert e is
+// data[e * expert + k * k_stride + n * n_stride]; k_stride or n_stride is 1.
 struct MoeMatrix {
   const void* data;
   int64_t expert, k_stride, n_stride;

@@ -25,7 +25,7 @@ OMNIATTN_INLINE void dispatch_storage(DType dtype, const F& f) {
 }
 
 // Converts rows of the call's dtype to rows of C and back. Only these functions and stream_rows
-// know this dtype: everything else is compiled once for all dtypes computed in C.
+// depend on this dtype: everything else is compiled once for all dtypes computed in C.
 template <class C>
 [[gnu::noinline]] void load_rows(DType dtype, const char* x, int64_t stride, int64_t rows,
                                  int64_t width, Matrix<C> out, C factor = 1) {

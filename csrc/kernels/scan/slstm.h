@@ -54,7 +54,7 @@ inline constexpr int64_t kSlstmGroup = 8;
 OMNIATTN_FN int64_t slstm_groups(const ScanRows& p) { return ceil_div(p.sequences, kSlstmGroup); }
 
 struct SlstmKernels {
-  // Item g H + h is head h of group g of the sequences. `memory` has as many bytes as these say.
+  // Item g H + h is head h of group g of sequences. `memory` has bytes() or backward_bytes() bytes.
   int64_t (*bytes)(const Slstm&);
   void (*forward)(const SlstmParams&, void* memory, int64_t begin, int64_t end);
   int64_t (*backward_bytes)(const Slstm&);
