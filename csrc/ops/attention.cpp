@@ -112,7 +112,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor
   const Tensor lse = empty_tensor(call.lse_sizes, accumulator(p.dtype));
   if (lse_tail != nullptr) *lse_tail = empty_tensor(call.lse_sizes, accumulator(p.dtype));
   if (lse.numel() == 0) return {out, lse};
-  // Rows outside all sequences see nothing, nor does any row where there are no keys.
+  // Rows of a sequence without keys see nothing, nor does any row where there are no keys.
   if (call.is_packed || !has_work(p)) {
     fill(out, 0);
     fill(lse, is_softmax(p.score) ? -INFINITY : 0);
@@ -235,7 +235,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
     grads.push_back(set_gradient(op, call, index, side_tensor(op, aux, index), b, program));
     if (has_program_table(call, index)) b.grad_program = &program;
   }
-  // Rows outside all sequences have zero gradients.
+  // Keys past the end of a cache, and keys of a sequence without queries, have zero gradients.
   if (call.has_layout || !has_work(p)) {
     for (const Tensor* t : {&grad_q, &grad_k, &grad_v}) fill(*t, 0);
   }

@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor> causal_conv1d(const Tensor& x, const Tensor& weight,
                                          const OptTensor& cu_seqlens, bool silu) {
   const DeviceScope scope(x);
   const Problem p("causal_conv1d", x, weight, bias, initial_state, cu_seqlens);
-  const Output y = p.result(true, x.sizes(), p.dtype);
+  const Output y(true, x.sizes(), p.dtype);
   const Output final_state(true, {p.sequences, p.taps - 1, p.channels}, p.dtype);
   const CausalConvParams params{.conv = p.params(silu),
                                 .y = y.data(),
@@ -126,7 +126,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
   const Tensor gy =
       as_steps(p.op, "grad_y", p.gradient_or_zeros(grad_y, x, x.sizes()), p.dtype, x.sizes());
   const OptTensor grad_final = p.checked_state("grad_final_state", grad_final_state);
-  const Output dx = p.result(true, x.sizes(), p.dtype);
+  const Output dx(true, x.sizes(), p.dtype);
   const Output dweight(weight_grad, {p.taps, p.channels}, p.dtype);
   const Output dbias(bias_grad && bias.has_value(), {p.channels}, p.dtype);
   const Output dstate(initial_state_grad && initial_state.has_value(),

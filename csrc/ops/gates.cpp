@@ -50,8 +50,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> exponential_gates(const Tensor& g, co
   const DeviceScope scope(g);
   const Problem p("mlstm", g, i, initial_state, cu_seqlens);
   const Gates shared = p.params();
-  const Output decay = p.result(true, g.sizes(), p.acc), factor = p.result(true, g.sizes(), p.acc);
-  const Output m = p.result(true, g.sizes(), p.acc);
+  const Output decay(true, g.sizes(), p.acc), factor(true, g.sizes(), p.acc);
+  const Output m(true, g.sizes(), p.acc);
   const Output final_state(true, {p.sequences, p.channels}, p.acc);
   const GatesParams params{.gates = shared,
                            .decay = decay.data(),
@@ -79,7 +79,7 @@ std::tuple<Tensor, Tensor, Tensor> exponential_gates_backward(
   const ScanInput decays = p.like_g("decay", decay), factors = p.like_g("factor", factor);
   const OptTensor grad_final =
       p.dense("grad_final_state", grad_final_state, {p.sequences, p.channels});
-  const Output dg = p.result(true, g.sizes(), p.acc), di = p.result(true, g.sizes(), p.acc);
+  const Output dg(true, g.sizes(), p.acc), di(true, g.sizes(), p.acc);
   const Output dinitial(true, {p.sequences, p.channels}, p.acc);
   const GatesBackwardParams params{.gates = shared,
                                    .decay = decays.view(),

@@ -187,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor> recurrence(
   const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens,
                   scale, delta, feature_map, normalize, eps, wide);
   const auto state = p.state_sizes();
-  const Output o = p.result(true, p.v.tensor.sizes(), p.o_dtype);
+  const Output o(true, p.v.tensor.sizes(), p.o_dtype);
   const Output final_state(true, {state.data(), state.size()}, p.acc);
   const Recurrence shared = p.params();
   const Output states(kSave, {recurrence_slots(shared), state[1], state[2], state[3]}, p.acc);
@@ -226,10 +226,9 @@ int64_t shards_of(const Problem& p) {
 class Sharded {
  public:
   Sharded(const Problem& p, bool wanted, const OptSteps& like, int64_t shards)
-      : p_(p), shards_(shards), out_(p.result(wanted && like, sizes(like), p.dtype)) {
+      : p_(p), shards_(shards), out_(wanted && like, sizes(like), p.dtype) {
     if (shards == 1 || out_.data() == nullptr) return;
     parts_ = scratch(shards * out_.tensor().numel(), p.acc);
-    if (p.packed.rows.q != nullptr) torch::stable::fill_(*parts_, 0);
   }
   void* data() const { return parts_.has_value() ? parts_->mutable_data_ptr() : out_.data(); }
   Tensor sum() const {
@@ -279,7 +278,7 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
   require_dense(p.op, "states", states, p.acc,
                 {recurrence_slots(shared), state[1], state[2], state[3]});
   const auto like = [&](bool wanted, const OptSteps& x, DType type) {
-    return p.result(wanted && x, x ? x->tensor.sizes() : Sizes{}, type);
+    return Output(wanted && x, x ? x->tensor.sizes() : Sizes{}, type);
   };
   const int64_t shards = shards_of(p);
   const int64_t all_parts = p.key_heads * shards;

@@ -56,7 +56,7 @@ std::tuple<Tensor, Tensor, Tensor> rwkv4(const Tensor& w, const Tensor& u, const
   const DeviceScope scope(k);
   const Problem p("rwkv4", w, u, k, v, initial_state, cu_seqlens);
   const Wkv wkv = p.params(kForwardBlock);
-  const Output y = p.result(true, p.k.tensor.sizes(), p.dtype);
+  const Output y(true, p.k.tensor.sizes(), p.dtype);
   const Output final_state(true, {p.sequences, 3, p.channels}, p.acc);
   const Output states(kSave, {scan_slots(wkv.rows), 4, p.channels}, p.acc);
   const WkvParams params{
@@ -90,7 +90,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rwkv4_backward(
   const ScanInput dy(p.op, "grad_y", p.gradient_or_zeros(grad_y, k, k.sizes()), p.dtype, k.sizes());
   const OptTensor grad_final = p.state("grad_final_state", grad_final_state);
   require_dense(p.op, "states", states, p.acc, {scan_slots(wkv.rows), 4, p.channels});
-  const Output dk = p.result(true, k.sizes(), p.dtype), dv = p.result(true, k.sizes(), p.dtype);
+  const Output dk(true, k.sizes(), p.dtype), dv(true, k.sizes(), p.dtype);
   const Output dinitial(initial_state_grad, {p.sequences, 3, p.channels}, p.acc);
   // Without sequences the sums read one row of zeros.
   Tensor partial = scratch(std::max<int64_t>(1, p.sequences) * 2 * p.channels, p.acc);

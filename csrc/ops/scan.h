@@ -37,17 +37,6 @@ struct ScanProblem : SequenceProblem {
 
   ScanRows rows() const { return {sequences, steps, packed.rows.q}; }
 
-  // On CUDA, rows outside all sequences are zeroed here as well,
-  // because the kernels skip them.
-  Output result(bool wanted, Sizes sizes, DType type) const {
-    const Output out = SequenceProblem::result(wanted, sizes, type);
-    if (kOnCuda && packed.rows.q != nullptr && out.data() != nullptr) {
-      Tensor rows = out.tensor();
-      torch::stable::fill_(rows, 0);
-    }
-    return out;
-  }
-
   // Channels per item on the CPU: gives each thread a few items, of at most `most` channels.
   int64_t block(int64_t channels, int64_t most) const {
     constexpr int64_t kLeast = 64;

@@ -160,7 +160,7 @@ std::tuple<Tensor, Tensor, Tensor> selective_scan(
                   delta_softplus, paired);
   const int64_t of_group = p.groups > 0 ? p.channels / p.groups : 0;
   const Selective scan = p.params(kOnCuda ? kSelectiveThreads : p.block(of_group, kForwardBlock));
-  const Output y = p.result(true, p.u.tensor.sizes(), p.dtype);
+  const Output y(true, p.u.tensor.sizes(), p.dtype);
   const Output final_state(true, {p.sequences, p.channels, p.states}, p.acc);
   const Output states(kSave, {scan_slots(scan.rows), p.states, p.channels}, p.acc);
   if (!kSave && is_step(p)) {
@@ -188,7 +188,7 @@ Tensor selective_scan_inplace(const Tensor& u, const Tensor& delta, const Tensor
                   std::nullopt, delta_softplus, false);
   require(initial_state.is_contiguous(), p.op,
           "initial_state must be contiguous to be updated in place");
-  const Output y = p.result(true, p.u.tensor.sizes(), p.dtype);
+  const Output y(true, p.u.tensor.sizes(), p.dtype);
   void* const state = initial_state.mutable_data_ptr();
   if (is_step(p)) {
     run_step(p, state, y.data());
@@ -284,8 +284,8 @@ Gradients selective_scan_backward(const Tensor& u, const Tensor& delta, const Te
   const ScanInput dy(p.op, "grad_y", p.gradient_or_zeros(grad_y, u, u.sizes()), p.dtype, u.sizes());
   const OptTensor grad_final = p.state("grad_final_state", grad_final_state);
   require_dense(p.op, "states", states, p.acc, {scan_slots(scan.rows), p.states, p.channels});
-  const Output du = p.result(true, u.sizes(), p.dtype), ddelta = p.result(true, u.sizes(), p.dtype);
-  const Output dz = p.result(z.has_value(), u.sizes(), p.dtype);
+  const Output du(true, u.sizes(), p.dtype), ddelta(true, u.sizes(), p.dtype);
+  const Output dz(z.has_value(), u.sizes(), p.dtype);
   const Output dinitial(true, {p.sequences, p.channels, p.states}, p.acc);
   const WeightSums sums(p, scan);
   const SelectiveBackwardParams params{.scan = scan,

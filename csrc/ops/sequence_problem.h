@@ -38,17 +38,6 @@ struct SequenceProblem {
     return as_dense(*t);
   }
 
-  // Allocates a result (B, T, ..). On the CPU, rows outside all sequences are zeroed here.
-  Output result(bool wanted, Sizes sizes, DType type) const {
-    const Output out(wanted, sizes, type);
-    const int64_t* const ends = packed.rows.q;
-    const bool gaps = !kOnCuda && ends != nullptr && (ends[0] > 0 || ends[sequences] < steps);
-    if (gaps && out.data() != nullptr) {
-      Tensor rows = out.tensor();
-      torch::stable::fill_(rows, 0);
-    }
-    return out;
-  }
   // The gradient, in the shape of x; zeros if it is not given.
   static Tensor gradient_or_zeros(const OptTensor& gradient, const Tensor& x, Sizes sizes) {
     return gradient.has_value() ? *gradient : torch::stable::new_zeros(x, sizes);

@@ -54,18 +54,26 @@ RowNumbers read_rows(const char* op, const char* name, const Tensor& t, int64_t 
   return numbers(std::move(rows));
 }
 
-// Reads boundaries (N + 1,): row numbers that grow by 0 to x.longest from one to the next.
+// Reads boundaries (N + 1,): row numbers from 0 to x.rows that grow by 0 to x.longest from one to
+// the next. Without sequences there must be no rows: CUDA kernels, which check the values, are not
+// launched then.
 RowNumbers read_boundaries(const char* op, const PackedRows& x) {
   require_integers(op, x.name, x.boundaries);
   require(x.boundaries.dim() == 1 && x.boundaries.size(0) >= 1, op, x.name,
           " must have shape (N + 1,)");
   const RowNumbers found = read_rows(op, x.name, x.boundaries, x.rows);
+  const int64_t count = x.boundaries.size(0) - 1;
+  require(count > 0 || x.rows == 0, op, x.name, " must grow from 0 to the number of rows, ", x.rows,
+          ", got no sequence");
   if constexpr (kOnCuda) return found;
-  for (int64_t n = 1; n < x.boundaries.size(0); ++n) {
+  for (int64_t n = 1; n <= count; ++n) {
     const int64_t from = found.data[n - 1], to = found.data[n];
     require(to >= from && to - from <= x.longest, op, x.name, " must grow by 0 to ", x.longest,
             ", got ", from, " then ", to);
   }
+  require(found.data[0] == 0 && found.data[count] == x.rows, op, x.name,
+          " must grow from 0 to the number of rows, ", x.rows, ", got ", found.data[0], " to ",
+          found.data[count]);
   return found;
 }
 

@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor> slstm(const Tensor& x, const Tensor& r,
   const DeviceScope scope(x);
   const Problem p("slstm", x, r, initial_state, cu_seqlens, exp_forget);
   const Slstm shared = p.params();
-  const Output y = p.result(true, {p.batch, p.steps, p.heads, p.width}, p.dtype);
+  const Output y(true, {p.batch, p.steps, p.heads, p.width}, p.dtype);
   const Output final_state(true, {p.sequences, 4, p.heads, p.width}, p.acc);
   const Output trace(kSave, {p.batch, p.steps, kSlstmTrace, p.heads, p.width}, p.acc);
   const SlstmParams params{
@@ -84,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor> slstm_backward(const Tensor& x, const Tensor&
   const ScanInput dy(p.op, "grad_y", p.gradient_or_zeros(grad_y, x, of_y), p.dtype, of_y);
   const OptTensor grad_final = p.state("grad_final_state", grad_final_state);
   require_dense(p.op, "trace", trace, p.acc, {p.batch, p.steps, kSlstmTrace, p.heads, p.width});
-  const Output dx = p.result(true, x.sizes(), p.dtype);
+  const Output dx(true, x.sizes(), p.dtype);
   const Output dr(r_grad, p.r.sizes(), p.dtype);
   const Output dinitial(true, {p.sequences, 4, p.heads, p.width}, p.acc);
   SlstmBackwardParams params{.slstm = p.params(),

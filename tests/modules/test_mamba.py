@@ -3,6 +3,7 @@
 import pickle
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -160,6 +161,24 @@ def test_a_saved_state_knows_its_tokens_alone():
     kept = pickle.dumps(state)
     assert len(kept) < fresh + 16
     torch.testing.assert_close(layer(x[:, 2:], state=pickle.loads(kept)), layer(x)[:, 2:])
+
+
+@pytest.mark.parametrize("config", [Mamba.Config(8), Mamba2.Config(8, headdim=8)])
+@pytest.mark.parametrize("name", ["conv1d.weight", "A_log"])
+@torch.no_grad()
+def test_a_step_follows_writes_that_raise_no_version(config, name):
+    layer, x = config.build(dtype=torch.float32), torch.randn(1, 2, 8)
+    state = layer.new_state(1, 2)
+    layer(x[:, :1], state=state)
+    for write in (lambda t: t.data.mul_(1.5), lambda t: np.multiply(t.numpy(), 2, out=t.numpy())):
+        weight = layer.get_parameter(name)
+        version = weight._version
+        write(weight.detach())
+        assert weight._version == version
+        other = layer.new_state(1, 2)  # derives anew
+        other.load_state_dict(state.state_dict())
+        y = layer(x[:, 1:], state=state)
+        torch.testing.assert_close(y, layer(x[:, 1:], state=other), rtol=0, atol=0)
 
 
 def test_a_state_of_another_layer():

@@ -96,8 +96,8 @@ def test_threads_split_one_sequence_over_time(taps, steps):
 @pytest.mark.parametrize("taps", [1, 3, 4])
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
 def test_packed_sequences_equal_each_alone(integers, taps, isa):
-    """Gradients too; sequences shorter than the filter, empty ones, and rows of none."""
-    bounds = [2, 2, 3, 5, 41, 41, 44]
+    """Gradients too; sequences shorter than the filter, and empty ones."""
+    bounds = [0, 0, 1, 3, 39, 39, 47]
     tensors = [torch.randn(*s) for s in ((1, 47, 35), (35, taps), (35,), (6, 35, taps - 1))]
     options = {"activation": "silu", "return_final_state": True}
     grad_y, grad_state = torch.randn(1, 47, 35), torch.randn(6, 35, taps - 1)
@@ -127,15 +127,14 @@ def test_packed_sequences_equal_each_alone(integers, taps, isa):
             assert torch.equal(alone[1], last[n : n + 1])
             pairs += [(alone[0], grad_y[:, a:b]), (alone[1], grad_state[n : n + 1])]
         expected = gradients(leaves, *pairs)
-    outside = [*range(2), *range(44, 47)]
-    assert (y[:, outside] == 0).all()
-    assert (found[0][:, outside] == 0).all()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("bounds", [[0, 2, 4], [0, 3, 2], [-1, 3]])
-def test_boundaries_grow_within_the_rows(bounds):
-    with pytest.raises(ValueError, match="causal_conv1d: cu_seqlens must grow within"):
+def test_boundaries_grow_to_the_last_row(bounds):
+    with pytest.raises(
+        ValueError, match="causal_conv1d: cu_seqlens must grow from 0 to the number"
+    ):
         F.causal_conv1d(torch.ones(1, 3, 4), torch.ones(4, 3), cu_seqlens=torch.tensor(bounds))
 
 

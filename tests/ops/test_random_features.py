@@ -29,16 +29,15 @@ def by_pairs(q, k, v, weight, kind, causal):
 def test_each_sequence_alone(kind, causal, backend):
     q, k, v, weight = (t[:1] if t.dim() == 4 else t for t in inputs())
     options = {"kind": kind, "causal": causal, "backend": backend, "eps": 0.0}
-    edges = (2, 10, 10, 39)
+    edges = (0, 10, 10, 40)
     o, _ = F.random_feature_attention(q, k, v, weight, cu_seqlens=torch.tensor(edges), **options)
-    for a, b in ((2, 10), (10, 39)):
+    for a, b in ((0, 10), (10, 40)):
         part = [t[:, a:b] for t in (q, k, v)]
         expected = by_pairs(*part, weight, kind, causal)
         torch.testing.assert_close(o[:, a:b], expected)
         torch.testing.assert_close(
             F.random_feature_attention(*part, weight, **options)[0], expected
         )
-    assert o[:, :2].count_nonzero() == 0 and o[:, 39:].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,7 +69,11 @@ STATE = (torch.ones(1, 2, 5, 5), torch.ones(1, 2, 5))
         ({"initial_state": STATE[0]}, TypeError, r"initial_state must be a tuple \(S, M\)"),
         ({"initial_state": STATE[:1] * 2}, ValueError, r"M must have shape \(1, 2, 5\)"),
         ({"initial_state": STATE, "causal": False}, ValueError, "must be None where causal=False"),
-        ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, r"must grow within \[0, 3\]"),
+        (
+            {"cu_seqlens": torch.tensor([0, 4])},
+            ValueError,
+            "must grow from 0 to the number of tokens, 3",
+        ),
         ({"weight": None}, TypeError, "weight must be a torch.Tensor, got weight=None"),
         ({"weight": torch.ones(5, 4).int()}, TypeError, "weight must be float64.*int32"),
         ({"weight": torch.ones(5, 4) + 0j}, TypeError, "weight must be float64.*complex64"),
@@ -79,20 +82,3 @@ STATE = (torch.ones(1, 2, 5, 5), torch.ones(1, 2, 5))
 def test_errors(changed, error, message):
     with pytest.raises(error, match=f"^random_feature_attention: .*{message}"):
         F.random_feature_attention(**({"q": Q, "k": Q, "v": Q, "weight": WEIGHT} | changed))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_of_no_sequence_reach_nothing(kind, causal):
-    """Not with NaN, inf or large keys, beside empty sequences too; gradients stay finite."""
-    q, k, v, weight = (t[:1] if t.dim() == 4 else t for t in inputs(12))
-    options = {"kind": kind, "causal": causal, "cu_seqlens": torch.tensor([3, 3, 7, 10, 10])}
-    clean = F.random_feature_attention(q, k, v, weight, **options)
-    q, k = q.clone(), k.clone()
-    q[:, :3], k[:, :2], k[:, 2], k[:, 10:] = torch.inf, torch.nan, 1e3, -torch.inf
-    tensors = [t.requires_grad_() for t in (q, k, v, weight.clone())]
-    o, state = F.random_feature_attention(*tensors, **options)
-    torch.testing.assert_close(o[:, 3:10], clean[0][:, 3:10], rtol=0, atol=0)
-    torch.testing.assert_close(state, clean[1], rtol=0, atol=0)
-    o[:, 3:10].sum().backward()
-    assert all(t.grad.isfinite().all() for t in tensors)

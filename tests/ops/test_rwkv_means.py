@@ -68,7 +68,7 @@ def test_a_state_continues(backend):
 @pytest.mark.parametrize("channels", [False, True])
 def test_packed_sequences_are_apart(backend, channels):
     *tokens, w = inputs(channels)
-    tokens, edges = [t[:1] for t in tokens], (2, 10, 10, 30)
+    tokens, edges = [t[:1] for t in tokens], (0, 10, 10, 35)
     cu = torch.tensor(edges)
     quadratic = F.rwkv_quadratic(*tokens, w, cu_seqlens=cu, backend=backend)
     recurrent, _ = F.rwkv_recurrent(*tokens, w, cu_seqlens=cu, backend=backend)
@@ -76,8 +76,6 @@ def test_packed_sequences_are_apart(backend, channels):
         part = [t[:, a:b] for t in tokens]
         torch.testing.assert_close(quadratic[:, a:b], F.rwkv_quadratic(*part, w))
         torch.testing.assert_close(recurrent[:, a:b], F.rwkv_recurrent(*part, w)[0])
-    for y in (quadratic, recurrent):
-        assert y[:, :2].count_nonzero() == 0 and y[:, 30:].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("size", [1e3, -1e3])
@@ -120,7 +118,11 @@ R, W = torch.ones(1, 3, 2, 4), torch.ones(2)
         ({"w": torch.ones(4)}, ValueError, r"w must have shape \(2,\) or \(2, 4\), got w.shape"),
         ({"w": torch.inf * W}, ValueError, "w must be finite"),
         ({"w": W.int()}, TypeError, "w must be floating-point"),
-        ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, r"must grow within \[0, 3\]"),
+        (
+            {"cu_seqlens": torch.tensor([0, 4])},
+            ValueError,
+            "must grow from 0 to the number of tokens, 3",
+        ),
         ({"backend": "fast"}, ValueError, "backend must be one of"),
     ],
 )

@@ -214,20 +214,8 @@ def test_errors(changed, error, message):
 def test_boundaries(bounds, backend):
     """With either backend; kernels check those that cannot be read here."""
     x, dt, A, B, C = sizes(steps=4, batch=1)
-    with pytest.raises(ValueError, match=r"^ssd: cu_seqlens must grow within \[0, 4\], got cu_seq"):
+    with pytest.raises(ValueError, match=r"^ssd: cu_seqlens must grow from 0 to the number of"):
         F.ssd(x, dt, A, B, C, cu_seqlens=torch.tensor(bounds), backend=backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_tokens_of_no_sequence_give_zeros(backend):
-    x, dt, A, B, C = sizes(steps=9, batch=1)
-    bounds, D = torch.tensor([2, 4, 7]), draw(4, seed=7)
-    y, _ = F.ssd(x, dt, A, B, C, D=D, cu_seqlens=bounds, backend=backend)
-    assert not y[:, :2].any() and not y[:, 7:].any() and y[:, 2:7].all()
-    channels = x.flatten(-2)
-    rows = (channels, channels, -torch.ones(20, 8).double(), B[:, :, 0], C[:, :, 0])
-    y, _ = F.selective_scan(*rows, D.repeat(5), cu_seqlens=bounds, backend=backend)
-    assert not y[:, :2].any() and not y[:, 7:].any() and y[:, 2:7].all()
 
 
 @pytest.mark.parametrize("isa", testing.isas())

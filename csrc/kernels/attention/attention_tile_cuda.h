@@ -5,6 +5,7 @@
 
 #include "kernels/attention/attention.h"
 #include "runtime/gpu.h"
+#include "semantics/packed_rows.h"
 #include "semantics/softmax.h"
 
 namespace omniattn::gpu {
@@ -35,11 +36,11 @@ __device__ __forceinline__ Sequence sequence_of(const AttentionProblem& p, int64
   }
   const int64_t q = rows.q[b], tq = rows.q[b + 1] - q, k = rows.k[b], tk = rows.k[b + 1] - k;
   GPU_REQUIRE(
-      q >= 0 && tq >= 0 && tq <= p.tq && q + tq <= rows.rows_q,
-      "attention_varlen: cu_seqlens_q must grow by 0 to max_seqlen_q, within the rows of q");
+      tq <= p.tq && fits_rows(b, p.batch, q, tq, rows.rows_q),
+      "attention_varlen: cu_seqlens_q must grow by 0 to max_seqlen_q, from 0 to the rows of q");
   GPU_REQUIRE(
-      k >= 0 && tk >= 0 && tk <= p.tk && k + tk <= rows.rows_k,
-      "attention_varlen: cu_seqlens_k must grow by 0 to max_seqlen_k, within the rows of k");
+      tk <= p.tk && fits_rows(b, p.batch, k, tk, rows.rows_k),
+      "attention_varlen: cu_seqlens_k must grow by 0 to max_seqlen_k, from 0 to the rows of k");
   return {0, q, tq, k, tk};
 }
 

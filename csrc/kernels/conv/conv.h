@@ -102,7 +102,7 @@ static_assert(std::is_trivially_copyable_v<CausalConvBackwardParams>);
 static_assert(std::is_trivially_copyable_v<CausalConvStep>);
 
 struct CausalConvKernels {
-  // An item is a row of y; rows outside all sequences are left unchanged.
+  // An item is a row of y.
   void (*forward)(const CausalConvParams&, int64_t begin, int64_t end);
   // An item is a row of `before` or of x: it computes the gradient of that row, and a step's share
   // of dweight and dbias. Rows of a sequence are adjacent items. dweight (K, D) and dbias (D), in
@@ -118,7 +118,6 @@ struct CausalConvStepKernels {
 };
 OMNIATTN_KERNEL_TABLE(CausalConvStepKernels, causal_conv_step_kernels)
 
-// On CUDA the kernels zero rows of y, and of dx, outside all sequences.
 Status launch_causal_conv(const CausalConvParams& p, Stream stream);
 
 // Number of partial sums of dweight and dbias in the backward; depends on the shape only.

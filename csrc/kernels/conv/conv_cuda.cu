@@ -7,6 +7,7 @@
 #include "kernels/sums/sums.h"
 #include "runtime/dispatch.h"
 #include "semantics/arith.h"
+#include "semantics/packed_rows.h"
 
 namespace omniattn {
 namespace {
@@ -53,8 +54,8 @@ __device__ __forceinline__ void for_items(int64_t items, int64_t channels, const
 
 __device__ __forceinline__ ConvSequence checked_sequence(const CausalConv& p, int64_t n) {
   const ConvSequence s = conv_sequence(p, n);
-  GPU_REQUIRE(s.row >= 0 && s.steps >= 0 && s.row + s.steps <= p.steps,
-              "causal_conv1d: cu_seqlens must grow within the rows");
+  GPU_REQUIRE(fits_rows(n, p.sequences, s.row, s.steps, p.steps),
+              "causal_conv1d: cu_seqlens must grow from 0 to the number of rows");
   return s;
 }
 // Calls f(sequence, item's number in it) for an item that belongs to a sequence.
@@ -66,21 +67,11 @@ __device__ __forceinline__ void in_sequence(const CausalConv& p, int64_t item, i
   const int64_t r = item - first_item(s, extra);
   if (r >= 0 && r < extra + s.steps) f(s, r);
 }
-// Zeroes the rows of a result that lie outside all sequences.
-template <class T>
-__device__ __forceinline__ void zero_gaps(const CausalConv& p, void* rows) {
-  if (p.boundaries == nullptr) return;
-  for_items(p.steps, p.channels, [&](int64_t row, int64_t d) {
-    const bool inside = row >= p.boundaries[0] && row < p.boundaries[p.sequences];
-    if (!inside) static_cast<T*>(rows)[row * p.channels + d] = T(0);
-  });
-}
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     causal_conv_forward_kernel(const __grid_constant__ CausalConvParams p) {
   const int64_t n = p.conv.channels, before = p.conv.taps - 1;
-  zero_gaps<T>(p.conv, p.y);
   for_items(conv_rows(p.conv) + p.conv.sequences * before, n, [&](int64_t item, int64_t d) {
     in_sequence(p.conv, item, before, [&](const ConvSequence& s, int64_t t) {
       const Conv<T> conv{p.conv, s, d};
@@ -114,7 +105,6 @@ __global__ void __launch_bounds__(kThreads)
     causal_conv_dx_kernel(const __grid_constant__ CausalConvBackwardParams p,
                           const compute_t<T>* g) {
   const int64_t n = p.conv.channels, before = p.conv.taps - 1;
-  zero_gaps<T>(p.conv, p.dx);
   for_items(conv_rows(p.conv) + p.conv.sequences * before, n, [&](int64_t item, int64_t d) {
     in_sequence(p.conv, item, before, [&](const ConvSequence& s, int64_t r) {
       if (r < before && p.dbefore == nullptr) return;

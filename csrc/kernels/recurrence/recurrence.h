@@ -148,7 +148,6 @@ OMNIATTN_BF16_TILE_KERNEL_TABLE(RecurrenceBackwardKernels, recurrence_tile_backw
 // Bytes of working memory on CUDA; they depend on shapes only.
 int64_t recurrence_bytes(const Recurrence& p);
 int64_t recurrence_backward_bytes(const Recurrence& p);
-// The kernels zero rows of o, and of gradients, outside all sequences.
 Status launch_recurrence(const RecurrenceParams& p, void* memory, Stream stream);
 Status launch_recurrence_backward(const RecurrenceBackwardParams& p, void* memory, Stream stream);
 

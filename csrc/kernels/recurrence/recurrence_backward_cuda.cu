@@ -44,10 +44,6 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t item = warp_index(blockIdx.x), t = item / p.value_heads % p.steps;
   if (item >= items) return;
   C* const dleast = static_cast<C*>(params.dleast);
-  if (!in_a_sequence(p, t)) {
-    if (dleast != nullptr && lane_index() == 0) dleast[item] = 0;
-    return;
-  }
   const auto in = head_of_row<T>(p, item);
   C* const x = found.undivided + item * p.state_width();
   Divisor<C> divisor{1, 0, 0};
@@ -147,16 +143,15 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t token = item / p.key_heads, key_head = item % p.key_heads;
   const int64_t group = p.value_heads / p.key_heads, first = key_head * group;
   const int64_t t = token % p.steps;
-  const bool inside = in_a_sequence(p, t);
   const int lane = lane_index();
   const auto keys = head_of_row<T>(p, token * p.value_heads + first);
   for (int64_t r = lane; r < p.key_width; r += kLanes) {
     const auto slope = [&](const auto* features) {
-      return p.features == FeatureMap::identity || !inside ? C(1) : keys.slope(features[r]);
+      return p.features == FeatureMap::identity ? C(1) : keys.slope(features[r]);
     };
     const auto add = [&](const C* of_heads, void* to, C factor) {
       C sum = 0;
-      for (int64_t h = first; inside && h < first + group; ++h) {
+      for (int64_t h = first; h < first + group; ++h) {
         sum += of_heads[(token * p.value_heads + h) * p.key_width + r];
       }
       static_cast<T*>(to)[item * p.key_width + r] = gpu::narrow<T>(sum * factor);
@@ -172,17 +167,14 @@ __global__ void __launch_bounds__(kThreads)
     C dg = 0, dbeta = 0;
     for (int64_t r = lane; params.dg != nullptr && r < p.key_width; r += kLanes) {
       const int64_t at = in.at(t, p.key_width) + r;
-      const C x = inside ? found.dg[at] : C(0);
+      const C x = found.dg[at];
       if (p.channel_decay) static_cast<C*>(params.dg)[at] = x;
       dg += x;
     }
-    for (int64_t column = lane; column < p.state_width(); column += kLanes) {
+    for (int64_t column = lane; params.dbeta != nullptr && column < p.state_width();
+         column += kLanes) {
       const int64_t at = in.at(t, p.state_width()) + column;
-      if (inside && params.dbeta != nullptr) {
-        dbeta += found.du[at] * (p.delta ? found.error[at] : in.value(t, column));
-      } else if (!inside && column < p.value_width) {
-        static_cast<T*>(params.dv)[in.at(t, p.value_width) + column] = gpu::narrow<T>(0);
-      }
+      dbeta += found.du[at] * (p.delta ? found.error[at] : in.value(t, column));
     }
     dg = warp_sum(dg);
     dbeta = warp_sum(dbeta);

@@ -63,24 +63,12 @@ __global__ void __launch_bounds__(kThreads)
   using C = compute_t<T>;
   const Recurrence& p = params.recurrence;
   const int64_t item = warp_index(blockIdx.x), t = item / p.value_heads % p.steps;
-  if (item >= items || !in_a_sequence(p, t)) return;
+  if (item >= items) return;
   const auto in = head_of_row<T>(p, item);
   const C* const x = undivided + item * p.state_width();
   const C scale = static_cast<C>(p.scale), divisor = in.divisor_of(t, x[p.value_width]).value;
   for (int64_t column = lane_index(); column < p.value_width; column += kLanes) {
     store_output<T>(params, item * p.value_width + column, scale * (x[column] / divisor));
-  }
-}
-
-// Zeros the rows of o that lie outside all sequences. Blocks: tokens.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    recurrence_clear_kernel(const __grid_constant__ RecurrenceParams params) {
-  const Recurrence& p = params.recurrence;
-  const int64_t row = p.value_heads * p.value_width;
-  if (in_a_sequence(p, blockIdx.x)) return;
-  for (int64_t i = threadIdx.x; i < row; i += kThreads) {
-    store_output<T>(params, blockIdx.x * row + i, 0);
   }
 }
 
@@ -101,9 +89,6 @@ Status launch_recurrence(const RecurrenceParams& given, void* memory, Stream str
   if (p.value_heads == 0 || p.state_width() == 0) return nullptr;
   const int64_t items = p.sequences * p.value_heads;
   dispatch(p.dtype, [&]<class T>(T) {
-    if (p.boundaries != nullptr && p.steps > 0) {
-      GPU_LAUNCH(recurrence_clear_kernel<T>, blocks(p.steps), kThreads, 0, stream, params);
-    }
     if (items == 0) return;
     auto* const features = static_cast<compute_t<T>*>(memory);
     auto* const undivided = features + 2 * feature_count(p);

@@ -6,6 +6,7 @@
 #include "runtime/dispatch.h"
 #include "runtime/gpu_row.h"
 #include "semantics/arith.h"
+#include "semantics/packed_rows.h"
 
 namespace omniattn {
 namespace {
@@ -30,13 +31,9 @@ __device__ __forceinline__ int64_t warp_index(unsigned block) {
 
 __device__ __forceinline__ RecurrenceSequence checked_sequence(const Recurrence& p, int64_t n) {
   const RecurrenceSequence s = recurrence_sequence(p, n);
-  GPU_REQUIRE(s.begin >= 0 && s.count >= 0 && s.begin + s.count <= p.steps,
-              "recurrence: cu_seqlens must grow within the rows");
+  GPU_REQUIRE(fits_rows(n, p.sequences, s.begin, s.count, p.steps),
+              "recurrence: cu_seqlens must grow from 0 to the number of tokens");
   return s;
-}
-
-__device__ __forceinline__ bool in_a_sequence(const Recurrence& p, int64_t t) {
-  return p.boundaries == nullptr || (t >= p.boundaries[0] && t < p.boundaries[p.sequences]);
 }
 
 // Inputs of one value head in one batch entry.
@@ -259,7 +256,7 @@ __global__ void __launch_bounds__(kThreads)
     recurrence_features_kernel(const __grid_constant__ Recurrence p, compute_t<T>* features,
                                int64_t items) {
   const int64_t item = warp_index(blockIdx.x), token = item / p.key_heads, t = token % p.steps;
-  if (item >= items || !in_a_sequence(p, t)) return;
+  if (item >= items) return;
   const int64_t group = p.value_heads / p.key_heads, head = item % p.key_heads * group;
   const Head<T> in(p, {.index = 0, .batch = token / p.steps, .begin = 0, .count = 0, .slot = 0},
                    head);

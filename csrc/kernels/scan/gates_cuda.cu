@@ -4,6 +4,7 @@
 #include "kernels/scan/scan_rules.h"
 #include "runtime/dispatch.h"
 #include "runtime/gpu.h"
+#include "semantics/packed_rows.h"
 
 namespace omniattn {
 namespace {
@@ -18,8 +19,8 @@ struct Channel {
   __device__ Channel(const Gates& p)
       : n(blockIdx.x), c(static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x) {
     s = scan_sequence(p.rows, n);
-    GPU_REQUIRE(s.begin >= 0 && s.count >= 0 && s.begin + s.count <= p.rows.steps,
-                "mlstm: cu_seqlens must grow within the rows");
+    GPU_REQUIRE(fits_rows(n, p.rows.sequences, s.begin, s.count, p.rows.steps),
+                "mlstm: cu_seqlens must grow from 0 to the number of tokens");
   }
 };
 

@@ -7,6 +7,7 @@
 #include "kernels/scan/scan_rules.h"
 #include "runtime/dispatch.h"
 #include "runtime/gpu_row.h"
+#include "semantics/packed_rows.h"
 
 namespace omniattn {
 namespace {
@@ -76,8 +77,8 @@ struct Channel : SelectiveItem {
   __device__ Channel(const Selective& scan)
       : SelectiveItem(selective_item(scan, blockIdx.x)), p(scan), c(first + threadIdx.x) {
     exists = static_cast<int64_t>(threadIdx.x) < width;
-    GPU_REQUIRE(s.begin >= 0 && s.count >= 0 && s.begin + s.count <= p.rows.steps,
-                "selective_scan: cu_seqlens must grow within the rows");
+    GPU_REQUIRE(fits_rows(sequence, p.rows.sequences, s.begin, s.count, p.rows.steps),
+                "selective_scan: cu_seqlens must grow from 0 to the number of tokens");
   }
   __device__ __forceinline__ C input(const ScanView& x, int64_t t) const {
     return exists ? gpu::widen(x.row<T>(s.batch, s.begin + t)[c]) : C(0);

@@ -7,6 +7,7 @@
 #include "runtime/dispatch.h"
 #include "runtime/gpu.h"
 #include "runtime/gpu_row.h"
+#include "semantics/packed_rows.h"
 
 namespace omniattn {
 namespace {
@@ -20,8 +21,8 @@ constexpr unsigned kMostThreads = 256;
 
 __device__ ScanSequence checked_sequence(const ScanRows& rows, int64_t n) {
   const ScanSequence s = scan_sequence(rows, n);
-  GPU_REQUIRE(s.begin >= 0 && s.count >= 0 && s.begin + s.count <= rows.steps,
-              "slstm: cu_seqlens must grow within the rows");
+  GPU_REQUIRE(fits_rows(n, rows.sequences, s.begin, s.count, rows.steps),
+              "slstm: cu_seqlens must grow from 0 to the number of tokens");
   return s;
 }
 

@@ -5,6 +5,7 @@
 #include "kernels/scan/scan_rules.h"
 #include "runtime/dispatch.h"
 #include "runtime/gpu.h"
+#include "semantics/packed_rows.h"
 
 namespace omniattn {
 namespace {
@@ -25,8 +26,8 @@ struct Channel {
   __device__ Channel(const Wkv& wkv)
       : p(wkv), n(blockIdx.x), c(static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x) {
     s = scan_sequence(p.rows, n);
-    GPU_REQUIRE(s.begin >= 0 && s.count >= 0 && s.begin + s.count <= p.rows.steps,
-                "rwkv4: cu_seqlens must grow within the rows");
+    GPU_REQUIRE(fits_rows(n, p.rows.sequences, s.begin, s.count, p.rows.steps),
+                "rwkv4: cu_seqlens must grow from 0 to the number of tokens");
   }
   __device__ bool exists() const { return c < p.channels; }
   __device__ __forceinline__ C w() const { return static_cast<const C*>(p.w)[c]; }

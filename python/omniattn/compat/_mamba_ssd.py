@@ -26,7 +26,7 @@ from omniattn.functional._checks import (
     require_shape,
     shown,
 )
-from omniattn.functional._recurrence import require_boundaries, widened
+from omniattn.functional._recurrence import require_numbers_of_rows, widened
 from omniattn.functional.ssd import require_heads
 
 __all__ = ["mamba_chunk_scan_combined"]
@@ -101,7 +101,7 @@ def mamba_chunk_scan_combined(
         kept.append(final_states(states, bounds, x))
     if return_varlen_states:
         assert cu_seqlens is not None
-        require_boundaries(op, cu_seqlens, x, "x")
+        require_numbers_of_rows(op, cu_seqlens, x, "x")
         if bounds is None:
             kept.append(_scan(op, "x", tensors, options, cu_seqlens=cu_seqlens)[1])
         else:
@@ -175,7 +175,7 @@ def _of_sequences(op: str, states: Tensor, bounds: Tensor, cu_seqlens: Tensor) -
     wanted = cu_seqlens.to(bounds)
     if not is_traced():
         inside = bounds[(bounds >= wanted[0]) & (bounds <= wanted[-1])]
-        if not torch.equal(inside, wanted.unique()):
+        if not torch.equal(inside, wanted.unique_consecutive()):
             raise ValueError(
                 f"{op}: cu_seqlens must be where seq_idx changes, got cu_seqlens="
                 f"{shown(cu_seqlens)} and changes at {shown(bounds)}"

@@ -203,6 +203,11 @@ def is_traced() -> bool:
     )
 
 
+def same_values(copy: Tensor, t: Tensor) -> bool:
+    """Whether `t` still is what `copy` was taken of; NaN never is."""
+    return copy.dtype == t.dtype and copy.device == t.device and torch.equal(copy, t)
+
+
 def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> None:
     """`t` must be a tensor of the dtype and device of `x`."""
     if type(t) not in _PLAIN:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from omniattn.encoding.masks import BLOCK, MaskKind, Rule, Sizes
 from omniattn.functional._block_mask import Blocks, blocks_of_rows
+from omniattn.functional._checks import same_values
 from omniattn.functional._mask import Mask, common_device, require_masks
 from omniattn.reference.vmap import is_mapped
 
@@ -18,24 +19,43 @@ KEPT = 16
 
 
 def has_values(t: Tensor) -> bool:
-    return not (torch.compiler.is_compiling() or t.device.type == "meta" or is_mapped(t))
+    """Whether the values of a tensor can be read here."""
+    traced = torch.compiler.is_compiling() or t.device.type == "meta" or is_mapped(t)
+    return not traced and not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def versions_of(mask: Any) -> tuple[int, ...] | None:
-    """How often each of its tensors has been changed in place; None if one does not know."""
-    found: list[int] = []
-    rest = [mask]
+def tensors_of(mask: Mask) -> list[Tensor]:
+    """The tensors that a mask reads, in an order of its own."""
+    found: list[Tensor] = []
+    rest: list[Any] = [mask]
     while rest:
         x = rest.pop()
         if isinstance(x, Tensor):
-            if x.is_inference():
-                return None
-            found.append(x._version)
+            found.append(x)
         elif isinstance(x, Mask):
-            rest += vars(x).values()
+            rest += (value for name, value in vars(x).items() if name != "known")
         elif isinstance(x, (tuple, list)):
             rest += x
-    return tuple(found)
+    return found
+
+
+#: Copies of the tensors of a mask, and its blocks by size that were made of these values.
+Known = tuple[list[Tensor], dict[tuple[object, ...], Blocks]]
+
+
+def blocks_by_size(known: list[Known], tensors: list[Tensor]) -> dict[tuple[object, ...], Blocks]:
+    """The blocks of a mask with these tensors, by size, in the order of their last use.
+
+    `known` has those of the last values, or nothing. Values are compared with a copy, since the
+    version of a tensor does not tell: numpy, `.data`, DLPack and other processes write without
+    raising it.
+    """
+    for copies, blocks in known:
+        if len(copies) == len(tensors) and all(map(same_values, copies, tensors)):
+            return blocks
+    now: Known = [t.detach().clone() for t in tensors], {}
+    known[:] = [now]
+    return now[1]
 
 
 def lengths_of(layout: Rule, sizes: Sizes, by_keys: bool) -> tuple[int | Tensor, int | Tensor]:
@@ -60,9 +80,7 @@ class Computed(Mask):
     """A mask that is kept as blocks for the last sizes that it was asked for, until a tensor that
     it reads is changed."""
 
-    known: dict[tuple[object, ...], Blocks] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    known: list[Known] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def rules_of_call(self, sizes: Sizes, layout: Rule | None = None) -> list[Rule]:
         if layout is not None:
@@ -74,26 +92,27 @@ class Computed(Mask):
             torch.compiler.is_compiling()
             or sizes.device.type == "meta"
             or sizes.tq < BLOCK
-            or not all(has_values(t) for t in lengths)
-            or (versions := versions_of(self)) is None
+            or not all(map(has_values, lengths + (tensors := tensors_of(self))))
         ):
             return [(MaskKind.TENSOR, 0, 0, (self.pairs(sizes),))]
-        size: tuple[object, ...] = (sizes.tq, sizes.tk, sizes.device, sizes.heads, *versions)
+        known = blocks_by_size(self.known, tensors)
+        size: tuple[object, ...] = (sizes.tq, sizes.tk, sizes.device, sizes.heads)
         size += tuple(
             tuple(n.flatten().tolist()) if isinstance(n, Tensor) else n
             for n in (sizes.offset, sizes.keys)
         )
-        blocks = self.known.pop(size, None)
+        blocks = known.pop(size, None)
         if blocks is None:
-            blocks = blocks_of_rows(
-                lambda first, last: self.pairs(sizes, (first, last)),
-                sizes.tq,
-                sizes.tk,
-                sizes.device,
-            )
-            while len(self.known) >= KEPT:
-                self.known.pop(next(iter(self.known)), None)
-        self.known[size] = blocks  # the last one in the order of the dict
+            with torch.inference_mode(False):  # a later call may train
+                blocks = blocks_of_rows(
+                    lambda first, last: self.pairs(sizes, (first, last)),
+                    sizes.tq,
+                    sizes.tk,
+                    sizes.device,
+                )
+            while len(known) >= KEPT:
+                known.pop(next(iter(known)), None)
+        known[size] = blocks  # the last one in the order of the dict
         return blocks.rules()
 
     def visible(self, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:

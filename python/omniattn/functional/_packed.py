@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from omniattn.functional._checks import is_traced, shown
+
 
 def document_ids(position_ids: Tensor) -> Tensor:
     """Number of the document of each token, counted from 0 in each row, by its position.
@@ -23,6 +25,29 @@ def document_ids(position_ids: Tensor) -> Tensor:
     return torch.nn.functional.pad(starts.cumsum(-1), (position.shape[-1] - starts.shape[-1], 0))
 
 
+def require_all_tokens(
+    op: str, cu_seqlens: Tensor, total: int | None, *, name: str = "cu_seqlens", of: str = "tokens"
+) -> None:
+    """cu_seqlens (N + 1,) must grow from 0 to `total`, or None for its last one, so that each token
+    is in one sequence. Kernels check that where its values cannot be read here."""
+    if not cu_seqlens.is_cpu or type(cu_seqlens) is not Tensor or is_traced():
+        return
+    ends = cu_seqlens.tolist()
+    total = ends[-1] if total is None else total
+    if ends[0] == 0 and ends[-1] == total and ends == sorted(ends):
+        return
+    missed = [
+        str(first) if first == last else f"{first} to {last}"
+        for first, last in ((0, ends[0] - 1), (ends[-1], total - 1))
+        if first <= last
+    ]
+    without = f", without {of} {' and '.join(missed)}" if ends == sorted(ends) and missed else ""
+    raise ValueError(
+        f"{op}: {name} must grow from 0 to the number of {of}, {total}, "
+        f"got {name}={shown(ends)}{without}"
+    )
+
+
 class Packed:
     """Which sequence each token of a packed row is in, where they are packed."""
 
@@ -31,18 +56,9 @@ class Packed:
         if cu_seqlens is None:
             return
         token = torch.arange(q.shape[1], device=q.device)
-        # -1 and `count` before the first and after the last sequence
-        self.found = (
-            torch.searchsorted(cu_seqlens.contiguous(), token, right=True, out_int32=False) - 1
-        )
-        self.inside = (self.found >= 0) & (self.found < count)
-        self.index = self.found.clamp(0, max(0, count - 1))
-
-    def cleared(self, x: Tensor) -> Tensor:
-        """(B, T, ...), 0 for tokens of no sequence."""
-        if self.bounds is None:
-            return x
-        return torch.where(self.inside.view(1, -1, *[1] * (x.dim() - 2)), x, 0)
+        found = torch.searchsorted(cu_seqlens.contiguous(), token, right=True, out_int32=False)
+        # Kernels refuse tokens of no sequence, where no check could read the boundaries before.
+        self.index = (found - 1).clamp(0, max(0, count - 1))
 
     def running_max(self, x: Tensor) -> Tensor:
         """Over time, (B, T, ...), within each sequence: in log2(T) sweeps where there are some."""
@@ -50,7 +66,7 @@ class Packed:
             return x.cummax(1).values
         back = 1
         while back < x.shape[1]:
-            same = (self.found[back:] == self.found[:-back]).view(1, -1, *[1] * (x.dim() - 2))
+            same = (self.index[back:] == self.index[:-back]).view(1, -1, *[1] * (x.dim() - 2))
             later = torch.maximum(x[:, back:], x[:, :-back])
             x = torch.cat((x[:, :back], torch.where(same, later, x[:, back:])), 1)
             back *= 2
@@ -60,8 +76,6 @@ class Packed:
         """(N, ...) for each token: (B, 1, ...) or (1, T, ...)."""
         if self.bounds is None:
             return x[:, None]
-        if self.count == 0:  # no token is of a sequence
-            return x.new_zeros(1, *self.index.shape, *x.shape[1:])
         return x[self.index][None]
 
     def last(self, x: Tensor, before: Tensor) -> Tensor:

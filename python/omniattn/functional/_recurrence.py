@@ -9,7 +9,6 @@ from omniattn.functional._checks import (
     FLOATS,
     cast_like,
     implementation,
-    is_traced,
     require_bool,
     require_device,
     require_float,
@@ -19,13 +18,12 @@ from omniattn.functional._checks import (
     require_shape,
     require_strided,
     require_tensor,
-    shown,
     use_reference,
 )
+from omniattn.functional._packed import require_all_tokens
 from omniattn.functional.norm import rms_norm
 from omniattn.ops import recurrence as ops
 from omniattn.reference.precision import compute_dtype
-from omniattn.reference.recurrence import in_sequences
 
 _L2_EPS = 1e-6
 #: Key heads that keep the threads of a backward busy.
@@ -114,8 +112,7 @@ def delta(
     require_bool(op, "l2norm", l2norm)
     use_reference(op, backend, q)  # checks backend, before the norm does
     if l2norm and q.shape[-1] > 0:
-        sequence_count(op, q, cu_seqlens)
-        q, k = (unit_rows(t, backend) for t in cleared(cu_seqlens, q, k))
+        q, k = unit_rows(q, backend), unit_rows(k, backend)
     return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend, beta=beta, delta=True)
 
 
@@ -138,19 +135,6 @@ def low_rank(
     require_shape(op, "a", a, tuple(q.shape))
     require_shape(op, "b", b, tuple(q.shape))
     return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend, a=a, b=b, q_name=q_name)
-
-
-def cleared(cu_seqlens: Tensor | None, *given: Tensor) -> tuple[Tensor, ...]:
-    """(B, T, ...) without tokens of no sequence, which may hold anything: gradients of what is
-    computed from NaN are NaN, even of what no output reads. The boundaries are checked."""
-    if cu_seqlens is None:
-        return given
-    steps = given[0].shape[1]
-    known = cu_seqlens.is_cpu and type(cu_seqlens) is Tensor and not is_traced()
-    if known and cu_seqlens[0] == 0 and cu_seqlens[-1] == steps:
-        return given
-    inside = in_sequences(cu_seqlens, steps)
-    return tuple(torch.where(inside.view(-1, *[1] * (t.ndim - 2)), t, 0) for t in given)
 
 
 def unit_rows(x: Tensor, backend: str | None) -> Tensor:
@@ -229,8 +213,13 @@ def sequence_count(op: str, x: Tensor, cu_seqlens: Tensor | None, name: str = "q
 
 
 def require_boundaries(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> None:
-    """(N + 1,) integers that grow within 0 .. T; where they cannot be read here, kernels check
-    that."""
+    """cu_seqlens must be (N + 1,) integers that grow from 0 to the T of x (1, T, ...)."""
+    require_numbers_of_rows(op, cu_seqlens, x, name)
+    require_all_tokens(op, cu_seqlens, x.shape[1])
+
+
+def require_numbers_of_rows(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> None:
+    """cu_seqlens must be (N + 1,) integers and x a batch of one."""
     require_integers(op, "cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(
@@ -244,10 +233,3 @@ def require_boundaries(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> Non
         )
     if x.shape[0] != 1:
         raise ValueError(f"{op}: B must be 1 with cu_seqlens, got {name}.shape={tuple(x.shape)}")
-    if not cu_seqlens.is_cpu or type(cu_seqlens) is not Tensor or is_traced():
-        return
-    bounds = cu_seqlens.tolist()
-    if bounds[0] < 0 or bounds[-1] > x.shape[1] or bounds != sorted(bounds):
-        raise ValueError(
-            f"{op}: cu_seqlens must grow within [0, {x.shape[1]}], got cu_seqlens={shown(bounds)}"
-        )

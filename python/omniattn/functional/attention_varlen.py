@@ -17,6 +17,7 @@ from omniattn.functional._attention import (
     run,
 )
 from omniattn.functional._checks import require_int, require_shape
+from omniattn.functional._packed import require_all_tokens
 from omniattn.reference.vmap import is_mapped
 
 __all__ = ["attention_cached", "attention_varlen"]
@@ -87,7 +88,7 @@ def attention_varlen(
         q: (total_q, Hq, D), as in :func:`attention`.
         k: (total_k, Hkv, D).
         v: (total_k, Hkv, Dv).
-        cu_seqlens_q: (N + 1,) int32 or int64, growing, within total_q.
+        cu_seqlens_q: (N + 1,) int32 or int64, which grow from 0 to total_q.
         cu_seqlens_k: (N + 1,) of the keys; the same tensor for self-attention.
         max_seqlen_q: at least the longest sequence of queries; None reads it from cu_seqlens_q (and
             waits for a GPU).
@@ -100,12 +101,12 @@ def attention_varlen(
             :func:`attention`.
 
     Returns:
-        O (total_q, Hq, Dv), and with return_lse lse (Hq, total_q). Rows outside of all sequences
-        give O = 0 and lse = -inf.
+        O (total_q, Hq, Dv), and with return_lse lse (Hq, total_q).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see :func:`attention`; RuntimeError if
-            cu_seqlens decrease or exceed their tensor.
+        TypeError, ValueError, NotImplementedError: see :func:`attention`; ValueError, or
+            where values are not known before the kernel runs RuntimeError, if cu_seqlens decrease
+            or leave rows out.
 
     Example:
         >>> q, v = torch.zeros(3, 1, 4), torch.tensor([1.0, 3.0, 7.0]).view(3, 1, 1)
@@ -130,6 +131,8 @@ def attention_varlen(
                 f"{op}: cu_seqlens must both have shape (N + 1,), "
                 f"got {name}.shape={tuple(cu.shape)}"
             )
+    require_all_tokens(op, cu_seqlens_q, q.shape[1], name="cu_seqlens_q", of="queries")
+    require_all_tokens(op, cu_seqlens_k, k.shape[1], name="cu_seqlens_k", of="keys")
     longest_q = _longest(op, "q", cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
     longest_k = _longest(op, "k", cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
     require_int(op, "max_seqlen_q", longest_q, 0)

@@ -84,8 +84,8 @@ def causal_conv1d(
         initial_state: (N, D, K - 1) of x's dtype, the inputs before x with the oldest first;
             None for zeros. N is B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and rows cu_seqlens[n] .. cu_seqlens[n + 1] are
-            sequence n, with a state of its own. Rows in no sequence give zeros. A jagged nested x
-            (B, j, D) brings its own boundaries, and y has them, too.
+            sequence n, with a state of its own; they grow from 0 to T. A jagged nested x (B, j, D)
+            brings its own boundaries, and y has them, too.
         return_final_state: whether to return the state that continues after x.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.

@@ -33,7 +33,7 @@ from omniattn.functional._checks import (
 from omniattn.functional._computed_mask import AnyOf, Not
 from omniattn.functional._grid_mask import GridNeighbourhood
 from omniattn.functional._mask import All, Mask, require_bool_mask
-from omniattn.functional._packed import document_ids
+from omniattn.functional._packed import document_ids, require_all_tokens
 from omniattn.functional._sparse_masks import Dilated, EveryKth, Fixed, Strided
 from omniattn.functional._token_masks import GlobalTokens, Representatives
 
@@ -243,11 +243,18 @@ class Documents(Mask):
         return cls(document_ids(position_ids))
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor) -> Documents:
-        """One row of documents [cu_seqlens[n], cu_seqlens[n + 1])."""
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, total: int | None = None) -> Documents:
+        """One row of documents [cu_seqlens[n], cu_seqlens[n + 1]), `total` tokens together."""
         require_integers("Documents", "cu_seqlens", cu_seqlens)
-        lengths = cu_seqlens.diff()
-        return cls(torch.arange(len(lengths)).to(lengths.device).repeat_interleave(lengths)[None])
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(
+                "Documents: cu_seqlens must have shape (N + 1,), "
+                f"got cu_seqlens.shape={tuple(cu_seqlens.shape)}"
+            )
+        require_all_tokens("Documents", cu_seqlens, total)
+        lengths, documents = cu_seqlens.diff(), torch.arange(len(cu_seqlens) - 1)
+        documents = documents.to(lengths.device).repeat_interleave(lengths, output_size=total)
+        return cls(documents[None])
 
     def rules(self) -> list[Rule]:
         queries = self.queries.to(torch.int64)

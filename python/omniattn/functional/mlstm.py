@@ -12,7 +12,6 @@ from omniattn.functional._checks import (
 )
 from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import (
-    cleared,
     require_heads,
     run,
     sequence_count,
@@ -119,7 +118,6 @@ def mlstm(
     count = sequence_count(op, q, cu_seqlens)
     matrix, m = _parts(op, initial_state, q, (count, heads, size, v.shape[3]))
     gates = implementation(op, backend, q, ops.exponential_gates)
-    (f,) = cleared(cu_seqlens, f)
     decay, factor, maxima, m = gates(FORGET_GATES[forget_gate](f), i, m, cu_seqlens)
     # Values and the ones of the normaliser take the factors of the keys, whose rows stay as they
     # are.

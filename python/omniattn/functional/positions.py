@@ -20,7 +20,7 @@ from omniattn.functional._checks import (
     require_number,
     require_pair,
 )
-from omniattn.reference.vmap import is_mapped
+from omniattn.functional._packed import require_all_tokens
 
 __all__ = [
     "alibi_bias",
@@ -187,12 +187,7 @@ def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
             f"{op}: cu_seqlens must have shape (N + 1,), "
             f"got cu_seqlens.shape={tuple(cu_seqlens.shape)}"
         )
-    if cu_seqlens.is_cpu and not torch.compiler.is_compiling() and not is_mapped(cu_seqlens):
-        ends = cu_seqlens.tolist()
-        if ends[0] != 0 or ends[-1] != total or ends != sorted(ends):
-            raise ValueError(
-                f"{op}: cu_seqlens must rise from 0 to total={total}, got cu_seqlens={ends}"
-            )
+    require_all_tokens(op, cu_seqlens, total)
     return reference.packed_positions(cu_seqlens, total)
 
 

@@ -257,7 +257,6 @@ def random_feature_attention(
     require_number(op, "feature_eps", feature_eps, 0)
     use_reference(op, backend, q)
     packed = Packed(q, sequence_count(op, q, cu_seqlens), cu_seqlens)
-    q, k = packed.cleared(q), packed.cleared(k)
     (a_q, f_q), (a_k, f_k) = log_features(op, (q, k), weight, kind, scale)
     before = _checked_state(op, initial_state, causal, feature_eps, a_k, f_k, v, packed.count)
     with torch.no_grad():
@@ -337,13 +336,13 @@ def _shifts(
     shifts = torch.maximum(packed.running_max(a), packed.of_tokens(before))
     last = packed.last(shifts, before)
     if not causal:
-        return packed.cleared(packed.of_tokens(last)), torch.zeros_like(a), last
+        return packed.of_tokens(last), torch.zeros_like(a), last
     earlier = torch.cat((torch.full_like(shifts[:, :1], -math.inf), shifts[:, :-1]), 1)
     first = torch.zeros(a.shape[1], dtype=torch.bool, device=a.device)
     if packed.bounds is None:
         first[:1] = True
     else:
-        first = torch.cat((first[:1] | True, packed.found[1:] != packed.found[:-1]))
+        first = torch.cat((first[:1] | True, packed.index[1:] != packed.index[:-1]))
     earlier = torch.where(first.view(1, -1, 1, 1), packed.of_tokens(before), earlier)
     # Nothing decays where there is no token yet.
     decay = (earlier - shifts).nan_to_num(neginf=0.0)

@@ -19,7 +19,6 @@ from omniattn.functional._checks import (
 )
 from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import (
-    cleared,
     log_decays,
     repeated,
     require_heads,
@@ -141,7 +140,6 @@ def linear_attention(
         features = feature_map
     else:  # features of half inputs stay in fp32
         q, k, v = widen(q), widen(k), widen(v)
-        q, k = cleared(cu_seqlens, q, k)
         if scale is not None:
             q, k = q * scale**0.5, k * scale**0.5
         q, k = _features(op, phi, q, k)
@@ -150,7 +148,6 @@ def linear_attention(
         if causal and of_heads:
             beta = repeated(beta, v.shape[2] // max(1, q.shape[2]))
         else:
-            (beta,) = cleared(cu_seqlens, beta)
             k, beta = k * (beta[..., None] if of_heads else beta), None
     if g is not None:
         g = log_decays(op, "g", g, v, (tuple(v.shape[:3]), (*v.shape[:3], q.shape[-1])))
@@ -300,7 +297,7 @@ def retention(
     g = g if powers is not None else g[:1]
     one = torch.ones_like(g)[..., None]
     sums, last = run(op, one, one, one, g, 1.0, powers, cu_seqlens, backend)
-    o = o * torch.where(sums > 0, sums, 1).rsqrt()  # 0 for tokens of no sequence
+    o = o * sums.rsqrt()
     largest = o[..., -1:].detach().abs().clamp(min=1)
     below = nnf.pad(last, (v.shape[-1], 0)).expand(count, -1, -1, -1)
     return (o[..., :-1] / largest).to(v.dtype), torch.cat((s, below), 2)

@@ -9,7 +9,6 @@ from torch import Tensor
 from omniattn.functional._checks import is_traced, require_range, use_reference
 from omniattn.functional._jagged import over_sequences
 from omniattn.functional._recurrence import (
-    cleared,
     log_decays,
     low_rank,
     repeated,
@@ -171,7 +170,7 @@ def rwkv_quadratic(
             "reference" for the eager definition.
 
     Returns:
-        y (B, T, Hv, V) of r's dtype; 0 outside of all sequences.
+        y (B, T, Hv, V) of r's dtype.
 
     Raises:
         TypeError: a dtype that is unsupported or differs from r's.
@@ -261,7 +260,6 @@ def rwkv_recurrent(
     if initial_state is not None:
         shape = (count, 3, heads, width)
         initial_state = widened(op, "initial_state", initial_state, v, (shape,)).flatten(2)
-    r, k = cleared(cu_seqlens, r, k)
     score = (widen(r) * widen(k)).sum(-1, keepdim=True)
     score = repeated(score, heads // max(1, r.shape[2])).expand(v.shape)
     w = (w if w.ndim == 2 else w[:, None]).expand(heads, width).flatten()

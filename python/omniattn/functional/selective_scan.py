@@ -65,9 +65,8 @@ def selective_scan(
         delta_softplus: whether dt is softplus(delta + delta_bias), which is linear above 20.
         initial_state: (S, D, N), None for zeros; S is B, or the number of sequences.
         cu_seqlens: (S + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
-            are sequence n, with a state of its own. Tokens of no sequence give zeros. Jagged nested
-            tensors (B, j, ...) in place of (B, T, ...) bring their own boundaries, and y has them,
-            too.
+            are sequence n, with a state of its own; they grow from 0 to T. Jagged nested tensors
+            (B, j, ...) in place of (B, T, ...) bring their own boundaries, and y has them, too.
         backend: None for the native kernel of u's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 

@@ -20,7 +20,7 @@ from omniattn.functional._checks import (
     shown,
 )
 from omniattn.functional._jagged import over_sequences
-from omniattn.functional._recurrence import cleared, run, sequence_count, widened
+from omniattn.functional._recurrence import run, sequence_count, widened
 from omniattn.reference.precision import widen
 
 __all__ = ["ssd"]
@@ -66,9 +66,8 @@ def ssd(
         initial_state: (S, H, P, N), floating-point; None for zeros. S is B, or the number of
             sequences.
         cu_seqlens: (S + 1,) int32 or int64: B is 1, and tokens cu_seqlens[s] .. cu_seqlens[s + 1]
-            are sequence s, with a state of its own. Tokens of no sequence give zeros. Jagged nested
-            tensors (B, j, ...) in place of (B, T, ...) bring their own boundaries, and y has them,
-            too.
+            are sequence s, with a state of its own; they grow from 0 to T. Jagged nested tensors
+            (B, j, ...) in place of (B, T, ...) bring their own boundaries, and y has them, too.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
@@ -132,7 +131,6 @@ def state_space_duality(
     require_decaying(op, "A", A)
     dt = widened(op, "dt", dt, x, ((batch, steps, heads),), "x")
     count = sequence_count(op, x, cu_seqlens, "x")
-    (dt,) = cleared(cu_seqlens, dt)
     if dt_bias is not None:
         dt = dt + widened(op, "dt_bias", dt_bias, x, ((heads,),), "x")
     require_bool(op, "dt_softplus", dt_softplus)
@@ -159,7 +157,7 @@ def state_space_duality(
         q_name="C",
     )
     if z is not None:
-        y = y * nnf.silu(widen(cleared(cu_seqlens, z)[0]))
+        y = y * nnf.silu(widen(z))
         y = y if wide else y.to(x.dtype)
     return y, state.mT
 

@@ -257,5 +257,5 @@ def _packed_mask(
             "omniattn.hf: cu_seq_lens_q and cu_seq_lens_k must come together and with a batch of "
             f"one, got cu_seq_lens_q={cu_q}, cu_seq_lens_k={cu_k}, B={query.shape[0]}"
         )
-    queries, keys = (masks.Documents.from_cu_seqlens(cu).queries for cu in (cu_q, cu_k))
-    return masks.Documents(queries, keys)
+    of = masks.Documents.from_cu_seqlens
+    return masks.Documents(of(cu_q, query.shape[2]).queries, of(cu_k, key.shape[2]).queries)

@@ -19,6 +19,7 @@ from omniattn.functional._checks import (
     require_integers,
     require_rows,
     require_strided,
+    same_values,
     shown,
 )
 
@@ -110,7 +111,7 @@ class RecurrentState:
 
     def __init__(self, **tensors: Tensor) -> None:
         self._tensors = tensors
-        self._derived: dict[str, tuple[Any, Tensor]] = {}
+        self._derived: dict[str, tuple[Tensor, Tensor]] = {}
         self.length = 0
         #: Whether it has read tokens of a call that failed in a later layer.
         self.is_ahead = False
@@ -169,15 +170,13 @@ class RecurrentState:
     def derived(self, name: str, parameter: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         """`make(parameter)`, kept from token to token for as long as the parameter is the same.
 
-        It is kept here, not in the layer, since writing through `parameter.data`, as some do
-        between two generations, does not change the version of a parameter.
+        Its values are compared with a copy, since the version of a tensor does not tell: numpy and
+        `parameter.data` write without raising it. To compare the weight of a convolution takes a
+        sixth of what its step would lose by reading it in another order.
         """
-        if parameter.is_inference():  # has no version
-            return make(parameter)
-        now = (parameter.data_ptr(), parameter._version)
         known = self._derived.get(name)
-        if known is None or known[0] != now:
-            self._derived[name] = known = (now, make(parameter))
+        if known is None or not same_values(known[0], parameter):
+            self._derived[name] = known = (parameter.detach().clone(), make(parameter))
         return known[1]
 
     @property

@@ -63,7 +63,7 @@ def attention_varlen(
 
     Each sequence n is a separate problem with the rows cu_seqlens_q[n] .. cu_seqlens_q[n + 1] of q
     and cu_seqlens_k[n] .. cu_seqlens_k[n + 1] of k and v. Masks and biases are those of a batch (N,
-    Hq, max_seqlen_q, max_seqlen_k). Rows outside of all sequences give O = 0, lse = -inf.
+    Hq, max_seqlen_q, max_seqlen_k).
     """
     require_not_mapped("attention_varlen", "cu_seqlens_q", cu_seqlens_q)
     require_not_mapped("attention_varlen", "cu_seqlens_k", cu_seqlens_k)
@@ -76,12 +76,8 @@ def attention_varlen(
         out, lse = _attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], mine, n)
         outs.append(out[0])
         lses.append(lse[0])
-    before, after = ends_q[0], q.shape[0] - ends_q[-1]
-    pad = torch.nn.functional.pad
     out = torch.cat(outs) if outs else q.new_zeros(0, q.shape[1], v.shape[2])
-    out = pad(out, (0, 0, 0, 0, before, after))
     lse = torch.cat(lses, 1) if lses else widen(q.new_zeros(q.shape[1], 0))
-    lse = pad(lse, (before, after), value=-math.inf if record.normaliser == "softmax" else 0.0)
     return (out, lse) if return_lse else out
 
 

@@ -38,9 +38,6 @@ def causal_conv1d(
     if bias is not None:
         y = y + widen(bias)[:, None]
     y = ACTIVATIONS[activation or "identity"](y)
-    if cu_seqlens is not None:
-        t = torch.arange(steps, device=x.device)
-        y = torch.where((cu_seqlens[0] <= t) & (t < cu_seqlens[-1]), y, 0)
     y = y.transpose(1, 2).to(x.dtype)
     return (y, final.to(x.dtype)) if return_final_state else y
 

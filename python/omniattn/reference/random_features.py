@@ -73,8 +73,6 @@ def random_feature_attention(
     o, den = o[..., :-1], o[..., -1:]
     if kind in ("trigonometric", "gaussian"):
         den = torch.where(den.abs() < eps, torch.where(den < 0, -eps, eps).to(den), den)
-    if cu_seqlens is not None:
-        den = torch.where(den == 0, 1.0, den)  # of tokens outside of all sequences
     return (o / den).to(v.dtype), (s, m if top is None else m[..., :1])
 
 

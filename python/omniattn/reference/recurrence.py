@@ -97,11 +97,7 @@ def recurrence(
     o = torch.stack(outputs, 1)
     if normalize:
         o, sums = o[..., :-1], o[..., -1:]
-        found = divisor(sums, None if least is None else least.to(dtype)[..., None], eps)
-        if cu_seqlens is not None:
-            inside = in_sequences(cu_seqlens, q.shape[1])
-            found = torch.where(inside[:, None, None], found, 1)
-        o = o / found
+        o = o / divisor(sums, None if least is None else least.to(dtype)[..., None], eps)
     return (scale * o).to(o_dtype), state
 
 
@@ -231,8 +227,7 @@ def retention(
     wide = torch.cat((widen(v), one), -1)
     o, state = recurrence(q, k, wide, g, initial_state=state, **options)
     p, last = recurrence(one, one, one, g, initial_state=powers, cu_seqlens=cu_seqlens)
-    inside = p > 0  # not in tokens of no sequence
-    o = o / torch.where(inside, p, 1).sqrt()
+    o = o / p.sqrt()
     o = o[..., :-1] / o[..., -1:].detach().abs().clamp(min=1)
     below = nnf.pad(last, (v.shape[-1], 0))
     return o.to(v.dtype), torch.cat((state, below), 2)
@@ -344,12 +339,6 @@ def rwkv7(
     return dplr_delta_rule(r, k, v, a, b, w, scale=scale, **options)
 
 
-def in_sequences(cu_seqlens: Tensor, steps: int) -> Tensor:
-    """(T,) bool: which tokens are in a sequence. The others give zeros."""
-    token = torch.arange(steps, device=cu_seqlens.device)
-    return (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
-
-
 def ssd(
     x: Tensor,
     dt: Tensor,
@@ -386,8 +375,6 @@ def ssd(
         cu_seqlens=cu_seqlens,
     )
     if D is not None:
-        if cu_seqlens is not None:
-            wide = torch.where(in_sequences(cu_seqlens, x.shape[1])[:, None, None], wide, 0)
         y = y + wide * (D if D.dim() == 2 else D[:, None]).to(wide.dtype)
     if z is not None:
         y = y * nnf.silu(widen(z))

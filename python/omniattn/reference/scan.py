@@ -12,7 +12,6 @@ from torch.nn import functional as nnf
 from omniattn.reference.activation import log_sigmoid
 from omniattn.reference.limits import clamp
 from omniattn.reference.precision import complex_dtype, compute_dtype
-from omniattn.reference.recurrence import in_sequences
 
 State = tuple[Tensor, ...]
 #: The numerator, denominator and maximum of no tokens.
@@ -108,18 +107,15 @@ def rwkv_quadratic(
     r, k = _of_value_heads(r, heads), _of_value_heads(k, heads)
     at = torch.arange(steps, device=v.device)
     seen = at[:, None] >= at
-    inside = torch.ones_like(at, dtype=torch.bool)
     if cu_seqlens is not None:
         sequence = torch.searchsorted(cu_seqlens.long(), at, right=True)
-        inside = in_sequences(cu_seqlens, steps)
         seen = seen & (sequence[:, None] == sequence)
     age = (at[:, None] - at).to(dtype)
     decay = w.to(dtype).view(heads, -1, 1, 1) * age  # (H, 1 or V, T, T)
     score = torch.einsum("bihk,bjhk->bhij", r, k)[:, :, None] - decay
     weight = score.masked_fill(~seen, -torch.inf).softmax(-1)
     weight = weight.expand(-1, -1, v.shape[3], -1, -1)
-    y = torch.einsum("bhcij,bjhc->bihc", weight, v.to(dtype))
-    return torch.where(inside[:, None, None], y, 0).to(v.dtype)
+    return torch.einsum("bhcij,bjhc->bihc", weight, v.to(dtype)).to(v.dtype)
 
 
 def rwkv_recurrent(
@@ -235,8 +231,6 @@ def selective_scan(
         y = y + D.to(dtype) * wide_u
     if z is not None:
         y = y * nnf.silu(z.to(dtype))
-    if cu_seqlens is not None:
-        y = torch.where(in_sequences(cu_seqlens, u.shape[1])[:, None], y, 0)
     return y.to(u.dtype), final
 
 

@@ -1,0 +1,92 @@
+"""Boundaries of packed sequences: no function leaves tokens out in silence."""
+
+import inspect
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from omniattn import compat, functional, testing
+from omniattn.functional import masks
+
+#: The first case of each op with boundaries of some name.
+PACKED = {
+    f"{spec.name}-{name}": (spec, case, name)
+    for spec in testing.registry().values()
+    for case in reversed(spec.cases)
+    for name in spec.call(case, torch.float32).tensors
+    if name.startswith("cu_seqlens")
+}
+
+
+class Unread(TorchDispatchMode):
+    """Values are read by kernels alone, as in a compiled call."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        return op(*args, **kwargs or {})
+
+
+def narrowed(name: str, at: int) -> tuple:
+    """A call with boundaries that leave the first or the last token out, and the token."""
+    spec, case, boundaries = PACKED[name]
+    call = spec.call(case, torch.float32)
+    cu, total = call.tensors[boundaries].clone(), int(call.tensors[boundaries][-1])
+    cu = cu.clamp(min=1) if at == 0 else cu.clamp(max=total - 1)
+    alone = {key: cu if t is call.tensors[boundaries] else t for key, t in call.tensors.items()}
+    return spec, alone, case.options, 0 if at == 0 else total - 1
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("at", [0, -1])
+@pytest.mark.parametrize("name", PACKED)
+def test_tokens_that_are_left_out_are_named(name, at, backend):
+    spec, tensors, options, missed = narrowed(name, at)
+    message = rf"^{spec.name}: cu_seqlens\w* must grow from 0 to .* without \w+ {missed}$"
+    with pytest.raises(ValueError, match=message):
+        spec.public(**tensors, **options, **({"backend": backend} if spec.chooses else {}))
+
+
+@pytest.mark.parametrize("at", [0, -1])
+@pytest.mark.parametrize("name", PACKED)
+def test_kernels_refuse_boundaries_that_leave_tokens_out(name, at):
+    spec, tensors, options, _ = narrowed(name, at)
+    with Unread(), pytest.raises(RuntimeError, match="must grow from 0 to the number of rows"):
+        spec.public(**tensors, **options)
+
+
+def test_covers_all_functions_with_boundaries():
+    functions = {name: getattr(functional, name) for name in functional.__all__}
+    wanted = {
+        f"{name}-{parameter}"
+        for name, function in functions.items()
+        if inspect.isroutine(function) and name != "packed_positions"
+        for parameter in inspect.signature(function).parameters
+        if parameter.startswith("cu_seqlens")
+    }
+    assert wanted == set(PACKED)
+
+
+X = torch.ones(10, 3)
+
+
+@pytest.mark.parametrize(("ends", "missed"), [([0, 3, 9], "9"), ([3, 10], "0 to 2")])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cu: functional.packed_positions(cu, 10),
+        lambda cu: masks.Documents.from_cu_seqlens(cu, 10),
+        lambda cu: compat.causal_conv1d_varlen_states(X, cu, 2),
+        lambda cu: compat.chunk_gla(*[-X.view(1, 10, 1, 3)] * 4, cu_seqlens=cu),
+    ],
+    ids=["packed_positions", "Documents", "causal_conv1d_varlen_states", "chunk_gla"],
+)
+def test_functions_without_a_spec(call, ends, missed):
+    with pytest.raises(
+        ValueError, match=f"cu_seqlens must grow from 0 to .* without tokens? {missed}$"
+    ):
+        call(torch.tensor(ends))
+
+
+def test_documents_of_boundaries_start_at_zero():
+    with pytest.raises(ValueError, match="Documents: cu_seqlens must grow from 0"):
+        masks.Documents.from_cu_seqlens(torch.tensor([3, 10]))
