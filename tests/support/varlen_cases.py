@@ -11,16 +11,16 @@ LENGTHS_Q, LENGTHS_K = [3, 0, 130, 1, 64], [40, 5, 130, 0, 200]
 H, D = 4, 16
 
 
-def boundaries(lengths, first=0):
-    return torch.tensor([first, *lengths]).cumsum(0).to(torch.int32)
+def boundaries(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def packed(lengths_q=LENGTHS_Q, lengths_k=LENGTHS_K, before=0, behind=0, dtype=F64):
+def packed(lengths_q=LENGTHS_Q, lengths_k=LENGTHS_K, dtype=F64):
     make = torch.Generator().manual_seed(0)
-    rows = [before + sum(n) + behind for n in (lengths_q, lengths_k, lengths_k)]
+    rows = [sum(n) for n in (lengths_q, lengths_k, lengths_k)]
     shapes = zip(rows, (H, 2, 2), (D, D, 8), strict=True)
     qkv = [torch.randn(s, generator=make, dtype=F64).to(dtype) for s in shapes]
-    return qkv, boundaries(lengths_q, before), boundaries(lengths_k, before)
+    return qkv, boundaries(lengths_q), boundaries(lengths_k)
 
 
 def pages_of(k, size, seed=0):
