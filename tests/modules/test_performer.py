@@ -125,13 +125,15 @@ def test_long_vectors_do_not_overflow(kind, causal):
 
 
 def test_feature_eps_is_added_to_stabilised_features():
-    """As in performer-pytorch: exponents of keys minus their maximum over tokens and features."""
+    """As in performer-pytorch: W y of keys less its maximum over tokens and features, times
+    exp(-|y|^2 / 2)."""
     layer, x = made(causal=False, feature_eps=1e-2), inputs()
     q, k, v = (nnf.linear(x, getattr(layer, f"{n}_proj").weight) for n in "qkv")
     q, k, v = (t.unflatten(-1, (3, -1)).transpose(1, 2) for t in (q, k, v))
-    q, k = (F.random_features(t, layer.projection).log() for t in (q, k))
-    q = torch.exp(q - q.amax(-1, keepdim=True)) + 1e-2
-    k = torch.exp(k - k.amax((-1, -2), keepdim=True)) + 1e-2
+    lengths = [(t * t.shape[-1] ** -0.25).square().sum(-1, keepdim=True) / 2 for t in (q, k)]
+    q, k = (t * t.shape[-1] ** -0.25 @ layer.projection.T for t in (q, k))
+    q = torch.exp(q - lengths[0] - q.amax(-1, keepdim=True)) + 1e-2
+    k = torch.exp(k - lengths[1] - k.amax((-1, -2), keepdim=True)) + 1e-2
     weights = q @ k.mT
     o = weights @ v / weights.sum(-1, keepdim=True)
     expected = nnf.linear(o.transpose(1, 2).flatten(2), layer.o_proj.weight)

@@ -1,10 +1,13 @@
 """The layers of RWKV: their formulas, steps, older parameter names, the layers of transformers."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as nnf
 
+from omniattn import modules
 from omniattn.models import BlocksConfig, generate
 from omniattn.modules import (
     DecoderBlock,
@@ -15,6 +18,7 @@ from omniattn.modules import (
     RWKV7TimeMix,
     RWKVChannelMix,
 )
+from omniattn.modules.rwkv import Shifted
 
 DIM, HEADS = 24, 3
 CONFIGS = {
@@ -42,7 +46,7 @@ def inputs(steps: int = 9) -> torch.Tensor:
 
 def mixed(layer: nn.Module, x: torch.Tensor, part: str, more=0.0) -> torch.Tensor:
     previous = nnf.pad(x, (0, 0, 1, -1))
-    return x + (previous - x) * (getattr(layer, f"x_{part}") + more)
+    return x + (previous - x) * (getattr(layer, layer.prefix + part) + more)
 
 
 def heads(t: torch.Tensor) -> torch.Tensor:
@@ -229,16 +233,78 @@ def test_layers_of_transformers():
         torch.testing.assert_close(ours(x), theirs(x)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_older_names_of_parameters():
-    layer = made(CONFIGS["6"])
-    weights = layer.state_dict()
-    older = {
-        n.replace("x_", "time_maa_") if n.startswith("x_") else n: w for n, w in weights.items()
+def rwkv_lm(version: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a layer in RWKV's own code, of ranks 4 and 5."""
+    square, vector, heads = (DIM, DIM), (1, 1, DIM), (HEADS, DIM // HEADS)
+    norm = {"ln_x.weight": (DIM,), "ln_x.bias": (DIM,)}
+    linear = dict.fromkeys(("receptance", "key", "value", "output", "gate"), square)
+    if version == "6":
+        found = {f"time_maa_{part}": vector for part in "xwkvrg"} | {"time_decay": vector}
+        found |= {"time_maa_w1": (DIM, 20), "time_maa_w2": (5, 4, DIM), "time_faaaa": heads}
+        found |= {"time_decay_w1": (DIM, 5), "time_decay_w2": (5, DIM)}
+    elif version == "7":
+        del linear["gate"]
+        names = (*(f"x_{part}" for part in "rwkvag"), "w0", "a0", "v0", "k_k", "k_a")
+        found = dict.fromkeys(names, vector) | {"r_k": heads}
+        found |= {f"{part}1": (DIM, 4) for part in "wavg"}
+        found |= {f"{part}2": (4, DIM) for part in "wavg"}
+    else:
+        norm, found = {}, {"time_maa_k": vector, "time_maa_r": vector}
+        linear = {"key": (40, DIM), "value": (DIM, 40), "receptance": square}
+        if version == "channel 7":
+            found = {"x_k": vector}
+            del linear["receptance"]
+    return found | {f"{name}.weight": size for name, size in linear.items()} | norm
+
+
+OF_RWKV = {
+    "6": RWKV6TimeMix.Config(DIM, head_dim=DIM // HEADS, mix_rank=4, decay_rank=5),
+    "7": RWKV7TimeMix.Config(
+        DIM, 1, 2, head_dim=DIM // HEADS, decay_rank=4, a_rank=4, v_rank=4, gate_rank=4
+    ),
+    "channel 6": RWKVChannelMix.Config(DIM, hidden_dim=40),
+    "channel 7": RWKVChannelMix.Config(DIM, hidden_dim=40, receptance=False),
+}
+
+
+@pytest.mark.parametrize("version", OF_RWKV)
+def test_weights_of_rwkv_are_saved_as_they_were_loaded(version):
+    theirs = {name: torch.randn(size) for name, size in rwkv_lm(version).items()}
+    layer = OF_RWKV[version].build(dtype=torch.float32)
+    layer.load_state_dict(dict(theirs))
+    saved = layer.state_dict()
+    assert saved.keys() == theirs.keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in theirs.items())
+
+
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n != "7"])
+def test_older_names_of_parameters(name):
+    """x_k for all versions, decays (heads, head_dim) of RWKV-6, and time_mix_k, which is 1 - mu."""
+    layer = made(CONFIGS[name])
+    x = inputs()
+    mus = {layer.prefix + part: part for part in layer.parts}
+    for rename, change in (("x_", lambda w: w), ("time_mix_", lambda w: 1 - w)):
+        older = {
+            rename + mus[n] if n in mus else n: change(w) if n in mus else w
+            for n, w in layer.state_dict().items()
+        }
+        if name == "6":
+            older["time_decay"] = older["time_decay"].view(HEADS, -1)
+        again = CONFIGS[name].build(dtype=torch.float64)
+        again.load_state_dict(older)
+        torch.testing.assert_close(again(x), layer(x))
+
+
+def test_only_these_layers_rename_what_they_load():
+    """A layer that does must say under which names it saves, and be tested above."""
+    kinds = [kind for name in modules.__all__ if inspect.isclass(kind := getattr(modules, name))]
+    renaming = {
+        kind.__name__
+        for kind in kinds
+        if issubclass(kind, Shifted) or "load_state_dict_pre_hook" in inspect.getsource(kind)
     }
-    older["time_decay"] = older["time_decay"].view(1, 1, DIM)
-    again = CONFIGS["6"].build(dtype=torch.float64)
-    again.load_state_dict(older)
-    assert torch.equal(again(inputs()), layer(inputs()))
+    rwkv = {f"RWKV{version}TimeMix" for version in (4, 5, 6, 7)} | {"RWKVChannelMix"}
+    assert renaming == rwkv | {"DecoderBlock"}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,56 @@ def by_pairs(q, k, v, weight, kind, causal):
     return torch.einsum("bhij,bjhv->bihv", score / score.sum(-1, keepdim=True), v)
 
 
+def of_performer(q, k, v, weight, kind, eps):
+    """The definition with feature_eps: one divisor for each query and one for all keys of a head,
+    the largest W y, without the factor of the length of y."""
+    y_q, y_k = (t.transpose(1, 2) * t.shape[-1] ** -0.25 for t in (q, k))
+    w_q, w_k = (y @ weight.T for y in (y_q, y_k))
+    if kind == "hyperbolic":
+        w_q, w_k = (torch.cat((w, -w), -1) for w in (w_q, w_k))
+    length_q, length_k = (y.square().sum(-1, keepdim=True) / 2 for y in (y_q, y_k))
+    phi_q = torch.exp(w_q - length_q - w_q.amax(-1, keepdim=True)) + eps
+    phi_k = torch.exp(w_k - length_k - w_k.amax((-1, -2), keepdim=True)) + eps
+    weights = phi_q @ phi_k.mT
+    return (weights @ v.transpose(1, 2) / weights.sum(-1, keepdim=True)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("eps", [1e-4, 1e-1])
+@pytest.mark.parametrize("kind", ["positive", "hyperbolic"])
+def test_feature_eps_is_that_of_performers(kind, eps, backend):
+    q, k, v, weight = inputs(20)
+    q, k = 3 * q, 2 * k  # long vectors, whose features are small beside eps
+    options = {"kind": kind, "causal": False, "feature_eps": eps, "backend": backend}
+    leaves = [t.requires_grad_() for t in (q, k, v, weight)]
+    o, _ = F.random_feature_attention(*leaves, **options)
+    expected = of_performer(*leaves, kind, eps)
+    torch.testing.assert_close(o, expected)
+    with torch.no_grad():
+        edges = (0, 7, 7, 20)
+        o, _ = F.random_feature_attention(
+            q[:1], k[:1], v[:1], weight, cu_seqlens=torch.tensor(edges), **options
+        )
+        for a, b in ((0, 7), (7, 20)):
+            part = (t[:1, a:b] for t in (q, k, v))
+            torch.testing.assert_close(o[:, a:b], of_performer(*part, weight, kind, eps))
+
+
+@pytest.mark.parametrize("feature_eps", [1e-4, 1e-2])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_feature_eps_and_its_gradients_by_both_backends(kind, packed, feature_eps):
+    tensors = [t[:1] if t.dim() == 4 else t for t in inputs(20)]
+    options = {"kind": kind, "causal": False, "feature_eps": feature_eps}
+    options["cu_seqlens"] = torch.tensor([0, 7, 7, 20]) if packed else None
+    found = []
+    for backend in (None, "reference"):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        o, state = F.random_feature_attention(*leaves, **options, backend=backend)
+        found.append([o, *state, *torch.autograd.grad(o.square().sum(), leaves)])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", KINDS)

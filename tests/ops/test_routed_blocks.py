@@ -61,6 +61,23 @@ def test_routed_blocks_are_the_loop_over_queries(grad: str) -> None:
         assert all(g.abs().max() > 0 for g in got)
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("grad", ["none", "gate"])
+def test_routed_blocks_are_causal_with_means_of_keys(grad: str, backend: str | None) -> None:
+    """A query does not read the mean of its own block, which holds keys after it."""
+    q, k, v = (normal(1, 12, 2, size) for size in (8, 8, 3))
+
+    def out(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        means = k.unflatten(1, (3, 4)).mean(2)
+        sizes = {"block_size": 4, "topk": 2, "router_grad": grad, "backend": backend}
+        return routed_block_attention(q, k, v, q, means, **sizes)
+
+    for t in range(1, 12):
+        later = torch.arange(12).view(1, -1, 1, 1) >= t
+        changed = out(*(torch.where(later, x + 1 + x.square(), x) for x in (k, v)))
+        assert torch.equal(changed[:, :t], out(k, v)[:, :t])
+
+
 def test_the_loss_of_distillation_is_the_divergence_from_full_attention() -> None:
     q, k, _, router_q, router_k = given = tensors()
     sizes = {"block_size": SIZE, "query_block": ROWS, "topk": 2}

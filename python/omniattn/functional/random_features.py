@@ -32,6 +32,8 @@ State = tuple[Tensor, Tensor]
 #: Kinds of features; the signed ones have a factor of sines and cosines.
 FEATURES = ("positive", "hyperbolic", "trigonometric", "gaussian", "exp_random")
 _SIGNED = ("trigonometric", "gaussian")
+#: Kinds with a factor exp(-|y|^2 / 2).
+_HALVED = ("positive", "hyperbolic")
 
 
 def orthogonal_gaussian(
@@ -178,6 +180,12 @@ def _log_features(y: Tensor, weight: Tensor, kind: str) -> tuple[Tensor, Tensor 
     return (w if kind == "positive" else torch.cat((w, -w), -1)) - half, None
 
 
+def _half_norms(x: Tensor, scale: float | None) -> Tensor:
+    """|y|^2 / 2 of the y of `random_features`, (..., 1)."""
+    scale = x.shape[-1] ** -0.5 if scale is None else scale
+    return widen(x).square().sum(-1, keepdim=True) * (scale / 2)
+
+
 @over_sequences("q", "k", "v")
 def random_feature_attention(
     q: Tensor,
@@ -211,8 +219,10 @@ def random_feature_attention(
         eps: the least size of the denominator of "trigonometric" and "gaussian" features, whose
             products may be negative; smaller ones keep their sign. The denominator is the sum of
             products of features that have been divided as above, without their 1 / sqrt(count).
-        feature_eps: is added to features that have been divided as above, of the keys by one M for
-            all of them; only if not causal: a sum of such features does not follow a later M.
+        feature_eps: is added to features that have been divided; only if not causal, since a sum of
+            such features does not follow a later M. Queries are then divided by the exponential of
+            their largest W y, without -|y|^2 / 2, and all keys of a sequence by that of their
+            largest one, which is M, as in performer-pytorch, where feature_eps is 1e-4.
         initial_state: (S, M), only if causal: S (N, H, K', V + 1), the sum of the keys' features,
             without their 1 / sqrt(count), and [v, 1] divided by e^M; M (N, H, K'), or (N, H, 1) of
             kinds with signs, -inf before the first token, where S is 0. N is B, or the number of
@@ -261,8 +271,11 @@ def random_feature_attention(
     before = _checked_state(op, initial_state, causal, feature_eps, a_k, f_k, v, packed.count)
     with torch.no_grad():
         largest = None if before is None else before[1]
-        shift, decay, last = _shifts(a_k, causal, feature_eps > 0, largest, packed)
-        top = (a_q + shift).amax(-1, keepdim=True)
+        w_q, w_k = a_q, a_k
+        if feature_eps > 0 and kind in _HALVED:
+            w_q, w_k = (a + _half_norms(x, scale) for a, x in ((a_q, q), (a_k, k)))
+        shift, decay, last = _shifts(w_k, causal, feature_eps > 0, largest, packed)
+        top = (w_q + shift).amax(-1, keepdim=True)
     phi_q, phi_k = (a_q + shift - top).exp(), (a_k - shift).exp()
     if f_q is not None and f_k is not None:
         phi_q, phi_k = phi_q * f_q, phi_k * f_k

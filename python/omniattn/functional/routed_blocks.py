@@ -116,7 +116,10 @@ def routed_block_attention(
 
     - "none": nothing;
     - "gate": ``ln sigmoid(r_IJ)`` is added to the logits of all keys of a chosen block before the
-      own, so that the loss has a gradient to r of the blocks that were chosen;
+      own, so that the loss has a gradient to r of the blocks that were chosen. The own block has
+      no gate: it is attended to whatever its r is, as in MoBA, which forces it because the mean of
+      its keys tells a query of keys after it, and a gate would tell that, too. (The code of both
+      papers below uses r to choose blocks, and adds it to no logits.)
     - "distill": ``loss_I = KL(p_I || softmax_J r_IJ)`` over the blocks up to the own, with p_IJ the
       share of block J in the weights of full attention of the queries I, without gradient.
 

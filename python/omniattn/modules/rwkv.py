@@ -66,11 +66,13 @@ class RWKVConfig(LayerConfig):
 class Shifted(nn.Module):
     """A layer whose inputs are ``x_t + (x_{t-1} - x_t) * mu`` with a mu for each of its parts.
 
-    The parameters mu are x_k and so on, as RWKV-7 calls them; `load_state_dict` also takes
-    time_maa_k of RWKV-6, and 1 - mu as time_mix_k (RWKV-4 and 5) or time_mix_key (transformers).
+    The parameters mu are x_k and so on, as RWKV-7 calls them, or time_maa_k and so on, as RWKV-6
+    does; `load_state_dict` takes either, and 1 - mu as time_mix_k (RWKV-4 and 5) or time_mix_key
+    (transformers).
     """
 
     parts: str  # a letter each
+    prefix = "x_"  # of the names of mu
     config: RWKVConfig
 
     if TYPE_CHECKING:  # most parameters are registered by name
@@ -80,17 +82,17 @@ class Shifted(nn.Module):
     def _add_shifts(self, device: Device, dtype: torch.dtype | None) -> None:
         for part in self.parts:
             mu = torch.empty(1, 1, self.config.dim, device=device, dtype=dtype)
-            self.register_parameter(f"x_{part}", nn.Parameter(mu))
+            self.register_parameter(self.prefix + part, nn.Parameter(mu))
         self.register_load_state_dict_pre_hook(_rename_shifts)
 
     def _mixed(
         self, x: Tensor, sequences: Sequences, before: Tensor | None
     ) -> tuple[Tensor, list[Tensor], Tensor]:
         """x_{t-1} - x_t, the inputs of the parts, and the last steps of x or else `before`."""
-        op, mus = type(self).__name__, [getattr(self, f"x_{part}") for part in self.parts]
+        op, mus = type(self).__name__, [getattr(self, self.prefix + part) for part in self.parts]
         require_float(op, "x", x)
         if autocast_dtype(x) is None:
-            require_like(op, "x", x, mus[0], f"x_{self.parts[0]}")
+            require_like(op, "x", x, mus[0], self.prefix + self.parts[0])
         earlier, last = sequences.before(x, before)
         difference = earlier - x
         return difference, [torch.addcmul(x, difference, mu) for mu in mus], last
@@ -101,11 +103,13 @@ def _rename_shifts(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     assert isinstance(layer, Shifted)
     words = {"k": "key", "v": "value", "r": "receptance"}
     for part in layer.parts:
+        ours = prefix + layer.prefix + part
         for name in (f"time_mix_{part}", f"time_mix_{words.get(part, part)}"):
             if prefix + name in state_dict:
-                state_dict[f"{prefix}x_{part}"] = 1 - state_dict.pop(prefix + name)
-        if f"{prefix}time_maa_{part}" in state_dict:
-            state_dict[f"{prefix}x_{part}"] = state_dict.pop(f"{prefix}time_maa_{part}")
+                state_dict[ours] = 1 - state_dict.pop(prefix + name)
+        for name in (f"x_{part}", f"time_maa_{part}"):
+            if prefix + name in state_dict:
+                state_dict[ours] = state_dict.pop(prefix + name)
 
 
 def linear_of(c: RWKVConfig, n_in: int, n_out: int, **factory: Any) -> Linear:
@@ -113,12 +117,12 @@ def linear_of(c: RWKVConfig, n_in: int, n_out: int, **factory: Any) -> Linear:
 
 
 def reset_old_shifts(layer: Shifted) -> None:
-    """x_k and its kind of versions 4 to 6."""
+    """The mu of versions 4 to 6."""
     c = layer.config
     for part in layer.parts:
         power = 0.5 * c.height if part in "rg" else c.height
         kept = ramp(c.dim) ** power + (0.3 * c.depth if part == "v" else 0.0)
-        layer.get_parameter(f"x_{part}").copy_(1 - kept)
+        layer.get_parameter(layer.prefix + part).copy_(1 - kept)
 
 
 class TimeMix(Shifted, StateMixer):
@@ -275,8 +279,9 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
         device, dtype: of the parameters.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters x_k (1, 1, dim), key, value, with a receptance also
-        x_r and receptance; `load_state_dict` takes the names of RWKV-4 to 6 for x_k and x_r.
+        x (B, T, dim) -> the same. Parameters x_k (1, 1, dim), key, value, as in RWKV-7, or with a
+        receptance time_maa_k, time_maa_r, receptance, key, value, as in RWKV-6; `load_state_dict`
+        takes the names of all versions.
 
     Reference:
         Peng et al., RWKV: Reinventing RNNs for the Transformer Era, 2023, arXiv 2305.13048.
@@ -306,7 +311,7 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
     ) -> None:
         super().__init__()
         self.config = c = config
-        self.parts = "kr" if c.receptance else "k"
+        self.parts, self.prefix = ("kr", "time_maa_") if c.receptance else ("k", "x_")
         self._add_shifts(device, dtype)
         hidden = c.hidden_dim or 4 * c.dim
         self.key = linear_of(c, c.dim, hidden, device=device, dtype=dtype)
@@ -323,7 +328,7 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
         c = self.config
         for part in self.parts:
             power = c.height if c.receptance else c.height**4
-            self.get_parameter(f"x_{part}").copy_(1 - ramp(c.dim) ** power)
+            self.get_parameter(self.prefix + part).copy_(1 - ramp(c.dim) ** power)
         if not c.receptance:
             bound = 0.5 * c.dim**-0.5
             nn.init.uniform_(self.key.weight, -bound, bound)

@@ -116,7 +116,8 @@ class RWKV5TimeMix(_HeadsTimeMix):
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(config, device=device, dtype=dtype)
-        _add_decay_and_bonus(self, device, dtype)
+        c = config
+        _add_decay_and_bonus(self, (c.heads, c.head_dim), device, dtype)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -147,9 +148,11 @@ class RWKV6TimeMix(_HeadsTimeMix):
         device, dtype: of the parameters; time_decay and time_faaaa are made in fp32.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters as in RWKV5TimeMix, x_x, x_w (1, 1, dim),
-        time_maa_w1 (dim, 5 mix_rank), time_maa_w2 (5, mix_rank, dim), time_decay_w1
-        (dim, decay_rank), time_decay_w2 (decay_rank, dim).
+        x (B, T, dim) -> the same. Parameters time_maa_x, time_maa_w, time_maa_k, time_maa_v,
+        time_maa_r, time_maa_g (1, 1, dim), time_maa_w1 (dim, 5 mix_rank), time_maa_w2
+        (5, mix_rank, dim), time_decay (1, 1, dim), time_decay_w1 (dim, decay_rank), time_decay_w2
+        (decay_rank, dim), time_faaaa (heads, head_dim), receptance, key, value, gate, output, ln_x:
+        names and shapes as in BlinkDL's code.
 
     Reference:
         Peng et al., Eagle and Finch, 2024, arXiv 2404.05892.
@@ -159,7 +162,7 @@ class RWKV6TimeMix(_HeadsTimeMix):
         torch.Size([1, 5, 8])
     """
 
-    parts = "xwkvrg"
+    parts, prefix = "xwkvrg", "time_maa_"
 
     @dataclass(frozen=True)
     class Config(RWKVHeadsConfig):
@@ -177,7 +180,7 @@ class RWKV6TimeMix(_HeadsTimeMix):
         super().__init__(config, device=device, dtype=dtype)
         c = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        _add_decay_and_bonus(self, device, dtype)
+        _add_decay_and_bonus(self, (1, 1, c.dim), device, dtype)
         for name, sizes in (
             ("time_maa_w1", (c.dim, 5 * c.mix_rank)),
             ("time_maa_w2", (5, c.mix_rank, c.dim)),
@@ -209,30 +212,32 @@ class RWKV6TimeMix(_HeadsTimeMix):
         # The parts of the weights are w, k, v, r, g.
         inputs = [torch.addcmul(y, difference, m) for y, m in zip(inputs[1:], more, strict=True)]
         decay = torch.tanh(inputs[0] @ self.time_decay_w1) @ self.time_decay_w2
-        w = -(self._heads(decay.to(self.time_decay.dtype)) + self.time_decay).exp()
+        w = -self._heads(decay.to(self.time_decay.dtype) + self.time_decay).exp()
         return _read_with_bonus(self, inputs[1:], w, **options)
 
 
-def _add_decay_and_bonus(layer: _HeadsTimeMix, device: Device, dtype: torch.dtype | None) -> None:
+def _add_decay_and_bonus(
+    layer: _HeadsTimeMix, of_decay: tuple[int, ...], device: Device, dtype: torch.dtype | None
+) -> None:
     c = layer.config
     layer.add_module("gate", linear_of(c, c.dim, c.dim, device=device, dtype=dtype))
-    for name in ("time_decay", "time_faaaa"):
-        like = torch.empty(c.heads, c.head_dim, device=device, dtype=fp32(dtype))
+    for name, shape in (("time_decay", of_decay), ("time_faaaa", (c.heads, c.head_dim))):
+        like = torch.empty(shape, device=device, dtype=fp32(dtype))
         layer.register_parameter(name, nn.Parameter(like))
-    layer.register_load_state_dict_pre_hook(_flat_decay)
+    layer.register_load_state_dict_pre_hook(_reshape_decay)
 
 
-def _flat_decay(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """time_decay (1, 1, dim), as BlinkDL's RWKV-6 has it."""
-    name = f"{prefix}time_decay"
-    if name in state_dict and state_dict[name].dim() == 3:
-        state_dict[name] = state_dict[name].view_as(layer.get_parameter("time_decay"))
+def _reshape_decay(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Takes time_decay (1, 1, dim) and (heads, head_dim), as which RWKV-6 was saved here before."""
+    decay, like = state_dict.get(f"{prefix}time_decay"), layer.get_parameter("time_decay")
+    if decay is not None and decay.shape in ((1, 1, like.numel()), layer.time_faaaa.shape):
+        state_dict[f"{prefix}time_decay"] = decay.view_as(like)
 
 
 def _reset_decay_and_bonus(layer: _HeadsTimeMix) -> None:
     c, n = layer.config, ramp(layer.config.dim, last=True)
     decay = -6 + 5 * n ** (0.7 + 1.3 * c.depth)
-    layer.get_parameter("time_decay").copy_(decay.view(c.heads, c.head_dim))
+    layer.get_parameter("time_decay").copy_(decay.view_as(layer.time_decay))
     bonus = c.depth * (1 - n) + 0.1 * zigzag(c.dim)
     layer.get_parameter("time_faaaa").copy_(bonus.view(c.heads, c.head_dim))
     layer._reset_norm()

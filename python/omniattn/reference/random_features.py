@@ -29,51 +29,78 @@ def random_feature_attention(
     phi(k_t) [v_t, 1]^T of features divided by e^M_t, M_t = max(M_{t-1}, exponents of k_t).
 
     If not causal, all tokens of a sequence read its last S and M. M is a constant for gradients.
+    With feature_eps exponents lose the largest ones without -|y|^2 / 2, as in performer-pytorch.
     """
     (a_q, f_q), (a_k, f_k) = (_exponents(x, weight, kind, scale) for x in (q, k))
     wide = torch.cat((widen(v), widen(v).new_ones(*v.shape[:3], 1)), -1)
     count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    top, half_q, half_k = None, torch.zeros_like(a_q[..., :1]), torch.zeros_like(a_k[..., :1])
     if feature_eps > 0:
-        top = a_k.detach().amax((1, 3), keepdim=True) if a_k.numel() else a_k[:, :1].sum(3, True)
-    else:
-        top = None
+        if kind in ("positive", "hyperbolic"):
+            half_q, half_k = (_half_norms(x, scale) for x in (q, k))
+        top = _largest((a_k + half_k).detach().amax(-1), cu_seqlens)
     if initial_state is None:
         s = a_k.new_zeros(count, q.shape[2], f_k.shape[-1], wide.shape[-1])
         initial_state = s, a_k.new_full((count, q.shape[2], a_k.shape[-1]), -math.inf)
 
-    def read(a: Tensor, f: Tensor, s: Tensor, m: Tensor) -> Tensor:
+    def read(a: Tensor, f: Tensor, half: Tensor, s: Tensor, m: Tensor) -> Tensor:
         """S^T phi(q), divided by the largest exponential."""
         shifted = a + m
-        phi = (shifted - shifted.detach().amax(-1, keepdim=True)).exp() * f + feature_eps
+        largest = (shifted + half).detach().amax(-1, keepdim=True)
+        phi = (shifted - largest).exp() * f + feature_eps
         return (phi[..., None] * s).sum(-2)
 
     def step(
-        state: State, a_q: Tensor, f_q: Tensor, a_k: Tensor, f_k: Tensor, v: Tensor
+        state: State,
+        a_q: Tensor,
+        f_q: Tensor,
+        half: Tensor,
+        a_k: Tensor,
+        f_k: Tensor,
+        v: Tensor,
     ) -> tuple[State, State]:
         s, m = state
-        new = torch.maximum(m, a_k.detach()) if top is None else top[:, 0].expand(m.shape)
+        new = torch.maximum(m, a_k.detach()) if top is None else top[..., None].expand(m.shape)
         kept = (m - new).exp() if top is None else torch.ones_like(m)
         s = (
             kept[..., None] * s
             + ((a_k - new).exp() * f_k + feature_eps)[..., None] * v[..., None, :]
         )
-        return (read(a_q, f_q, s, new),), (s, new)
+        return (read(a_q, f_q, half, s, new),), (s, new)
 
     start = tuple(t.to(a_k.dtype) for t in initial_state)
-    outputs, (s, m) = over_time(step, (a_q, f_q, a_k, f_k, wide), start, cu_seqlens, (weight,))
+    outputs, (s, m) = over_time(
+        step, (a_q, f_q, half_q, a_k, f_k, wide), start, cu_seqlens, (weight,)
+    )
     o = outputs[0] if outputs else wide + (a_q.sum() + a_k.sum()) * 0
     if not causal and outputs:
         sequence = torch.zeros(q.shape[1], dtype=torch.int64, device=q.device)
         if cu_seqlens is not None:
             at = torch.arange(q.shape[1], device=q.device)
             sequence = torch.searchsorted(cu_seqlens.long(), at, right=True) - 1
-            o = read(a_q, f_q, s[sequence][None], m[sequence][None])
+            o = read(a_q, f_q, half_q, s[sequence][None], m[sequence][None])
         else:
-            o = read(a_q, f_q, s[:, None], m[:, None])
+            o = read(a_q, f_q, half_q, s[:, None], m[:, None])
     o, den = o[..., :-1], o[..., -1:]
     if kind in ("trigonometric", "gaussian"):
         den = torch.where(den.abs() < eps, torch.where(den < 0, -eps, eps).to(den), den)
     return (o / den).to(v.dtype), (s, m if top is None else m[..., :1])
+
+
+def _largest(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """(N, H): the largest of x (B, T, H) in each sequence, 0 of none."""
+    if cu_seqlens is not None:
+        token = torch.arange(x.shape[1], device=x.device)
+        inside = (cu_seqlens[:-1, None] <= token) & (token < cu_seqlens[1:, None])
+        x = torch.where(inside[..., None], x, -math.inf)
+    found = torch.nn.functional.pad(x, (0, 0, 1, 0), value=-math.inf).amax(1)
+    return torch.where(found == -math.inf, 0, found)
+
+
+def _half_norms(x: Tensor, scale: float | None) -> Tensor:
+    """|y|^2 / 2 of the y that features are made of."""
+    y = widen(x) * (x.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    return y.square().sum(-1, keepdim=True) / 2
 
 
 def _exponents(x: Tensor, weight: Tensor, kind: str, scale: float | None) -> tuple[Tensor, Tensor]:
