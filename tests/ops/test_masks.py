@@ -279,6 +279,9 @@ def test_documents_of_packed_batches():
     assert mask.queries.tolist() == [[0, 0, 0, 1, 1, 2], [0] * 6]
     mask = masks.Documents.from_cu_seqlens(torch.tensor([0, 3, 5, 6], dtype=torch.int32))
     assert mask.queries.tolist() == [[0, 0, 0, 1, 1, 2]]
+    ends = torch.tensor([0, 3, 3, 6])
+    mask = masks.Documents.from_cu_seqlens(ends, 6)
+    assert mask.queries.tolist() == [[0, 0, 0, 2, 2, 2]]
     broadcast = functional.attention(*qkv(TQ, TQ), mask=masks.Documents(IDS_Q[:1]))
     torch.testing.assert_close(
         broadcast, functional.attention(*qkv(TQ, TQ), mask=masks.Documents(IDS_Q))

@@ -28,7 +28,9 @@ def cases(spec, selection):
     if selection == "all":
         return spec.cases
     special = [spec.case(label) for label in spec.special]
-    return {"tiny": spec.cases[:1], "few": [spec.cases[1], *special]}[selection]
+    packed = [case for case in spec.cases if case.label == "packed"] or list(spec.cases)
+    few = [spec.cases[1], *special]
+    return {"tiny": spec.cases[:1], "packed": packed[:1], "few": few}[selection]
 
 
 #: property: (cases, dtypes), or None for the widest that a spec has
@@ -44,6 +46,8 @@ MATRIX = {
     "deterministic": ("few", (F32, BF16)),
     "every_isa": ("few", (F64, F32, BF16, F16)),
     "compiled": ("tiny", (F32,)),
+    "dynamic": ("packed", (F32,)),
+    "dynamic_each": ("packed", (F32,)),
     "exported": ("tiny", (F32,)),
     "traced": ("tiny", (F32,)),
     "checkpointed": ("tiny", (F32,)),
@@ -61,7 +65,7 @@ ROUNDED_WEIGHTS = {
     "backward-routed_block_attention-tiny-B1Tq5Tk5H2G1D3R2-bf16",
 }
 #: Properties too slow for every run.
-SLOW = {"mapped_pairs"}
+SLOW = {"mapped_pairs", "dynamic_each"}
 
 
 #: Properties of gradients.

@@ -284,3 +284,53 @@ def test_definition_takes_slopes_of_each_sequence(second):
             _, found = torch.func.jvp(function, (slopes,), (ones,))
             wanted = (function(slopes + step) - function(slopes - step)) / (2 * step)
             torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
+
+
+class Packed(torch.nn.Module):
+    """Attention within sequences, by their boundaries and by a mask."""
+
+    def forward(self, q, cu):
+        mask = masks.Documents.from_cu_seqlens(cu, q.shape[0])
+        masked = attention(q[None], q[None], q[None], mask=mask, causal=True)[0]
+        return attention_varlen(q, q, q, cu, cu, causal=True), masked
+
+
+def test_one_graph_without_the_longest_sequence():
+    """A graph cannot read the longest sequence, and takes the number of tokens."""
+    q, cu = torch.randn(12, H, D), torch.tensor([0, 5, 12])
+    longer = torch.randn(20, H, D), torch.tensor([0, 3, 4, 20])
+    sizes = {"q": {0: torch.export.Dim("T", min=2)}, "cu": {0: torch.export.Dim("N", min=3)}}
+    program = torch.export.export(Packed(), (q, cu), dynamic_shapes=sizes).module()
+    compiled = torch.compile(Packed(), fullgraph=True, dynamic=True, backend="aot_eager")
+    traced = torch.jit.trace(Packed(), (q, cu), check_trace=False)
+    for graph, calls in ((program, 2), (compiled, 2), (traced, 1)):
+        for call in ((q, cu), longer)[:calls]:
+            results = graph(*call)
+            assert all(map(torch.equal, results, Packed()(*call)))
+            torch.testing.assert_close(*results)
+    for ends in (19, 21):
+        with pytest.raises(RuntimeError, match="Documents: cu_seqlens must grow from 0 to total"):
+            program(longer[0], torch.tensor([0, 3, ends]))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            lambda q, cu: attention_varlen(q, q, q, cu, cu, bias=q.new_zeros(7, 7)),
+            "attention_varlen: max_seqlen_q must be given with the tensor bias",
+        ),
+        (
+            lambda q, cu: masks.Documents.from_cu_seqlens(cu).queries,
+            "Documents: total must be given with cu_seqlens",
+        ),
+        (
+            lambda q, cu: attention_varlen(q, q, q, cu, cu, sinks=q.new_ones(H + 1)),
+            r"attention_varlen: sinks must have shape .*got sinks.shape=\(5,\)",
+        ),
+    ],
+)
+def test_a_graph_names_what_it_lacks(function, message):
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        compiled(torch.randn(12, H, D), torch.tensor([0, 5, 12]))

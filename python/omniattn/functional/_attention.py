@@ -30,6 +30,7 @@ from omniattn.functional._checks import (
     require_float,
     require_like,
     require_number,
+    require_one_shape,
     require_pair,
     require_seed,
     require_shape,
@@ -409,11 +410,7 @@ def require_parameter(
             f"{op}: {name} must be on the device of q, got {name}.device={t.device}, "
             f"q.device={q.device}"
         )
-    if tuple(t.shape) not in shapes:
-        wanted = " or ".join(str(shape) for shape in shapes)
-        raise ValueError(
-            f"{op}: {name} must have shape {wanted}, got {name}.shape={tuple(t.shape)}"
-        )
+    require_one_shape(op, name, t, shapes)
 
 
 def require_lse(op: str, lse: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:

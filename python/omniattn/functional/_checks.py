@@ -6,7 +6,7 @@ import contextlib
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,6 +208,17 @@ def same_values(copy: Tensor, t: Tensor) -> bool:
     return copy.dtype == t.dtype and copy.device == t.device and torch.equal(copy, t)
 
 
+def makes_graph() -> bool:
+    """Whether a call becomes part of a graph, in which tensors have no values that Python could
+    read, or only those of the example."""
+    modes = torch._C._TorchDispatchModeKey
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or any(torch._C._get_dispatch_mode(key) for key in (modes.PROXY, modes.FAKE))
+    )
+
+
 def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> None:
     """`t` must be a tensor of the dtype and device of `x`."""
     if type(t) not in _PLAIN:
@@ -264,7 +275,7 @@ def require_int(
         or (most is not None and value > most)
     ):
         raise error(f"{op}: {name} must be an int{_limits(least, most)}, got {name}={shown(value)}")
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+    if not _fits_64_bits(value):
         raise ValueError(f"{op}: {name} must fit into 64 bits, got {name}={shown(value)}")
 
 
@@ -309,10 +320,18 @@ def require_number(
         error = ValueError if known else TypeError
         limits = _limits(least, most, above, below)
         raise error(f"{op}: {name} must be a finite number{limits}, got {name}={shown(value)}")
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+    if not _fits_64_bits(value):
         raise ValueError(
             f"{op}: {name} must fit into 64 bits or be a float, got {name}={shown(value)}"
         )
+
+
+def _fits_64_bits(value: Any) -> bool:
+    """Whether torch can take an int; symbols of a graph do fit, and a comparison would limit
+    them."""
+    if not isinstance(value, int) or torch.compiler.is_compiling():
+        return True
+    return -(2**63) <= value < 2**63
 
 
 def _limits(
@@ -353,6 +372,17 @@ def require_seed(op: str, seed: Tensor | None, x: Tensor, name: str = "seed") ->
 def is_one_of(size: Any, *sizes: Any) -> bool:
     """`size in sizes`, which torch.compile takes for False where one of them is symbolic."""
     return any(size == other for other in sizes)
+
+
+def require_one_shape(op: str, name: str, t: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
+    """`t` must have one of the shapes."""
+    if not is_one_of(t.shape, *shapes):
+        wanted = f"{tuple(shapes[0])}"
+        for shape in shapes[1:]:  # torch.compile cannot join strings with symbols in them
+            wanted = f"{wanted} or {tuple(shape)}"
+        raise ValueError(
+            f"{op}: {name} must have shape {wanted}, got {name}.shape={tuple(t.shape)}"
+        )
 
 
 def require_shape(op: str, name: str, t: Tensor, shape: tuple[int, ...]) -> None:

@@ -14,6 +14,7 @@ from omniattn.functional._checks import (
     require_float,
     require_integers,
     require_number,
+    require_one_shape,
     require_range,
     require_shape,
     require_strided,
@@ -70,11 +71,7 @@ def widened(
     if t.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} must be floating-point, got {name}.dtype={t.dtype}")
     require_strided(op, name, t)
-    if tuple(t.shape) not in shapes:
-        wanted = " or ".join(str(tuple(shape)) for shape in shapes)
-        raise ValueError(
-            f"{op}: {name} must have shape {wanted}, got {name}.shape={tuple(t.shape)}"
-        )
+    require_one_shape(op, name, t, shapes)
     require_device(op, name, t, v, v_name)
     return t.to(compute_dtype(v))
 

@@ -16,7 +16,7 @@ from omniattn.functional._attention import (
     require_int32_or_int64,
     run,
 )
-from omniattn.functional._checks import require_int, require_shape
+from omniattn.functional._checks import makes_graph, require_int, require_shape
 from omniattn.functional._packed import require_all_tokens
 from omniattn.reference.vmap import is_mapped
 
@@ -91,7 +91,7 @@ def attention_varlen(
         cu_seqlens_q: (N + 1,) int32 or int64, which grow from 0 to total_q.
         cu_seqlens_k: (N + 1,) of the keys; the same tensor for self-attention.
         max_seqlen_q: at least the longest sequence of queries; None reads it from cu_seqlens_q (and
-            waits for a GPU).
+            waits for a GPU), or is total_q in a compiled or exported program, which has no values.
         max_seqlen_k: the same for keys.
         causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: see
             :func:`attention`. Tensors per batch entry or position have the shape of a batch
@@ -133,12 +133,15 @@ def attention_varlen(
             )
     require_all_tokens(op, cu_seqlens_q, q.shape[1], name="cu_seqlens_q", of="queries")
     require_all_tokens(op, cu_seqlens_k, k.shape[1], name="cu_seqlens_k", of="keys")
-    longest_q = _longest(op, "q", cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
-    longest_k = _longest(op, "k", cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
+    longest_q, longest_k = max_seqlen_q, max_seqlen_k
+    if longest_q is None:
+        longest_q = _longest(op, "q", cu_seqlens_q, q.shape[1], options)
+    if longest_k is None:
+        longest_k = _longest(op, "k", cu_seqlens_k, k.shape[1], options)
     require_int(op, "max_seqlen_q", longest_q, 0)
     require_int(op, "max_seqlen_k", longest_k, 0)
     layout: Rule = (MaskKind.PACKED, longest_q, longest_k, (cu_seqlens_q, cu_seqlens_k))
-    full = (len(cu_seqlens_q) - 1, q.shape[2], longest_q, longest_k)
+    full = (cu_seqlens_q.shape[0] - 1, q.shape[2], longest_q, longest_k)
     out, lse = run(op, q, k, v, full, pack(op, options), return_lse, backend, layout)
     return (out[0], lse[0]) if return_lse else out[0]
 
@@ -249,10 +252,19 @@ def attention_cached(
     return (out, lse) if return_lse else out
 
 
-def _longest(op: str, of: str, cu_seqlens: Tensor) -> int:
+def _longest(op: str, of: str, cu_seqlens: Tensor, total: int, options: AttentionOptions) -> int:
+    """The longest sequence; in a graph, which cannot read it, its bound."""
     if is_mapped(cu_seqlens):
         raise ValueError(
             f"{op}: max_seqlen_{of} must be given where vmap maps over cu_seqlens_{of}, "
             f"got max_seqlen_{of}=None"
         )
-    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+    if not makes_graph():
+        return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+    for name in ("bias", "mask"):
+        if isinstance(options.get(name), Tensor):
+            raise ValueError(
+                f"{op}: max_seqlen_{of} must be given with the tensor {name} in a compiled or "
+                f"exported program, got max_seqlen_{of}=None"
+            )
+    return total

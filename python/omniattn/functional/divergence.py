@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from omniattn.functional._checks import (
+    FLOATS,
+    autocast_dtype,
     autocast_linear,
     implementation,
     require_bool,
@@ -48,7 +51,8 @@ def jsd(
     Args:
         student: (..., V) logits, float64, float32, bfloat16 or float16, any strides; or nested,
             with a teacher and a target of its boundaries.
-        teacher: (..., V) of the student's dtype. It gets no gradient.
+        teacher: (..., V) of the student's dtype, or under autocast of any, and then both have the
+            wider one. It gets no gradient.
         target: (...) of any integer dtype, of which only `ignore_index` matters, or None.
         beta: in [0, 1].
         temperature: above 0; the loss is not multiplied by its square.
@@ -80,6 +84,7 @@ def jsd(
     require_float(op, "student", student)
     if student.dim() == 0:
         raise ValueError(f"{op}: student must have at least 1 dimension, got student.shape=()")
+    student, teacher = _promoted(student, teacher)
     require_like(op, "teacher", teacher, student, "student")
     require_shape(op, "teacher", teacher, student.shape)
     refuse_gradient(op, "teacher", teacher)
@@ -94,6 +99,15 @@ def jsd(
     run = implementation(op, backend, student, ops.jsd)
     loss: Tensor = run(student, teacher, target, *options, log_probs, number)
     return loss
+
+
+def _promoted(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider dtype under autocast, which promotes the inputs of torch's losses too."""
+    fits = isinstance(teacher, Tensor) and teacher.dtype in FLOATS
+    if not fits or teacher.dtype == student.dtype or autocast_dtype(student) is None:
+        return student, teacher
+    dtype = torch.promote_types(student.dtype, teacher.dtype)
+    return student.to(dtype), teacher.to(dtype)
 
 
 @token_wise("teacher_x", numbers=("target",))
@@ -156,7 +170,7 @@ def linear_jsd(
         refuse_gradient(op, name, t)
     check_linear(op, teacher_x, teacher_weight, teacher_bias, "teacher_")
     require_shape(op, "teacher_x", teacher_x, (*x.shape[:-1], *teacher_x.shape[-1:]))
-    require_shape(op, "teacher_weight", teacher_weight, (len(weight), teacher_weight.shape[1]))
+    require_shape(op, "teacher_weight", teacher_weight, (weight.shape[0], teacher_weight.shape[1]))
     target = None if target is None else check_target(op, target, x)
     options = (ignore_index, beta, temperature)
     number = check_divergence(op, *options, reduction)

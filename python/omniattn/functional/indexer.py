@@ -9,6 +9,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.functional._attention import (
+    autocast,
     require_int32_or_int64,
     require_lse,
     require_parameter,
@@ -220,7 +221,7 @@ def dsa_indexer_loss(
     op = "dsa_indexer_loss"
     q_idx, k_idx, w = _index_inputs(op, q_idx, k_idx, w, ("q_idx", "k_idx", "w"))
     _check_options(op, k_idx, causal, activation, key_padding)
-    _check_attention(op, q_idx, k_idx, q, k, lse)
+    q, k = _attention_inputs(op, q_idx, k_idx, q, k, lse)
     if scale is not None:
         require_number(op, "scale", scale)
     require_bool(op, "debug", debug)
@@ -316,12 +317,12 @@ def _check_options(
         require_real(op, key_padding, k)
 
 
-def _check_attention(
+def _attention_inputs(
     op: str, q_idx: Tensor, k_idx: Tensor, q: Tensor, k: Tensor, lse: Tensor | None
-) -> None:
-    """q, k and lse of the attention that the indexer learns from."""
-    require_float(op, "q", q)
-    require_like(op, "k", k, q, "q")
+) -> tuple[Tensor, Tensor]:
+    """q and k of the attention that the indexer learns from, checked with its lse; under autocast
+    they have its dtype, as in that attention."""
+    q, k, _ = autocast(op, q, k, k)
     batch, tq, tk = q_idx.shape[0], q_idx.shape[1], k_idx.shape[1]
     if (
         q.dim() != 4
@@ -338,6 +339,7 @@ def _check_attention(
         )
     if lse is not None:
         require_lse(op, lse, q, (batch, q.shape[2], tq))
+    return q, k
 
 
 def _check_lists(op: str, indices: Tensor, q: Tensor, tk: int) -> None:

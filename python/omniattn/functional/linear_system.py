@@ -82,11 +82,11 @@ def ssm_recurrence(
             f"got B.shape={tuple(B.shape)}, u.shape={tuple(u.shape)}"
         )
     require_bool(op, "delayed", delayed)
-    before = u.new_zeros(u.shape[0], len(A), dtype=dtype)
+    before = u.new_zeros(u.shape[0], A.shape[0], dtype=dtype)
     if initial_state is not None:
         before = widened(op, "initial_state", initial_state, u, (tuple(before.shape),), "u")
     if D is not None:
-        D = widened(op, "D", D, u, ((len(C), u.shape[2]),), "u")
+        D = widened(op, "D", D, u, ((C.shape[0], u.shape[2]),), "u")
     with full_precision(u):
         x = u.to(dtype)
         states = torch.cat((before[:, None], x @ B.mT), 1)  # of step t - 1 at t
@@ -157,12 +157,12 @@ def _system(
         require_device(op, name, t, like, like_name)
     if A.ndim != 2 or A.shape[0] != A.shape[1]:
         raise ValueError(f"{op}: A must have shape (N, N), got A.shape={tuple(A.shape)}")
-    if B.ndim != 2 or len(B) != len(A):
+    if B.ndim != 2 or B.shape[0] != A.shape[0]:
         raise ValueError(
-            f"{op}: B must have shape ({len(A)}, inputs), got B.shape={tuple(B.shape)}"
+            f"{op}: B must have shape ({A.shape[0]}, inputs), got B.shape={tuple(B.shape)}"
         )
-    if C.ndim != 2 or C.shape[1] != len(A):
+    if C.ndim != 2 or C.shape[1] != A.shape[0]:
         raise ValueError(
-            f"{op}: C must have shape (outputs, {len(A)}), got C.shape={tuple(C.shape)}"
+            f"{op}: C must have shape (outputs, {A.shape[0]}), got C.shape={tuple(C.shape)}"
         )
     return A.to(dtype), B.to(dtype), C.to(dtype)

@@ -24,6 +24,7 @@ from torch import Tensor
 from omniattn.encoding.masks import ANY_FAR, CHUNK_BITS, MaskKind, Rule
 from omniattn.functional._block_mask import Blocks, from_block_mask, from_predicate
 from omniattn.functional._checks import (
+    makes_graph,
     require_choice,
     require_int,
     require_integers,
@@ -244,15 +245,29 @@ class Documents(Mask):
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, total: int | None = None) -> Documents:
-        """One row of documents [cu_seqlens[n], cu_seqlens[n + 1]), `total` tokens together."""
-        require_integers("Documents", "cu_seqlens", cu_seqlens)
+        """One row of documents [cu_seqlens[n], cu_seqlens[n + 1]), `total` tokens together.
+
+        With `total` a GPU is not waited for, and the call can be part of a compiled or exported
+        program.
+        """
+        op = "Documents"
+        require_integers(op, "cu_seqlens", cu_seqlens)
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
             raise ValueError(
-                "Documents: cu_seqlens must have shape (N + 1,), "
+                f"{op}: cu_seqlens must have shape (N + 1,), "
                 f"got cu_seqlens.shape={tuple(cu_seqlens.shape)}"
             )
-        require_all_tokens("Documents", cu_seqlens, total)
-        lengths, documents = cu_seqlens.diff(), torch.arange(len(cu_seqlens) - 1)
+        if total is None and makes_graph():
+            raise ValueError(
+                f"{op}: total must be given with cu_seqlens in a compiled or exported program, "
+                "got total=None"
+            )
+        require_all_tokens(op, cu_seqlens, total)
+        if total is not None and makes_graph():
+            covered = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)
+            covered = covered & (cu_seqlens.diff() >= 0).all()
+            torch._assert_async(covered, f"{op}: cu_seqlens must grow from 0 to total")
+        lengths, documents = cu_seqlens.diff(), torch.arange(cu_seqlens.shape[0] - 1)
         documents = documents.to(lengths.device).repeat_interleave(lengths, output_size=total)
         return cls(documents[None])
 

@@ -312,10 +312,10 @@ def _features(
         if not isinstance(x, Tensor):
             raise TypeError(f"{op}: feature_map must give a torch.Tensor, got {shown(x)}")
         if x.ndim != 4 or x.shape[:3] != q.shape[:3]:
-            wanted = ", ".join(map(str, q.shape[:3]))
+            batch, steps, heads = q.shape[:3]
             raise ValueError(
-                f"{op}: feature_map must give a tensor of shape ({wanted}, K'), got one of shape "
-                f"{tuple(x.shape)}"
+                f"{op}: feature_map must give a tensor of shape ({batch}, {steps}, {heads}, K'), "
+                f"got one of shape {tuple(x.shape)}"
             )
         if x.dtype != q.dtype:
             raise TypeError(

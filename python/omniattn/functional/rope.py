@@ -50,8 +50,9 @@ def apply_rotary(
     Args:
         q: (B, T, Hq, D), float64, float32, bfloat16 or float16. Any strides; copied only where the
             last stride is not 1.
-        k: (B, T, Hkv, D) of q's dtype, or None. Both may be jagged nested tensors (B, j, H, D) of
-            the same boundaries: T tokens are then those of q.values(), and B is 1 for the tables.
+        k: (B, T, Hkv, D) of q's dtype, to which autocast brings it, or None. Both may be jagged
+            nested tensors (B, j, H, D) of the same boundaries: T tokens are then those of
+            q.values(), and B is 1 for the tables.
         cos: (T, Dr / 2) or (B, T, Dr / 2), one row for each token; with `positions` (P, Dr / 2).
             Any floating-point dtype, see :func:`rotary_tables`. Dr may be less than D.
         sin: of cos's shape, dtype and device.
@@ -92,9 +93,11 @@ def apply_rotary(
         tensor([ 1.0000,  1.0000, -0.3012,  1.3818])
     """
     op = "apply_rotary"
-    _check(op, q, k, cos, sin, positions, rotary_start, interleaved)
+    given, k = k, _checked(op, q, k, cos, sin, positions, rotary_start, interleaved)
     require_bool(op, "inverse", inverse)
     require_bool(op, "inplace", inplace)
+    if inplace and given is not None:
+        require_like(op, "k", given, q, "q")  # not a cast copy, which nobody would read
     run = implementation(op, backend, q, ops.rope)
     cos, sin, rows = _tables(op, q, cos, sin, positions, native=run is ops.rope)
     rest = (cos, sin, rows, rotary_start, interleaved, inverse)
@@ -166,7 +169,7 @@ def qk_norm_rotary(
         tensor([[[[0.8485, 1.1314]]]])
     """
     op = "qk_norm_rotary"
-    _check(op, q, k, cos, sin, positions, rotary_start, interleaved)
+    k = _checked(op, q, k, cos, sin, positions, rotary_start, interleaved)
     require_number(op, "eps", eps, 0)
     require_number(op, "offset", offset)
     cast_first = casts_first(op, casting)
@@ -191,7 +194,7 @@ def _tables(
         return cos, sin, positions
     require_constant_tables(op, cos, sin)
     dtype = compute_dtype(q)
-    if cos.dtype != dtype:
+    if cos.dtype != dtype or sin.dtype != dtype:
         cos, sin = cos.to(dtype), sin.to(dtype)
     return cos, sin, positions
 
@@ -211,16 +214,17 @@ def _head_weight(op: str, name: str, weight: Tensor | None, q: Tensor) -> Tensor
     return weight
 
 
-def _check(
+def _checked(
     op: str,
     q: Tensor,
-    k: Tensor | None,
+    k: OptionalTensor,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor | int | None,
     rotary_start: int,
     interleaved: bool,
-) -> None:
+) -> OptionalTensor:
+    """k, after checks of all."""
     require_bool(op, "interleaved", interleaved)
     require_float(op, "q", q)
     sizes = q.shape
@@ -228,7 +232,7 @@ def _check(
         raise ValueError(f"{op}: q must have shape (B, T, H, D), got q.shape={tuple(sizes)}")
     batch, tokens, _, dim = sizes
     if k is not None:
-        require_like(op, "k", k, q, "q")
+        k = cast_like(op, "k", k, q, "q")
         if k.dim() != 4 or (*k.shape[:2], k.shape[3]) != (batch, tokens, dim):
             raise ValueError(
                 f"{op}: k must have shape ({batch}, {tokens}, Hkv, {dim}) as q has, "
@@ -246,12 +250,13 @@ def _check(
     if isinstance(positions, Tensor):
         require_device(op, "positions", positions, q, "q")
     _check_positions(op, positions, batch, tokens, table)
+    return k
 
 
 def table_shape(op: str, cos: Tensor, sin: Tensor, batch: int, dim: int) -> torch.Size:
     """The shape of the tables. Reading a shape takes 0.2 us, so it is read once and passed on."""
     require_float(op, "cos", cos)
-    require_like(op, "sin", sin, cos, "cos")
+    cast_like(op, "sin", sin, cos, "cos")
     shape = cos.shape
     if sin.shape != shape:
         raise ValueError(

@@ -6,8 +6,9 @@ registry, and the `omniattn_check` fixture runs them on a user's own sizes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from omniattn.testing.autocast import KEPT, LEADERS, rule_of
 from omniattn.testing.environment import current_device, isa, isas, threads
 from omniattn.testing.errors import assert_within_budget
 from omniattn.testing.memory import LAYOUTS, poisoned_memory
@@ -159,6 +161,30 @@ def compiled(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     )
 
 
+def dynamic(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """torch.compile(fullgraph=True) makes one graph of symbolic and constant sizes."""
+    names = list(spec.call(case, dtype).tensors)
+    _assert_dynamic(spec, case, dtype, names[1::2])
+
+
+def dynamic_each(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """The same with the sizes of no tensor and of each alone constant."""
+    for name in (None, *spec.call(case, dtype).tensors):
+        _assert_dynamic(spec, case, dtype, [name])
+
+
+def _assert_dynamic(
+    spec: OpSpec, case: Case, dtype: torch.dtype, constant: Sequence[str | None]
+) -> None:
+    torch._dynamo.reset()
+    call = spec.call(case, dtype)
+    for name, t in call.tensors.items():
+        if name in constant:
+            torch._dynamo.mark_static(t)
+    function = torch.compile(spec.function, fullgraph=True, dynamic=True, backend="eager")
+    assert_all_same(spec, call.run(function), call.run(spec.function))
+
+
 class _Module(torch.nn.Module):
     def __init__(self, call: Call, function: Function) -> None:
         super().__init__()
@@ -199,15 +225,45 @@ def checkpointed(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 
 def autocast(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
-    """fp32 parameters meet low-precision activations as if they had been cast."""
+    """A tensor of another dtype than the rest is taken as the table of rules says, without a bit
+    of difference from calls whose tensors were cast before."""
     low = spec.call(case, dtype)
-    mixed = dict(low.tensors)
-    for name in ("weight", "bias", "q_weight", "k_weight"):
-        if name in mixed:
-            mixed[name] = mixed[name].float()
-    with torch.autocast(current_device().type, dtype=dtype):
-        actual = Call(mixed, low.options).run(spec.function)
-    assert_all_same(spec, actual, low.run(spec.function))
+    wide = low.map(lambda t: t.float() if t.is_floating_point() else t)
+    names = [n for n, t in low.tensors.items() if t.is_floating_point() and n not in KEPT]
+    changed = names
+    if low.options.get("inplace"):  # what is written to cannot be a cast copy
+        changed = [n for n in names if n not in ("q", "k")]
+    for rest, other in ((low, wide), (wide, low)):
+        for name in changed:
+            one = other.tensors[name]
+            if one.dtype == rest.tensors[name].dtype:  # float32 in any call
+                continue
+            mixed = Call({**rest.tensors, name: one}, low.options)
+            leader = mixed.tensors[LEADERS.get(spec.name, names[0])]
+            by_rule = {
+                "cast": low,
+                "first": wide if leader.dtype == torch.float32 else low,
+                "widest": wide,
+            }[rule_of(spec.name)]
+            expected = _with_own_dtypes(spec, by_rule, mixed, names)
+            with torch.autocast(current_device().type, dtype=dtype):
+                actual = mixed.run(spec.function)
+            assert_all_same(spec, actual, expected)
+
+
+def _with_own_dtypes(
+    spec: OpSpec, by_rule: Call, mixed: Call, names: list[str]
+) -> tuple[Tensor, ...]:
+    """Results without autocast, in the dtype of the rule; tensors keep another dtype where a call
+    takes it."""
+    tensors, results = dict(by_rule.tensors), by_rule.run(spec.function)
+    for name in names:
+        if mixed.tensors[name].dtype != tensors[name].dtype:
+            own = {**tensors, name: mixed.tensors[name]}
+            with contextlib.suppress(TypeError):
+                results = Call(own, mixed.options).run(spec.function)
+                tensors = own
+    return results
 
 
 def transforms(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
@@ -329,6 +385,8 @@ PROPERTIES: dict[str, Property] = {
         deterministic,
         every_isa,
         compiled,
+        dynamic,
+        dynamic_each,
         exported,
         traced,
         checkpointed,

@@ -9,20 +9,29 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
+
+from omniattn.testing.autocast import MEANING, rule_of
 from omniattn.testing.registry import registry, variants
 from omniattn.testing.spec import SHORT_DTYPE, OpSpec, Variant
 
 __all__ = ["replace_block", "support_table", "variant_table"]
 
 _HEAD = """\
-| op | dtypes | forward | backward | second order | CPU | CUDA | paper |
-|---|---|---|---|---|---|---|---|"""
+| op | dtypes | autocast | forward | backward | second order | CPU | CUDA | paper |
+|---|---|---|---|---|---|---|---|---|"""
 
 
 def support_table() -> str:
     """One row per OpSpec."""
     rows = [_row(spec) for spec in registry().values()]
     return "\n".join([_HEAD, *rows])
+
+
+def rule_table() -> str:
+    """One row per rule of autocast."""
+    rows = [f"| {rule} | {meaning} |" for rule, meaning in MEANING.items()]
+    return "\n".join(["| autocast | floating-point arguments |", "|---|---|", *rows])
 
 
 def variant_table() -> str:
@@ -42,6 +51,7 @@ def _row(spec: OpSpec) -> str:
     cells = (
         f"`{spec.name}`",
         ", ".join(SHORT_DTYPE[d] for d in spec.dtypes),
+        rule_of(spec.name) if torch.bfloat16 in spec.dtypes else "-",
         "yes",
         "yes" if spec.differentiable else "-",
         ("yes" if spec.second_order else "raises") if spec.differentiable else "-",
@@ -68,6 +78,7 @@ def main() -> None:
     args = parser.parse_args()
     for page, name, table in (
         ("ops.md", "support table", support_table()),
+        ("ops.md", "autocast", rule_table()),
         ("variants.md", "variant table", variant_table()),
     ):
         path = args.docs / page
