@@ -80,6 +80,8 @@ def shown(value: Any) -> str:
 
 
 def _is_array(value: Any) -> bool:
+    if isinstance(value, _NUMBERS):  # torch.compile cannot ask a symbol for attributes
+        return False
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
