@@ -1,6 +1,8 @@
 """The command line before its commands run: help, versions and wrong arguments, without torch."""
 
+import os
 import resource
+import signal
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -93,3 +95,18 @@ def test_an_installed_package_has_the_script():
         pytest.skip("the package is on the path, not installed")
     (script,) = installed
     assert script.value == "omniattn_cli:main"
+
+
+def test_an_interrupt_while_torch_is_imported_is_one_line(tmp_path):
+    """The import takes seconds; here it takes as long as the test likes."""
+    slow = "import time; print('ready', flush=True); time.sleep(100)"
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(slow)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "omniattn", "info"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors == "info: interrupted\n"

@@ -1,6 +1,9 @@
 """Llama: parity with Hugging Face, decoding, compile, checkpointing, autocast, files."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
+from subprocess import run
 
 import pytest
 import torch
@@ -170,3 +173,24 @@ def test_load_names_what_is_wrong(tmp_path):
     path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="damaged"):
         load_model(path)
+
+
+def test_a_model_of_own_layers_says_what_to_import(tmp_path):
+    """Another process has not defined them."""
+    code = """
+import sys
+sys.path.insert(0, {support!r})
+from average_mixer import Average
+from omniattn.models import BlocksConfig, save_model
+from omniattn.modules import DecoderBlock, RMSNorm
+block = DecoderBlock.Config(Average.Config(8), None, RMSNorm.Config(8))
+save_model(BlocksConfig(dim=8, num_layers=1, blocks=(block,)).build(), {path!r})
+"""
+    path = str(tmp_path / "average")
+    support = str(Path(__file__).parents[1] / "support")
+    run([sys.executable, "-c", code.format(support=support, path=path)], check=True)
+    code = f"from omniattn.models import load_model; load_model({path!r})"
+    failed = run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "loaded: import average_mixer first, got type='Average'" in failed.stderr
+    code = f"import sys; sys.path.insert(0, {support!r}); import average_mixer; {code}"
+    run([sys.executable, "-c", code], check=True)

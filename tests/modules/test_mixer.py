@@ -1,6 +1,7 @@
 """What decoding asks of every mixer."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -86,6 +87,41 @@ def test_every_mixer_refuses_states_that_are_not_its_own(config):
         wrong = RecurrentState(**{name: t.long() for name, t in tensors.items()})
         with pytest.raises(ValueError, match=f"^{own} floating-point"):
             mixer(x, rope=rope, state=wrong)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [config for config in MIXERS if config.layer is not Average],
+    ids=lambda config: config.layer.__name__,
+)
+def test_a_state_of_another_dtype_is_refused_when_it_is_made_or_works(config, dtype):
+    torch.manual_seed(0)
+    mixer, rotary = config.build(), RotaryEmbedding(6)
+    x = torch.randn(2, 6, 24)
+    try:
+        state = mixer.new_state(2, 6, dtype=dtype)
+    except TypeError as error:
+        wanted = (
+            "must be that of the parameters, .*, got dtype=torch.*, parameters of torch.float32"
+        )
+        assert re.fullmatch(rf"\w+: dtype of new_state {wanted}", str(error))
+        assert not isinstance(mixer.new_state(2, 6), RecurrentState)
+    else:
+        steps = [
+            mixer(x[:, i : i + 1], state=state, rope=rotary(torch.tensor([i]))) for i in range(6)
+        ]
+        expected = mixer(x, rope=rotary(torch.arange(6)))
+        torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=0.1, atol=0.1)
+
+
+@torch.no_grad()
+def test_under_autocast_a_cache_may_have_its_dtype():
+    mixer, x = Attention(24, 4), torch.randn(1, 3, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        state = mixer.new_state(1, 3, dtype=torch.bfloat16)
+        assert mixer(x, state=state).dtype == torch.bfloat16
 
 
 @torch.no_grad()

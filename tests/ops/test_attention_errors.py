@@ -182,3 +182,26 @@ def test_what_is_no_option_of_a_kind_is_named():
         TypeError, match=r"rms_norm_gated: gate must be a torch.Tensor, got gate=None"
     ):
         rms_norm_gated(q, None)
+
+
+Q4 = torch.zeros(2, 5, 4, 8)
+REAL = torch.ones(2, 6, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": REAL}, r"padding, \(B, Tk\), is masks.KeyPadding\(mask\), got mask.shape=\(2, 6"),
+        ({"mask": REAL[:, None]}, r"is masks.KeyPadding\(mask\), got mask.shape=\(2, 1, 6\)"),
+        ({"mask": REAL.long()}, r"is masks.KeyPadding\(mask\)\), got mask.dtype=torch.int64"),
+        ({"mask": REAL.float()}, r"\(additive masks go to bias; .*masks.KeyPadding\(mask\)\), got"),
+        ({"mask": REAL[:, None].expand(2, 5, 6)}, r"one without heads, .*got mask.shape=\(2, 5, 6"),
+        ({"bias": REAL.float()}, r"a bias of keys \(B, Tk\) is bias\[:, None, None\], got bias"),
+        ({"mask": masks.Causal}, "mask must be an instance of Causal, got the class"),
+    ],
+    ids=range(7),
+)
+def test_masks_of_other_shapes_are_told_what_to_become(options, message):
+    k = torch.zeros(2, 6, 4, 8)
+    with pytest.raises((TypeError, ValueError), match=message):
+        attention(Q4, k, k, **options)

@@ -180,3 +180,24 @@ def test_names_follow_from_the_arguments():
         assert refusal(name, given).startswith("layer_norm: weight must have shape (4,)")
     ungated = (X, None, f(5), ROW, 2, 0, 2, True, 1e-5, False)
     assert refusal("gated_norm", ungated).startswith("group_norm: weight must have shape (4,)")
+
+
+def test_onnx_is_told_to_take_the_definition(monkeypatch):
+    """The exporter runs the fakes, and would say that it knows no such op."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, backend):
+            super().__init__()
+            self.backend = backend
+
+        def forward(self, x):
+            return functional.swiglu(
+                functional.rms_norm(x, backend=self.backend), backend=self.backend
+            )
+
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    message = r'rms_norm: ONNX has no op for it; .* with backend="reference" of the function'
+    with pytest.raises(NotImplementedError, match=message):
+        torch.export.export(Block(None), (f(3, 4),))
+    program = torch.export.export(Block("reference"), (f(3, 4),))
+    assert not any("omniattn" in str(node.target) for node in program.graph.nodes)

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from omniattn.training import Digits, MaskedLanguageModeling, SpanCorruption
+from omniattn.training import Digits, LanguageModeling, MaskedLanguageModeling, SpanCorruption
 
 TEXT = bytes(range(256)) * 40
 
@@ -81,3 +81,16 @@ def test_missing_scikit_learn_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'omniattn\[train\]'"):
         Digits()
+
+
+@pytest.mark.parametrize("task", [LanguageModeling, MaskedLanguageModeling, SpanCorruption])
+def test_texts_are_bytes_or_are_loaded(task, tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(TEXT)
+    for wrong in (path, str(path), [1, 2], None):
+        name = task.__name__
+        with pytest.raises(TypeError, match=rf"^{name}: text must be bytes \({name}.load\(path"):
+            task(wrong, 64)
+    with pytest.raises(TypeError, match=f"^{name}: length must be an int >= 1, got length='8'"):
+        task(TEXT, "8")
+    assert task.load(str(path), 64).digest == task.load(path, 64).digest == task(TEXT, 64).digest

@@ -9,6 +9,7 @@ import argparse
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -16,13 +17,33 @@ from typing import NoReturn
 import omniattn
 from omniattn.cli.arguments import COMMANDS
 from omniattn.cli.errors import CommandError
+from omniattn.suggestions import did_you_mean
 
 
 class _Parser(argparse.ArgumentParser):
     """Tells a wrong argument in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists all options\n")
+        hint = self._hint(message)
+        self.exit(2, f"{self.prog}: {message}{hint}; {self.prog} --help lists all options\n")
+
+    def _hint(self, message: str) -> str:
+        """What an unknown option or choice may be meant to be."""
+        if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
+            return did_you_mean(found[1], self._options())
+        if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            return did_you_mean(found[1], re.findall(r"[\w.-]+", found[2]))
+        return ""
+
+    def _options(self) -> list[str]:
+        """All options of the command and of its sub-commands."""
+        found: list[str] = []
+        for action in self._actions:
+            found += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    found += parser._options()
+        return found
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+from omniattn.suggestions import did_you_mean
+
 #: Names of the models that `train --model` offers, by family; each is a preset of omniattn.models.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
@@ -135,7 +137,8 @@ def _path(text: str) -> Path:
 def _model(text: str) -> str:
     names = [name for family in FAMILIES.values() for name in family]
     if text not in names:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(names)}, got {text!r}")
+        hint = did_you_mean(text, names)
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(names)}, got {text!r}{hint}")
     return text
 
 

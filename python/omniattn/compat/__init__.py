@@ -57,6 +57,7 @@ from omniattn.compat.mamba_ssm import (
     selective_scan_ref,
     selective_state_update,
 )
+from omniattn.functional._keywords import explain_keywords
 
 __all__ = [
     "causal_conv1d_fn",
@@ -104,3 +105,5 @@ __all__ = [
     "selective_scan_ref",
     "selective_state_update",
 ]
+
+explain_keywords(__name__, __all__)

@@ -14,6 +14,7 @@ from torch.nn import functional as nnf
 from omniattn.compat._errors import errors_of
 from omniattn.functional._checks import require_number, require_tensor, shown
 from omniattn.reference.precision import widen
+from omniattn.suggestions import did_you_mean
 
 Result: TypeAlias = tuple[Tensor, Tensor | None]
 # What computes an fla function: one of `omniattn.functional`, and its tensors (B, T, ..).
@@ -55,7 +56,8 @@ def fla_function(
             for name, value in given.items():
                 if name not in taken and value is not None and value is not False:
                     raise NotImplementedError(
-                        f"{choose.__name__}: {name} is not supported, got {name}={shown(value)}"
+                        f"{choose.__name__}: {name} is not supported, "
+                        f"got {name}={shown(value)}{did_you_mean(name, named.keys() - {name})}"
                     )
             return run(choose.__name__, call, tensors, given)
 

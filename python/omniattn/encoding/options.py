@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from omniattn.encoding.masks import EncodedMask
+from omniattn.suggestions import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -224,25 +225,13 @@ def transform_of(options: Options) -> tuple[str, float] | None:
     return found
 
 
-#: Options by their names in torch, flash-attn and transformers.
-_NAMES_ELSEWHERE = {
-    "is_causal": "causal",
-    "attn_mask": "mask",
-    "attention_mask": "mask",
-    "block_mask": "mask",
-    "softmax_scale": "scale",
-    "dropout": "dropout_p",
-    "logits_soft_cap": "softcap",
-    "s_aux": "sinks",
-}
-
-
 def pack(op: str, options: WeightOptions, names: type = AttentionOptions) -> Options:
     """The options of a call of `op`, which takes those of `names`."""
     if not options.keys() <= names.__annotations__.keys():
         unknown = next(name for name in options if name not in names.__annotations__)
-        ours = _NAMES_ELSEWHERE.get(unknown)
-        hint = f"; did you mean {ours!r}?" if ours in names.__annotations__ else ""
+        hint = did_you_mean(unknown, names.__annotations__)
+        if "padding" in unknown and hint:
+            hint += " masks.KeyPadding(real) is one of the keys that are no padding, (B, Tk)"
         raise TypeError(f"{op}() got an unexpected keyword argument {unknown!r}{hint}")
     return _with_mask_mod(Options(**options))
 
@@ -250,6 +239,9 @@ def pack(op: str, options: WeightOptions, names: type = AttentionOptions) -> Opt
 def _with_mask_mod(options: Options) -> Options:
     """A mask that is a function as part of score_mod."""
     mask, score_mod = options.mask, options.score_mod
+    kind: Any = mask
+    if isinstance(kind, type) and issubclass(kind, EncodedMask):
+        raise TypeError(f"mask must be an instance of {kind.__name__}, got the class; call it")
     if mask is None or isinstance(mask, (Tensor, EncodedMask)) or not callable(mask):
         return options
     assert not isinstance(score_mod, PairMod)

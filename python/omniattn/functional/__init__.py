@@ -2,6 +2,7 @@
 
 from omniattn.functional import masks as masks
 from omniattn.functional import scores as scores
+from omniattn.functional._keywords import explain_keywords
 from omniattn.functional.activation import bilinear, clamped_swiglu, geglu, glu, reglu, swiglu
 from omniattn.functional.attention import attention
 from omniattn.functional.attention_lse import attention_weights, merge_attention
@@ -248,3 +249,7 @@ __all__ = [
     "update_router_bias",
     "vandermonde",
 ]
+
+explain_keywords(__name__, __all__)
+explain_keywords(masks.__name__, masks.__all__)
+explain_keywords(scores.__name__, scores.__all__)

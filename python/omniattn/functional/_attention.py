@@ -184,8 +184,9 @@ def _mask(
     elif isinstance(mask, Tensor):
         if mask.dtype != torch.bool:
             raise TypeError(
-                f"{op}: mask must be bool, True = attend (additive masks go to bias), "
-                f"got mask.dtype={mask.dtype}"
+                f"{op}: mask must be bool, True = attend (additive masks go to bias"
+                f"{_mask_of_keys(mask.bool(), full)}), "
+                f"got mask.dtype={mask.dtype}, mask.shape={tuple(mask.shape)}"
             )
         found.append(BoolMask(mask))
     elif isinstance(mask, Mask):
@@ -300,9 +301,22 @@ def require_broadcastable(
     )
     if not fits:
         raise ValueError(
-            f"{op}: {name} must be broadcastable to (..., Hq, Tq, Tk)={full}, "
-            f"got {name}.shape={tuple(t.shape)}"
+            f"{op}: {name} must be broadcastable to (..., Hq, Tq, Tk)={full}"
+            f"{_mask_of_keys(t, full)}, got {name}.shape={tuple(t.shape)}"
         )
+
+
+def _mask_of_keys(t: Tensor, full: tuple[int, ...]) -> str:
+    """What to do with a mask or bias of the keys, or of each sequence, for an error."""
+    batch, _, tq, tk = full[-4:] if len(full) >= 4 else (0, 0, 0, 0)
+    shape = tuple(t.shape)
+    if shape in ((batch, tk), (batch, 1, tk)):
+        if t.dtype == torch.bool:
+            return "; a mask of the keys that are no padding, (B, Tk), is masks.KeyPadding(mask)"
+        return "; a bias of keys (B, Tk) is bias[:, None, None]"
+    if shape == (batch, tq, tk):
+        return "; one without heads, (B, Tq, Tk), needs a dimension for them, as by [:, None]"
+    return ""
 
 
 def _four_dims(t: Tensor, full: tuple[int, ...]) -> Tensor:

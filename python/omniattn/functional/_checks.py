@@ -18,6 +18,7 @@ from omniattn.ops._autograd import Op
 from omniattn.reference.limits import clamp as clamp
 from omniattn.reference.philox import new_seed as new_seed
 from omniattn.reference.precision import widen as widen
+from omniattn.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
@@ -347,7 +348,8 @@ def _limits(
 def require_choice(op: str, name: str, value: Any, choices: Iterable[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         wanted = ", ".join(f'"{choice}"' for choice in choices)
-        raise ValueError(f"{op}: {name} must be one of {wanted}, got {name}={shown(value)}")
+        hint = did_you_mean(value, list(choices))
+        raise ValueError(f"{op}: {name} must be one of {wanted}, got {name}={shown(value)}{hint}")
 
 
 def require_bool(op: str, name: str, value: Any) -> None:

@@ -13,9 +13,21 @@ if importlib.util.find_spec("transformers") is None:
         "install it with: pip install 'omniattn[hf]'"
     )
 
+from omniattn.functional._keywords import explain_keywords
 from omniattn.hf.callback import OmniattnCallback
+from omniattn.hf.causal_lm import OmniattnConfig, OmniattnForCausalLM
 from omniattn.hf.hub_layers import kernel_mapping
 from omniattn.hf.patch import patch, unpatch
 from omniattn.hf.register import register
 
-__all__ = ["OmniattnCallback", "kernel_mapping", "patch", "register", "unpatch"]
+__all__ = [
+    "OmniattnCallback",
+    "OmniattnConfig",
+    "OmniattnForCausalLM",
+    "kernel_mapping",
+    "patch",
+    "register",
+    "unpatch",
+]
+
+explain_keywords(__name__, __all__)

@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from omniattn.functional._checks import require_bool, shown
 from omniattn.hf.patch import is_patched, patch
+from omniattn.suggestions import did_you_mean
 
 __all__ = ["OmniattnCallback", "PatchOptions"]
 
@@ -48,7 +49,7 @@ class OmniattnCallback(TrainerCallback):
             if name not in known:
                 raise TypeError(
                     f"OmniattnCallback: options must be of {', '.join(known)}, "
-                    f"got {name}={shown(value)}"
+                    f"got {name}={shown(value)}{did_you_mean(name, known)}"
                 )
             require_bool("OmniattnCallback", name, value)
         self.options = options

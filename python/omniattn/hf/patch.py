@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omniattn.functional._checks import require_bool, shown
 from omniattn.hf.bigbird import layer_forward
+from omniattn.hf.causal_lm import OmniattnForCausalLM
 from omniattn.hf.experts import why_unsupported
 from omniattn.hf.find import ATTENTIONS, FINDERS
 from omniattn.hf.interface import asks_for_attention, other_attention, own_attention
@@ -122,6 +123,9 @@ def patch(
     for name, value in wanted.items():
         require_bool("omniattn.hf.patch", name, value)
     inner = _unwrap(model)
+    if isinstance(inner, OmniattnForCausalLM):
+        _log.info("patch: OmniattnForCausalLM runs on this package's ops as it is")
+        return {}
     if is_patched(inner):
         raise ValueError("omniattn.hf.patch: model must not be patched already")
     if any(p.is_meta for p in inner.parameters()):

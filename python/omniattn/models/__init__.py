@@ -1,5 +1,6 @@
 """Models, their checkpoints and text generation."""
 
+from omniattn.functional._keywords import explain_keywords
 from omniattn.models.bert import Bert, BertClassifier, BertClassifierConfig, BertConfig
 from omniattn.models.blocks import SCHEDULES, BlocksConfig, layer_schedule
 from omniattn.models.checkpoint import CheckpointError, load_model, save_model
@@ -62,3 +63,5 @@ __all__ = [
     "sample",
     "save_model",
 ]
+
+explain_keywords(__name__, __all__)

@@ -2,12 +2,14 @@
 
 import json
 import os
+import sys
 import zlib
 from pathlib import Path
 
 import torch
 
-from omniattn.models.model import Model, ModelConfig
+from omniattn.models.model import Model, ModelConfig, UnknownLayer
+from omniattn.modules.layer import Layer
 
 
 class CheckpointError(ValueError):
@@ -77,23 +79,40 @@ def read_checkpoint(path: Path | str) -> tuple[dict[str, torch.Tensor], dict[str
 def model_metadata(model: Model) -> dict[str, str]:
     """What `load_model` needs besides the weights."""
     config = model.config
-    return {"architecture": config.architecture, "config": json.dumps(config.to_dict())}
+    layers = {type(module) for module in model.modules() if isinstance(module, Layer)}
+    modules = {kind.__module__ for kind in layers | {type(config)}}
+    own = sorted(name for name in modules if not name.startswith("omniattn."))
+    return {
+        "architecture": config.architecture,
+        "config": json.dumps(config.to_dict()),
+        "modules": json.dumps(own),
+    }
 
 
 def config_of(metadata: dict[str, str], backend: str | None = None) -> ModelConfig:
     """The config in the metadata of a file.
 
     Raises:
-        CheckpointError: if its architecture is unknown.
+        CheckpointError: if its architecture or one of its layers is unknown.
     """
+    modules = json.loads(metadata.get("modules", "[]"))
+    missing = [name for name in modules if name not in sys.modules] or modules
+    which = ", ".join(missing) or "the module that defines it"
     known = ModelConfig.architectures
     architecture = known.get(metadata.get("architecture", ""))
     if architecture is None:
         raise CheckpointError(
-            f"checkpoint: architecture must be one of {', '.join(known)}, "
-            f"got architecture={metadata.get('architecture')!r}"
+            f"checkpoint: architecture must be one of {', '.join(known)}, or be defined before "
+            f"(import {which} first), got architecture={metadata.get('architecture')!r}"
         )
-    return architecture.from_dict(json.loads(metadata["config"]) | {"backend": backend})
+    values = json.loads(metadata["config"]) | {"backend": backend}
+    try:
+        return architecture.from_dict(values)
+    except UnknownLayer as error:
+        raise CheckpointError(
+            f"checkpoint: layers must be defined before a model of them is loaded: import {which} "
+            f"first, got type={error.kind!r}"
+        ) from None
 
 
 def save_model(model: Model, path: Path | str) -> None:

@@ -234,6 +234,17 @@ class ModelConfig(ABC):
         return found
 
 
+class UnknownLayer(ValueError):
+    """The class of a layer is not defined, or its module has not been imported."""
+
+    def __init__(self, kind: object) -> None:
+        super().__init__(
+            "from_dict: type must be a scaling or a layer whose class is defined, "
+            f"got type={shown(kind)}; import the module that defines it first"
+        )
+        self.kind = kind
+
+
 def _plain(value: Any) -> Any:
     """For JSON: configs and scalings as dictionaries with the name of their type."""
     if isinstance(value, tuple):
@@ -253,10 +264,7 @@ def _value(value: Any) -> Any:
         kinds = {kind.__name__: kind for kind in RopeScaling.__subclasses__()}
         kinds |= {name: layer.Config for name, layer in Layer.layers.items()}
         if value.get("type") not in kinds:
-            raise ValueError(
-                "from_dict: type must be a scaling or a layer whose class is defined, "
-                f"got type={value.get('type')!r}"
-            )
+            raise UnknownLayer(value.get("type"))
         options = {name: _value(v) for name, v in value.items() if name != "type"}
         return kinds[value["type"]](**options)
     return tuple(map(_value, value)) if isinstance(value, list | tuple) else value

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from omniattn.functional._checks import shown
 from omniattn.models.bert import BertConfig
 from omniattn.models.blocks import BlocksConfig
 from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
@@ -59,6 +60,7 @@ from omniattn.modules import (
 )
 from omniattn.modules.layer import LayerConfig
 from omniattn.reference import Llama3Scaling, YarnScaling
+from omniattn.suggestions import did_you_mean
 
 
 def _recurrent(mixer: LayerConfig, rope: RotaryEmbedding.Config | None = None) -> BlocksConfig:
@@ -280,7 +282,16 @@ _SWIN = SwinConfig(
     drop_path_p=0.2,
 )
 
-PRESETS: dict[str, ModelConfig] = TRAINED | {
+
+class _Presets(dict[str, ModelConfig]):
+    def __missing__(self, name: object) -> ModelConfig:
+        raise KeyError(
+            f"PRESETS: name must be that of a model, got name={shown(name)}"
+            f"{did_you_mean(name, self)}"
+        )
+
+
+_PUBLISHED: dict[str, ModelConfig] = {
     # The size of the tests: odd on purpose, so that every tail path of the kernels is run.
     "llama-test": LlamaConfig(
         vocab_size=97, dim=48, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96
@@ -341,3 +352,6 @@ PRESETS: dict[str, ModelConfig] = TRAINED | {
         route_scale=2.5,
     ),
 }
+
+#: Models by name.
+PRESETS: dict[str, ModelConfig] = _Presets(TRAINED | _PUBLISHED)

@@ -28,7 +28,7 @@ from omniattn.modules import (
     RotaryEmbedding,
     State,
 )
-from omniattn.modules.cache import require_cache, storage_like, with_cache
+from omniattn.modules.cache import cache_like, require_cache, with_cache
 from omniattn.modules.state import Stateful, StatePair, Storage, takes_cache
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class SharedTransformer(nn.Module, Stateful):
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
         """An empty cache; each use has one of its own."""
         c = self.config
-        like = storage_like(self.k_proj.weight, **storage)
+        like = cache_like(self, self.k_proj.weight, **storage)
         return KVCache(batch, max_length, c.num_kv_heads, c.head_dim, **like)
 
     def _adapted(self, name: str, x: Tensor, use: int) -> Tensor:

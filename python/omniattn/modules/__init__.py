@@ -1,5 +1,6 @@
 """Layers with parameters, built from a frozen `Config` or its fields and named as in the field."""
 
+from omniattn.functional._keywords import explain_keywords
 from omniattn.modules.attention import Attention
 from omniattn.modules.bigbird import BigBirdAttention
 from omniattn.modules.block_sparse import BlockSparseAttention
@@ -210,3 +211,5 @@ __all__ = [
     "Window",
     "WindowAttention",
 ]
+
+explain_keywords(__name__, __all__)

@@ -16,7 +16,7 @@ from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.modules import _signatures
 from omniattn.modules.attention_cache import new_cache
-from omniattn.modules.cache import Cache, require_cache, storage_like
+from omniattn.modules.cache import Cache, cache_like, require_cache
 from omniattn.modules.evicting_cache import EvictingCache
 from omniattn.modules.eviction import Eviction
 from omniattn.modules.jagged import Sequences, sequences_of
@@ -273,7 +273,7 @@ class Attention(Mixer):
             eviction: which tokens to keep, a policy or one for each query head; causal
                 self-attention by softmax without a window only.
         """
-        like = storage_like(self.k_proj.weight, **storage)
+        like = cache_like(self, self.k_proj.weight, **storage)
         return new_cache(self.config, batch, max_length, rolling, eviction, like)
 
     def _keys_and_values(self, source: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import FLOATS, require_int
+from omniattn.functional._checks import FLOATS, autocast_dtype, require_int
 from omniattn.functional.masks import BoolMask, Mask
 from omniattn.modules.state import State, Storage, require_index
 
@@ -136,6 +136,23 @@ def storage_like(
         "device": weight.device if device is None else device,
         "dtype": weight.dtype if dtype is None else dtype,
     }
+
+
+def cache_like(
+    layer: object,
+    weight: Tensor,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Storage:
+    """`storage_like` of a cache whose keys and values attention reads as they are, which must have
+    the dtype of its queries: that of the weight, or of autocast."""
+    given = weight.dtype if dtype is None or not weight.is_floating_point() else dtype
+    if given not in (weight.dtype, autocast_dtype(weight)):
+        raise TypeError(
+            f"{type(layer).__name__}: dtype of new_state must be that of the parameters, or under "
+            f"autocast its dtype, got dtype={dtype}, parameters of {weight.dtype}"
+        )
+    return storage_like(weight, device, dtype)
 
 
 def new_storage(

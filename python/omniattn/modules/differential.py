@@ -14,7 +14,7 @@ from omniattn.functional._checks import shown
 from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
-from omniattn.modules.cache import require_cache, storage_like
+from omniattn.modules.cache import cache_like, require_cache
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
@@ -175,7 +175,7 @@ class DifferentialAttention(Mixer):
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
         """An empty cache: keys [k_1 | k_2] and values of size 2 D for each kv head."""
-        like = storage_like(self.k_proj.weight, **storage)
+        like = cache_like(self, self.k_proj.weight, **storage)
         return KVCache(batch, max_length, self.config.kv_heads, 2 * self.config.head_size, **like)
 
     def scalar_lambda(self) -> Tensor | float:

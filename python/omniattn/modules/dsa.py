@@ -15,7 +15,7 @@ from omniattn.functional._checks import require_choice, shown
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
 from omniattn.modules.auxiliary import AuxiliaryLoss
-from omniattn.modules.cache import storage_like
+from omniattn.modules.cache import cache_like
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import config_or_fields
@@ -233,7 +233,7 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
         self, batch: int, max_length: int, **storage: Unpack[Storage]
     ) -> DSAState:
         """Empty caches of the latents and of the indexer's keys."""
-        like = storage_like(self.kv_a_proj_with_mqa.weight, **storage)
+        like = cache_like(self, self.kv_a_proj_with_mqa.weight, **storage)
         index = KVCache(batch, max_length, 1, self.config.index_dim, v_head_dim=0, **like)
         return DSAState(super().new_state(batch, max_length, **storage), index)
 

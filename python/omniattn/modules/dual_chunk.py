@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.functional._checks import require_choice, shown
 from omniattn.modules import _signatures
-from omniattn.modules.cache import Cache, storage_like
+from omniattn.modules.cache import Cache, cache_like
 from omniattn.modules.kv_cache import PeriodicKeyCache
 from omniattn.modules.layer import config_or_fields
 from omniattn.modules.linear import Linear
@@ -100,7 +100,7 @@ class DualChunkAttention(SparseAttention):
             device, dtype: of the storage, default: as the parameters.
         """
         c = self.config
-        like = storage_like(cast(Linear, self.get_submodule("q_proj")).weight, **storage)
+        like = cache_like(self, cast(Linear, self.get_submodule("q_proj")).weight, **storage)
         sizes = (batch, max_length, c.kv_heads, c.head_size)
         return PeriodicKeyCache(*sizes, period=self._period, **like)
 

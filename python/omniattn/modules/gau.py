@@ -14,7 +14,7 @@ from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
 from omniattn.modules import _signatures
-from omniattn.modules.cache import require_cache, storage_like
+from omniattn.modules.cache import cache_like, require_cache
 from omniattn.modules.jagged import Sequences, sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
@@ -133,7 +133,7 @@ class GatedAttentionUnit(Mixer):
                 "GatedAttentionUnit: decoding needs a constant norm_n, got norm_n=None: weights of "
                 "earlier tokens would change with the number of keys"
             )
-        like = storage_like(self.v_proj.weight, **storage)
+        like = cache_like(self, self.v_proj.weight, **storage)
         wide = c.expansion * c.dim
         return KVCache(batch, max_length, 1, c.key_dim, v_head_dim=wide, **like)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from types import NoneType
@@ -22,7 +22,9 @@ from omniattn.functional._checks import (
     require_pair,
     shown,
 )
+from omniattn.functional._keywords import explain_init
 from omniattn.functional.norm import CASTINGS
+from omniattn.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -193,6 +195,7 @@ class Layer(nn.Module):
                 f"Layer: names must be unique, got name={shown(name)} of {known.__module__}."
                 f"{known.__qualname__} and {cls.__module__}.{cls.__qualname__}"
             )
+        explain_init(cls.Config)
         Layer.layers[name] = cls  # replaced when a notebook cell runs again
         cls.Config.layer = cls
 
@@ -252,6 +255,7 @@ def config_or_fields(
         keywords = [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in after]
         names = {other.name for other in before + after}
         fields = list(inspect.signature(new).parameters.values())
+        taken = [*(field.name for field in fields), *inspect.signature(kind).parameters, *names]
         known = ", ".join(field.name for field in fields)
 
         @functools.wraps(init)
@@ -269,10 +273,13 @@ def config_or_fields(
             except TypeError as error:
                 if str(error).startswith(f"{layer}: "):
                     raise
-                given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
+                given = ", ".join(
+                    [*map(shown, args), *(f"{k}={shown(v)}" for k, v in kwargs.items())]
+                )
                 raise TypeError(
                     f"{layer}: must have a {layer}.Config or its fields, "
-                    f"got {given or 'nothing'} ({error}); the fields are {known}"
+                    f"got {given or 'nothing'} ({_explained(error, kwargs, taken)}); "
+                    f"the fields are {known}"
                 ) from error
             init(self, *leading, config=config, **own)
 
@@ -283,3 +290,9 @@ def config_or_fields(
         return init_from_either
 
     return decorate
+
+
+def _explained(error: TypeError, given: Collection[str], known: Collection[str]) -> str:
+    """The error of a config with a suggestion for the first unknown argument of the layer."""
+    unknown = next((name for name in given if name not in known), None)
+    return f"{str(error).partition('; did you mean')[0]}{did_you_mean(unknown, known)}"

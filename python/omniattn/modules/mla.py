@@ -15,7 +15,7 @@ from omniattn.functional._checks import shown
 from omniattn.functional._score_mod import MaskMod, ScoreMod
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
-from omniattn.modules.cache import require_cache, storage_like
+from omniattn.modules.cache import cache_like, require_cache
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache, LatentCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
@@ -169,7 +169,7 @@ class MultiHeadLatentAttention(Mixer):
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
         """An empty cache of the latents."""
         c = self.config
-        like = storage_like(self.kv_a_proj_with_mqa.weight, **storage)
+        like = cache_like(self, self.kv_a_proj_with_mqa.weight, **storage)
         if not c.separate_kv_latents:
             return LatentCache(batch, max_length, c.kv_lora_rank, c.qk_rope_dim, **like)
         size = c.kv_lora_rank + c.qk_rope_dim

@@ -15,6 +15,7 @@ from omniattn.modules import _signatures
 from omniattn.modules.layer import LayerConfig, config_or_fields
 from omniattn.modules.linear import Linear, is_plain
 from omniattn.modules.mixer import ChannelMixer
+from omniattn.suggestions import did_you_mean
 
 #: Name of a gated activation -> that of the activation.
 GATED_ACTIVATIONS = {
@@ -97,6 +98,7 @@ class MLP(_FeedForward):
                 raise ValueError(
                     f"{type(self).__qualname__.removesuffix('.Config')}: activation must be one of "
                     f"{', '.join(self.activations)}, got activation={shown(self.activation)}"
+                    f"{did_you_mean(self.activation, self.activations)}"
                 )
 
     @config_or_fields(Config, _signatures.MLP)

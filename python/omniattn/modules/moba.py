@@ -14,7 +14,7 @@ from omniattn import functional
 from omniattn.functional._checks import shown
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
-from omniattn.modules.cache import require_cache, storage_like
+from omniattn.modules.cache import cache_like, require_cache
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import BlockKeyCache, KVCache
 from omniattn.modules.layer import config_or_fields
@@ -113,7 +113,7 @@ class MoBA(Mixer):
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
         """An empty cache of all keys and values, and of the means of blocks if steps choose."""
         c = self.config
-        like = storage_like(self.k_proj.weight, **storage)
+        like = cache_like(self, self.k_proj.weight, **storage)
         sizes = (batch, max_length, c.kv_heads, c.head_size)
         if c.decode == "moba":
             return BlockKeyCache(*sizes, block_size=c.block_size, **like)

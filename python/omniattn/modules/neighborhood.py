@@ -14,7 +14,7 @@ from omniattn.functional._checks import require_int, require_number, require_ten
 from omniattn.functional._grid_mask import each_axis
 from omniattn.functional.masks import GridNeighbourhood, Mask
 from omniattn.modules import _signatures
-from omniattn.modules.cache import require_cache, storage_like
+from omniattn.modules.cache import cache_like, require_cache
 from omniattn.modules.dropout import Dropout
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
@@ -189,7 +189,7 @@ class NeighborhoodAttention1D(_Neighborhood, Mixer):
                 "NeighborhoodAttention1D: a state must have is_causal=True and stride=1, "
                 f"got is_causal={c.is_causal}, stride={c.stride}"
             )
-        like = storage_like(self.qkv.weight, **storage)
+        like = cache_like(self, self.qkv.weight, **storage)
         return KVCache(batch, max_length, c.num_heads, c.dim // c.num_heads, **like)
 
     @takes_cache

@@ -14,7 +14,7 @@ from omniattn import functional
 from omniattn.functional._checks import shown
 from omniattn.functional.masks import Mask
 from omniattn.modules import _signatures
-from omniattn.modules.cache import storage_like
+from omniattn.modules.cache import cache_like
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import config_or_fields
@@ -242,7 +242,7 @@ class NSA(Mixer):
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> NSAState:
         """Empty caches of all branches and of the compressed keys."""
         c = self.config
-        like = storage_like(self.k_proj.weight, **storage)
+        like = cache_like(self, self.k_proj.weight, **storage)
 
         def cache(length: int) -> KVCache:
             return KVCache(batch, length, c.kv_heads, c.head_size, **like)

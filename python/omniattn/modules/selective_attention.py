@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.functional._checks import require_int, require_number, widen
 from omniattn.modules import _signatures
-from omniattn.modules.cache import storage_like
+from omniattn.modules.cache import cache_like
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
@@ -191,7 +191,7 @@ class SelectiveAttention(Mixer):
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> SelectiveCache:
         """An empty cache with penalties."""
         c = self.config
-        like = storage_like(self.k_proj.weight, **storage)
+        like = cache_like(self, self.k_proj.weight, **storage)
         return SelectiveCache(batch, max_length, c.kv_heads, c.head_size, **like)
 
     @takes_cache

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
-from omniattn.modules.cache import Cache, require_cache, storage_like
+from omniattn.modules.cache import Cache, cache_like, require_cache
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig
@@ -129,7 +129,7 @@ class SparseAttention(Mixer):
         c: SparseConfig = self.config
         self._require_causal()
         heads = c.kv_heads * (2 if c.second else 1)
-        like = storage_like(cast(Linear, self.get_submodule("q_proj")).weight, **storage)
+        like = cache_like(self, cast(Linear, self.get_submodule("q_proj")).weight, **storage)
         return KVCache(batch, max_length, heads, c.head_size, **like)
 
     def _require_causal(self) -> None:

@@ -22,6 +22,7 @@ from omniattn.functional._checks import (
     same_values,
     shown,
 )
+from omniattn.suggestions import did_you_mean
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -313,7 +314,7 @@ def _checked(new_state: Callable[..., Any]) -> Callable[..., Any]:
             elif not open_ended and name not in by_place and name not in options:
                 raise TypeError(
                     f"{op}: options of new_state must be of {', '.join(options)}, "
-                    f"got {name}={shown(value)}"
+                    f"got {name}={shown(value)}{did_you_mean(name, options)}"
                 )
         state = new_state(self, *args, **kwargs)
         if isinstance(state, RecurrentState) and state.kind is None:  # a block returns its mixer's

@@ -20,7 +20,7 @@ from omniattn.functional._checks import (
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, DistanceRows
 from omniattn.modules import _signatures
-from omniattn.modules.cache import require_cache, storage_like, with_cache
+from omniattn.modules.cache import cache_like, require_cache, with_cache
 from omniattn.modules.jagged import sequences_of
 from omniattn.modules.kv_cache import KVCache
 from omniattn.modules.layer import LayerConfig, config_or_fields
@@ -158,7 +158,7 @@ class TransformerXLAttention(Mixer):
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
         """An empty cache of what the layer has read, (B, T, 1, dim), as keys; without values."""
-        like = storage_like(self.qkv_net.weight, **storage)
+        like = cache_like(self, self.qkv_net.weight, **storage)
         return KVCache(batch, max_length, 1, self.config.dim, v_head_dim=0, **like)
 
     @takes_cache

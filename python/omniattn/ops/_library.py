@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -182,6 +183,11 @@ def compose(name: str, function: Callable[..., Any]) -> None:
             _kernels.impl(name, function, key)
 
 
+def _exporting_to_onnx() -> bool:
+    onnx = sys.modules.get("torch.onnx")  # whose import takes long
+    return onnx is not None and bool(onnx.is_in_onnx_export())
+
+
 def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function the fake kernel of an op.
 
@@ -193,6 +199,11 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     def decorate(fake: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fake)
         def checked(*args: Any, **kwargs: Any) -> Any:
+            if _exporting_to_onnx():
+                raise NotImplementedError(
+                    f"{public_name(name, args)}: ONNX has no op for it; export the definition in "
+                    'plain torch, with backend="reference" of the function, layer or model'
+                )
             given = zip(arguments, args, strict=False)
             first, device = next((a.name, t.device) for a, t in given if isinstance(t, Tensor))
             is_meta = device.type == "meta"

@@ -5,6 +5,7 @@
 >>> assert error <= budget
 """
 
+from omniattn.functional._keywords import explain_keywords
 from omniattn.testing.check import check_op
 from omniattn.testing.environment import isa, isas, on_device, threads
 from omniattn.testing.errors import Measured, assert_within_budget, measure_error
@@ -39,3 +40,5 @@ __all__ = [
     "threads",
     "time_call",
 ]
+
+explain_keywords(__name__, __all__)

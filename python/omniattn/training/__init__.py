@@ -1,5 +1,6 @@
 """Training of the models: tasks with their data, recipes, the trainer."""
 
+from omniattn.functional._keywords import explain_keywords
 from omniattn.training.optimizer import WarmupCosine, parameter_groups, warmup_cosine
 from omniattn.training.recipes import Recipe, recipe_of
 from omniattn.training.tasks import (
@@ -36,3 +37,5 @@ __all__ = [
     "saved_config",
     "warmup_cosine",
 ]
+
+explain_keywords(__name__, __all__)

@@ -20,7 +20,7 @@ def standard_library() -> list[Path]:
     return [f for f in files if _SKIPPED.isdisjoint(f.relative_to(root).parts)]
 
 
-def read_documents(path: Path | None) -> bytes:
+def read_documents(path: Path | str | None) -> bytes:
     """The bytes of a file, of all text files below a directory, or (None) of the standard library.
 
     Files come in an order that is shuffled, but always the same, so that both splits are alike.
@@ -28,12 +28,12 @@ def read_documents(path: Path | None) -> bytes:
     Raises:
         OSError: if the path cannot be read.
     """
-    if path is not None and not path.is_dir():
-        return path.read_bytes()
     if path is None:
         files = standard_library()
+    elif Path(path).is_dir():
+        files = sorted(f for f in Path(path).rglob("*") if f.is_file())
     else:
-        files = sorted(f for f in path.rglob("*") if f.is_file())
+        return Path(path).read_bytes()
     random.Random(0).shuffle(files)
     documents = (f.read_bytes() for f in files)
     return b"\n".join(text for text in documents if b"\0" not in text)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.functional._checks import require_int, shown
 from omniattn.models.generate import generate
 from omniattn.reference import philox
 from omniattn.training.data import ByteData, read_documents
@@ -45,7 +46,7 @@ class Task(ABC):
 
     @classmethod
     @abstractmethod
-    def load(cls, path: Path | None, length: int) -> Self:
+    def load(cls, path: Path | str | None, length: int) -> Self:
         """The task on the data of a path, by default data that come with the machine.
 
         Args:
@@ -80,6 +81,13 @@ class TextTask(Task):
     items = "tokens"
 
     def __init__(self, text: bytes, length: int) -> None:
+        op = type(self).__name__
+        if not isinstance(text, bytes | bytearray):
+            raise TypeError(
+                f"{op}: text must be bytes ({op}.load(path, length) reads a file or folder), "
+                f"got text={shown(text)}"
+            )
+        require_int(op, "length", length, 1)
         self.data = ByteData(text, length)
         self.items_per_example = length
         self.digest = self.data.digest
@@ -88,7 +96,7 @@ class TextTask(Task):
         )
 
     @classmethod
-    def load(cls, path: Path | None, length: int) -> Self:
+    def load(cls, path: Path | str | None, length: int) -> Self:
         return cls(read_documents(path), length)
 
     def _uniform(self, size: int, kinds: int, seed: int, step: int) -> Tensor:
@@ -296,7 +304,7 @@ class Digits(Task):
         )
 
     @classmethod
-    def load(cls, path: Path | None, length: int) -> Self:
+    def load(cls, path: Path | str | None, length: int) -> Self:
         if path is not None:
             raise ValueError("this model trains on the digits of scikit-learn, not on other data")
         return cls()

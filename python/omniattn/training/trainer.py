@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from omniattn.functional._checks import shown
 from omniattn.models.checkpoint import (
     CheckpointError,
     config_of,
@@ -21,6 +22,7 @@ from omniattn.models.checkpoint import (
 from omniattn.models.model import ModelConfig
 from omniattn.models.presets import PRESETS
 from omniattn.models.routers import Routers
+from omniattn.suggestions import did_you_mean
 from omniattn.training.optimizer import parameter_groups, warmup_cosine
 from omniattn.training.tasks import Batch, Task
 
@@ -60,10 +62,10 @@ class TrainConfig:
     data: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, ModelConfig) and self.model not in PRESETS:
+        if not isinstance(self.model, ModelConfig) and self.model not in tuple(PRESETS):
             raise ValueError(
                 "TrainConfig: model must be a name in PRESETS or the config of a model, "
-                f"got model={self.model!r}"
+                f"got model={shown(self.model)}{did_you_mean(self.model, PRESETS)}"
             )
 
     @property

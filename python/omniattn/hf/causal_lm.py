@@ -1,0 +1,390 @@
+"""Decoders of this package as causal language models of transformers.
+
+They are trained by its Trainer, adapted by PEFT, saved by `save_pretrained`, and generate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from omniattn.functional._checks import is_traced, shown
+from omniattn.functional.masks import KeyPadding
+from omniattn.hf.states import DecoderStates
+from omniattn.models import Decoder, ModelConfig, Routers
+from omniattn.models.head import head_loss
+from omniattn.suggestions import did_you_mean
+
+__all__ = ["OmniattnConfig", "OmniattnForCausalLM"]
+
+#: Name of the states in outputs and arguments, which transformers changed in 5.24.
+_STATES = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+#: A file in the folder of a saved model, by which `trust_remote_code=True` finds the classes.
+_REMOTE = '''"""Classes of the package omniattn, which must be installed."""
+
+from omniattn.hf import OmniattnConfig, OmniattnForCausalLM
+
+__all__ = ["OmniattnConfig", "OmniattnForCausalLM"]
+'''
+
+
+class OmniattnConfig(PretrainedConfig):
+    """A config of `omniattn.models`, of a decoder, as one of transformers.
+
+    Args:
+        model: such a config, or what its `to_dict` gives with its "architecture".
+
+    Example:
+        >>> from omniattn.models import PRESETS
+        >>> OmniattnConfig(PRESETS["llama-test"]).vocab_size
+        97
+    """
+
+    model_type = "omniattn"
+
+    model: Any = None
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+
+    def __init__(
+        self, model: ModelConfig | dict[str, Any] | None = None, use_cache: bool = True, **more: Any
+    ) -> None:
+        if isinstance(model, ModelConfig):
+            if not isinstance(model, Decoder.Config):
+                raise TypeError(
+                    "OmniattnConfig: model must be the config of a decoder, "
+                    f"got model={type(model).__name__}"
+                )
+            more = dict(model.token_ids) | more
+            model = {"architecture": model.architecture, **model.to_dict()}
+        self.model = {} if model is None else model
+        self.use_cache = use_cache
+        self.vocab_size = self.model.get("vocab_size", 0)
+        self.hidden_size = self.model.get("dim", 0)
+        self.num_hidden_layers = self.model.get("num_layers", 0)
+        more["tie_word_embeddings"] = self.model.get("tie_embeddings", False)
+        super().__init__(**more)
+
+    def decoder_config(self) -> Decoder.Config:
+        """The config of this package, with the vocabulary of this one.
+
+        Raises:
+            ValueError: an architecture or a layer that is not defined.
+        """
+        values = {name: value for name, value in self.model.items() if name != "architecture"}
+        known, name = ModelConfig.architectures, self.model.get("architecture")
+        if name not in known:
+            raise ValueError(
+                f"OmniattnConfig: architecture must be one of {', '.join(known)}, or be defined "
+                f"before, got architecture={shown(name)}{did_you_mean(name, known)}"
+            )
+        config = known[str(name)].from_dict(values | {"vocab_size": self.vocab_size})
+        assert isinstance(config, Decoder.Config)
+        return config
+
+
+class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
+    """A decoder of this package with the interface of transformers.
+
+    In training with labels it makes no logits, as a model that :func:`patch` patched; the loss has
+    those of its routers and of further heads in it.
+
+    Args:
+        config: of the model.
+        decoder: a decoder to wrap, default a new one of the config.
+
+    Example:
+        >>> from omniattn.models import PRESETS
+        >>> model = OmniattnForCausalLM(OmniattnConfig(PRESETS["llama-test"]))
+        >>> tokens = torch.zeros(1, 4, dtype=torch.long)
+        >>> model(tokens, labels=tokens).loss.shape
+        torch.Size([])
+    """
+
+    config_class = OmniattnConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _no_split_modules = ["DecoderBlock", "HybridBlock"]  # noqa: RUF012
+
+    def __init__(self, config: OmniattnConfig, decoder: Decoder | None = None) -> None:
+        super().__init__(config)
+        ours = config.decoder_config()
+        self.model = ours.build() if decoder is None else decoder
+        half = ours.build(device="meta", dtype=torch.bfloat16).named_parameters()
+        self._keep_in_fp32_modules_strict = {
+            f"model.{name}" for name, p in half if p.dtype == torch.float32
+        }
+        self.post_init()
+
+    @classmethod
+    def wrap(cls, decoder: Decoder) -> OmniattnForCausalLM:
+        """A model with the parameters of a decoder, not copies of them.
+
+        Raises:
+            TypeError: not a decoder.
+        """
+        if not isinstance(decoder, Decoder):
+            raise TypeError(
+                f"OmniattnForCausalLM: decoder must be a Decoder, got {type(decoder).__name__}"
+            )
+        return cls(OmniattnConfig(decoder.config), decoder).train(decoder.training)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: DecoderStates | None = None,
+        past_key_values: DecoderStates | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        skip_logits: bool | None = None,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        """Logits, the loss of labels, and the states after the tokens.
+
+        Args:
+            input_ids: (B, T), after those of the states.
+            attention_mask: (B, past + T), 0 for padding on either side; (B, 1, T, past + T) bool.
+            position_ids: (B, T). Without a mask, numbers that start again separate the sequences
+                that are packed into a row.
+            cache, past_key_values: states, from an earlier output.
+            labels: (B, T), -100 where nothing is asked, nor is of padding.
+            use_cache: returns states; default: as the config says, except with gradients or labels.
+            logits_to_keep: of how many last tokens, or of which, there are logits; 0 for all.
+            num_items_in_batch: what the sum of the loss is divided by, default the labels.
+            skip_logits: makes no logits; default: with labels in training.
+            return_dict: False for a tuple.
+            others: `shift_labels`, the labels of the next tokens; the lengths of packed sequences,
+                which `position_ids` say too.
+        """
+        shifted = others.pop("shift_labels", None)
+        self._refuse(others)
+        if not isinstance(input_ids, Tensor):
+            raise TypeError(f"OmniattnForCausalLM: input_ids must be a tensor, got {input_ids!r}")
+        if labels is not None and shifted is None:
+            shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        states = cache if cache is not None else past_key_values
+        packed = None
+        if attention_mask is None and position_ids is not None and states is None:
+            packed = _packed(input_ids, position_ids)
+        if states is None and self._caches(use_cache, packed is not None, shifted is not None):
+            states = DecoderStates(self.model)
+        if packed is not None:
+            x = self.model.hidden(packed).values()[None]
+        else:
+            x = self._hidden(input_ids, attention_mask, position_ids, states)
+        loss = None
+        if shifted is not None:
+            loss = self._loss(x, shifted, attention_mask, num_items_in_batch)
+        if skip_logits is None:
+            skip_logits = loss is not None and self.training
+        logits = None
+        if not skip_logits:
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
+            logits = self.model.head(x[:, kept])
+        made: dict[str, Any] = {"loss": loss, "logits": logits, _STATES: states}
+        out = CausalLMOutputWithPast(**made)
+        tuples = return_dict is False or (return_dict is None and not self.config.return_dict)
+        return out.to_tuple() if tuples else out
+
+    def _caches(self, use_cache: bool | None, packed: bool, asked: bool) -> bool:
+        """Whether a call without states makes some."""
+        if use_cache is None:
+            possible = not (packed or asked or self.training or torch.is_grad_enabled())
+            return bool(self.config.use_cache) and possible
+        if use_cache and (packed or torch.is_grad_enabled()):
+            raise NotImplementedError(
+                "OmniattnForCausalLM: use_cache must be False with gradients and for packed "
+                "sequences, got use_cache=True"
+            )
+        return use_cache
+
+    def _hidden(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        states: DecoderStates | None,
+    ) -> Tensor:
+        """Normed states (B, T, dim)."""
+        given: dict[str, Any] = {}
+        if mask is not None:
+            given["mask"] = _mask(mask)
+            if positions is None and mask.dim() == 2:
+                positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        if positions is not None:
+            given["positions"] = positions
+        if states is not None:
+            given["state"] = states.of(tokens, self.model.embed_tokens.weight.dtype)
+        return self.model.hidden(tokens, **given)
+
+    def _loss(
+        self, x: Tensor, shifted: Tensor, mask: Tensor | None, count: Tensor | int | None
+    ) -> Tensor:
+        """The mean loss, or the sum over `count`, with that of the routers in training."""
+        if mask is not None and mask.dim() == 2:  # padding on the left predicts nothing
+            shifted = shifted.masked_fill(mask[:, -shifted.shape[1] :] == 0, -100)
+        own = (shifted != -100).sum()
+        total = head_loss(self.model, x, shifted, reduction="sum")
+        loss = total / (own.clamp(min=1) if count is None else count)
+        if not self.training:
+            return loss
+        further = self.model.auxiliary_loss() + Routers(self.model).loss()
+        return loss + further * (1.0 if count is None else own / count)
+
+    def _refuse(self, others: dict[str, Any]) -> None:
+        """What a call of another model may have, and this one has not."""
+        for name, value in others.items():
+            if value is None or value is False:
+                continue
+            if name in ("output_attentions", "output_hidden_states", "inputs_embeds"):
+                raise NotImplementedError(
+                    f"OmniattnForCausalLM: {name} is not supported, got {name}={shown(value)}"
+                )
+            if name not in _BOUNDARIES:
+                known = [*_ARGUMENTS, *_BOUNDARIES]
+                raise TypeError(
+                    f"OmniattnForCausalLM: arguments must be of {', '.join(known)}, "
+                    f"got {name}={shown(value)}{did_you_mean(name, known)}"
+                )
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """The embeddings of the tokens."""
+        return self.model.embed_tokens
+
+    def set_input_embeddings(self, value: torch.nn.Module) -> None:
+        """Replaces them."""
+        self.model.embed_tokens = value
+
+    def get_output_embeddings(self) -> torch.nn.Module | None:
+        """The head, None where its weight is that of the embeddings."""
+        return self.model.lm_head
+
+    def set_output_embeddings(self, new_embeddings: torch.nn.Module) -> None:
+        """Replaces it."""
+        self.model.lm_head = new_embeddings
+
+    def resize_token_embeddings(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> torch.nn.Module:
+        """As of transformers, with the config of the decoder."""
+        embeddings: torch.nn.Module = super().resize_token_embeddings(*args, **kwargs)
+        rows = self.model.embed_tokens.weight.shape[0]
+        self.config.vocab_size = rows
+        self.config.model = self.config.model | {"vocab_size": rows}
+        self.model.config = dataclasses.replace(self.model.config, vocab_size=rows)
+        return embeddings
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether layers are computed again in the backward."""
+        return bool(self.model.config.gradient_checkpointing)
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *_: Any, **options: Any) -> None:
+        if options.get("every_n_layers", 1) != 1:
+            raise NotImplementedError(
+                "OmniattnForCausalLM: every_n_layers must be 1, "
+                f"got every_n_layers={options['every_n_layers']}"
+            )
+        self.model.config = dataclasses.replace(self.model.config, gradient_checkpointing=enable)
+
+    def init_weights(self) -> None:
+        """Nothing: the decoder has drawn its weights, and ties them itself."""
+
+    @torch.no_grad()
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Draws what a checkpoint lacks, as the layer does, and leaves what it has."""
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            return
+        tensors = chain(module.parameters(), module.buffers())
+        loaded = [(t, t.clone()) for t in tensors if getattr(t, "_is_hf_initialized", False)]
+        reset()
+        for t, value in loaded:
+            t.copy_(value)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # forward makes its own states
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: Any, is_main_process: bool = True, **options: Any
+    ) -> None:
+        """As of transformers, with a file by which `trust_remote_code=True` finds the classes."""
+        self.config.auto_map = {
+            "AutoConfig": "modeling_omniattn.OmniattnConfig",
+            "AutoModelForCausalLM": "modeling_omniattn.OmniattnForCausalLM",
+        }
+        super().save_pretrained(save_directory, is_main_process, **options)
+        if not is_main_process:
+            return
+        (Path(save_directory) / "modeling_omniattn.py").write_text(_REMOTE, encoding="utf-8")
+
+
+#: Arguments of forward by name.
+_ARGUMENTS = (
+    *("input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "labels"),
+    *("shift_labels", "use_cache", "logits_to_keep", "num_items_in_batch", "skip_logits"),
+    "return_dict",
+)
+#: Lengths of packed sequences that collators add to `position_ids`, which say the same.
+_BOUNDARIES = (*("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),)
+
+
+def _mask(mask: Tensor) -> Tensor | KeyPadding | None:
+    """The mask of a decoder."""
+    if mask.dim() == 2:
+        real = mask.bool()
+        known = real.is_cpu and not is_traced()
+        return None if known and bool(real.all()) else KeyPadding(real)
+    if mask.dtype != torch.bool:
+        raise NotImplementedError(
+            "OmniattnForCausalLM: attention_mask must be (B, past + T), or bool where it has four "
+            f"dimensions, got attention_mask={shown(mask)}"
+        )
+    return mask
+
+
+def _packed(tokens: Tensor, positions: Tensor) -> Tensor | None:
+    """The sequences of a row whose positions start again, as a jagged tensor; None for one."""
+    if is_traced():
+        raise NotImplementedError(
+            "OmniattnForCausalLM: position_ids in a compiled graph need an attention_mask, since "
+            "their values may separate packed sequences"
+        )
+    breaks = positions.diff(dim=-1) != 1
+    if not bool(breaks.any()):
+        return None
+    if tokens.shape[0] != 1:
+        raise NotImplementedError(
+            "OmniattnForCausalLM: packed sequences must be in one row, "
+            f"got input_ids.shape={tuple(tokens.shape)}"
+        )
+    ends = breaks.reshape(-1).nonzero()[:, 0] + 1
+    offsets = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), tokens.shape[1])])
+    return torch.nested.nested_tensor_from_jagged(tokens[0], offsets)
+
+
+AutoConfig.register("omniattn", OmniattnConfig, exist_ok=True)
+AutoModelForCausalLM.register(OmniattnConfig, OmniattnForCausalLM, exist_ok=True)

@@ -1,0 +1,83 @@
+"""The states of a decoder of this package as a cache of transformers' generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn.models import Decoder
+from omniattn.modules import State
+
+__all__ = ["DecoderStates"]
+
+
+class DecoderStates:
+    """The states of all layers, caches and recurrent ones, which are made at the first tokens.
+
+    Args:
+        decoder: whose states these are.
+        max_length: tokens that the first storage has room for; it doubles when it is full.
+    """
+
+    #: What transformers asks of a cache.
+    is_compileable = False
+    is_croppable = False
+    is_sliding = (False,)
+    is_linear = (False,)
+
+    def __init__(self, decoder: Decoder, max_length: int = 64) -> None:
+        self.decoder = decoder
+        self.max_length = max_length
+        self.states: list[State] | None = None
+
+    def __repr__(self) -> str:
+        return f"DecoderStates(length={self.get_seq_length()}, max_length={self.max_length})"
+
+    def of(self, tokens: Tensor, dtype: torch.dtype) -> list[State]:
+        """The states before these tokens (B, T), with room for them."""
+        batch, needed = tokens.shape[0], self.get_seq_length() + tokens.shape[1]
+        if self.states is not None and needed <= self.max_length:
+            return self.states
+        before = self.states
+        self.max_length = max(needed, self.max_length * (1 if before is None else 2))
+        self.states = self.decoder.new_state(batch, self.max_length, dtype=dtype)
+        for after, state in zip(self.states, before or (), strict=False):
+            after.load_state_dict(state.state_dict())
+        return self.states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of tokens seen."""
+        return 0 if self.states is None else self.states[layer_idx].length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replaces sequence b by sequence beam_idx[b]."""
+        for state in self.states or ():
+            state.reorder(beam_idx.to(self.decoder.embed_tokens.weight.device))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these sequences."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each sequence."""
+        if self.states is not None:
+            self.reorder_cache(torch.arange(self._batch()).repeat_interleave(repeats))
+
+    def crop(self, max_length: int) -> None:
+        """Forgets all tokens from position `max_length` on, or the last ones if it is negative."""
+        length = max_length if max_length >= 0 else self.get_seq_length() + max_length
+        for state in self.states or ():
+            state.crop(min(length, state.length))
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.states = None
+
+    def _batch(self) -> int:
+        assert self.states is not None
+        saved: Any = self.states[0].state_dict()
+        while isinstance(saved, dict):
+            saved = next(iter(saved.values()))
+        return int(saved.shape[0])
