@@ -273,8 +273,8 @@ def test_attention_of_logits_that_are_not_numbers(run_emulated):
 
 def test_attention_passes_the_tests_of_tables_sinks_and_sequences(run_emulated):
     tables = "tables_match and 100-130 and bfloat16"
-    rest = "ends_of or sink or tables_are_shared or rows_of_no"
+    rest = "ends_of or sink or tables_are_shared or kernels_refuse"
     rest += " or dropout_depends or cache_is_read or grow or test_paths"
     rest += " or (whole and (both or causal or neighbours or blocks or buckets or biaskeys))"
-    files = ("test_scores", "test_varlen", "test_paths", "test_parts")
+    files = ("test_scores", "test_varlen", "test_paths", "test_parts", "test_boundaries")
     run_emulated("value", "shuffled", f"({tables}) or {rest}", *files)

@@ -1,4 +1,4 @@
-"""Boundaries of packed sequences: no function leaves tokens out in silence."""
+"""Boundaries of packed sequences: no function leaves tokens out in silence, and no kernel."""
 
 import inspect
 
@@ -50,7 +50,7 @@ def test_tokens_that_are_left_out_are_named(name, at, backend):
 @pytest.mark.parametrize("name", PACKED)
 def test_kernels_refuse_boundaries_that_leave_tokens_out(name, at):
     spec, tensors, options, _ = narrowed(name, at)
-    with Unread(), pytest.raises(RuntimeError, match="must grow from 0 to the number of rows"):
+    with Unread(), pytest.raises(RuntimeError, match=r"must grow .*from 0 to the"):
         spec.public(**tensors, **options)
 
 
