@@ -9,13 +9,12 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from omniattn.functional import attention, scaled_dot_product_attention
 
 
-def assert_sdpa_is_torch_s(inputs, **options):
+def assert_sdpa_is_torch_s(inputs, of_torch=torch_F.scaled_dot_product_attention, **options):
     """Outputs and all gradients, of a float mask too."""
-    mask, causal = options.get("attn_mask"), options.get("is_causal", False)
-    # torch's one kernel that joins is_causal and a mask gives the mask no gradient.
-    learnt = type(mask) is torch.Tensor and mask.is_floating_point() and not causal
+    mask = options.get("attn_mask")
+    learnt = type(mask) is torch.Tensor and mask.is_floating_point()
     results = []
-    for function in (scaled_dot_product_attention, torch_F.scaled_dot_product_attention):
+    for function in (scaled_dot_product_attention, of_torch):
         leaves = [t.detach().clone().requires_grad_() for t in (*inputs, mask)[: 3 + learnt]]
         out = function(*leaves[:3], **(options | ({"attn_mask": leaves[3]} if learnt else {})))
         grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
@@ -109,7 +108,14 @@ def test_causal_bias_of_torch(sizes):
 
 
 def test_sdpa_joins_mask_and_is_causal():
-    """As torch's CPU kernel does, which takes calls of these shapes."""
+    """As torch's CPU kernel did before torch 2.14, which refuses the two together."""
+
+    def joined(*inputs, attn_mask, is_causal):
+        seen = torch.ones(6, 9, dtype=torch.bool).tril()
+        hidden = False if attn_mask.dtype == torch.bool else -torch.inf
+        mask = attn_mask.masked_fill(~seen, hidden)
+        return torch_F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+
     q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 9, 8)
     for mask in (torch.rand(6, 9) < 0.7, torch.randn(6, 9)):
-        assert_sdpa_is_torch_s((q, k, k), attn_mask=mask, is_causal=True)
+        assert_sdpa_is_torch_s((q, k, k), joined, attn_mask=mask, is_causal=True)

@@ -50,7 +50,7 @@ def scaled_dot_product_attention(
         dropout_p: applied whenever positive, as in torch. The mask of dropped weights is drawn from
             torch's generator, but is not torch's own.
         is_causal: query i sees keys up to i: aligned top-left, as in torch. With an attn_mask both
-            apply, as in torch's CPU kernel.
+            apply, as in the CPU kernel of torch before 2.14, which refuses the two together.
         scale: None is 1 / sqrt(D).
         enable_gqa: key and value may have fewer heads, each a number that divides Hq.
         backend: see :func:`attention`.
