@@ -1,8 +1,10 @@
 """Patched models train along the same curve as unpatched ones, and can be restored."""
 
 import copy
+import importlib
 import io
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from patched_models import MODELS, messages
 from torch import nn
 
 import omniattn.hf
+from omniattn.hf import layers
+from omniattn.hf.find import _norm
 from omniattn.hf.loss import causal_lm_loss
 from omniattn.hf.patch import is_patched
 from omniattn.hf.rotary import _rotary_half_twice, rotary_forward
@@ -192,12 +196,47 @@ def test_inputs_of_another_dtype_are_logged_once(caplog):
     assert messages(caplog) == [("WARNING", f"patch: LlamaRMSNorm runs its own forward: {reason}")]
 
 
-def test_norms_under_autocast_keep_the_dtype_of_their_weight():
-    model = MODELS["llama"][0]()
-    theirs, x = copy.deepcopy(model.model.norm), torch.randn(2, 48).bfloat16()
-    omniattn.hf.patch(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(model.model.norm(x), theirs(x))
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "llama.LlamaRMSNorm",
+        "qwen3.Qwen3RMSNorm",
+        "qwen3_moe.Qwen3MoeRMSNorm",
+        "deepseek_v3.DeepseekV3RMSNorm",
+        "t5.T5LayerNorm",
+        "idefics.IdeficsRMSNorm",
+        "gpt_oss.GptOssRMSNorm",
+        "olmo2.Olmo2RMSNorm",
+        "gemma.GemmaRMSNorm",
+        "helium.HeliumRMSNorm",
+    ],
+)
+def test_norms_of_bf16_rows_with_fp32_weights(path, autocast):
+    """The numbers and the dtype of the layer's own forward, which does not run."""
+    file, name = path.split(".")
+    module = importlib.import_module(f"transformers.models.{file}.modeling_{file}")
+    theirs = getattr(module, name)(48)
+    nn.init.normal_(theirs.weight)
+    forward = _norm(theirs)
+    assert forward in layers.WIDENING_NORMS
+    ours = copy.deepcopy(theirs)
+    ours.__class__ = subclass(type(theirs), forward)
+    x, found = torch.randn(7, 48).bfloat16().requires_grad_(), []
+    for norm in (theirs, ours):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = norm(x)
+        found.append((y, *torch.autograd.grad(y.float().square().sum(), (x, norm.weight))))
+    (y, *grads), (same, *others) = found
+    torch.testing.assert_close(same, y)
+    for grad, other in zip(grads, others, strict=True):
+        assert grad.dtype == other.dtype
+        assert (grad - other).norm() <= 1e-2 * grad.norm()
+    with mock.patch.object(type(theirs), "forward", side_effect=AssertionError):
+        ours(x)
+
+
+def test_rotary_functions_under_autocast_take_two_dtypes():
     original = hf.models.llama.modeling_llama.apply_rotary_pos_emb
     q, k, angle = torch.randn(1, 2, 3, 8).bfloat16(), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 4)
     cos, sin = (torch.cat((t, t), -1) for t in (angle.cos(), angle.sin()))

@@ -62,9 +62,15 @@ def _norm(module: nn.Module) -> Finding:
         return Left(f"its weight is a {type(weight).__name__}", logging.WARNING)
     size = weight.shape[0]
     # In bf16, forms that round in different places differ.
-    return same(
+    found = same(
         lambda dtype: twin(module, dtype, {}), layers.NORMS, size, [torch.float32, torch.bfloat16]
     )
+    if isinstance(found, Left) or found is layers.layer_norm:
+        return found
+    # They differ where rows in bf16 meet weights in fp32.
+    wide = twin(module, torch.float32, {})
+    mixed = same(lambda _: wide, layers.WIDENING_NORMS, size, [torch.bfloat16])
+    return found if isinstance(mixed, Left) and found is layers.rms_norm else mixed
 
 
 #: The modules of a gated MLP: of the gate and up, or of both at once, and down; T5's dropout.

@@ -19,6 +19,7 @@ from omniattn.hf.experts import experts_forward
 __all__ = [
     "MLPS",
     "NORMS",
+    "WIDENING_NORMS",
     "eps",
     "glu_mlp",
     "gpt_oss_moe",
@@ -28,6 +29,8 @@ __all__ = [
     "rms_norm_gated",
     "rms_norm_gemma",
     "rms_norm_llama",
+    "rms_norm_once",
+    "rms_norm_t5",
     "softmax_top_k",
 ]
 
@@ -49,18 +52,35 @@ def rms_norm(self: Any, x: Tensor) -> Any:
 
 
 def rms_norm_llama(self: Any, hidden_states: Tensor) -> Any:
+    """Rows are rounded to their dtype before the weight multiplies, which may be wider."""
+    if hidden_states.dtype != self.weight.dtype:
+        return self.weight * functional.rms_norm(hidden_states, eps=eps(self))
     return functional.rms_norm(hidden_states, self.weight, eps=eps(self), casting="llama")
 
 
+def rms_norm_t5(self: Any, hidden_states: Tensor) -> Any:
+    """Rows are rounded to the dtype of the weight, where they are not in a narrower one."""
+    x = hidden_states.to(self.weight.dtype)
+    return functional.rms_norm(x, self.weight, eps=eps(self), casting="llama")
+
+
+def rms_norm_once(self: Any, x: Tensor) -> Any:
+    """Rows are rounded once, at the end, also those in a narrower dtype than the weight."""
+    return functional.rms_norm(x.to(self.weight.dtype), self.weight, eps=eps(self)).to(x.dtype)
+
+
 def rms_norm_gemma(self: Any, x: Tensor) -> Any:
-    return functional.rms_norm(x, self.weight, eps=eps(self), offset=1.0)
+    wide = x.to(self.weight.dtype)
+    return functional.rms_norm(wide, self.weight, eps=eps(self), offset=1.0).to(x.dtype)
 
 
 def layer_norm(self: Any, x: Tensor) -> Any:
     return functional.layer_norm(x, self.weight, getattr(self, "bias", None), eps=eps(self))
 
 
-NORMS = (rms_norm, rms_norm_llama, rms_norm_gemma, layer_norm)
+#: Norms whose weight may be wider than x, as under autocast, and is not cast to its dtype.
+WIDENING_NORMS = (rms_norm_llama, rms_norm_t5, rms_norm_once, rms_norm_gemma)
+NORMS = (rms_norm, rms_norm_llama, rms_norm_t5, rms_norm_gemma, layer_norm)
 
 
 def _mlp(self: Any, x: Tensor, glu: Callable[..., Tensor]) -> Any:

@@ -41,7 +41,7 @@ def subclass(original: Any, forward: Forward) -> Any:
         state = original.__reduce_ex__(self, max(protocol, 2))[2]
         return _patched_instance, (original, named), state
 
-    reads_weight = forward in _LINEARS or forward in layers.NORMS
+    reads_weight = forward in (*_LINEARS, *layers.NORMS, *layers.WIDENING_NORMS)
     body = {
         "forward": _or_original(forward) if reads_weight else forward,
         "omniattn_original": original,
@@ -80,10 +80,10 @@ def _or_original(forward: Forward) -> Forward:
     """`forward`, or the module's own where this package has no kernel: for a weight that became a
     tensor of another class, or has another dtype than x.
 
-    Autocast casts both to one dtype, except for a norm that multiplies by its weight last: that of
-    transformers then gives the wider one.
+    Autocast casts both to one dtype, except for norms that take rows in half precision with a
+    weight in fp32 themselves, with autocast and without.
     """
-    takes_autocast = forward is not layers.rms_norm_llama
+    widens = forward in layers.WIDENING_NORMS
 
     @functools.wraps(forward)
     def checked(self: Any, x: Tensor, *loss: Any) -> Any:
@@ -93,7 +93,9 @@ def _or_original(forward: Forward) -> Forward:
         if hasattr(type(weight), "__tensor_flatten__"):
             reason = f"its weight is a {type(weight).__name__}"
         elif x.dtype != weight.dtype and not (
-            takes_autocast and torch.is_autocast_enabled(x.device.type)
+            weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+            if widens
+            else torch.is_autocast_enabled(x.device.type)
         ):
             # Models that keep a stream in fp32 and their weights in half precision.
             reason = f"its input is {x.dtype} and its weight {weight.dtype}"
