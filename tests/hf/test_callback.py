@@ -52,6 +52,8 @@ def test_a_trainer_trains_the_same(options, by_init, tmp_path):
     _, expected = train(tmp_path, [], by_init, **options)
     trainer, losses = train(tmp_path, [OmniattnCallback()], by_init, **options)
     assert is_patched(trainer.model)
+    predicted = trainer.predict(trainer.eval_dataset).predictions
+    assert predicted.shape == (4, 9, SIZES["vocab_size"])
     rtol = 1e-2 if "bf16" in options else 1e-4
     torch.testing.assert_close(losses, expected, rtol=rtol, atol=0)
 

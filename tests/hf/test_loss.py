@@ -5,6 +5,8 @@ import copy
 import pickle
 from unittest import mock
 
+import accelerate
+import numpy as np
 import peft
 import pytest
 import torch
@@ -12,10 +14,12 @@ import transformers as hf
 from patched_models import SIZES, messages
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers.trainer_pt_utils import nested_detach
 
 import omniattn.hf
 from omniattn import functional
 from omniattn.hf.loss import DeferredLogits, causal_lm_loss, head
+from omniattn.hf.no_logits import NO_LOGITS
 from omniattn.hf.subclass import subclass
 
 MODELS = {
@@ -50,7 +54,7 @@ def assert_equal(model, patched, rtol: float = 1e-4, logits: bool = False, **giv
     """Both give the same loss and gradients, the second with or without logits."""
     given = batch() | given
     expected, actual = model(**given), patched(**given)
-    assert expected.logits is not None and (actual.logits is not None) == logits
+    assert expected.logits is not None and (actual.logits is not NO_LOGITS) == logits
     torch.testing.assert_close(actual.loss, expected.loss, rtol=rtol, atol=0)
     for output in (expected, actual):
         output.loss.backward()
@@ -82,22 +86,71 @@ def test_logits_are_given_where_they_are_asked_for():
     model, patched = pair()
     given = batch()
     expected = model(**given)
-    assert patched(**given).logits is None
-    assert "logits" not in patched(**given)
+    assert patched(**given).logits is NO_LOGITS and patched(**given)[1] is NO_LOGITS
     loss, logits, *_ = patched(**given, return_dict=False)
-    assert logits is None and torch.isclose(loss, expected.loss)
+    assert logits is NO_LOGITS and torch.isclose(loss, expected.loss)
     for asked in (patched(**given, skip_logits=False), patched(given["input_ids"])):
         torch.testing.assert_close(asked.logits, expected.logits, rtol=1e-4, atol=1e-5)
     patched.eval()
-    assert patched(**given).logits is not None
-    assert patched(**given, skip_logits=True).logits is None
+    assert isinstance(patched(**given).logits, torch.Tensor)
+    assert patched(**given, skip_logits=True).logits is NO_LOGITS
     with pytest.raises(ValueError, match="skip_logits=True needs labels"):
         patched(given["input_ids"], skip_logits=True)
     patched.loss_function = lambda logits, **_: logits.sum()
-    assert patched(**given, skip_logits=True).logits is not None
+    assert isinstance(patched(**given, skip_logits=True).logits, torch.Tensor)
     kept = copy.deepcopy(model)
     omniattn.hf.patch(kept, linear_cross_entropy=False)
-    assert kept(**given).logits is not None
+    assert isinstance(kept(**given).logits, torch.Tensor)
+
+
+USES = {
+    "shape": lambda z: z.shape,
+    "argmax": lambda z: z.argmax(-1),
+    "detach": lambda z: z.detach(),
+    "index": lambda z: z[..., -1],
+    "slice": lambda z: z[:, :-1],
+    "plus": lambda z: z + 1,
+    "plus from the right": lambda z: 1 + z,
+    "tensor times": lambda z: torch.ones(2) * z,
+    "equal": lambda z: z == 1,
+    "tensor equal": lambda z: torch.ones(2) == z,
+    "greater": lambda z: z > 0,
+    "minus": lambda z: -z,
+    "bool": bool,
+    "len": len,
+    "list": list,
+    "float": float,
+    "unpack": lambda z: (lambda *each: each)(*z),
+    "numpy": np.asarray,
+    "torch function": lambda z: torch.argmax(z, -1),
+    "loss": lambda z: nn.functional.cross_entropy(z, torch.ones(2).long()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_logits_that_were_left_out_say_so_where_they_are_used(use):
+    _, patched = pair()
+    with pytest.raises((AttributeError, RuntimeError), match="must be called with skip_logits=Fal"):
+        USES[use](patched(**batch())[1])
+
+
+def test_outputs_without_logits_pass_through_libraries():
+    _, patched = pair()
+    with torch.no_grad():
+        output = patched(**batch())
+    for same in (
+        pickle.loads(pickle.dumps(output)),
+        copy.deepcopy(output),
+        torch.utils._pytree.tree_map(lambda x: x, output),
+        accelerate.utils.convert_to_fp32(output),
+        accelerate.utils.operations.ConvertOutputsToFp32(lambda: output)(),
+        accelerate.utils.send_to_device(output, "cpu"),
+        type(output)(**output),
+    ):
+        assert same.logits is NO_LOGITS and same.to_tuple()[1] is NO_LOGITS
+        assert torch.equal(same.loss, output.loss)
+    assert nested_detach(tuple(output.values())[1:])[0] is NO_LOGITS
+    assert repr(output.logits) == "NO_LOGITS" and {output.logits: 1}[NO_LOGITS] == 1
 
 
 def test_what_a_head_defers_is_what_it_gives():

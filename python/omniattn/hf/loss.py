@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from omniattn import functional
 from omniattn.hf import packed
+from omniattn.hf.no_logits import NO_LOGITS
 from omniattn.hf.probe import Forward
 
 __all__ = [
@@ -257,7 +258,7 @@ def _causal_lm_forward(own: Forward) -> Forward | None:
         finally:
             for each in heads:
                 each.omniattn_defers = False
-        return _without_logits(output) if heads else output
+        return _without_logits(self, output) if heads else output
 
     return forward
 
@@ -278,12 +279,16 @@ def _is_free(module: nn.Module) -> bool:
     return not hooks and not hasattr(type(module.weight), "__tensor_flatten__")
 
 
-def _without_logits(output: Any) -> Any:
-    """A model's output with None in place of logits, or with those that it made."""
+def _without_logits(model: Any, output: Any) -> Any:
+    """A model's output with NO_LOGITS in place of logits, or with those that it made."""
+    # DataParallel's gather knows tensors and None alone.
+    missing = None if getattr(model, "_is_replica", False) else NO_LOGITS
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, DeferredLogits):
+            return value
+        return missing if value.made is None else value.made
+
     if isinstance(output, tuple):
-        return tuple(map(_made, output))
-    return type(output)(**{name: _made(each) for name, each in output.items()})
-
-
-def _made(value: Any) -> Any:
-    return value.made if isinstance(value, DeferredLogits) else value
+        return tuple(map(made, output))
+    return type(output)(**{name: made(each) for name, each in output.items()})

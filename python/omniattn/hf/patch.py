@@ -87,9 +87,10 @@ def patch(
             RWKV and the cell of xLSTM; layers are counted.
         loss: the loss of causal language models.
         linear_cross_entropy: compute this loss in training from the hidden states. Logits are then
-            never made, and None in the output. The model's forward takes `skip_logits`, as with
-            Liger: False gives logits in training, True gives none in evaluation. An adapter or a
-            hook on the head, or a loss that a model computes itself, gets logits as before.
+            never made; an object in their place raises where it is used. The model's forward takes
+            `skip_logits`, as with Liger: False gives logits in training, True none in evaluation.
+            An adapter or a hook on the head, or a loss that a model computes itself, gets logits as
+            before.
         experts: set its experts implementation, if this package has their activation.
 
     Returns:
