@@ -1,9 +1,9 @@
 // glu, and the activation op that mlp is composed of.
-#include "kernels/activation/activation.h"
+#include "ops/activation.h"
 
 #include <tuple>
-#include <vector>
 
+#include "kernels/activation/activation.h"
 #include "ops/device.h"
 #include "ops/registry.h"
 #include "semantics/arith.h"
@@ -107,6 +107,8 @@ void backward(const Problem& p, const Rows& grad_y, void* dgate, void* dup) {
   }
 }
 
+}  // namespace
+
 Tensor glu(const Tensor& gate, const OptTensor& up, int64_t act, std::vector<double> clamp) {
   const DeviceScope scope(gate);
   const Problem p("glu", gate, up, act, clamp);
@@ -114,6 +116,8 @@ Tensor glu(const Tensor& gate, const OptTensor& up, int64_t act, std::vector<dou
   forward(p, y);
   return y;
 }
+
+namespace {
 
 // A packed gate has one packed gradient; dup is then empty.
 std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad_y, const Tensor& gate,
@@ -128,7 +132,8 @@ std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad_y, const Tensor& gate
   return {dgate, dup.tensor()};
 }
 
-// glu_backward without new memory: dgate goes into a tensor of the caller, dup overwrites grad_y.
+}  // namespace
+
 void glu_backward_inplace(const Tensor& grad_y, const Tensor& gate, const Tensor& up, int64_t act,
                           std::vector<double> clamp, const Tensor& dgate) {
   const DeviceScope scope(gate);
@@ -146,13 +151,14 @@ Tensor activate(const Tensor& x, int64_t act) {
   return y;
 }
 
-// dx overwrites grad_y.
 void activate_backward_inplace(const Tensor& grad_y, const Tensor& x, int64_t act) {
   const DeviceScope scope(x);
   const Problem p("mlp_backward", "x", x, act);
   require_dense(p.op, "grad_y", grad_y, p.dtype, x.sizes());
   backward(p, as_rows(p.op, "grad_y", grad_y), grad_y.mutable_data_ptr(), nullptr);
 }
+
+namespace {
 
 // glu: y = act(gate) * up, or its clamped form, over (..., F), or over a packed gate (..., 2F)
 // without up. activate: act(x). The in-place backwards write dup, or dx, over grad_y.

@@ -1,8 +1,69 @@
-// linear: native on the CPU only (gemm_cpu.cpp); on CUDA Python composes it of torch's products.
+// linear: its schemas, and the products of torch (MKL, oneDNN, cuBLAS) through its dispatcher.
+// gemm_cpu.cpp
+// has the products of this package.
+#include <numeric>
+
+#include "ops/linear.h"
 #include "ops/registry.h"
 
 namespace omniattn::ops::gemm {
 namespace {
+
+// Disables autograd, which the ops that a kernel calls would enter again.
+class NoGrad {
+ public:
+  NoGrad() : enabled_(aoti_torch_grad_mode_is_enabled()) {
+    aoti_torch_grad_mode_set_enabled(false);
+  }
+  NoGrad(const NoGrad&) = delete;
+  NoGrad& operator=(const NoGrad&) = delete;
+  ~NoGrad() { aoti_torch_grad_mode_set_enabled(enabled_); }
+
+ private:
+  bool enabled_;
+};
+
+// Returns t (..., cols) as (rows, cols). A size of -1 would be ambiguous without columns.
+Tensor as_matrix(const Tensor& t) {
+  const Sizes sizes = t.sizes();
+  const int64_t rows =
+      std::accumulate(sizes.begin(), sizes.end() - 1, int64_t{1}, std::multiplies<int64_t>());
+  return torch::stable::reshape(t, {rows, sizes[sizes.size() - 1]});
+}
+
+Tensor forward(const Tensor& x, const Tensor& weight, const OptTensor& bias, int64_t) {
+  const NoGrad scope;
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(x),
+                                    torch::stable::detail::from(weight),
+                                    torch::stable::detail::from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& x,
+                                            const Tensor& weight, int64_t, bool x_grad,
+                                            bool weight_grad, bool bias_grad) {
+  const NoGrad scope;
+  const DType dtype = dtype_of("linear_backward", "x", x);
+  const Tensor rows = as_matrix(grad_y);
+  const auto none = [dtype] { return empty_tensor({0}, dtype); };
+  return {x_grad ? torch::stable::view(torch::stable::matmul(rows, weight), x.sizes()) : none(),
+          weight_grad ? torch::stable::matmul(torch::stable::transpose(rows, 0, 1), as_matrix(x))
+                      : none(),
+          bias_grad ? torch::stable::sum(rows, Sizes{0}) : none()};
+}
+
+Tensor sum_of_input_gradients(const Tensor& grad_a, const Tensor& weight_a, const Tensor& grad_b,
+                              const Tensor& weight_b, int64_t) {
+  const NoGrad scope;
+  const Tensor dx = empty_tensor(sizes_with_last(grad_a, weight_a.size(1)),
+                                 dtype_of("linear_backward", "grad_y", grad_a));
+  const Tensor out = as_matrix(dx), a = as_matrix(grad_a), b = as_matrix(grad_b);
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__mm_plus_mm_out(out.get(), a.get(), weight_a.get(), b.get(), weight_b.get()));
+  return dx;
+}
 
 // y = x weight^T + bias with x (..., K), weight (N, K). pieces: see gemm.h.
 const Registry registry([](Registry& ops) {
@@ -13,4 +74,7 @@ const Registry registry([](Registry& ops) {
 });
 
 }  // namespace
+
+constinit const LinearProducts kTorchProducts{forward, backward, sum_of_input_gradients};
+
 }  // namespace omniattn::ops::gemm

@@ -1,5 +1,5 @@
 // Matrix products on torch's thread pool, for `linear` and the ops built on it; defined in
-// gemm_cpu.cpp. On CUDA the products are torch's.
+// gemm_cpu.cpp. On CUDA the products are torch's (gemm_cuda.cpp).
 #pragma once
 
 #include <span>

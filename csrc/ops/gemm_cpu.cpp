@@ -6,6 +6,7 @@
 #include <tuple>
 #include <utility>
 
+#include "ops/linear.h"
 #include "ops/parallel.h"
 #include "ops/registry.h"
 #include "ops/stage.h"
@@ -225,10 +226,31 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_y, const T
   return {dx.tensor(), dweight.tensor(), dbias.tensor()};
 }
 
+// Both products are summed in the compute type, which is rounded once.
+Tensor sum_of_input_gradients(const Tensor& grad_a, const Tensor& weight_a, const Tensor& grad_b,
+                              const Tensor& weight_b, int64_t pieces) {
+  constexpr const char* op = "linear_backward";
+  const DType dtype = dtype_of(op, "grad_y", grad_a), compute = accumulator(dtype);
+  const Rows a = as_rows(op, "grad_y", grad_a), b = as_rows(op, "grad_y", grad_b);
+  const Rows of_a = as_rows(op, "weight", weight_a), of_b = as_rows(op, "weight", weight_b);
+  const Tensor sums = empty_tensor(sizes_with_last(grad_a, of_a.cols), compute);
+  const auto add = [&](const Rows& grad, const Rows& weight, bool accumulate) {
+    multiply({grad.data(), dtype, grad.stride}, {weight.data(), dtype, weight.stride}, nullptr,
+             sums.mutable_data_ptr(), compute, weight.cols, grad.rows, weight.cols, grad.cols,
+             accumulate, pieces);
+  };
+  add(a, of_a, false);
+  add(b, of_b, true);
+  return dtype == compute ? sums : torch::stable::to(sums, scalar_type(dtype));
+}
+
 const Registry registry([](Registry& ops) {
   ops.implement<linear>("linear", differentiable);
   ops.implement<linear_backward>("linear_backward");
 });
 
 }  // namespace
+
+constinit const LinearProducts kNativeProducts{linear, linear_backward, sum_of_input_gradients};
+
 }  // namespace omniattn::ops::gemm

@@ -1,6 +1,7 @@
 // dropout and uniform_like.
-#include "kernels/random/random.h"
+#include "ops/random.h"
 
+#include "kernels/random/random.h"
 #include "ops/device.h"
 #include "ops/registry.h"
 #include "ops/seed.h"
@@ -24,6 +25,8 @@ template <class Params>
 void run_blocks(const Params& p, void (*kernel)(const Params&, int64_t, int64_t)) {
   run_items(p, ceil_div(p.n, kRandomBlock), kRandomBlock, kernel);
 }
+
+}  // namespace
 
 Tensor dropout(const Tensor& x, const Tensor& seed, double probability) {
   constexpr const char* op = "dropout";
@@ -53,6 +56,8 @@ Tensor dropout(const Tensor& x, const Tensor& seed, double probability) {
   }
   return y;
 }
+
+namespace {
 
 Tensor uniform_like(const Tensor& x, const Tensor& seed) {
   constexpr const char* op = "uniform_like";

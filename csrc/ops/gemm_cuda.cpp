@@ -1,0 +1,56 @@
+// linear on CUDA: the products of torch.
+#include "ops/linear.h"
+#include "ops/registry.h"
+
+namespace omniattn::ops::gemm {
+namespace {
+
+// Checks x and weight here, since errors of torch's products would name other ops.
+void check(const char* op, const Tensor& x, const Tensor& weight) {
+  const DType dtype = dtype_of(op, "x", x);
+  require_tensor(op, "x", x, dtype);
+  require_tensor(op, "weight", weight, dtype);
+  require(x.dim() >= 1, op, "x must have at least 1 dimension, got 0");
+  require(weight.dim() == 2, op, "weight must have 2 dimensions, got ", weight.dim());
+  const int64_t k = x.size(x.dim() - 1);
+  require(k == weight.size(1), op, "x and weight must have the same last size, got K=", k, " and ",
+          weight.size(1));
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, int64_t pieces) {
+  constexpr const char* op = "linear";
+  const DeviceScope scope(x);
+  check(op, x, weight);
+  if (bias.has_value()) {
+    require_tensor(op, "bias", *bias, dtype_of(op, "x", x));
+    require_sizes(op, "bias", *bias, {weight.size(0)});
+  }
+  return kTorchProducts.forward(x, weight, bias, pieces);
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_y, const Tensor& x,
+                                                   const Tensor& weight, int64_t pieces,
+                                                   bool x_grad, bool weight_grad, bool bias_grad) {
+  constexpr const char* op = "linear_backward";
+  const DeviceScope scope(x);
+  check(op, x, weight);
+  require_tensor(op, "grad_y", grad_y, dtype_of(op, "x", x));
+  require_sizes(op, "grad_y", grad_y, sizes_with_last(x, weight.size(0)));
+  return kTorchProducts.backward(grad_y, x, weight, pieces, x_grad, weight_grad, bias_grad);
+}
+
+const Registry registry([](Registry& ops) {
+  ops.implement<linear>("linear", differentiable);
+  ops.implement<linear_backward>("linear_backward");
+});
+
+}  // namespace
+
+constinit const LinearProducts kNativeProducts{
+    linear, linear_backward,
+    [](const Tensor& grad_a, const Tensor& weight_a, const Tensor& grad_b, const Tensor& weight_b,
+       int64_t pieces) {
+      return kTorchProducts.sum_of_input_gradients(grad_a, weight_a, grad_b, weight_b, pieces);
+    }};
+
+}  // namespace omniattn::ops::gemm
