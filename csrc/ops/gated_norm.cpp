@@ -1,6 +1,7 @@
 // rms_norm_gated and group_norm.
 #include "kernels/norm/gated_norm.h"
 
+#include <algorithm>
 #include <tuple>
 
 #include "ops/device.h"
@@ -35,8 +36,9 @@ struct Problem {
             "z must be given where there is a gate and only there, got gate=", gate);
     require(act == Activation::silu || act == Activation::sigmoid, op,
             "act must be silu or sigmoid, got act=", act_);
-    require(groups > 0 && x.cols % groups == 0, op, "groups must divide the last dimension, got ",
-            groups, " for ", x.cols);
+    // All divide an empty dimension, which is one group: kernels count groups, not columns.
+    require(groups > 0 && groups <= std::max<int64_t>(x.cols, 1) && x.cols % groups == 0, op,
+            "groups must divide the last dimension, got groups=", groups, " for ", x.cols);
     cols = x.cols / groups;
     z = as_rows(op, "z", z_, dtype, x_.sizes());
     weight = as_vector(op, "weight", weight_, dtype, x.cols);

@@ -4,7 +4,6 @@ Valid calls are recorded from the OpSpecs, so that a new op is fuzzed without a 
 under ASan and UBSan with .ci/asan.
 """
 
-import collections
 import copy
 import functools
 import math
@@ -14,20 +13,22 @@ import re
 import hypothesis.strategies as st
 import pytest
 import torch
+from fuzz_raw import (
+    ERRORS,
+    assert_like_fakes,
+    check_raw_call,
+    mutate,
+    mutated_call,
+    shapes,
+    valid_calls,
+)
 from hypothesis import given, settings
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from omniattn import compat, testing
 from omniattn import functional as F
-from omniattn.ops.activation import ACTIVATIONS
-from omniattn.testing.properties import recorded_ops
 from omniattn.testing.spec import output_gradients
 
-ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
-INTS = (-1, 0, 1, 3, 2**31, 2**40, 2**63 - 1, -(2**63))
-FLOATS = (0.0, -1.0, math.nan, math.inf, -math.inf, 6e4)
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
-OTHER_DTYPES = (torch.bool, torch.uint8, torch.complex64)
 SPECS = testing.registry()
 #: They multiply blocks of steps, or of powers, as their docstrings say.
 BLOCKED = {"mlstm", "vandermonde", *(n for n in SPECS if SPECS[n].family == "recurrence")}
@@ -46,6 +47,20 @@ DTYPE = getattr(torch, os.environ.get("OMNIATTN_FUZZ_DTYPE", "float32"))
 #: The same ones in every run; before a release, more: OMNIATTN_FUZZ_EXAMPLES=1000.
 EXAMPLES = int(os.environ.get("OMNIATTN_FUZZ_EXAMPLES", "100"))
 FUZZ = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)
+CALLS = valid_calls(DTYPE)
+
+
+class Drawn:
+    """The draws of hypothesis as those of random.Random."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def choice(self, values):
+        return self.data.draw(st.sampled_from(values))
+
+    def randint(self, low, high):
+        return self.data.draw(st.integers(low, high))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,136 +70,36 @@ def one_thread():
         yield
 
 
-@functools.cache
-def valid_calls():
-    """Name of each raw op to the argument tuples that the specs' smaller cases call it with."""
-    calls = collections.defaultdict(list)
-    for spec in SPECS.values():
-        for case in spec.cases:
-            if DTYPE not in spec.dtypes:
-                continue
-            call = spec.call(case, DTYPE)
-            if sum(t.numel() for t in call.tensors.values()) < 30_000:
-                for op, args, kwargs in recorded_ops(call, spec.function):
-                    assert args and not kwargs
-                    calls[op._schema.name.split("::")[1]].append((op, args))
-    # Called inside of other ops and of layers only.
-    ones = [torch.ones(5, 70) for _ in range(4)]
-    silu = ACTIVATIONS["silu"]
-    row = torch.ones(2, 1, 6, dtype=DTYPE)
-    groups, heads = row.view(2, 1, 2, 3), torch.ones(2, 1, 4, 5, dtype=DTYPE)
-    four, dt = torch.ones(4), torch.ones(2, 1, 4, dtype=DTYPE)
-    taps = torch.ones(6, 3, dtype=DTYPE)
-    for name, args in {
-        "causal_conv1d_": (row, taps, taps[:, 0], row.new_ones(2, 6, 2), True),
-        "selective_scan_": (
-            *(row, row, -torch.ones(6, 3), groups, groups),
-            *(None, row, None, torch.ones(2, 6, 3), True),
-        ),
-        "ssd_": (
-            *(heads, dt, four, groups, groups, four, heads, four, torch.ones(2, 4, 5, 3)),
-            *(True, 0.0, math.inf),
-        ),
-        "attention_backward": (
-            *(heads, None, heads, heads, heads, [torch.ones(7, 4, 5, dtype=DTYPE)] * 2, None),
-            *(heads, torch.ones(2, 4, 1), torch.zeros(2, 4, 1), []),
-            *([11, 0, 2, 12, 1, 3], [0.5, 0.0, 3.0, -2.0], [0, 1]),
-        ),
-        "glu_backward_": (*ones[:3], silu, [], ones[3]),
-        "activate": (ones[0], silu),
-        "activate_backward_": (*ones[:2], silu),
-    }.items():
-        calls[name].append((getattr(torch.ops.omniattn, name).default, args))
-    return calls
-
-
 def test_every_op_is_fuzzed():
     names = {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if "omniattn::" in n}
     twins = {n for n in names if n + "_raw" in names}  # the same implementation under two names
     machine = {n for n in names if n.endswith(("cpu_isa", "tile_state", "madds")) or "paths_" in n}
-    assert names - twins - machine == set(valid_calls())
+    assert names - twins - machine == set(CALLS)
 
 
-def mutate_tensor(t, draw):
-    dim = draw(st.integers(0, max(t.dim() - 1, 0)))
-    kind = draw(st.sampled_from(["shape", "rank", "dtype", "layout", "values", "none"]))
-    if kind == "shape" and t.dim():
-        size = draw(st.sampled_from([0, 1, t.shape[dim] + 1, max(t.shape[dim] - 1, 0)]))
-        shape = [*t.shape[:dim], size, *t.shape[dim + 1 :]]
-        return torch.zeros(shape, dtype=t.dtype)
-    if kind == "rank":
-        return draw(st.sampled_from([t.flatten(), t[None], t.new_zeros(()), t.new_zeros(0)]))
-    if kind == "dtype":
-        return t.to(draw(st.sampled_from(DTYPES + OTHER_DTYPES)))
-    if kind == "layout":
-        if draw(st.booleans()) and t.numel():
-            return t.flatten()[0].expand(t.shape)
-        return testing.relayout(t, draw(st.sampled_from(testing.LAYOUTS)))
-    if kind == "values":
-        integers = INTS if t.dtype in (torch.int64, torch.bool) else (0, 1, 3)
-        value = draw(st.sampled_from(FLOATS if t.is_floating_point() else integers))
-        return torch.full_like(t, t.dtype != torch.bool and value)
-    return None
-
-
-def mutate(value, draw):
-    if isinstance(value, torch.Tensor):
-        return mutate_tensor(value, draw)
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int):
-        return draw(st.sampled_from(INTS))
-    if isinstance(value, float):
-        return draw(st.sampled_from(FLOATS))
-    if isinstance(value, list):
-        at = draw(st.integers(0, max(len(value) - 1, 0)))
-        changed = [mutate(v, draw) if i == at else v for i, v in enumerate(value)]
-        return draw(st.sampled_from([changed, value[:-1], value + value[-1:], value * 40]))
-    shape = draw(st.lists(st.integers(0, 5), max_size=4))
-    return torch.zeros(shape, dtype=draw(st.sampled_from(DTYPES)))
-
-
-def shapes(outputs):
-    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    tensors = torch.utils._pytree.tree_leaves(list(outputs))
-    return [(tuple(t.shape), t.dtype) for t in tensors if t is not None]
-
-
-def fake_shapes(op, args):
-    with FakeTensorMode() as mode:
-        fakes = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
-        return shapes(op(*fakes))
-
-
-@pytest.mark.parametrize("name", sorted(valid_calls()))
+@pytest.mark.parametrize("name", sorted(CALLS))
 @FUZZ
 @given(data=st.data())
 def test_raw_op(name, data):
-    op, args = data.draw(st.sampled_from(valid_calls()[name]))
-    args = list(args)
-    for _ in range(data.draw(st.integers(1, 2))):
-        at = data.draw(st.integers(0, len(args) - 1))
-        args[at] = mutate(args[at], data.draw)
-    args = (
-        torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, args)
-        if (op._schema.is_mutable)
-        else args
-    )
-    try:
-        outputs = op(*args)
-    except ERRORS as error:
-        assert str(error)
-        return
-    assert shapes(outputs) == fake_shapes(op, args)
+    check_raw_call(*mutated_call(CALLS[name], Drawn(data)))
 
 
-@pytest.mark.parametrize("name", sorted(valid_calls()))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_results_have_the_shapes_and_dtypes_that_compile_is_told(dtype):
+    """Gradients that nobody wants included."""
+    for calls in valid_calls(dtype).values():
+        for op, args in calls:
+            args = tree_map_only(torch.Tensor, torch.clone, args) if op._schema.is_mutable else args
+            assert_like_fakes(op, args, op(*args))
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
 def test_a_tensor_without_memory_beside_others_is_refused(name):
     """One meta tensor suffices to choose the kernel of the meta device, which writes nothing.
 
     Those of an optional list choose none; the kernel of the others refuses them.
     """
-    op, args = valid_calls()[name][0]
+    op, args = CALLS[name][0]
     is_tensor = functools.partial(torch.utils._pytree.tree_any, lambda v: torch.is_tensor(v))
     places = [i for i, value in enumerate(args) if is_tensor(value)]
     for at in places:
@@ -195,10 +110,10 @@ def test_a_tensor_without_memory_beside_others_is_refused(name):
                 op(*args[:at], meta, *args[at + 1 :])
 
 
-@pytest.mark.parametrize("name", sorted(valid_calls()))
+@pytest.mark.parametrize("name", sorted(CALLS))
 def test_freed_memory_is_refused(name):
     """FSDP frees what it gathers; a subclass of Tensor without memory looks the same."""
-    op, args = valid_calls()[name][0]
+    op, args = CALLS[name][0]
     for at, value in enumerate(args):
         values = value if isinstance(value, list) else [value]
         for i, t in enumerate(values):
@@ -221,7 +136,7 @@ def test_public_function(name, data):
     tensors, options = dict(call.tensors), dict(call.options)
     changed = data.draw(st.sampled_from(sorted(tensors) + sorted(options)))
     group = tensors if changed in tensors else options
-    group[changed] = mutate(group[changed], data.draw)
+    group[changed] = mutate(group[changed], Drawn(data))
     try:
         actual = spec.function(**tensors, **options)
     except ERRORS as error:
@@ -330,7 +245,7 @@ def test_functions_without_a_spec(name, data):
     function, arguments = systems()[name]
     usual = shapes(function(**copy.deepcopy(arguments)))
     changed = data.draw(st.sampled_from(sorted(arguments)))
-    arguments[changed] = mutate(arguments[changed], data.draw)
+    arguments[changed] = mutate(arguments[changed], Drawn(data))
     try:
         results = function(**arguments)
     except ERRORS as error:

@@ -16,6 +16,7 @@ from omniattn.ops import level_choice
 from omniattn.ops._cpu import cpu_family
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.spec import SHORT_DTYPE
+from omniattn.testing.wanted import enlarged
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 SPECS = testing.registry()
@@ -30,13 +31,16 @@ def cases(spec, selection):
     special = [spec.case(label) for label in spec.special]
     packed = [case for case in spec.cases if case.label == "packed"] or list(spec.cases)
     few = [spec.cases[1], *special]
-    return {"tiny": spec.cases[:1], "packed": packed[:1], "few": few}[selection]
+    large = [enlarged(case) for case in few]
+    selected = {"tiny": spec.cases[:1], "packed": packed[:1], "few": few, "large": large}
+    return selected[selection]
 
 
 #: property: (cases, dtypes), or None for the widest that a spec has
 MATRIX = {
     "forward": ("all", (F64, F32, BF16, F16)),
     "backward": ("all", (F64, F32, BF16, F16)),
+    "wanted_gradients": ("large", (F32, BF16)),
     "expanded_gradient": ("few", (F32,)),
     "gradcheck": ("tiny", (F64,)),
     "opcheck": ("tiny", (F32,)),
@@ -69,7 +73,10 @@ SLOW = {"mapped_pairs", "dynamic_each"}
 
 
 #: Properties of gradients.
-DERIVED = {"backward", "expanded_gradient", "gradcheck", "checkpointed", "transforms"}
+DERIVED = {
+    *("backward", "wanted_gradients", "expanded_gradient", "gradcheck"),
+    *("checkpointed", "transforms"),
+}
 
 
 def rounds_small_products():
@@ -110,6 +117,19 @@ def one_thread():
 @pytest.mark.parametrize(("check", "spec", "case", "dtype"), list(matrix()))
 def test(check, spec, case, dtype):
     check(spec, case, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.differentiable])
+def test_every_subset_of_wanted_gradients(name):
+    """Of all cases, as they are and enlarged, in every dtype and on every instruction set."""
+    spec = SPECS[name]
+    for level in testing.isas():
+        with testing.isa(level):
+            for case in spec.cases:
+                for dtype in spec.dtypes:
+                    for sized in (case, enlarged(case)):
+                        PROPERTIES["wanted_gradients"](spec, sized, dtype)
 
 
 def test_every_property_is_in_the_matrix():

@@ -150,7 +150,7 @@ def _gated_norm(
 ) -> Any:
     cols = check_row(op, x, eps)
     require_int(op, "num_groups", num_groups, 1)
-    if cols % num_groups:
+    if cols % num_groups or num_groups > max(cols, 1):
         raise ValueError(
             f"{op}: num_groups must divide the last dimension of x, "
             f"got num_groups={num_groups}, x.shape={tuple(x.shape)}"

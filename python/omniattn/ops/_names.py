@@ -14,7 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Rules", "Schema", "call_by_name", "gradients_like", "like", "outputs_like", "picker"]
+from omniattn.reference.precision import compute_dtype
+
+__all__ = [
+    "Rules",
+    "Schema",
+    "call_by_name",
+    "gradients_like",
+    "like",
+    "like_or_wide",
+    "outputs_like",
+    "picker",
+]
 
 #: Functions by name; each is called with the values that its parameters name.
 Rules = Mapping[str, Callable[..., Any]]
@@ -56,6 +67,11 @@ def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 def like(t: Tensor) -> Tensor:
     return t.new_empty(t.shape)
+
+
+def like_or_wide(t: Tensor | None, first: Tensor) -> Tensor:
+    """Like t; where that is None, empty and of the dtype that sums of `first` have."""
+    return first.new_empty(0, dtype=compute_dtype(first)) if t is None else like(t)
 
 
 def outputs_like(schema: Schema, rules: Rules) -> Callable[..., Any]:

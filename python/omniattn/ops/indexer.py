@@ -9,6 +9,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.ops._autograd import DifferentiableOp, Op
 from omniattn.ops._backward import BackwardOp
+from omniattn.ops._names import like_or_wide
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
@@ -98,7 +99,11 @@ dsa_indexer_loss = DifferentiableOp(
         "kept": _kept,
     },
     private=("kept",),
-    backward_op=BackwardOp("dsa_indexer_loss_backward", fold=Fold((*_BATCH, "kept"))),
+    backward_op=BackwardOp(
+        "dsa_indexer_loss_backward",
+        fakes={"dw": lambda q_idx, w: like_or_wide(w, q_idx)},
+        fold=Fold((*_BATCH, "kept")),
+    ),
     formula=_loss_formula,
     fold=Fold(_BATCH),
 )

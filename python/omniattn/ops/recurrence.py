@@ -8,6 +8,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops._autograd import DifferentiableOp
+from omniattn.ops._names import like_or_wide
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
@@ -56,6 +57,11 @@ recurrence = DifferentiableOp(
         "o": lambda v, wide: v.new_empty(v.shape, dtype=compute_dtype(v) if wide else v.dtype),
         "final_state": _final_state,
         "states": _chunk_starts,
+        "dg": lambda q, g: like_or_wide(g, q),
+        "dbeta": lambda q, beta: like_or_wide(beta, q),
+        "dbonus": lambda q, bonus: like_or_wide(bonus, q),
+        "dskip": lambda q, skip: like_or_wide(skip, q),
+        "dleast": lambda q, least: like_or_wide(least, q),
         "dinitial_state": lambda q, v, cu_seqlens, normalize: _final_state(
             q, v, cu_seqlens, normalize
         ),

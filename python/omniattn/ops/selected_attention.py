@@ -7,6 +7,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._backward import BackwardOp
+from omniattn.ops._names import like_or_wide
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
@@ -71,6 +72,7 @@ selected_attention = DifferentiableOp(
     private=("lse_tail",),
     backward_op=BackwardOp(
         "selected_attention_backward",
+        fakes={"dsinks": lambda q, sinks: like_or_wide(sinks, q)},
         fold=Fold((*_BATCH, "out", "lse", "lse_tail"), when=_undropped),
     ),
     formula=_formula,

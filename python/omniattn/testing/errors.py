@@ -20,7 +20,7 @@ from omniattn.testing.environment import current_device
 from omniattn.testing.memory import Layout
 from omniattn.testing.spec import Case, Function, OpSpec, Pass, output_gradients
 
-__all__ = ["Measured", "assert_within_budget", "distance", "measure_error"]
+__all__ = ["Measured", "assert_same", "assert_within_budget", "distance", "measure_error"]
 
 
 OUTPUT_FACTOR = 2.0
@@ -130,4 +130,19 @@ def assert_within_budget(
     assert m.error <= m.budget, (
         f"{spec.name}[{case.name}] {dtype}: {m.tensor} must be within {m.budget:.3g} of fp64, "
         f"got {m.error:.3g}"
+    )
+
+
+def assert_same(what: str, actual: Tensor, expected: Tensor) -> None:
+    """Bitwise, NaN equal to NaN."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, (
+        f"{what} must be {tuple(expected.shape)} {expected.dtype}, "
+        f"got {tuple(actual.shape)} {actual.dtype}"
+    )
+    if torch.equal(actual, expected):
+        return
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    assert bool(same.all()), (
+        f"{what} must be bitwise the same, got {int((~same).sum())} of {same.numel()} different, "
+        f"up to {(actual.double() - expected.double()).abs().max().item():.3g}"
     )

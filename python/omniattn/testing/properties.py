@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from omniattn.testing.autocast import KEPT, LEADERS, rule_of
 from omniattn.testing.environment import current_device, isa, isas, threads
-from omniattn.testing.errors import assert_within_budget
+from omniattn.testing.errors import assert_same, assert_within_budget
 from omniattn.testing.memory import LAYOUTS, poisoned_memory
 from omniattn.testing.spec import Call, Case, Function, OpSpec, output_gradients
+from omniattn.testing.wanted import wanted_gradients
 
 __all__ = ["PROPERTIES", "Property", "assert_all_same", "outputs_and_gradients", "recorded_ops"]
 
@@ -34,13 +35,13 @@ def forward(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 
 def backward(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
-    """Gradients are within budget of fp64, for any subset of inputs that asks for them."""
+    """Gradients are within budget of fp64, and each alone has the bits of all together."""
     assert_within_budget(spec, case, dtype, "backward")
     call = spec.call(case, dtype)
     every = call.gradients(spec.function)
     for name, expected in zip(call.differentiable, every, strict=True):
         alone = Call(call.tensors, call.options, (name,)).gradients(spec.function)[0]
-        _assert_same(f"{spec.name}: gradient of {name} alone", alone, expected)
+        assert_same(f"{spec.name}: gradient of {name} alone", alone, expected)
 
 
 def expanded_gradient(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
@@ -275,7 +276,7 @@ def transforms(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     leaves = {n: t.detach().requires_grad_() for n, t in named.items()}
     expected = torch.autograd.grad(loss(leaves), list(leaves.values()))
     for (name, actual), wanted in zip(found.items(), expected, strict=True):
-        _assert_same(f"{spec.name}: torch.func.grad of {name}", actual, wanted)
+        assert_same(f"{spec.name}: torch.func.grad of {name}", actual, wanted)
 
 
 def _loss(spec: OpSpec, call: Call) -> Callable[[dict[str, Tensor]], Tensor]:
@@ -376,6 +377,7 @@ PROPERTIES: dict[str, Property] = {
     for f in (
         forward,
         backward,
+        wanted_gradients,
         expanded_gradient,
         gradcheck,
         opcheck,
@@ -410,17 +412,4 @@ def outputs_and_gradients(
 
 def assert_all_same(spec: OpSpec, actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        _assert_same(f"{spec.name}: tensor {i} of outputs and gradients", a, e)
-
-
-def _assert_same(what: str, actual: Tensor, expected: Tensor) -> None:
-    """Bitwise, NaN equal to NaN."""
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape, (
-        f"{what} must be {tuple(expected.shape)} {expected.dtype}, "
-        f"got {tuple(actual.shape)} {actual.dtype}"
-    )
-    same = (actual == expected) | (actual.isnan() & expected.isnan())
-    assert bool(same.all()), (
-        f"{what} must be bitwise the same, got {int((~same).sum())} of {same.numel()} different, "
-        f"up to {(actual.double() - expected.double()).abs().max().item():.3g}"
-    )
+        assert_same(f"{spec.name}: tensor {i} of outputs and gradients", a, e)

@@ -1,0 +1,94 @@
+"""Gradients that nobody wants: frozen inputs, outputs that the loss does not use."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from omniattn.testing.errors import assert_same
+from omniattn.testing.spec import Call, Case, OpSpec, output_gradients
+
+__all__ = ["enlarged", "subsets", "wanted_gradients"]
+
+#: One more than a multiple of 4, past 128 rows or keys of a block, 64 rows of a buffer and 32 steps
+#: of a chunk.
+_LONG = 133
+#: Sequences of a batch, past the 8 that run side by side, and of one step, past the 64 at a time.
+_SEVERAL, _MANY = 9, 67
+_LENGTHS = ("T", "Tq", "Tk", "M", "L", "X")
+#: Options that repeat a size.
+_REPEATED = {"max_seqlen_q": "Tq", "max_seqlen_k": "Tk", "length": "L"}
+
+
+def enlarged(case: Case) -> Case:
+    """The case with sizes past every internal buffer of the kernels.
+
+    Empty dimensions stay empty, and few queries or a single step stay few, because they choose the
+    kernels. Batches that masks or packed sequences fix keep their size.
+    """
+    sizes = dict(case.sizes)
+    few = [n for n in ("T", "Tq") if 0 < sizes.get(n, 0) <= 4 and case.label != "tiny"]
+    for name in set(_LENGTHS) & set(sizes):
+        if sizes[name] > 0 and name not in few:
+            sizes[name] = max(sizes[name], _LONG)
+    if "Tq" in few:
+        sizes["Tk"] = max(sizes["Tk"], 2 * _LONG) if sizes["Tk"] else 0
+    fixed = case.sizes.keys() & {"N", "S"} and "cu_seqlens" in case.tensors
+    if "T" in sizes and sizes["B"] > 0 and not fixed:
+        sizes["B"] = max(sizes["B"], _MANY if "T" in few else _SEVERAL)
+    options = {n: sizes[_REPEATED[n]] if n in _REPEATED else v for n, v in case.options.items()}
+    return replace(case, sizes=sizes, options=options)
+
+
+def subsets(names: Iterable[str], seed: str, drawn: int = 3) -> Iterator[tuple[str, ...]]:
+    """Each name alone, all but one, and `drawn` random subsets of 2 or more; none of them twice."""
+    names = tuple(names)
+    found = {(name,): None for name in names}
+    found |= {tuple(n for n in names if n != left_out): None for left_out in names}
+    draw = random.Random(seed)
+    if len(names) > 4:
+        for _ in range(drawn):
+            chosen = draw.sample(names, draw.randint(2, len(names) - 2))
+            found[tuple(n for n in names if n in chosen)] = None
+    return (subset for subset in found if 0 < len(subset) < len(names))
+
+
+def wanted_gradients(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
+    """Any subset of wanted gradients has the bits of all; an unused output counts as a zero one."""
+    call = spec.call(case, dtype)
+    every = dict(zip(call.differentiable, call.gradients(spec.function), strict=True))
+    for names in subsets(call.differentiable, case.name):
+        found = replace(call, differentiable=names).gradients(spec.function)
+        for name, actual in zip(names, found, strict=True):
+            _assert_wanted(spec, case, f"gradient of {name} among {names}", actual, every[name])
+    _check_unused_outputs(spec, case, call, every)
+
+
+def _check_unused_outputs(
+    spec: OpSpec, case: Case, call: Call, every: Mapping[str, Tensor]
+) -> None:
+    leaves = call.requiring_grad()
+    outputs = leaves.run(spec.function)
+    used = [i for i, output in enumerate(outputs) if output.requires_grad]
+    if len(used) < 2:
+        return
+    grads = output_gradients(outputs)
+    for i in used:
+        found = torch.autograd.grad(
+            outputs[i], leaves.leaves, grads[i], retain_graph=True, materialize_grads=True
+        )
+        zeros = [grads[j] if j == i else torch.zeros_like(grads[j]) for j in used]
+        expected = torch.autograd.grad(
+            [outputs[j] for j in used], leaves.leaves, zeros, retain_graph=True
+        )
+        for name, actual, wanted in zip(every, found, expected, strict=True):
+            what = f"gradient of {name} where output {i} alone is used"
+            _assert_wanted(spec, case, what, actual, wanted)
+
+
+def _assert_wanted(spec: OpSpec, case: Case, what: str, actual: Tensor, expected: Tensor) -> None:
+    assert_same(f"{spec.name}[{case.name}]: {what}", actual, expected)
