@@ -135,6 +135,7 @@ RUNS = {
         (FEW_EXPERTS, (*VALUES, "strided"), ("f64", "f16")),
         (FEW_STATES, VALUES + PLACES, ("f64", "f32", "f16")),
         (FEW_SCANS, VALUES + PLACES, ("f32", "f16")),
+        (OPS + FEW_SCANS[:4], ("wanted_gradients",), ("bf16",)),
     ],
     ("race", "ascending"): [
         (OPS, VALUES, ("bf16",)),
@@ -178,6 +179,7 @@ SWEEPS = {
         (INDEXER, ("forward", *PLACES), ("f64", "f16")),
         (EXPERTS, VALUES, ("f64", "f16")),
         (STATES, VALUES, ("f64",)),
+        (FEW + FEW_STATES + FEW_SCANS + FEW_EXPERTS, ("wanted_gradients",), ("f32", "bf16")),
     ],
     ("value", "descending"): [
         (FEW + TILES, VALUES + PLACES, ("f64", "f32", "f16")),

@@ -236,3 +236,14 @@ def test_tensor_subclasses_keep_their_class():
     y = F.rms_norm(x.requires_grad_())
     (grad,) = torch.autograd.grad(y.sum(), x)
     assert type(F.rms_norm(x.detach())) is type(y) is type(grad) is Tagged
+
+
+@pytest.mark.parametrize("groups", [2, 2**63 - 1])
+def test_an_empty_row_is_one_group(groups):
+    """Every number divides 0, and kernels would count as many groups as they are told."""
+    x = torch.zeros(3, 0)
+    with pytest.raises(ValueError, match=f"group_norm: num_groups must divide .*={groups}"):
+        F.group_norm(x, num_groups=groups)
+    with pytest.raises(RuntimeError, match=f"groups must divide .*got groups={groups}"):
+        torch.ops.omniattn.gated_norm_only(x, *[None] * 3, groups, 0, 2, False, 1e-6, False)
+    assert F.group_norm(x, num_groups=1).shape == x.shape
