@@ -20,20 +20,20 @@ import csv
 import os
 from collections.abc import Callable, Iterator
 
-import goal_caches
-import goal_recurrences
-import goal_rows
-import goal_scans
-import goal_slow_paths
-import goal_sparse
-import goal_state_space
-import goal_tiles
 import harness
 import report
 import torch
-from goal import Row
-from goal_steps import llama_groups
-from systems import same_results
+from goal_rows import attention as goal_rows
+from goal_rows import caches as goal_caches
+from goal_rows import recurrences as goal_recurrences
+from goal_rows import scans as goal_scans
+from goal_rows import slow_paths as goal_slow_paths
+from goal_rows import sparse as goal_sparse
+from goal_rows import state_space as goal_state_space
+from goal_rows import tiles as goal_tiles
+from goal_rows.goal import Row
+from goal_rows.steps import llama_groups
+from system_rows.system import same_results
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 

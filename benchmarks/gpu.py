@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpu_steps import Options
+    from gpu_steps.steps import Options
 
 Row = dict[str, Any]
 
@@ -33,8 +33,8 @@ Row = dict[str, Any]
 def main() -> None:
     # `import omniattn` looks for a GPU: by NVML, for a process that initialised CUDA cannot fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    import gpu_steps
     import report
+    from gpu_steps import steps as gpu_steps
 
     steps = list(gpu_steps.STEPS)
     ops = [name for name, spec in gpu_steps.registry().items() if spec.cuda != "planned"]
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def run_here(options: Options, steps: list[str]) -> None:
-    import gpu_steps
+    from gpu_steps import steps as gpu_steps
 
     for step in steps:
         with gpu_steps.ready(options, step):
@@ -83,7 +83,7 @@ def run_here(options: Options, steps: list[str]) -> None:
 
 def run(options: Options, steps: list[str], end: float, folder: Path) -> int:
     """The exit code: 1 where anything failed."""
-    from gpu_workers import run_items
+    from gpu_steps.workers import run_items
 
     for start in ("fork", "spawn"):
         context = multiprocessing.get_context(start)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from baselines.moe import experts_grouped, experts_loop
-from goal import BF16, PASSES, provider, sdpa, tensors
+from goal_rows.goal import BF16, PASSES, provider, sdpa, tensors
 from linear_choice import best_times
 
 from omniattn import testing

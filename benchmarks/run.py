@@ -21,8 +21,8 @@ import harness
 import report
 import torch
 from baselines import BASELINES
-from system_rows import SYSTEMS
-from systems import System, same_results
+from system_rows.rows import SYSTEMS
+from system_rows.system import System, same_results
 
 from omniattn.functional import masks
 from omniattn.ops._cpu import cpu_family

@@ -11,7 +11,7 @@ import torch
 from omniattn import compat, functional, hf, models, modules, training
 from omniattn.functional import masks, scores
 from omniattn.models import PRESETS, ModelConfig
-from omniattn.modules.layer import Layer
+from omniattn.modules.base.layer import Layer
 from omniattn.suggestions import did_you_mean
 from omniattn.training import TrainConfig
 

@@ -1,4 +1,4 @@
-"""The signatures of layers for type checkers: python/omniattn/modules/_signatures.pyi.
+"""The signatures of layers for type checkers: python/omniattn/modules/base/_signatures.pyi.
 
     python tools/signatures.py [--check]
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import omniattn.modules
 
-PAGE = Path(__file__).parents[1] / "python" / "omniattn" / "modules" / "_signatures.pyi"
+PAGE = Path(__file__).parents[1] / "python" / "omniattn" / "modules" / "base" / "_signatures.pyi"
 HEAD = '"""Written by tools/signatures.py: what the layers take, in both forms."""\n'
 
 
@@ -87,7 +87,7 @@ def overload(
 def layers() -> list[type]:
     """The classes of omniattn.modules that take either form."""
     found = set()
-    for each in pkgutil.iter_modules(omniattn.modules.__path__, "omniattn.modules."):
+    for each in pkgutil.walk_packages(omniattn.modules.__path__, "omniattn.modules."):
         for value in vars(importlib.import_module(each.name)).values():
             if isinstance(value, type) and hasattr(vars(value).get("__init__"), "fields_of"):
                 found.add(value)

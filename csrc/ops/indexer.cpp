@@ -1,5 +1,5 @@
 // dsa_indexer: checks, allocation, and the split over threads.
-#include "kernels/attention/indexer.h"
+#include "kernels/indexer/indexer.h"
 
 #include <algorithm>
 
@@ -107,7 +107,7 @@ const Registry registry([](Registry& ops) {
   ops.add<dsa_indexer>(
       "dsa_indexer(Tensor q, Tensor k, Tensor? w, Tensor? key_padding, SymInt topk, bool causal,"
       " bool relu, bool recent, bool return_scores) -> (Tensor index, Tensor scores)");
-  // loss (B, Tq) in the compute dtype; kept: for the backward (kernels/attention/indexer_loss.h).
+  // loss (B, Tq) in the compute dtype; kept: for the backward (kernels/indexer/indexer_loss.h).
   const std::string loss =
       "dsa_indexer_loss(Tensor q_idx, Tensor k_idx, Tensor? w, Tensor q, Tensor k, Tensor lse,"
       " Tensor? indices, Tensor? key_padding, float scale, bool causal, bool relu)"

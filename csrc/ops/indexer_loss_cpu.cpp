@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "kernels/attention/indexer_loss.h"
+#include "kernels/indexer/indexer_loss.h"
 #include "ops/checks.h"
 #include "ops/registry.h"
 #include "ops/stage.h"

@@ -1,5 +1,5 @@
 // selected_attention: attention over the blocks of keys that lists select.
-#include "kernels/attention/selected_attention_cuda.h"
+#include "kernels/selected_attention/selected_attention_cuda.h"
 
 #include <algorithm>
 #include <cmath>

@@ -2,15 +2,15 @@
 
 import csv
 
-import goal
-import goal_products
-import goal_recurrences
-import goal_sparse
 import goals
 import harness
 import pytest
 import report
 import torch
+from goal_rows import goal
+from goal_rows import products as goal_products
+from goal_rows import recurrences as goal_recurrences
+from goal_rows import sparse as goal_sparse
 
 
 def row(**fields):

@@ -1,8 +1,8 @@
 """Every published form has a row in the benchmark, whose providers compute the same."""
 
 import pytest
-from system_rows import OF_OPS, SYSTEMS
-from systems import System, same_results
+from system_rows.rows import OF_OPS, SYSTEMS
+from system_rows.system import System, same_results
 
 from omniattn.testing import registry
 from omniattn.testing.registry import variants

@@ -10,7 +10,8 @@ from omniattn.cli import info
 from omniattn.encoding.masks import BLOCK, LAYOUTS, MAX_RULES, PARTS, MaskKind
 from omniattn.encoding.options import ScoreKind
 from omniattn.encoding.score_program import ProgramOp
-from omniattn.functional import _attention, _mask
+from omniattn.functional.attention import _common as _attention
+from omniattn.functional.masks import base as _mask
 from omniattn.ops import level_choice
 from omniattn.ops.activation import ACTIVATIONS
 from omniattn.ops.gated_norm import GATE_PLACES

@@ -30,9 +30,9 @@ from omniattn.modules import (
     RotaryEmbedding,
     RWKVChannelMix,
 )
-from omniattn.modules.auxiliary import AuxiliaryLoss
-from omniattn.modules.layer import Layer
-from omniattn.modules.linear import is_plain
+from omniattn.modules.base.layer import Layer
+from omniattn.modules.base.linear import is_plain
+from omniattn.modules.experts.auxiliary import AuxiliaryLoss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DIM = 24

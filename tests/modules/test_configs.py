@@ -93,7 +93,7 @@ def test_a_module_prints_the_arguments_that_make_its_config(name):
     parts = {
         field.name: value
         for field in dataclasses.fields(config)
-        if isinstance(value := getattr(config, field.name), modules.layer.LayerConfig)
+        if isinstance(value := getattr(config, field.name), modules.base.layer.LayerConfig)
     }
     shown = eval(f"dict({config.as_arguments()})")  # as help(module) names them
     assert type(config)(**shown, **parts) == config
@@ -193,8 +193,8 @@ def test_a_layer_names_an_argument_that_is_no_tensor(name):
 
 def test_every_config_checks_its_fields():
     for name in modules.__all__:
-        config = getattr(getattr(modules, name), "Config", modules.layer.LayerConfig)
-        assert issubclass(config, modules.layer.LayerConfig), name
+        config = getattr(getattr(modules, name), "Config", modules.base.layer.LayerConfig)
+        assert issubclass(config, modules.base.layer.LayerConfig), name
 
 
 @pytest.mark.parametrize("cache", [KVCache, RollingCache, PagePool])

@@ -28,8 +28,8 @@ from omniattn.modules import (
     RMSNorm,
     RotaryEmbedding,
 )
-from omniattn.modules.layer import Layer, LayerConfig
-from omniattn.modules.state import StatePair
+from omniattn.modules.base.layer import Layer, LayerConfig
+from omniattn.modules.base.state import StatePair
 from omniattn.reference import LinearScaling
 
 MLP, NORM = GatedMLP.Config(24, 32, init_std=0.5), RMSNorm.Config(24)

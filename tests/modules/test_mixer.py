@@ -34,7 +34,7 @@ from omniattn.modules import (
     SelectiveCache,
     State,
 )
-from omniattn.modules.layer import Layer
+from omniattn.modules.base.layer import Layer
 
 
 def test_every_mixer_is_tried():

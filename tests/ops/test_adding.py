@@ -21,9 +21,9 @@ def examples():
     return [textwrap.dedent(e) for e in re.findall(r"```python\n(.*?)```", section, re.DOTALL)]
 
 
-def run_in(package, text, mode="exec"):
-    """The names after `text` in the package's file of recurrences, or what it evaluates to."""
-    names = dict(vars(importlib.import_module(f"omniattn.{package}.recurrence")))
+def run_in(module, text, mode="exec"):
+    """Returns NAME as `text` defines it in the module, or the value of `text`."""
+    names = dict(vars(importlib.import_module(f"omniattn.{module}")))
     found = eval(compile(text, "docs/adding.md", mode), names)
     return names[NAME] if mode == "exec" else found
 
@@ -31,9 +31,10 @@ def run_in(package, text, mode="exec"):
 @pytest.fixture
 def spec(monkeypatch):
     function, definition, spec = examples()
-    monkeypatch.setattr(functional, NAME, run_in("functional", function), raising=False)
-    monkeypatch.setattr(reference, NAME, run_in("reference", definition), raising=False)
-    return run_in("testing.specs", spec, "eval")
+    public = run_in("functional.recurrences.linear_attention", function)
+    monkeypatch.setattr(functional, NAME, public, raising=False)
+    monkeypatch.setattr(reference, NAME, run_in("reference.recurrence", definition), raising=False)
+    return run_in("testing.specs.recurrence", spec, "eval")
 
 
 @pytest.mark.parametrize("dtype", [F64, F32, BF16])

@@ -1,9 +1,11 @@
 """The table of layers in docs/architecture.md says who may include or import whom."""
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
+import counts
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -31,13 +33,7 @@ def used_by(source: str, suffix: str) -> set[str]:
     """The folders that a file includes or imports, functions and type checking included."""
     if suffix != ".py":
         return {f"csrc/{name}" for name in re.findall(r'#include "(\w+)/', source)}
-    names: list[str] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    names = counts.imported(ast.parse(source))
     return {f"python/omniattn/{n.split('.')[1]}" for n in names if n.startswith("omniattn.")}
 
 
@@ -61,6 +57,32 @@ def test_a_layer_uses_only_what_the_table_allows(layer):
     for path in files:
         found = violations(layer, path.read_text(encoding="utf-8"), path.suffix)
         assert not found, f"{path.relative_to(ROOT)} must not use {found}"
+
+
+@pytest.mark.parametrize("package", ["functional", "modules"])
+def test_rooms_import_each_other_in_one_order(package):
+    arrows = counts.room_imports(package)
+    assert 0 < len(arrows) <= 30
+    graph: dict[str, set[str]] = {}
+    for room, other in arrows:
+        graph.setdefault(room, set()).add(other)
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises where there is a circle
+
+
+@pytest.mark.parametrize(
+    ("tree", "most"),
+    [
+        ("python/omniattn/functional", 20),
+        ("python/omniattn/modules", 20),
+        ("benchmarks", 20),
+        ("tests", 20),
+        ("csrc/kernels/attention", 40),
+    ],
+)
+def test_no_folder_is_crowded(tree, most):
+    sizes = {d: n for d, n in counts.folder_sizes().items() if f"{d}/".startswith(f"{tree}/")}
+    assert sizes
+    assert {folder: n for folder, n in sizes.items() if n > most} == {}
 
 
 @pytest.mark.parametrize(

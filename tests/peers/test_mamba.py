@@ -28,7 +28,7 @@ if PEER.present:
     THEIRS.selective_scan_fn = THEIRS.selective_scan_ref  # of which mamba_inner_ref is made
     PEER.names |= {n: vars(THEIRS)[n] for n in ("selective_scan_ref", "mamba_inner_ref")}
     CASES = PEER.cases(
-        "tests/ops/test_selective_scan.py",
+        "tests/ops/state_space/test_selective_scan.py",
         8,
         lambda **given: given.get("seqlen", 0) <= LONGEST,
         {"mamba_inner_fn": "values up to 5e8, of which float32 has no 2e-3; smaller ones below"},

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from omniattn import reference, testing
+from omniattn.compat import liger
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.spec import OpSpec
 from omniattn.testing.table import replace_block
@@ -102,6 +103,6 @@ def test_every_name_of_the_variant_table_is_public():
     from omniattn import functional, modules, reference
     from omniattn.testing.registry import variants
 
-    public = {*functional.__all__, *modules.__all__, *reference.__all__}
+    public = {*functional.__all__, *modules.__all__, *reference.__all__, *liger.__all__}
     public |= {*functional.masks.__all__, *functional.scores.__all__}
     assert {name for variant in variants() for name in variant.names} <= public

@@ -1,7 +1,7 @@
 // Products of tiles by FMA for kernels with any dtype and head size, see runtime/gpu_fma.h.
 #pragma once
 
-#include "kernels/attention/score_program_cuda.h"
+#include "kernels/score_program/score_program_cuda.h"
 #include "runtime/gpu_fma.h"
 
 namespace omniattn::gpu {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/attention/score_program.h"
+#include "kernels/score_program/score_program.h"
 #include "runtime/dtype.h"
 #include "semantics/mask.h"
 #include "semantics/philox.h"

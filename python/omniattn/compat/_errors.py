@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.functional._checks import (
+from omniattn.checks.arguments import (
     FLOATS,
     require_bool,
     require_device,

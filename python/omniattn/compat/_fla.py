@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
+from omniattn.checks.arguments import require_number, require_tensor, shown
 from omniattn.compat._errors import errors_of
-from omniattn.functional._checks import require_number, require_tensor, shown
 from omniattn.reference.precision import widen
 from omniattn.suggestions import did_you_mean
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.checks.arguments import require_shape
 from omniattn.compat._fla import Call, beta_of, decays_of, delta_call, fla_function
-from omniattn.functional._checks import require_shape
 from omniattn.reference.precision import widen
 
 __all__ = [

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.checks.arguments import require_int, require_shape, require_tensor, shown
 from omniattn.compat._errors import errors_of
 from omniattn.compat._fla import Call, fla_function, require_inputs
-from omniattn.functional._checks import require_int, require_shape, require_tensor, shown
 from omniattn.reference.precision import widen
 
 __all__ = [

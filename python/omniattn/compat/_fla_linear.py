@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.checks.arguments import require_device, require_shape, require_tensor
 from omniattn.compat._errors import errors_of, require_form
 from omniattn.compat._fla import Call, fla_function, require_inputs, run
-from omniattn.functional._checks import require_device, require_shape, require_tensor
 from omniattn.reference.precision import widen
 
 __all__ = [

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.checks.arguments import require_device, require_int, require_shape, shown
 from omniattn.compat._errors import (
     errors_of,
     require_flags,
@@ -21,12 +22,6 @@ from omniattn.compat._errors import (
 from omniattn.compat._mamba_scan import of_pairs, require_same_groups, scan, steps_first
 from omniattn.compat._mamba_ssd import final_states, scan_rows
 from omniattn.compat.causal_conv1d import convolved
-from omniattn.functional._checks import (
-    require_device,
-    require_int,
-    require_shape,
-    shown,
-)
 
 __all__ = ["mamba_inner_fn", "mamba_split_conv1d_scan_combined"]
 

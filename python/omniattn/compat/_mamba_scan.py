@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.checks.arguments import (
+    require_device,
+    require_distinct,
+    require_rows,
+    require_shape,
+    widen,
+)
 from omniattn.compat._errors import (
     errors_of,
     require_flags,
@@ -17,13 +24,6 @@ from omniattn.compat._errors import (
     require_optional,
     require_real,
     require_writable,
-)
-from omniattn.functional._checks import (
-    require_device,
-    require_distinct,
-    require_rows,
-    require_shape,
-    widen,
 )
 
 __all__ = ["selective_scan_fn", "selective_scan_ref", "selective_state_update"]

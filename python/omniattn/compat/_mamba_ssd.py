@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.checks.arguments import is_traced, require_int, require_integers, require_shape, shown
 from omniattn.compat._errors import (
     errors_of,
     require_flags,
@@ -19,15 +20,8 @@ from omniattn.compat._errors import (
     require_state_dtype,
 )
 from omniattn.compat.causal_conv1d import boundaries
-from omniattn.functional._checks import (
-    is_traced,
-    require_int,
-    require_integers,
-    require_shape,
-    shown,
-)
-from omniattn.functional._recurrence import require_numbers_of_rows, widened
-from omniattn.functional.ssd import require_heads
+from omniattn.functional.recurrences._common import require_numbers_of_rows, widened
+from omniattn.functional.state_space.ssd import require_heads
 
 __all__ = ["mamba_chunk_scan_combined"]
 

@@ -6,6 +6,15 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
+from omniattn.checks.arguments import (
+    is_traced,
+    require_device,
+    require_distinct,
+    require_int,
+    require_like,
+    require_rows,
+    require_shape,
+)
 from omniattn.compat._errors import (
     errors_of,
     require_flags,
@@ -15,16 +24,7 @@ from omniattn.compat._errors import (
     require_real,
     require_writable,
 )
-from omniattn.functional._checks import (
-    is_traced,
-    require_device,
-    require_distinct,
-    require_int,
-    require_like,
-    require_rows,
-    require_shape,
-)
-from omniattn.functional._recurrence import require_boundaries
+from omniattn.functional.recurrences._common import require_boundaries
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
 

@@ -3,39 +3,42 @@
 from omniattn.functional import masks as masks
 from omniattn.functional import scores as scores
 from omniattn.functional._keywords import explain_keywords
-from omniattn.functional.activation import bilinear, clamped_swiglu, geglu, glu, reglu, swiglu
-from omniattn.functional.attention import attention
-from omniattn.functional.attention_lse import attention_weights, merge_attention
-from omniattn.functional.attention_varlen import attention_cached, attention_varlen
-from omniattn.functional.bigbird import bigbird_attention, bigbird_random_blocks
-from omniattn.functional.conv import causal_conv1d
-from omniattn.functional.delta_rule import (
-    delta_rule,
-    dplr_delta_rule,
-    gated_delta_rule,
-    kimi_delta_attention,
+from omniattn.functional.attention.attention import attention
+from omniattn.functional.attention.lse import attention_weights, merge_attention
+from omniattn.functional.attention.sdpa import scaled_dot_product_attention
+from omniattn.functional.attention.selection import select_attention
+from omniattn.functional.attention.varlen import attention_cached, attention_varlen
+from omniattn.functional.layers.activation import (
+    bilinear,
+    clamped_swiglu,
+    geglu,
+    glu,
+    reglu,
+    swiglu,
 )
-from omniattn.functional.detsa import detsa_attention
-from omniattn.functional.divergence import jsd, linear_jsd
-from omniattn.functional.dual_chunk import (
-    dual_chunk_attention,
-    dual_chunk_mscale,
-    local_strided_attention,
+from omniattn.functional.layers.ffn import glu_mlp, mlp
+from omniattn.functional.layers.gated_norm import group_norm, rms_norm_gated
+from omniattn.functional.layers.gemm import linear
+from omniattn.functional.layers.moe import moe_experts
+from omniattn.functional.layers.norm import layer_norm, rms_norm
+from omniattn.functional.layers.random import dropout, normal_like, uniform_like
+from omniattn.functional.layers.topk import top_k
+from omniattn.functional.losses.cross_entropy import (
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_prob,
 )
-from omniattn.functional.ffn import glu_mlp, mlp
-from omniattn.functional.gated_norm import group_norm, rms_norm_gated
-from omniattn.functional.gemm import linear
-from omniattn.functional.hub_spoke import hub_spoke_attention
-from omniattn.functional.indexer import dsa_indexer, dsa_indexer_loss
-from omniattn.functional.linear_system import ssm_kernel, ssm_recurrence
-from omniattn.functional.longformer import longformer_attention
-from omniattn.functional.loss import cross_entropy, linear_cross_entropy, linear_log_prob
-from omniattn.functional.mlstm import mlstm
-from omniattn.functional.moe import moe_experts
-from omniattn.functional.neighbourhood import na1d, na2d, na3d
-from omniattn.functional.norm import layer_norm, rms_norm
-from omniattn.functional.policy import PolicyLoss, grpo_loss
-from omniattn.functional.positions import (
+from omniattn.functional.losses.divergence import jsd, linear_jsd
+from omniattn.functional.losses.policy import PolicyLoss, grpo_loss
+from omniattn.functional.losses.preference import (
+    cpo_loss,
+    dpo_loss,
+    kto_loss,
+    orpo_loss,
+    sequence_log_prob,
+    simpo_loss,
+)
+from omniattn.functional.positions.encodings import (
     alibi_bias,
     alibi_slopes,
     grid_positions,
@@ -46,29 +49,33 @@ from omniattn.functional.positions import (
     sincos_2d,
     sinusoidal,
 )
-from omniattn.functional.preference import (
-    cpo_loss,
-    dpo_loss,
-    kto_loss,
-    orpo_loss,
-    sequence_log_prob,
-    simpo_loss,
-)
-from omniattn.functional.random import dropout, normal_like, uniform_like
-from omniattn.functional.random_features import (
-    orthogonal_gaussian,
-    random_feature_attention,
-    random_features,
-)
-from omniattn.functional.recurrence import gated_linear_attention, linear_attention, retention
-from omniattn.functional.rope import apply_rotary, qk_norm_rotary
-from omniattn.functional.rope_tables import (
+from omniattn.functional.positions.rope import apply_rotary, qk_norm_rotary
+from omniattn.functional.positions.rope_tables import (
     axial_frequencies,
     mrope_axes,
     rope_frequencies,
     rotary_tables,
 )
-from omniattn.functional.routed_blocks import routed_block_attention
+from omniattn.functional.recurrences.conv import causal_conv1d
+from omniattn.functional.recurrences.delta_rule import (
+    delta_rule,
+    dplr_delta_rule,
+    gated_delta_rule,
+    kimi_delta_attention,
+)
+from omniattn.functional.recurrences.linear_attention import (
+    gated_linear_attention,
+    linear_attention,
+    retention,
+)
+from omniattn.functional.recurrences.mlstm import mlstm
+from omniattn.functional.recurrences.random_features import (
+    orthogonal_gaussian,
+    random_feature_attention,
+    random_features,
+)
+from omniattn.functional.recurrences.rwkv import rwkv6, rwkv7, rwkv_quadratic, rwkv_recurrent
+from omniattn.functional.recurrences.scan import rwkv4, slstm
 from omniattn.functional.routing import (
     Routing,
     cv_squared,
@@ -90,19 +97,27 @@ from omniattn.functional.routing import (
     update_default_vectors,
     update_router_bias,
 )
-from omniattn.functional.rwkv import rwkv6, rwkv7, rwkv_quadratic, rwkv_recurrent
-from omniattn.functional.s4 import fft_conv, s4, s4_kernel, s4d, s4d_kernel
-from omniattn.functional.scan import rwkv4, slstm
-from omniattn.functional.sdpa import scaled_dot_product_attention
-from omniattn.functional.selected_attention import selected_attention
-from omniattn.functional.selected_blocks import moba_attention, nsa_attention
-from omniattn.functional.selection import select_attention
-from omniattn.functional.selective import selective_attention
-from omniattn.functional.selective_scan import selective_scan
-from omniattn.functional.ssd import ssd
-from omniattn.functional.state_space import discretize, hippo_legs, nplr, ssm_init
-from omniattn.functional.structured import cauchy, vandermonde
-from omniattn.functional.topk import top_k
+from omniattn.functional.sparse.bigbird import bigbird_attention, bigbird_random_blocks
+from omniattn.functional.sparse.detsa import detsa_attention
+from omniattn.functional.sparse.dual_chunk import (
+    dual_chunk_attention,
+    dual_chunk_mscale,
+    local_strided_attention,
+)
+from omniattn.functional.sparse.hub_spoke import hub_spoke_attention
+from omniattn.functional.sparse.indexer import dsa_indexer, dsa_indexer_loss
+from omniattn.functional.sparse.longformer import longformer_attention
+from omniattn.functional.sparse.neighborhood import na1d, na2d, na3d
+from omniattn.functional.sparse.routed_blocks import routed_block_attention
+from omniattn.functional.sparse.selected_attention import selected_attention
+from omniattn.functional.sparse.selected_blocks import moba_attention, nsa_attention
+from omniattn.functional.sparse.selective import selective_attention
+from omniattn.functional.state_space.linear_system import ssm_kernel, ssm_recurrence
+from omniattn.functional.state_space.parameters import discretize, hippo_legs, nplr, ssm_init
+from omniattn.functional.state_space.s4 import fft_conv, s4, s4_kernel, s4d, s4d_kernel
+from omniattn.functional.state_space.selective_scan import selective_scan
+from omniattn.functional.state_space.ssd import ssd
+from omniattn.functional.state_space.structured import cauchy, vandermonde
 from omniattn.reference.rope_scaling import (
     DynamicNTKScaling,
     LinearScaling,

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 from transformers import PreTrainedModel, TrainerCallback
 from typing_extensions import Unpack
 
-from omniattn.functional._checks import require_bool, shown
+from omniattn.checks.arguments import require_bool, shown
 from omniattn.hf.patch import is_patched, patch
 from omniattn.suggestions import did_you_mean
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from omniattn.functional._checks import is_traced, shown
+from omniattn.checks.arguments import is_traced, shown
 from omniattn.functional.masks import KeyPadding
 from omniattn.hf.states import DecoderStates
 from omniattn.models import Decoder, ModelConfig, Routers

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from omniattn.checks.packed import document_ids
 from omniattn.functional import masks
-from omniattn.functional._packed import document_ids
 from omniattn.hf.interface import asks_for_attention
 from omniattn.hf.probe import Forward
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from omniattn.functional._checks import require_bool, shown
+from omniattn.checks.arguments import require_bool, shown
 from omniattn.hf.bigbird import layer_forward
 from omniattn.hf.causal_lm import OmniattnForCausalLM
 from omniattn.hf.experts import why_unsupported

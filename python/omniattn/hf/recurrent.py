@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.functional._steps import causal_conv1d_inplace, in_place
+from omniattn.functional.recurrences._steps import causal_conv1d_inplace, in_place
 from omniattn.hf.lightning import lightning_forward
 from omniattn.hf.packed import active, packing_of, refuse
 from omniattn.hf.probe import Finding, Forward, Left, draws, own_copy, probing, takes

@@ -9,8 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.functional._steps import compute_dtype, in_place, selective_scan_inplace, ssd_inplace
-from omniattn.functional.ssd import state_space_duality
+from omniattn.functional.recurrences._steps import (
+    compute_dtype,
+    in_place,
+    selective_scan_inplace,
+    ssd_inplace,
+)
+from omniattn.functional.state_space.ssd import state_space_duality
 from omniattn.hf.packed import packing_of, refuse
 from omniattn.hf.probe import Forward, draws, own_copy, takes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from omniattn.modules import KVCache
-from omniattn.modules.state import RecurrentState, parts_of
+from omniattn.modules.base.state import RecurrentState, parts_of
 
 
 def require_states(op: str, state: Any, layers: int, steps: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import is_one_of, require_tensor
+from omniattn.checks.arguments import is_one_of, require_tensor
 from omniattn.functional.masks import Mask
 from omniattn.models.encoder import EncoderConfig
 from omniattn.models.hf import Counterpart

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from omniattn.functional._checks import shown
+from omniattn.checks.arguments import shown
 from omniattn.models.decoder import Decoder
 from omniattn.modules import DecoderBlock, LearnedPositional, RotaryEmbedding
-from omniattn.modules.layer import LayerConfig
+from omniattn.modules.base.layer import LayerConfig
 
 #: By name, which layers attend to a window ("swa") and which to all tokens ("full"), repeated from
 #: the first layer on. gpt3: Brown et al. 2020, arXiv 2005.14165; gemma2: Gemma Team 2024, arXiv

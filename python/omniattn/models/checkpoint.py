@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from omniattn.models.model import Model, ModelConfig, UnknownLayer
-from omniattn.modules.layer import Layer
+from omniattn.modules.base.layer import Layer
 
 
 class CheckpointError(ValueError):

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
-from omniattn.functional._checks import shown
-from omniattn.functional._score_mod import MaskMod, ScoreMod
+from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
+from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.models._states import require_states
 from omniattn.models.head import head_logits, head_loss
 from omniattn.models.model import Embedding, Model, ModelConfig
@@ -30,10 +30,10 @@ from omniattn.modules import (
     RotaryEmbedding,
     State,
 )
-from omniattn.modules.auxiliary import AuxiliaryLoss
-from omniattn.modules.jagged import sequences_of
-from omniattn.modules.layer import LayerConfig
-from omniattn.modules.state import Stateful, Storage, restored_on_error, takes_cache
+from omniattn.modules.base.jagged import sequences_of
+from omniattn.modules.base.layer import LayerConfig
+from omniattn.modules.base.state import Stateful, Storage, restored_on_error, takes_cache
+from omniattn.modules.experts.auxiliary import AuxiliaryLoss
 
 
 def _takes_score_mod(layer: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from omniattn.modules import (
     RMSNorm,
     RotaryEmbedding,
 )
-from omniattn.modules.layer import LayerConfig
+from omniattn.modules.base.layer import LayerConfig
 from omniattn.reference import RopeScaling, scaling_from_hf, scaling_to_hf
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from omniattn import functional
-from omniattn.functional._checks import require_int, require_integers, require_number, require_rows
-from omniattn.modules.eviction import Eviction
+from omniattn.checks.arguments import require_int, require_integers, require_number, require_rows
+from omniattn.modules.caches.eviction import Eviction
 
 
 class Sized(Protocol):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.modules.linear import is_plain
+from omniattn.modules.base.linear import is_plain
 
 
 class WithHead(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from omniattn.functional._checks import require_choice, require_int
+from omniattn.checks.arguments import require_choice, require_int
 
 __all__ = ["HybridLayer", "hybrid_schedule"]
 

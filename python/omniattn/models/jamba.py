@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omniattn.models.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import Attention, DecoderBlock, GatedMLP, Mamba, MoE, RMSNorm
-from omniattn.modules.layer import LayerConfig
+from omniattn.modules.base.layer import LayerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

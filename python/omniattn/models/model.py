@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from omniattn.functional._checks import require_device, require_integers, require_rows, shown
+from omniattn.checks.arguments import require_device, require_integers, require_rows, shown
 from omniattn.models.hf import SYNONYMS, TOKEN_IDS, Counterpart, copy_weights
-from omniattn.modules.layer import Layer, LayerConfig, check_fields
+from omniattn.modules.base.layer import Layer, LayerConfig, check_fields
 from omniattn.reference import RopeScaling
 
 if TYPE_CHECKING:

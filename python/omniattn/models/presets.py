@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from omniattn.functional._checks import shown
+from omniattn.checks.arguments import shown
 from omniattn.models.bert import BertConfig
 from omniattn.models.blocks import BlocksConfig
 from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
@@ -58,7 +58,7 @@ from omniattn.modules import (
     RWKVChannelMix,
     SelectiveAttention,
 )
-from omniattn.modules.layer import LayerConfig
+from omniattn.modules.base.layer import LayerConfig
 from omniattn.reference import Llama3Scaling, YarnScaling
 from omniattn.suggestions import did_you_mean
 

@@ -25,7 +25,7 @@ from omniattn.modules import (
     State,
     T5RelativeBias,
 )
-from omniattn.modules.state import Stateful, Storage, restored_on_error, takes_cache
+from omniattn.modules.base.state import Stateful, Storage, restored_on_error, takes_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

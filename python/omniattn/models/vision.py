@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.functional._checks import require_choice, require_float, require_strided, shown
+from omniattn.checks.arguments import require_choice, require_float, require_strided, shown
 from omniattn.models.encoder import EncoderConfig
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.models.model import Model

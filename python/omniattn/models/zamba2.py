@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional._checks import widen
+from omniattn.checks.arguments import widen
 from omniattn.functional.masks import Mask
 from omniattn.models._zamba2_hf import layers_to_hf, rope_from_hf, rope_to_hf
 from omniattn.models.decoder import Decoder
@@ -28,8 +28,8 @@ from omniattn.modules import (
     RotaryEmbedding,
     State,
 )
-from omniattn.modules.cache import cache_like, require_cache, with_cache
-from omniattn.modules.state import Stateful, StatePair, Storage, takes_cache
+from omniattn.modules.base.state import Stateful, StatePair, Storage, takes_cache
+from omniattn.modules.caches.cache import cache_like, require_cache, with_cache
 
 if TYPE_CHECKING:
     pass

@@ -1,103 +1,85 @@
 """Layers with parameters, built from a frozen `Config` or its fields and named as in the field."""
 
+import importlib
+import warnings
+
 from omniattn.functional._keywords import explain_keywords
-from omniattn.modules.attention import Attention
-from omniattn.modules.bigbird import BigBirdAttention
-from omniattn.modules.block_sparse import BlockSparseAttention
-from omniattn.modules.cache import Cache
-from omniattn.modules.decoder_block import DecoderBlock
-from omniattn.modules.delta_net import DeltaNet, GatedDeltaNet, KimiDeltaAttention
-from omniattn.modules.differential import DifferentialAttention
-from omniattn.modules.dropout import Dropout
-from omniattn.modules.dsa import DeepSeekSparseAttention, DSAState
-from omniattn.modules.dual_chunk import DualChunkAttention
-from omniattn.modules.evicting_cache import EvictingCache
-from omniattn.modules.eviction import H2O, Eviction, SnapKV, Streaming, Threshold, Window
-from omniattn.modules.expert_parallel import ExpertParallel
-from omniattn.modules.experts import Experts
-from omniattn.modules.gau import GatedAttentionUnit
-from omniattn.modules.hub_spoke import DeterministicSparseAttention, HubSpokeAttention
-from omniattn.modules.kv_cache import (
+from omniattn.modules.attention.attention import Attention
+from omniattn.modules.attention.differential import DifferentialAttention
+from omniattn.modules.attention.gau import GatedAttentionUnit
+from omniattn.modules.attention.mla import MultiHeadLatentAttention
+from omniattn.modules.attention.multihead import MultiheadAttention
+from omniattn.modules.attention.relative_attention import DisentangledAttention, T5RelativeBias
+from omniattn.modules.attention.transformer_xl import TransformerXLAttention
+from omniattn.modules.base.dropout import Dropout
+from omniattn.modules.base.layer import LayerConfig
+from omniattn.modules.base.linear import Linear
+from omniattn.modules.base.mixer import ChannelMixer, Mixer, Norm
+from omniattn.modules.base.mlp import MLP, GatedMLP
+from omniattn.modules.base.norm import GroupNorm, LayerNorm, RMSNorm, RMSNormGated
+from omniattn.modules.base.positions import (
+    ALiBi,
+    LearnedPositional,
+    SinCosPositional2d,
+    SinusoidalPositional,
+)
+from omniattn.modules.base.residual import DropPath, ParallelResidual, Residual
+from omniattn.modules.base.rope import RotaryEmbedding
+from omniattn.modules.base.short_conv import ShortConvolution
+from omniattn.modules.base.state import RecurrentState, State
+from omniattn.modules.blocks.decoder_block import DecoderBlock
+from omniattn.modules.blocks.mtp import MultiTokenPredictor
+from omniattn.modules.caches.cache import Cache
+from omniattn.modules.caches.evicting import EvictingCache
+from omniattn.modules.caches.eviction import H2O, Eviction, SnapKV, Streaming, Threshold, Window
+from omniattn.modules.caches.kv_cache import (
     BlockKeyCache,
     CrossCache,
     KVCache,
     LatentCache,
     PeriodicKeyCache,
 )
-from omniattn.modules.layer import LayerConfig
-from omniattn.modules.liger_cross_entropy import (
-    CrossEntropyOutput,
-    LigerCrossEntropyLoss,
-    LigerFusedLinearCrossEntropyLoss,
-)
-from omniattn.modules.liger_losses import (
-    LigerFusedLinearJSD,
-    LigerFusedLinearJSDLoss,
-    LigerJSD,
-    LigerKLDIVLoss,
-)
-from omniattn.modules.liger_preference import (
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearSimPOLoss,
-)
-from omniattn.modules.liger_unpaired import LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
-from omniattn.modules.linear import Linear
-from omniattn.modules.linear_attention import (
+from omniattn.modules.caches.paged import PagedCache, PagePool
+from omniattn.modules.caches.rolling import RollingCache
+from omniattn.modules.experts.expert_parallel import ExpertParallel
+from omniattn.modules.experts.experts import Experts
+from omniattn.modules.experts.moe import MoE
+from omniattn.modules.experts.router import Router
+from omniattn.modules.experts.router_state import RouterState
+from omniattn.modules.recurrent.delta_net import DeltaNet, GatedDeltaNet, KimiDeltaAttention
+from omniattn.modules.recurrent.linear_attention import (
     DeltaAttention,
     GatedLinearAttention,
     LinearAttention,
     MultiScaleRetention,
 )
-from omniattn.modules.local_strided import LocalStridedAttention
-from omniattn.modules.longformer import LongformerAttention
-from omniattn.modules.mamba import Mamba
-from omniattn.modules.mamba2 import Mamba2
-from omniattn.modules.mixer import ChannelMixer, Mixer, Norm
-from omniattn.modules.mla import MultiHeadLatentAttention
-from omniattn.modules.mlp import MLP, GatedMLP
-from omniattn.modules.moba import MoBA
-from omniattn.modules.moe import MoE
-from omniattn.modules.mtp import MultiTokenPredictor
-from omniattn.modules.multihead import MultiheadAttention
-from omniattn.modules.neighborhood import (
+from omniattn.modules.recurrent.mamba import Mamba
+from omniattn.modules.recurrent.mamba2 import Mamba2
+from omniattn.modules.recurrent.performer import Performer
+from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
+from omniattn.modules.recurrent.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
+from omniattn.modules.recurrent.s4 import S4, S4D
+from omniattn.modules.recurrent.selective_ssm import SimpleSelectiveSSM
+from omniattn.modules.recurrent.state_mixer import StateMixer
+from omniattn.modules.recurrent.xlstm import MLSTM, SLSTM
+from omniattn.modules.sparse.bigbird import BigBirdAttention
+from omniattn.modules.sparse.block_sparse import BlockSparseAttention
+from omniattn.modules.sparse.dsa import DeepSeekSparseAttention, DSAState
+from omniattn.modules.sparse.dual_chunk import DualChunkAttention
+from omniattn.modules.sparse.hub_spoke import DeterministicSparseAttention, HubSpokeAttention
+from omniattn.modules.sparse.local_strided import LocalStridedAttention
+from omniattn.modules.sparse.longformer import LongformerAttention
+from omniattn.modules.sparse.moba import MoBA
+from omniattn.modules.sparse.neighborhood import (
     NeighborhoodAttention1D,
     NeighborhoodAttention2D,
     NeighborhoodAttention3D,
 )
-from omniattn.modules.norm import GroupNorm, LayerNorm, RMSNorm, RMSNormGated
-from omniattn.modules.nsa import NSA, NSAState
-from omniattn.modules.paged_cache import PagedCache, PagePool
-from omniattn.modules.performer import Performer
-from omniattn.modules.positions import (
-    ALiBi,
-    LearnedPositional,
-    SinCosPositional2d,
-    SinusoidalPositional,
-)
-from omniattn.modules.relative_attention import (
-    DisentangledAttention,
-    T5RelativeBias,
-)
-from omniattn.modules.residual import DropPath, ParallelResidual, Residual
-from omniattn.modules.rolling_cache import RollingCache
-from omniattn.modules.rope import RotaryEmbedding
-from omniattn.modules.routed_blocks import RoutedBlockAttention
-from omniattn.modules.router import Router
-from omniattn.modules.router_state import RouterState
-from omniattn.modules.rwkv import RWKV4TimeMix, RWKVChannelMix
-from omniattn.modules.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
-from omniattn.modules.s4 import S4, S4D
-from omniattn.modules.selective_attention import SelectiveAttention, SelectiveCache
-from omniattn.modules.selective_ssm import SimpleSelectiveSSM
-from omniattn.modules.short_conv import ShortConvolution
-from omniattn.modules.spatial_reduction import SpatialReductionAttention
-from omniattn.modules.state import RecurrentState, State
-from omniattn.modules.state_mixer import StateMixer
-from omniattn.modules.swin import PatchMerging, SwinBlock, WindowAttention
-from omniattn.modules.transformer_xl import TransformerXLAttention
-from omniattn.modules.xlstm import MLSTM, SLSTM
+from omniattn.modules.sparse.nsa import NSA, NSAState
+from omniattn.modules.sparse.routed_blocks import RoutedBlockAttention
+from omniattn.modules.sparse.selective_attention import SelectiveAttention, SelectiveCache
+from omniattn.modules.vision.spatial_reduction import SpatialReductionAttention
+from omniattn.modules.vision.swin import PatchMerging, SwinBlock, WindowAttention
 
 __all__ = [
     "H2O",
@@ -115,7 +97,6 @@ __all__ = [
     "Cache",
     "ChannelMixer",
     "CrossCache",
-    "CrossEntropyOutput",
     "DSAState",
     "DecoderBlock",
     "DeepSeekSparseAttention",
@@ -143,18 +124,6 @@ __all__ = [
     "LayerConfig",
     "LayerNorm",
     "LearnedPositional",
-    "LigerCrossEntropyLoss",
-    "LigerFusedLinearCPOLoss",
-    "LigerFusedLinearCrossEntropyLoss",
-    "LigerFusedLinearDPOLoss",
-    "LigerFusedLinearGRPOLoss",
-    "LigerFusedLinearJSD",
-    "LigerFusedLinearJSDLoss",
-    "LigerFusedLinearKTOLoss",
-    "LigerFusedLinearORPOLoss",
-    "LigerFusedLinearSimPOLoss",
-    "LigerJSD",
-    "LigerKLDIVLoss",
     "Linear",
     "LinearAttention",
     "LocalStridedAttention",
@@ -213,3 +182,11 @@ __all__ = [
 ]
 
 explain_keywords(__name__, __all__)
+
+
+def __getattr__(name: str) -> object:
+    """Liger's losses under their former path."""
+    if name.startswith("Liger") or name == "CrossEntropyOutput":
+        warnings.warn(f"omniattn.modules.{name} is now omniattn.compat.liger.{name}", stacklevel=2)
+        return getattr(importlib.import_module("omniattn.compat.liger"), name)
+    raise AttributeError(f"module 'omniattn.modules' has no attribute {name!r}")

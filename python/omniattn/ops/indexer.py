@@ -15,7 +15,7 @@ from omniattn.reference.precision import compute_dtype
 
 __all__ = ["dsa_indexer", "dsa_indexer_loss"]
 
-#: Numbers of a query that the backward needs besides p (kernels/attention/indexer_loss.h).
+#: Numbers of a query that the backward needs besides p (kernels/indexer/indexer_loss.h).
 _KEPT = 2
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.functional._checks import require_int, shown
+from omniattn.checks.arguments import require_int, shown
 from omniattn.models.generate import generate
 from omniattn.reference import philox
 from omniattn.training.data import ByteData, read_documents

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from omniattn.functional._checks import shown
+from omniattn.checks.arguments import shown
 from omniattn.models.checkpoint import (
     CheckpointError,
     config_of,

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import (
-    require_device,
-    require_float,
-    require_integers,
-    require_shape,
-)
+from omniattn.checks.arguments import require_device, require_float, require_integers, require_shape
 
 
 def require_float_on(op: str, name: str, t: Tensor, x: Tensor, x_name: str) -> None:

@@ -8,7 +8,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import (
+from omniattn.checks.arguments import (
     require_float,
     require_int,
     require_integers,
@@ -16,7 +16,7 @@ from omniattn.functional._checks import (
     require_seed,
     require_shape,
 )
-from omniattn.functional.random import uniform_like
+from omniattn.functional.layers.random import uniform_like
 from omniattn.functional.routing._checks import require_integers_on
 from omniattn.functional.routing.routing import Routing, require_routing
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import (
-    require_device,
-    require_float,
-    require_number,
-    require_shape,
-)
+from omniattn.checks.arguments import require_device, require_float, require_number, require_shape
 from omniattn.functional.routing._checks import require_float_on, require_integers_on
 from omniattn.functional.routing.routing import Routing, expert_counts, require_routing
 

@@ -7,13 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import (
-    clamp,
-    require_float,
-    require_number,
-    require_shape,
-    shown,
-)
+from omniattn.checks.arguments import clamp, require_float, require_number, require_shape, shown
 from omniattn.functional.routing._checks import require_integers_on, require_mask
 from omniattn.functional.routing.routers import check_groups
 from omniattn.functional.routing.routing import Routing, count_rows, require_routing, widen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import (
+from omniattn.checks.arguments import (
     clamp,
     require_float,
     require_like,
@@ -13,11 +13,11 @@ from omniattn.functional._checks import (
     require_seed,
     require_shape,
 )
-from omniattn.functional.random import normal_like, uniform_like
+from omniattn.functional.layers.random import normal_like, uniform_like
+from omniattn.functional.layers.topk import top_k
 from omniattn.functional.routing._checks import require_mask
 from omniattn.functional.routing.routers import checked_logits, top_k_softmax
 from omniattn.functional.routing.routing import Routing, expert_counts, widen
-from omniattn.functional.topk import top_k
 
 
 def noisy_top_k(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import (
+from omniattn.checks.arguments import (
     require_bool,
     require_choice,
     require_float,
@@ -13,6 +13,7 @@ from omniattn.functional._checks import (
     require_number,
     require_shape,
 )
+from omniattn.functional.layers.topk import top_k
 from omniattn.functional.routing._checks import (
     require_float_on,
     require_integers_on,
@@ -22,7 +23,6 @@ from omniattn.functional.routing.routing import (
     Routing,
     widen,
 )
-from omniattn.functional.topk import top_k
 
 ROUTER_GRADS = ("exact", "ste", "ste_dense", "default_vector")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from omniattn.functional._checks import (
+from omniattn.checks.arguments import (
     require_float,
     require_int,
     require_integers,

@@ -1,0 +1,1 @@
+"""Rows of goals.py: calls and their yardsticks."""

@@ -1,0 +1,1 @@
+"""Steps of gpu.py and the processes that run them."""

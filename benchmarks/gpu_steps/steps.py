@@ -1,0 +1,441 @@
+"""What benchmarks/gpu.py runs on a GPU: the items of each step, and how one is timed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+import report
+import run
+import torch
+import torch._dynamo  # prepare() resets it: processes that are forked share the import
+from baselines import ON_GPU
+
+from omniattn.ops import _library
+from omniattn.testing import Benchmark, Case, OpSpec, on_device, registry, threads
+from omniattn.testing.properties import PROPERTIES
+from omniattn.testing.spec import SHORT_DTYPE
+from omniattn.testing.timing import once
+
+sys.path += [str(report.ROOT / "tests" / folder) for folder in ("cuda", "ops")]
+import test_gpu
+import test_specs
+
+F32, BF16 = torch.float32, torch.bfloat16
+EACH = ("forward", "backward")
+SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
+#: Of the OpSpecs: those whose reason is a kernel, and that need no package but torch.
+CHECKED = ("forward", "backward", "poisoned", "deterministic", "strided", "expanded_gradient")
+#: Sizes that are compared with fp64 on the CPU before a provider is timed.
+LONGEST_CHECK = {"B": 2, "T": 320, "Tq": 320, "Tk": 320, "M": 64, "V": 5003, "K": 512}
+DRY_SIZE = 8
+COMPILED = ("compiled", "flex")
+TOOL_SECONDS = 180.0
+MESSAGE, OUTPUT = 3_000, 50_000  # characters that are kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a run is asked for; the items of each step follow from it, in every process alike."""
+
+    ops: tuple[str, ...]
+    properties: tuple[str, ...] = CHECKED
+    dry_run: bool = False
+    here: bool = False
+    compiled: bool = False
+    seconds: float = 1.0
+    timeout: float = 60.0
+    workers: int = 1
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry_run else "cuda"
+
+    @property
+    def specs(self) -> list[OpSpec]:
+        return [registry()[name] for name in self.ops]
+
+    def processes(self, step: str) -> int:
+        return self.workers if step in SHARED else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One thing to run. Items of one group share a process until one of them fails."""
+
+    labels: dict[str, str]
+    run: Callable[[], list[report.Row]]
+    group: str
+    seconds: float
+
+
+# tests --------------------------------------------------------------------------------------------
+
+
+def check(options: Options, function: Callable[..., None], *args: Any, **labels: str) -> Item:
+    def passes() -> list[report.Row]:
+        function(*args)
+        return []
+
+    return Item(labels, passes, labels.get("op", ""), options.timeout)
+
+
+def wrappers(options: Options) -> Iterator[Item]:
+    """The PTX wrappers, then whether each op launches and is right on a tiny case."""
+    if not options.dry_run:
+        for kernel in test_gpu.FIXTURES:
+            test = test_gpu.test_wrappers_synchronise_and_copy
+            yield check(options, test, kernel, case=kernel)
+        for kind in ("bf16", "f16", "tf32"):
+            yield check(options, test_gpu.test_matrix_wrappers_multiply, kind, case=kind)
+    for spec in options.specs:
+        for dtype in spec.dtypes:
+            for name in ("forward", "backward"):
+                if name == "forward" or spec.differentiable:
+                    yield property_check(options, name, spec, spec.cases[0], dtype)
+
+
+def property_check(
+    options: Options, name: str, spec: OpSpec, case: Case, dtype: torch.dtype
+) -> Item:
+    labels = {"op": spec.name, "case": case.name, "dtype": SHORT_DTYPE[dtype], "pass": name}
+    return check(options, PROPERTIES[name], spec, case, dtype, **labels)
+
+
+def specs(options: Options) -> Iterator[Item]:
+    """Rows of tests/ops/test_specs.py, by property: what every op does comes before details."""
+    rows = [parameters.values for parameters in test_specs.matrix()]
+    for name in options.properties:
+        for function, spec, case, dtype in rows:
+            if function is PROPERTIES[name] and spec.name in options.ops:
+                yield property_check(options, name, spec, case, dtype)
+
+
+def graphs(options: Options) -> Iterator[Item]:
+    if options.dry_run:  # captures nothing
+        return
+    for spec in options.specs:
+        for dtype in (F32, BF16):
+            test = test_gpu.test_forward_and_backward_are_captured_in_a_graph
+            labels = {"op": spec.name, "case": spec.cases[1].name, "dtype": SHORT_DTYPE[dtype]}
+            yield check(options, test, spec, dtype, **labels)
+    yield check(options, test_gpu.test_a_replay_reads_the_seed_of_dropout_again, case="seed")
+    for message in test_gpu.OUT_OF_RANGE:
+        yield check(
+            options, test_gpu.test_a_value_out_of_range_stops_the_kernel, message, case=message
+        )
+
+
+# tools --------------------------------------------------------------------------------------------
+
+
+def tool(options: Options, command: list[str], step: str, op: str, **env: str) -> list[report.Row]:
+    """Runs a step for one op in one process, under a tool; tells what that printed.
+
+    Of the specs: those that take every layout forwards and backwards, on the fewest cases.
+    """
+    command = [*command, sys.executable, str(Path(__file__).parents[1] / "gpu.py"), "--here"]
+    command += ["--only", step, "--op", op, "--property", "strided"]
+    command += ["--dry-run"] if options.dry_run else []
+    result = subprocess.run(
+        command, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if result.returncode:
+        raise RuntimeError(f"exit code {result.returncode}: {result.stdout[-MESSAGE:]}")
+    return [{"output": result.stdout[-OUTPUT:]}]
+
+
+def sanitizers(options: Options) -> Iterator[Item]:
+    """Our kernels only: torch's read uninitialised memory on purpose. Each tensor is an allocation
+    of its own, whose bounds the sanitizer knows."""
+    path = shutil.which("compute-sanitizer")
+    if path is None:
+        print("sanitizers: compute-sanitizer is not installed")
+        return
+    for name in SANITIZERS:
+        command = [path, "--tool", name, "--kernel-regex", "kns=omniattn", "--error-exitcode", "9"]
+        for op in options.ops:
+            make = functools.partial(
+                tool, options, command, "specs", op, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+            )
+            yield Item({"op": op, "case": name}, make, f"{name} {op}", TOOL_SECONDS)
+
+
+def profile(options: Options) -> Iterator[Item]:
+    """The time of each kernel by torch's profiler, and counters, where ncu is installed."""
+    tasks = timed(options)
+    for item, make in tasks:
+        yield dataclasses.replace(item, run=functools.partial(kernels, options, make))
+    path = None if options.here else shutil.which("ncu")
+    if path is None:
+        return
+    command = [path, "--clock-control", "none", "--profile-from-start", "off", "--csv"]
+    for op in dict.fromkeys(item.labels["op"] for item, _ in tasks):
+        make = functools.partial(tool, options, command, "profile", op)
+        yield Item({"op": op, "case": "ncu"}, make, op, TOOL_SECONDS)
+
+
+def kernels(options: Options, make: Callable[..., run.Task]) -> list[report.Row]:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    ours = make(baselines={}).providers["ours"]
+    ours()
+    if options.here:  # under a profiler, which is to see this call only
+        with contextlib.nullcontext() if options.dry_run else torch.cuda.profiler.profile():
+            ours()
+        return []
+    repeats = 3
+    activity = ProfilerActivity.CPU if options.dry_run else ProfilerActivity.CUDA
+    with record(activities=[activity]) as profiler:
+        for _ in range(repeats):
+            ours()
+        if not options.dry_run:
+            torch.cuda.synchronize()
+    return [
+        {"kernel": e.key[:200], "calls": e.count / repeats, "us": e.device_time_total / repeats}
+        for e in profiler.key_averages()
+        if options.dry_run or e.device_type != torch.autograd.DeviceType.CPU
+    ]
+
+
+# timing -------------------------------------------------------------------------------------------
+
+
+def case(label: str, *tensors: str, **sizes_and_options: Any) -> Case:
+    sizes = {k: v for k, v in sizes_and_options.items() if k[0].isupper()}
+    options = {k: v for k, v in sizes_and_options.items() if not k[0].isupper()}
+    return Case(label, sizes, tensors, options)
+
+
+def attention(label: str, tokens: int, dim: int, **options: Any) -> Case:
+    """16384 tokens and a width of 2048 in all, as in the figures of FlashAttention-2 and -3."""
+    heads = {"H": 2048 // dim, "G": 2048 // dim, "D": dim}
+    return case(label, B=16384 // tokens, Tq=tokens, Tk=tokens, **heads, **options)
+
+
+def benchmarks() -> dict[str, list[Benchmark]]:
+    """Sizes of models in use; the data of memory-bound ops is far larger than an L2 cache."""
+    heads = {"H": 32, "G": 8, "D": 128}
+    return {
+        "attention": [
+            *(
+                Benchmark(attention("causal", tokens, dim, causal=True), (BF16,), EACH, "compute")
+                for tokens, dim in [(2048, 64), (2048, 128), (16384, 64), (16384, 128)]
+            ),
+            Benchmark(attention("full", 16384, 128), (BF16,), EACH, "compute"),
+            Benchmark(
+                attention("window", 16384, 128, causal=True, window_size=(1023, 0)),
+                (BF16,),
+                EACH,
+                "compute",
+            ),
+            Benchmark(case("decode", B=64, Tq=1, Tk=8192, **heads), (BF16,), ("forward",)),
+            Benchmark(case("decode", B=1, Tq=1, Tk=131072, **heads), (BF16,), ("forward",)),
+        ],
+        "rms_norm": [
+            Benchmark(case("plain", "weight", M=16384, N=8192), (BF16, F32), EACH),
+            Benchmark(case("residual", "weight", "residual", M=16384, N=8192), (BF16,), EACH),
+        ],
+        "layer_norm": [
+            Benchmark(case("plain", "weight", "bias", M=16384, N=8192), (BF16,), EACH),
+        ],
+        "group_norm": [
+            Benchmark(case("heads", "weight", "bias", M=16384, N=8192, num_groups=8), (BF16,), EACH)
+        ],
+        "rms_norm_gated": [
+            Benchmark(case("after", "gate", "weight", M=16384, N=8192), (BF16,), EACH)
+        ],
+        "dropout": [Benchmark(case("tenth", M=16384, N=8192, p=0.1), (BF16,), EACH)],
+        "apply_rotary": [Benchmark(case("half", B=8, T=4096, **heads), (BF16,), ("forward",))],
+        "qk_norm_rotary": [Benchmark(case("half", "weights", B=8, T=4096, **heads), (BF16,), EACH)],
+        "top_k": [Benchmark(case("experts", M=65536, N=64, k=6), (F32,), ("forward",))],
+        "moe_experts": [
+            Benchmark(case("mixtral", M=8192, E=8, S=2, K=2048, N=8192), (BF16,), EACH, "compute")
+        ],
+        "swiglu": [Benchmark(case("pair", M=16384, N=14336), (BF16,), EACH)],
+        "geglu": [Benchmark(case("pair", M=16384, N=14336), (BF16,), EACH)],
+        "linear": [Benchmark(case("square", M=8192, N=8192, K=8192), (BF16,), EACH, "compute")],
+        "cross_entropy": [
+            Benchmark(case("plain", M=8192, V=128256), (BF16, F32), EACH),
+            Benchmark(case("odd", M=8192, V=50257), (BF16,), EACH),
+        ],
+        "linear_cross_entropy": [
+            Benchmark(
+                case("plain", M=8192, V=128256, K=4096), (BF16,), ("forward+backward",), "compute"
+            ),
+        ],
+        "linear_log_prob": [
+            Benchmark(
+                case("plain", M=8192, V=128256, K=4096), (BF16,), ("forward+backward",), "compute"
+            ),
+        ],
+        "jsd": [Benchmark(case("plain", M=8192, V=128256), (BF16, F32), EACH)],
+        "linear_jsd": [
+            Benchmark(
+                case("plain", M=8192, V=128256, K=4096, J=4096),
+                (BF16,),
+                ("forward+backward",),
+                "compute",
+            ),
+        ],
+    }
+
+
+def shrunk(benchmark: Benchmark) -> Benchmark:
+    sizes = {k: min(n, DRY_SIZE) for k, n in benchmark.case.sizes.items()}
+    return dataclasses.replace(benchmark, case=dataclasses.replace(benchmark.case, sizes=sizes))
+
+
+def gpu_clock(function: Callable[[], object], repeats: int) -> float:
+    """Seconds per call on the GPU's own clock."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        function()
+    end.record()
+    end.synchronize()
+    return 1e-3 * start.elapsed_time(end) / repeats
+
+
+def gpu_memory(function: Callable[[], object]) -> float:
+    """MiB that one call adds to the allocated memory at its highest."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / harness.MIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What times and describes a device."""
+
+    device: str
+    clock: Callable[[Callable[[], object], int], float]
+    memory: Callable[[Callable[[], object]], float]
+    size: int  # of the matrices and, in quarters of a MiB, of the copy that give the ceilings
+
+    def ceilings(self, dtype: torch.dtype) -> harness.Ceilings:
+        """GB/s of a copy, read and written; GFLOP/s of torch's product of square matrices."""
+        a = torch.empty(
+            self.size * harness.MIB // 4, dtype=torch.uint8, device=self.device
+        ).random_()
+        b = torch.empty_like(a)
+        bandwidth = 2e-9 * a.numel() / self.best(lambda: b.copy_(a))
+        x = torch.randn(self.size, self.size, device=self.device).to(dtype)
+        compute = 2e-9 * self.size**3 / self.best(lambda: x @ x)
+        name = SHORT_DTYPE[dtype]
+        return harness.Ceilings({name: compute}, bandwidth, {name: name})
+
+    def best(self, function: Callable[[], object]) -> float:
+        self.clock(function, 3)
+        return min(self.clock(function, 3) for _ in range(5))
+
+
+CPU = Machine("cpu", once, lambda function: 0.0, 64)
+GPU = Machine("cuda", gpu_clock, gpu_memory, 8192)
+
+
+def timed(options: Options) -> list[tuple[Item, Callable[..., run.Task]]]:
+    """The first task of every op comes before the second of any."""
+    found = []
+    for spec in options.specs:
+        baselines = {
+            name: function
+            for name, function in ON_GPU[spec.name].items()
+            if options.compiled or name not in COMPILED
+        }
+        tasks = [
+            (b, d, p) for b in benchmarks().get(spec.name, ()) for d in b.dtypes for p in b.passes
+        ]
+        for rank, (benchmark, dtype, pass_) in enumerate(tasks):
+            if options.dry_run:
+                benchmark = shrunk(benchmark)
+            make = functools.partial(
+                run.op_task,
+                spec,
+                benchmark,
+                dtype,
+                pass_,
+                baselines=baselines,
+                longest=LONGEST_CHECK,
+            )
+            labels = {"op": spec.name, "case": benchmark.case.name, "dtype": SHORT_DTYPE[dtype]}
+            labels["pass"] = pass_
+            measure = functools.partial(time_task, options, dtype, make)
+            item = Item(labels, measure, f"{spec.name} {rank}", options.timeout)
+            found.append((rank, item, make))
+    return [(item, make) for _, item, make in sorted(found, key=lambda entry: entry[0])]
+
+
+def timing(options: Options) -> Iterator[Item]:
+    return (item for item, _ in timed(options))
+
+
+def time_task(
+    options: Options, dtype: torch.dtype, make: Callable[[], run.Task]
+) -> list[report.Row]:
+    """A row of each provider: its times, or why it has none."""
+    machine = CPU if options.dry_run else GPU
+    task, ceilings = make(), machine.ceilings(dtype)
+    times = harness.interleave(task.providers, options.seconds, lambda: 1.0, machine.clock)
+    rows = run.rows_of(task, times, ceilings, report.commit(), machine.memory)
+    missing = [
+        {"provider": name, "missing": type(e).__name__, "message": str(e)[-MESSAGE:]}
+        for name, e in task.missing.items()
+    ]
+    return [*rows, *missing]
+
+
+# steps --------------------------------------------------------------------------------------------
+
+
+def machine(options: Options) -> Iterator[Item]:
+    """Not a step of its own: its row begins every run, and names the file."""
+
+    def describe() -> list[report.Row]:
+        row = {"torch": torch.__version__, "cuda": torch.version.cuda, "commit": report.commit()}
+        if options.dry_run:
+            return [row | {"gpu": "dry run"}]
+        if _library.cuda_unavailable is not None:
+            raise RuntimeError(_library.cuda_unavailable)
+        properties = torch.cuda.get_device_properties()
+        row["gpu"] = properties.name
+        row["compute capability"] = f"{properties.major}.{properties.minor}"
+        row["multiprocessors"] = properties.multi_processor_count
+        row["memory_gib"] = round(properties.total_memory / 2**30, 1)
+        return [row]
+
+    yield Item({}, describe, "", options.timeout)
+
+
+#: In the order in which they run: what the others need comes first.
+STEPS = {f.__name__: f for f in (wrappers, specs, graphs, timing, sanitizers, profile)}
+#: Steps that share the GPU among processes.
+SHARED = ("wrappers", "specs", "graphs", "sanitizers")
+
+
+@functools.cache
+def items(options: Options, step: str) -> list[Item]:
+    return list((STEPS | {"machine": machine})[step](options))
+
+
+@contextlib.contextmanager
+def ready(options: Options, step: str) -> Iterator[None]:
+    """What an item finds: its device, initialised, and its share of the processor's cores."""
+    cores = os.cpu_count() or 1
+    count = 1 if options.dry_run else max(1, cores // options.processes(step))
+    with on_device(options.device), threads(count):
+        if not options.dry_run:
+            torch.cuda.init()
+        yield

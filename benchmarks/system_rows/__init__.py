@@ -1,0 +1,1 @@
+"""Whole systems as rows of run.py."""

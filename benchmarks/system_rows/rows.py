@@ -1,0 +1,318 @@
+"""The row of each published form of docs/variants.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as torch_F
+from baselines.attention import sdpa_attention
+from torch import Tensor
+
+from omniattn import functional as F
+from omniattn import modules as m
+from omniattn.functional.scores import T5Bias
+from system_rows.losses import LOSSES
+from system_rows.positions import POSITIONS
+from system_rows.routers import ROUTERS
+from system_rows.states import STATES
+from system_rows.system import Plain, Provider, System, functions, layer, normal
+
+#: Forms that are cases of an op: the op and the label of its benchmark.
+OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
+    "multi-head, multi-query and grouped-query attention, self and cross": (
+        *(("attention", "full"), ("attention", "multiquery"), ("attention", "grouped")),
+        ("attention", "cross"),
+    ),
+    "causal, prefix-LM and chunked masks": (
+        *(("attention", "causal"), ("attention", "prefix"), ("attention", "chunked")),
+    ),
+    "relative keys and queries: rows of distances": (("attention", "distances"),),
+    "sliding windows, neighbourhoods": (("attention", "window"), ("attention", "neighbours")),
+    "dilated, strided, fixed and every k-th key": (
+        *(("attention", "dilated"), ("attention", "strided"), ("attention", "fixed")),
+        ("attention", "everykth"),
+    ),
+    "block-sparse: any size of blocks, as a mask or compressed rows": (("attention", "blocks"),),
+    "neighbourhood attention in 1-D to 3-D: dilated, strided, causal": (
+        *(("na1d", "window"), ("na2d", "nat"), ("na2d", "dinat"), ("na3d", "video")),
+    ),
+    "blocks and global tokens": (("attention", "blockslocalglobal"),),
+    "selected blocks of keys, selected keys": (
+        *(("selected_attention", "nsa"), ("selected_attention", "tokens")),
+    ),
+    "native sparse attention: compressed keys, selected blocks, a window": (
+        ("nsa_attention", "causal"),
+    ),
+    "mixture of block attention": (("moba_attention", "causal"),),
+    "lightning indexer of DeepSeek sparse attention, and its loss": (
+        *(("dsa_indexer", "heads64"), ("dsa_indexer", "step")),
+        *(("dsa_indexer_loss", "dense"), ("dsa_indexer_loss", "sparse")),
+    ),
+    "indexer of a single head without weights, ties to the latest": (("dsa_indexer", "onehead"),),
+    "learned routing of blocks of keys: not trained, by gates, by distillation": (
+        *(("routed_block_attention", "plain"), ("routed_block_attention", "gate")),
+    ),
+    "Longformer: windows, dilated per head, global tokens with their own projections": (
+        *(("longformer_attention", "window"), ("longformer_attention", "global")),
+    ),
+    "BigBird: random, near and global blocks, global tokens": (("bigbird_attention", "blocks"),),
+    "hub and spoke, one or two sets of projections": (
+        *(("hub_spoke_attention", "hubs"), ("hub_spoke_attention", "disjoint")),
+    ),
+    "deterministic sparse: a window and representatives, tokens or means, pyramids": (
+        *(("detsa_attention", "tokens"), ("detsa_attention", "means")),
+    ),
+    "dual chunk attention": (("dual_chunk_attention", "chunks"),),
+    "gated mean of local and strided attention": (("local_strided_attention", "two"),),
+    "any mask, in blocks": (("attention", "predicate"),),
+    "softcap, sinks, scale per head": (
+        *(("attention", "softcap"), ("attention", "sinks"), ("attention", "headscale")),
+    ),
+    "sigmoid and squared ReLU attention": (("attention", "sigmoid"), ("attention", "relu2")),
+    "selection of one key": (("select_attention", "causal"),),
+    "selective attention": (("selective_attention", "model"),),
+    "ALiBi": (("attention", "alibi"),),
+    "feed-forward: ReLU, GELU, SiLU, squared ReLU": (
+        *(("mlp", "gelu"), ("mlp", "relu"), ("mlp", "silu"), ("mlp", "relu2")),
+    ),
+    "GLU family as one op": (("glu_mlp", "swiglu"), ("glu_mlp", "geglu")),
+    "clamped GLU of gpt-oss": (("clamped_swiglu", "pair"),),
+    "cross entropy: label smoothing, class weights, z-loss, softcap, temperature": (
+        *(("cross_entropy", "plain"), ("cross_entropy", "weighted"), ("cross_entropy", "zloss")),
+        ("linear_cross_entropy", "plain"),
+    ),
+    "distillation: forward and reverse KL, generalised Jensen-Shannon divergence": (
+        *(("jsd", "plain"), ("jsd", "forward"), ("linear_jsd", "plain")),
+    ),
+    "mixture of experts, dropless or with capacity, on one or several processes": (
+        ("moe_experts", "mixtral"),
+    ),
+    "linear attention with features of any kind": (("linear_attention", "head64"),),
+    "random features: FAVOR+ (positive, hyperbolic, orthogonal), trigonometric, without a norm": (
+        ("random_feature_attention", "head64"),
+    ),
+    "decaying linear attention: retention, GLA": (
+        *(("gated_linear_attention", "head64"), ("retention", "head64")),
+    ),
+    "delta rules: DeltaNet, Gated DeltaNet, Kimi Delta Attention": (
+        *(
+            ("delta_rule", "head64"),
+            ("gated_delta_rule", "head64"),
+            ("kimi_delta_attention", "head64"),
+        ),
+    ),
+    "RWKV-4 to 7": (("rwkv4", "model"), ("rwkv6", "head64"), ("rwkv7", "head64")),
+    "means of decaying weights with r . k in the exponent: by pairs, by a state": (
+        *(("rwkv_quadratic", "head64"), ("rwkv_recurrent", "head64")),
+    ),
+    "causal depthwise convolution with SiLU": (
+        *(("causal_conv1d", "mamba"), ("causal_conv1d", "decode")),
+    ),
+    "state-space duality: Mamba-2": (("ssd", "state64"), ("ssd", "state128")),
+    "Mamba": (("selective_scan", "model"),),
+    "xLSTM": (("mlstm", "model"), ("slstm", "model")),
+    "LayerNorm": (("layer_norm", "plain"),),
+    "RMSNorm": (("rms_norm", "plain"),),
+    "gated RMSNorm, before or after the gate": (
+        ("rms_norm_gated", "after"),
+        ("rms_norm_gated", "before"),
+    ),
+    "norm per head": (("group_norm", "heads"),),
+    "dropout, the same bits on every device": (("dropout", "tenth"), ("attention", "dropout")),
+    "RoPE: half-split, interleaved, partial": (
+        *(("apply_rotary", "half"), ("apply_rotary", "interleaved"), ("apply_rotary", "partial")),
+    ),
+    "QK-norm fused with RoPE": (("qk_norm_rotary", "half"),),
+    "packed and padded sequences": (("attention_varlen", "mixed"), ("attention", "padding")),
+    "caches: contiguous, rolling, paged, of a source": (
+        *(("attention_cached", "decode"), ("attention_cached", "pages")),
+    ),
+}
+
+
+def _merged() -> dict[str, Provider]:
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        halves = (
+            F.attention(q, keys, values, return_lse=True)
+            for keys, values in zip(k.chunk(2, 1), v.chunk(2, 1), strict=True)
+        )
+        return F.merge_attention(*zip(*halves, strict=True))[0]
+
+    return functions(
+        [normal(1, 512, 8, 64, seed=n) for n in range(3)], ours=ours, aten=sdpa_attention
+    )
+
+
+def _t5() -> dict[str, Provider]:
+    *leaves, table = [normal(1, 512, 8, 64, seed=n) for n in range(3)] + [normal(32, 8)]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        return F.attention(q, k, v, scale=1.0, relative=T5Bias(table))
+
+    def hf(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        bias = T5Bias(table).term(512, 512, table.dtype)
+        return sdpa_attention(q, k, v, scale=1.0, bias=bias)
+
+    return functions([*leaves, table], ours=ours, hf=hf)
+
+
+def _rotated(config: Any, size: int) -> dict[str, Provider]:
+    cos, sin = F.rotary_tables(F.rope_frequencies(size), torch.arange(512))
+    return layer(config, normal(1, 512, 512), call=lambda module, x: module(x, rope=(cos, sin)))
+
+
+def _mla() -> dict[str, Provider]:
+    return _rotated(m.MultiHeadLatentAttention.Config(512, 8, 256, 128, 64, 32, 64), 32)
+
+
+def _dsa() -> dict[str, Provider]:
+    """Of 1024 tokens each sees 256; the indexer learns too."""
+    sizes = (512, 8, None, 128, 64, 32, 64)
+    config = m.DeepSeekSparseAttention.Config(*sizes, index_heads=4, index_dim=64, index_topk=256)
+    cos, sin = F.rotary_tables(F.rope_frequencies(32), torch.arange(1024))
+    return layer(config, normal(1, 1024, 512), call=lambda module, x: module(x, rope=(cos, sin)))
+
+
+def _mla_decode() -> dict[str, Provider]:
+    """One token on a cache of 1024, in the latent space."""
+    config = m.MultiHeadLatentAttention.Config(512, 8, 256, 128, 64, 32, 64)
+    tables = F.rotary_tables(F.rope_frequencies(32), torch.arange(1025))
+    x = torch.randn(1, 1025, 512, generator=torch.Generator().manual_seed(0))
+
+    def call(module: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if not hasattr(module, "_filled"):
+                module._filled = module.new_state(1, 1025)
+                module(x[:, :1024], state=module._filled, rope=tuple(t[:1024] for t in tables))
+            module._filled.crop(1024)
+            out: Tensor = module(
+                x[:, 1024:], state=module._filled, rope=tuple(t[1024:] for t in tables)
+            )
+            return out
+
+    return layer(config, x, call=call)
+
+
+def _eviction(policy: m.Eviction) -> dict[str, Provider]:
+    """A prompt of 512 and 8 tokens more; "aten" has no lse, by which tokens are weighed."""
+    x = torch.randn(1, 520, 512, generator=torch.Generator().manual_seed(0))
+
+    def call(module: m.Attention) -> Tensor:
+        state = module.new_state(1, 520, eviction=policy)
+        with torch.no_grad():
+            parts = [module(t, state=state) for t in x.split((512, *(1,) * 8), 1)]
+        return torch.cat(parts, 1)
+
+    providers: dict[str, Provider] = {}
+    for name, backend in (("ours", None), ("eager", "reference")):
+        torch.manual_seed(0)
+        module = m.Attention.Config(512, 8, 2, backend=backend).build()
+        providers[name] = (lambda module=module: call(module), [])
+    return providers
+
+
+def _block(placement: str) -> dict[str, Provider]:
+    norm = m.LayerNorm.Config(512)
+    config = m.Residual.Config(norm, placement)
+
+    def build(backend: str | None) -> Any:
+        torch.manual_seed(0)
+        return m.Residual(Plain(512, backend), config.with_backend(backend))
+
+    x, ours, theirs = normal(1, 512, 512), build(None), build("reference")
+    return {
+        "ours": (lambda: ours(x), [x, *ours.parameters()]),
+        "aten": (lambda: theirs(x), [x, *theirs.parameters()]),
+    }
+
+
+def _mtp() -> dict[str, Provider]:
+    x, weight = normal(1, 256, 256), normal(1000, 256)
+    tokens = torch.randint(1000, (1, 256), generator=torch.Generator().manual_seed(0))
+    providers: dict[str, Provider] = {}
+    for name, backend in (("ours", None), ("aten", "reference")):
+        torch.manual_seed(0)
+        config = m.MultiTokenPredictor.Config(256, 2, backend=backend)
+        module = m.MultiTokenPredictor(config, lambda b=backend: Plain(256, b))
+
+        def call(module: Any = module) -> Any:
+            return module(x, tokens, lambda t: torch_F.embedding(t, weight), lambda h: h @ weight.T)
+
+        providers[name] = (call, [x, weight, *module.parameters()])
+    return providers
+
+
+def _attention(**options: Any) -> Callable[[], dict[str, Provider]]:
+    return lambda: layer(m.Attention.Config(512, 8, **options), normal(1, 512, 512))
+
+
+def _swin() -> dict[str, Provider]:
+    return layer(m.WindowAttention.Config(192, 6, 7, 3), normal(2, 28, 28, 192))
+
+
+def _deberta() -> dict[str, Provider]:
+    config = m.DisentangledAttention.Config(512, 8, max_distance=512, buckets=256)
+    return layer(config, normal(1, 512, 512), normal(512, 512))
+
+
+SYSTEMS: dict[str, tuple[System, ...]] = {
+    "split keys, merged by lse": (System("merge-B1T512H8D64", _merged),),
+    "T5 relative bias": (System("t5-B1T512H8D64", _t5),),
+    "Swin: windows, shifted windows, patch merging": (System("swin-B2S28C192H6", _swin),),
+    "multi-head latent attention, absorbed decoding": (
+        System("mla-B1T512C512H8", _mla),
+        System("mladecode-B1T1024C512H8", _mla_decode),
+    ),
+    "DeepSeek sparse attention: keys chosen by an indexer that learns from the attention": (
+        System("dsa-B1T1024C512H8", _dsa),
+    ),
+    "caches that evict: threshold, H2O, StreamingLLM, SnapKV": tuple(
+        System(f"{name}-B1T512C512H8", lambda policy=policy: _eviction(policy))
+        for name, policy in (
+            ("threshold", m.Threshold(eps=2e-3)),
+            ("h2o", m.H2O(64, 64)),
+            ("streaming", m.Streaming(4, 124)),
+            ("snapkv", m.SnapKV(128)),
+        )
+    ),
+    "QK-norm: rms, 1 + w, layer, l2": tuple(
+        System(f"qknorm{name}-B1T512C512H8", _attention(qk_norm=name))
+        for name in ("rms", "layer", "l2")
+    ),
+    "gated attention": (System("gate-B1T512C512H8", _attention(gate="elementwise")),),
+    "gated attention unit": (
+        System(
+            "gau-B1T512C512", lambda: layer(m.GatedAttentionUnit.Config(512), normal(1, 512, 512))
+        ),
+    ),
+    "differential attention": (
+        System(
+            "differential-B1T512C512H4",
+            lambda: _rotated(m.DifferentialAttention.Config(512, 4, 1), 64),
+        ),
+    ),
+    "Transformer-XL, u and v of a layer or shared": (
+        System(
+            "xl-B1T512C512H8",
+            lambda: layer(m.TransformerXLAttention.Config(512, 8), normal(1, 512, 512)),
+        ),
+    ),
+    "DeBERTa": (System("deberta-B1T512C512H8", _deberta),),
+    "PVT: spatial reduction": (
+        System(
+            "pvt-B1S32C256H4",
+            lambda: layer(m.SpatialReductionAttention.Config(256, 4, 4), normal(1, 32, 32, 256)),
+        ),
+    ),
+    "pre-, post-, sandwich and parallel placement": tuple(
+        System(f"{name}-T512C512", lambda name=name: _block(name))
+        for name in ("pre", "post", "sandwich")
+    ),
+    "multi-token prediction": (System("mtp-B1T256C256V1000", _mtp),),
+    **POSITIONS,
+    **ROUTERS,
+    **LOSSES,
+    **STATES,
+}

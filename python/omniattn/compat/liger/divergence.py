@@ -1,0 +1,216 @@
+"""Losses under the names, and with the arguments, that they have in Liger Kernel.
+
+`accum_dtype`, `compiled` and `chunk_size` change no result here: sums are in fp32 (fp64 for fp64),
+nothing is compiled, and chunks are of a size of our own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.checks.arguments import clamp, require_choice
+
+__all__ = [
+    "LigerFusedLinearJSD",
+    "LigerFusedLinearJSDLoss",
+    "LigerJSD",
+    "LigerKLDIVLoss",
+]
+
+_REDUCTIONS = ("none", "mean", "sum", "batchmean")
+
+
+def detached(t: Tensor | None) -> Tensor | None:
+    """Tensors of teachers and references, which get no gradient."""
+    return None if t is None else t.detach()
+
+
+class LigerJSD(nn.Module):
+    """:func:`omniattn.functional.jsd` of log-probabilities under Liger's names.
+
+    Args:
+        beta: in [0, 1]; 0 is the forward, 1 the reverse KL divergence.
+        ignore_index: rows with this label give 0 and are not counted by the mean.
+
+    Shape:
+        log_q (N, V) of the student, log_p (N, V) of the teacher, shift_labels (N,) -> ().
+
+    Example:
+        >>> even = torch.zeros(1, 2).log_softmax(-1)
+        >>> LigerJSD()(even, even).abs()
+        tensor(0.)
+    """
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.beta = beta
+        self.ignore_index = ignore_index
+
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        """log_q (N, V), log_p (N, V), shift_labels (N,) -> (), of log_q's dtype."""
+        loss = functional.jsd(
+            *(log_q, log_p.detach(), shift_labels),
+            beta=self.beta,
+            ignore_index=self.ignore_index,
+            log_probs=True,
+        )
+        return loss.to(log_q.dtype)
+
+
+class LigerKLDIVLoss(nn.KLDivLoss):
+    """torch.nn.KLDivLoss with a least probability in the logarithm of targets that are none.
+
+    Plain torch; :func:`omniattn.functional.jsd` with ``beta=0`` is the same of logits, fused.
+
+    Args:
+        eps: ``y_true (ln max(y_true, eps) - y_pred)`` without `log_target`.
+        size_average, reduce, reduction, log_target: see torch.nn.KLDivLoss.
+
+    Shape:
+        y_pred (N, V) log-probabilities, y_true (N, V) -> () or (N, V).
+
+    Example:
+        >>> LigerKLDIVLoss(reduction="batchmean")(torch.zeros(1, 2), torch.ones(1, 2))
+        tensor(0.)
+    """
+
+    def __init__(self, eps: float = 1e-10, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        require_choice(type(self).__name__, "reduction", self.reduction, _REDUCTIONS)
+        self.eps = eps
+
+    def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
+        """y_pred (N, V), y_true (N, V) -> () or (N, V)."""
+        if self.log_target:
+            return nnf.kl_div(y_pred, y_true, reduction=self.reduction, log_target=True)
+        loss = y_true * (clamp(y_true, self.eps).log() - y_pred)
+        if self.reduction == "none":
+            return loss
+        if self.reduction == "mean":
+            return loss.mean()
+        return loss.sum() / (len(y_pred) if self.reduction == "batchmean" else 1)
+
+
+class LigerFusedLinearJSD(nn.Module):
+    """:func:`omniattn.functional.linear_jsd` under Liger's names; the teacher gets no gradient.
+
+    Args:
+        jsd_beta: in [0, 1]; 0 is the forward, 1 the reverse KL divergence.
+        ignore_index: tokens with this label give 0 and are not counted by the mean.
+        temperature: above 0.
+        accum_dtype: changes nothing.
+
+    Shape:
+        student_input (N, K), student_weight (V, K), teacher_input (N, K'), teacher_weight (V, K'),
+        shift_labels (N,) or None -> ().
+
+    Example:
+        >>> x, head = torch.ones(1, 2), torch.eye(2)
+        >>> LigerFusedLinearJSD()(x, head, x, torch.zeros(2, 2), None)
+        tensor(0.)
+    """
+
+    def __init__(
+        self,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.jsd_beta = jsd_beta
+        self.temperature = temperature
+        self.ignore_index = ignore_index
+
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        """As in Shape of the class."""
+        return functional.linear_jsd(
+            *(student_input, student_weight, teacher_input.detach(), teacher_weight.detach()),
+            shift_labels,
+            beta=self.jsd_beta,
+            temperature=self.temperature,
+            ignore_index=self.ignore_index,
+        )
+
+
+class LigerFusedLinearJSDLoss(nn.Module):
+    """``weight_hard_loss`` times the cross entropy of the labels + ``weight_soft_loss`` times
+    :func:`omniattn.functional.linear_jsd`, each a mean over the kept tokens.
+
+    Args:
+        weight_hard_loss, weight_soft_loss: numbers; what has weight 0 is not computed.
+        beta, ignore_index, temperature: see :class:`LigerFusedLinearJSD`.
+        compiled, chunk_size: change nothing.
+        return_soft_hard_loss: also return both losses, without a gradient.
+
+    Shape:
+        student_input (N, K), student_weight (V, K), teacher_input (N, K'), teacher_weight (V, K'),
+        true_labels (N,), student_bias (V,), teacher_bias (V,) -> () or three of them. Student and
+        teacher have one vocabulary.
+
+    Example:
+        >>> x, head = torch.ones(1, 2), torch.eye(2)
+        >>> loss = LigerFusedLinearJSDLoss(weight_hard_loss=1.0)
+        >>> loss(x, head, x, torch.zeros(2, 2), torch.tensor([0]))
+        tensor(0.6931)
+    """
+
+    def __init__(
+        self,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        chunk_size: int = 1024,
+        return_soft_hard_loss: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight_hard_loss = weight_hard_loss
+        self.weight_soft_loss = weight_soft_loss
+        self.beta = beta
+        self.ignore_index = ignore_index
+        self.temperature = temperature
+        self.return_soft_hard_loss = return_soft_hard_loss
+
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        true_labels: Tensor,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """As in Shape of the class."""
+        hard = soft = student_input.new_zeros((), dtype=torch.float32)
+        if self.weight_hard_loss != 0 or self.return_soft_hard_loss:
+            hard = functional.linear_cross_entropy(
+                *(student_input, student_weight, true_labels),
+                bias=student_bias,
+                ignore_index=self.ignore_index,
+            )
+        if self.weight_soft_loss != 0 or self.return_soft_hard_loss:
+            soft = functional.linear_jsd(
+                *(student_input, student_weight, teacher_input.detach(), teacher_weight.detach()),
+                true_labels,
+                bias=student_bias,
+                teacher_bias=detached(teacher_bias),
+                beta=self.beta,
+                temperature=self.temperature,
+                ignore_index=self.ignore_index,
+            )
+        loss = self.weight_hard_loss * hard + self.weight_soft_loss * soft
+        return (loss, soft.detach(), hard.detach()) if self.return_soft_hard_loss else loss

@@ -1,0 +1,1 @@
+"""Softmax attention: dense, packed, cached, as torch's function, and weights alone."""

@@ -1,0 +1,1 @@
+"""Norms, activations, feed-forward layers, experts, products, top-k and dropout."""

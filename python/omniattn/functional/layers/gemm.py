@@ -1,0 +1,86 @@
+"""Linear layer, on this package's kernel or torch's, whichever was measured to be faster."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniattn.checks.arguments import (
+    autocast_linear,
+    has_own_ops,
+    implementation,
+    require_float,
+    require_like,
+    require_shape,
+    require_strided,
+)
+from omniattn.checks.jagged import token_wise
+from omniattn.ops import gemm as ops
+from omniattn.ops._precision import pieces_of
+from omniattn.ops.gemm_choice import native_is_faster
+
+__all__ = ["linear"]
+
+
+@token_wise()
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
+    """Linear layer.
+
+    ``y = x weight^T + bias``
+
+    Args:
+        x: (..., K), float64, float32, bfloat16 or float16, any strides; or a jagged nested tensor
+            (B, j, ..., K), and then so is y. Under autocast all tensors are cast to its dtype.
+        weight: (N, K) of x's dtype; or a subclass of torch.Tensor whose data are those of other
+            tensors, such as a quantised weight, for torch's linear, which calls its own.
+        bias: (N,) of x's dtype, or None.
+        backend: None for the kernel that was measured to be faster on this kind of machine, this
+            package's or torch's (`omniattn.ops.gemm_choice`, printed by `omniattn info`); "cpu" for
+            this package's, "cuda" for torch's cuBLAS as an op of this package; "reference" for the
+            eager definition.
+
+    Returns:
+        y (..., N) of x's dtype.
+
+    Raises:
+        TypeError: a dtype that is unsupported or differs from x's.
+        ValueError: a shape, device or value that does not fit.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        The native kernel multiplies and adds in fp32 (fp64 for fp64) and rounds once; its results
+        and gradients do not depend on the number of threads. With AMX, fp32 products of more than
+        four rows are made of bf16 pieces where `torch.set_float32_matmul_precision("high")` or
+        `omniattn.config.FP32_PIECES` allows it (docs/precision.md). On CUDA torch's settings
+        decide (`torch.backends.cuda.matmul`).
+
+    Reference:
+        Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.
+
+    Example:
+        >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 5.0], [0.0, 1.0]]))
+        tensor([13.,  2.])
+    """
+    if backend is None and isinstance(weight, Tensor) and has_own_ops(weight):
+        return torch.nn.functional.linear(x, weight, bias)
+    x, weight, bias = autocast_linear(x, weight, bias)
+    require_float("linear", "x", x)
+    require_like("linear", "weight", weight, x)
+    if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            "linear: x must have shape (..., K) and weight (N, K), "
+            f"got x.shape={tuple(x.shape)}, weight.shape={tuple(weight.shape)}"
+        )
+    if bias is not None:
+        require_like("linear", "bias", bias, x)
+        require_strided("linear", "bias", bias)
+        require_shape("linear", "bias", bias, weight.shape[:1])
+    run = implementation("linear", backend, x, ops.linear)
+    pieces = pieces_of(x)
+    strided = x.layout == weight.layout == torch.strided  # of others the native op says more
+    if backend is None and strided and not native_is_faster(x, weight, pieces):
+        return torch.nn.functional.linear(x, weight, bias)
+    y: Tensor = run(x, weight, bias, pieces)
+    return y

@@ -1,0 +1,1 @@
+"""Losses that are fused with the logits, for pretraining and post-training."""

@@ -1,0 +1,67 @@
+"""Attention masks as small values: each encodes itself as rules for kernels; & | ~ combine them.
+
+Positions: query q is at position i = q + Tk - Tq of the keys, so that the last query is aligned
+with the last key (bottom-right alignment), unless a mask says otherwise; in packed and cached
+batches those of each sequence.
+
+Masks that `|` and `~` make become blocks of 64 x 64 for the sizes of a call, and keep those of the
+last ones. Where the sequences of a batch differ, their lengths are among these sizes, for which a
+GPU is waited for.
+
+A new rule on (query, key) indices needs a dataclass here, a struct in csrc/semantics/mask_rules.h
+and a case in encoding/masks.py; no schema, fake kernel or gradient changes.
+"""
+
+from omniattn.functional.masks.base import All, Mask
+from omniattn.functional.masks.blocks import Blocks, from_block_mask, from_predicate
+from omniattn.functional.masks.computed import AnyOf, Not
+from omniattn.functional.masks.grid import GridNeighbourhood
+from omniattn.functional.masks.periodic import Dilated, EveryKth, Fixed, Strided
+from omniattn.functional.masks.rules import (
+    BoolMask,
+    Causal,
+    Chunked,
+    Documents,
+    KeyLengths,
+    KeyPadding,
+    Neighbourhood,
+    PooledKeys,
+    PrefixLM,
+    SlidingWindow,
+    block_local_global,
+    deterministic_sparse,
+    hub_spoke,
+    sliding_window,
+)
+from omniattn.functional.masks.tokens import GlobalTokens, Representatives
+
+__all__ = [
+    "All",
+    "AnyOf",
+    "Blocks",
+    "BoolMask",
+    "Causal",
+    "Chunked",
+    "Dilated",
+    "Documents",
+    "EveryKth",
+    "Fixed",
+    "GlobalTokens",
+    "GridNeighbourhood",
+    "KeyLengths",
+    "KeyPadding",
+    "Mask",
+    "Neighbourhood",
+    "Not",
+    "PooledKeys",
+    "PrefixLM",
+    "Representatives",
+    "SlidingWindow",
+    "Strided",
+    "block_local_global",
+    "deterministic_sparse",
+    "from_block_mask",
+    "from_predicate",
+    "hub_spoke",
+    "sliding_window",
+]

@@ -1,0 +1,195 @@
+"""What all masks can do: combine, and say how much they allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn.checks.arguments import refuse_nested, require_strided, shown
+from omniattn.encoding.masks import EncodedMask, MaskKind, Rule, Sizes, of_sequence, visible
+
+#: Queries and keys of a tile of the CPU kernels.
+TILE = (96, 128)
+
+
+class Mask(EncodedMask):
+    """A set of (query, key) pairs that may attend."""
+
+    def __and__(self, other: Mask) -> All:
+        return All((self, other))
+
+    def __or__(self, other: Mask) -> Mask:
+        from omniattn.functional.masks.computed import AnyOf
+
+        return AnyOf((self, other))
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{type(self).__name__}: a mask is neither true nor false; combine masks by &, | and ~"
+        )
+
+    def __invert__(self) -> Mask:
+        from omniattn.functional.masks.computed import Not
+
+        return Not(self)
+
+    def rules_of_call(self, sizes: Sizes, layout: Rule | None = None) -> list[Rule]:
+        """Rules for one call; masks that are not made of rules have some for each."""
+        return self.rules()
+
+    def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
+        """As `visible`; with `queries` only the rows [first, last) of all Tq."""
+        return visible(self.rules(), sizes, queries)
+
+    def parts(self) -> tuple[Mask, ...]:
+        """The masks that it is made of."""
+        return ()
+
+    def by_keys(self) -> bool:
+        """Whether what a query sees depends on Tk, and not only on where it is among the keys."""
+        return any(kind == MaskKind.NEIGHBOURS for kind, *_ in self.rules())
+
+    def of_sequence(self, n: int, tq: int, tk: int) -> Mask:
+        """The mask of sequence n of a packed or cached batch, which has its own lengths."""
+        return OfSequence(of_sequence(self.rules(), n, tq, tk))
+
+    def dense(self, tq: int, tk: int, *, heads: int = 1) -> Tensor:
+        """Boolean, True = attend, broadcastable to (B, heads, tq, tk)."""
+        return self.visible(tq, tk, self._device(), heads)
+
+    def count(self, tq: int, tk: int, *, batch: int = 1, heads: int = 1) -> int:
+        """Number of pairs that may attend in (batch, heads, tq, tk), exactly."""
+        return sum(
+            int(rows.sum()) * (batch * heads * rows.shape[-2] * tk // rows.numel())
+            for rows in self._stripes(tq, tk, heads, 256)
+            if rows.numel()
+        )
+
+    def density(self, tq: int, tk: int, *, batch: int = 1, heads: int = 1) -> float:
+        """Share of pairs that may attend, counted exactly."""
+        pairs = batch * heads * tq * tk
+        return self.count(tq, tk, batch=batch, heads=heads) / pairs if pairs else 0.0
+
+    def block_density(
+        self,
+        tq: int,
+        tk: int,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        block: tuple[int, int] = TILE,
+    ) -> float:
+        """Share of the area that lies in (queries, keys) blocks with a pair that may attend.
+
+        The default blocks are the tiles of the CPU kernels, so this is the share that they compute.
+        """
+        area = 0
+        for rows in self._stripes(tq, tk, heads, block[0]):
+            keys = torch.nn.functional.pad(rows.any(-2), (0, -tk % block[1]))
+            seen = keys.unflatten(-1, (-1, block[1])).any(-1)
+            widths = torch.full((seen.shape[-1],), block[1])
+            widths[-1:] -= -tk % block[1]
+            copies = batch * heads * seen.shape[-1] // seen.numel()
+            area += int((seen.cpu() * widths).sum()) * copies * rows.shape[-2]
+        pairs = batch * heads * tq * tk
+        return area / pairs if pairs else 0.0
+
+    def plot(self, tq: int, tk: int, *, batch: int = 0, head: int = 0, ax: Any = None) -> Any:
+        """Draws the mask of one head, queries downwards, and returns the matplotlib axes."""
+        import matplotlib.pyplot as plt
+
+        mask = self.dense(tq, tk, heads=head + 1)
+        mask = mask[(None,) * (4 - mask.dim())]
+        mask = mask[batch % mask.shape[0], head % mask.shape[1]].expand(tq, tk)
+        if ax is None:
+            _, ax = plt.subplots()
+        ax.imshow(mask.cpu().numpy(), cmap="Blues", vmin=0, vmax=1.5, interpolation="nearest")
+        ax.set(xlabel="key", ylabel="query")
+        return ax
+
+    def _device(self) -> torch.device:
+        return next((t.device for *_, side in self.rules() for t in side), torch.device("cpu"))
+
+    def _stripes(self, tq: int, tk: int, heads: int, size: int) -> Iterator[Tensor]:
+        device = self._device()
+        for first in range(0, tq, size):
+            yield self.pairs(Sizes(tq, tk, device, heads), (first, min(first + size, tq)))
+
+
+@dataclass(frozen=True)
+class OfSequence(Mask):
+    """The rules that another mask has for one sequence."""
+
+    found: list[Rule]
+
+    def rules(self) -> list[Rule]:
+        return self.found
+
+
+@dataclass(frozen=True)
+class All(Mask):
+    """Pairs allowed by every one of `masks`."""
+
+    masks: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        require_masks("All", self.masks)
+
+    def parts(self) -> tuple[Mask, ...]:
+        return self.masks
+
+    def rules(self) -> list[Rule]:
+        return [rule for mask in self.masks for rule in mask.rules()]
+
+    def rules_of_call(self, sizes: Sizes, layout: Rule | None = None) -> list[Rule]:
+        return [r for mask in self.masks for r in mask.rules_of_call(sizes, layout)]
+
+    def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
+        first, last = (0, sizes.tq) if queries is None else queries
+        seen = torch.ones(last - first, sizes.tk, dtype=torch.bool, device=sizes.device)
+        for mask in self.masks:
+            seen = seen & mask.pairs(sizes, queries)
+        return seen
+
+    def visible(self, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
+        return self.pairs(Sizes(tq, tk, device, heads))
+
+    def by_keys(self) -> bool:
+        return any(mask.by_keys() for mask in self.masks)
+
+    def of_sequence(self, n: int, tq: int, tk: int) -> Mask:
+        return All(tuple(mask.of_sequence(n, tq, tk) for mask in self.masks))
+
+    def _device(self) -> torch.device:
+        return common_device(self.masks)
+
+
+def require_masks(name: str, masks: object) -> None:
+    if not isinstance(masks, (tuple, list)):
+        raise TypeError(f"{name}: masks must be a tuple of masks, got masks={shown(masks)}")
+    for mask in masks:
+        if not isinstance(mask, Mask):
+            raise TypeError(
+                f"{name}: masks must be masks (BoolMask makes one of a tensor, from_predicate of a "
+                f"function), got mask={shown(mask)}"
+            )
+
+
+def common_device(masks: Sequence[Mask]) -> torch.device:
+    """Of their tensors, the CPU where there are none."""
+    found = [mask._device() for mask in masks]
+    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
+
+
+def require_bool_mask(op: str, name: str, t: Tensor) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={shown(t)}")
+    if t.dtype != torch.bool:
+        raise TypeError(f"{op}: {name} must be bool, True = attend, got {name}.dtype={t.dtype}")
+    if t.is_nested:
+        refuse_nested(op, name, t)
+    require_strided(op, name, t)

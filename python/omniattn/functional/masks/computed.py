@@ -1,0 +1,174 @@
+"""Masks that are not the AND of rules: they become blocks for the size of each call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn.checks.arguments import same_values
+from omniattn.encoding.masks import BLOCK, MaskKind, Rule, Sizes
+from omniattn.functional.masks.base import Mask, common_device, require_masks
+from omniattn.functional.masks.blocks import Blocks, blocks_of_rows
+from omniattn.reference.vmap import is_mapped
+
+#: Sizes of calls whose blocks a mask keeps.
+KEPT = 16
+
+
+def has_values(t: Tensor) -> bool:
+    """Whether the values of a tensor can be read here."""
+    traced = torch.compiler.is_compiling() or t.device.type == "meta" or is_mapped(t)
+    return not traced and not (t.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def tensors_of(mask: Mask) -> list[Tensor]:
+    """The tensors that a mask reads, in an order of its own."""
+    found: list[Tensor] = []
+    rest: list[Any] = [mask]
+    while rest:
+        x = rest.pop()
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, Mask):
+            rest += (value for name, value in vars(x).items() if name != "known")
+        elif isinstance(x, (tuple, list)):
+            rest += x
+    return found
+
+
+#: Copies of the tensors of a mask, and its blocks by size that were made of these values.
+Known = tuple[list[Tensor], dict[tuple[object, ...], Blocks]]
+
+
+def blocks_by_size(known: list[Known], tensors: list[Tensor]) -> dict[tuple[object, ...], Blocks]:
+    """The blocks of a mask with these tensors, by size, in the order of their last use.
+
+    `known` has those of the last values, or nothing. Values are compared with a copy, since the
+    version of a tensor does not tell: numpy, `.data`, DLPack and other processes write without
+    raising it.
+    """
+    for copies, blocks in known:
+        if len(copies) == len(tensors) and all(map(same_values, copies, tensors)):
+            return blocks
+    now: Known = [t.detach().clone() for t in tensors], {}
+    known[:] = [now]
+    return now[1]
+
+
+def lengths_of(layout: Rule, sizes: Sizes, by_keys: bool) -> tuple[int | Tensor, int | Tensor]:
+    """`Sizes.lengths` of a packed or cached call; `by_keys`: Tk is asked for."""
+    kind, _, _, side = layout
+    if kind != MaskKind.PACKED:
+        keys = side[-1][:, None, None, None]
+        return keys - sizes.tq, keys
+    ends_q, ends_k = side
+    keys = ends_k.diff()[:, None, None, None]
+    same = ends_q is ends_k or (
+        has_values(ends_q) and has_values(ends_k) and torch.equal(ends_q, ends_k)
+    )
+    if not same:
+        return keys - ends_q.diff()[:, None, None, None], keys
+    # Of self-attention all queries are at their own numbers: one mask serves all sequences.
+    return 0, keys if by_keys else sizes.tk
+
+
+@dataclass(frozen=True)
+class Computed(Mask):
+    """A mask that is kept as blocks for the last sizes that it was asked for, until a tensor that
+    it reads is changed."""
+
+    known: list[Known] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def rules_of_call(self, sizes: Sizes, layout: Rule | None = None) -> list[Rule]:
+        if layout is not None:
+            sizes = replace(sizes, lengths=lengths_of(layout, sizes, self.by_keys()))
+        lengths = [t for t in sizes.lengths or () if isinstance(t, Tensor)]
+        # The number of partial blocks is a value, which a trace and meta tensors do not have; and a
+        # step of decoding, a size of its own each time, would be kept in vain.
+        if (
+            torch.compiler.is_compiling()
+            or sizes.device.type == "meta"
+            or sizes.tq < BLOCK
+            or not all(map(has_values, lengths + (tensors := tensors_of(self))))
+        ):
+            return [(MaskKind.TENSOR, 0, 0, (self.pairs(sizes),))]
+        known = blocks_by_size(self.known, tensors)
+        size: tuple[object, ...] = (sizes.tq, sizes.tk, sizes.device, sizes.heads)
+        size += tuple(
+            tuple(n.flatten().tolist()) if isinstance(n, Tensor) else n
+            for n in (sizes.offset, sizes.keys)
+        )
+        blocks = known.pop(size, None)
+        if blocks is None:
+            with torch.inference_mode(False):  # a later call may train
+                blocks = blocks_of_rows(
+                    lambda first, last: self.pairs(sizes, (first, last)),
+                    sizes.tq,
+                    sizes.tk,
+                    sizes.device,
+                )
+            while len(known) >= KEPT:
+                known.pop(next(iter(known)), None)
+        known[size] = blocks  # the last one in the order of the dict
+        return blocks.rules()
+
+    def visible(self, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
+        return self.pairs(Sizes(tq, tk, device, heads))
+
+
+@dataclass(frozen=True)
+class AnyOf(Computed):
+    """Pairs allowed by at least one of `masks`; `a | b` makes one."""
+
+    masks: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        require_masks("AnyOf", self.masks)
+        if not self.masks:
+            raise ValueError("AnyOf: masks must have at least one mask, got masks=()")
+
+    def parts(self) -> tuple[Mask, ...]:
+        return self.masks
+
+    def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
+        first, *rest = (mask.pairs(sizes, queries) for mask in self.masks)
+        for seen in rest:
+            first = first | seen
+        return first
+
+    def by_keys(self) -> bool:
+        return any(mask.by_keys() for mask in self.masks)
+
+    def of_sequence(self, n: int, tq: int, tk: int) -> Mask:
+        return AnyOf(tuple(mask.of_sequence(n, tq, tk) for mask in self.masks))
+
+    def _device(self) -> torch.device:
+        return common_device(self.masks)
+
+
+@dataclass(frozen=True)
+class Not(Computed):
+    """Pairs that `mask` does not allow; `~mask` makes one."""
+
+    mask: Mask
+
+    def __post_init__(self) -> None:
+        require_masks("Not", (self.mask,))
+
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.mask,)
+
+    def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
+        return ~self.mask.pairs(sizes, queries)
+
+    def by_keys(self) -> bool:
+        return self.mask.by_keys()
+
+    def of_sequence(self, n: int, tq: int, tk: int) -> Mask:
+        return Not(self.mask.of_sequence(n, tq, tk))
+
+    def _device(self) -> torch.device:
+        return self.mask._device()

@@ -1,0 +1,1 @@
+"""Rotary embeddings, and sinusoidal, ALiBi and grid encodings of positions."""

@@ -1,0 +1,232 @@
+"""Checks and calls that the functions of recurrences share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniattn.checks.arguments import (
+    FLOATS,
+    cast_like,
+    implementation,
+    require_bool,
+    require_device,
+    require_float,
+    require_integers,
+    require_number,
+    require_one_shape,
+    require_range,
+    require_shape,
+    require_strided,
+    require_tensor,
+    use_reference,
+)
+from omniattn.checks.packed import require_all_tokens
+from omniattn.functional.layers.norm import rms_norm
+from omniattn.ops import recurrence as ops
+from omniattn.reference.precision import compute_dtype
+
+_L2_EPS = 1e-6
+#: Key heads that keep the threads of a backward busy.
+_KEY_HEADS = 16
+
+
+def require_heads(
+    op: str, q: Tensor, k: Tensor, v: Tensor, q_name: str = "q"
+) -> tuple[Tensor, Tensor]:
+    """k and v, after checks of the three."""
+    require_float(op, q_name, q)
+    if q.ndim != 4:
+        raise ValueError(
+            f"{op}: {q_name} must have shape (B, T, H, K), got {q_name}.shape={tuple(q.shape)}"
+        )
+    k, v = cast_like(op, "k", k, q, q_name), cast_like(op, "v", v, q, q_name)
+    for name, t in ((q_name, q), ("k", k), ("v", v)):
+        require_strided(op, name, t)
+    require_shape(op, "k", k, tuple(q.shape))
+    heads = q.shape[2]
+    if (
+        v.ndim != 4
+        or v.shape[:2] != q.shape[:2]
+        or v.shape[2] % max(1, heads)
+        or (heads == 0 and v.shape[2] > 0)
+    ):
+        raise ValueError(
+            f"{op}: v must have shape (B, T, Hv, V) with B and T of {q_name} and Hv a multiple of "
+            f"its heads, got v.shape={tuple(v.shape)}, {q_name}.shape={tuple(q.shape)}"
+        )
+    return k, v
+
+
+def widened(
+    op: str,
+    name: str,
+    t: Tensor,
+    v: Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+    v_name: str = "v",
+) -> Tensor:
+    """A decay, a beta or a state in fp32 (fp64 for fp64), of one of the shapes."""
+    require_tensor(op, name, t)
+    if t.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} must be floating-point, got {name}.dtype={t.dtype}")
+    require_strided(op, name, t)
+    require_one_shape(op, name, t, shapes)
+    require_device(op, name, t, v, v_name)
+    return t.to(compute_dtype(v))
+
+
+def log_decays(
+    op: str,
+    name: str,
+    g: Tensor,
+    v: Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+    v_name: str = "v",
+) -> Tensor:
+    """Logarithms of decays, `widened`: states that grow at each step are a mistake of a sign."""
+    g = widened(op, name, g, v, shapes, v_name)
+    require_range(op, name, g, most=0.0)
+    return g
+
+
+def delta(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    g: Tensor | None,
+    scale: float | None,
+    l2norm: bool,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """A delta rule; g is checked."""
+    beta = widened(op, "beta", beta, v, (tuple(v.shape[:3]),))
+    require_bool(op, "l2norm", l2norm)
+    use_reference(op, backend, q)  # checks backend, before the norm does
+    if l2norm and q.shape[-1] > 0:
+        q, k = unit_rows(q, backend), unit_rows(k, backend)
+    return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend, beta=beta, delta=True)
+
+
+def low_rank(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str | None,
+    q_name: str = "q",
+) -> tuple[Tensor, Tensor]:
+    """A transition of low rank; g (B, T, Hv, K) is checked."""
+    a, b = cast_like(op, "a", a, q, q_name), cast_like(op, "b", b, q, q_name)
+    require_shape(op, "a", a, tuple(q.shape))
+    require_shape(op, "b", b, tuple(q.shape))
+    return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend, a=a, b=b, q_name=q_name)
+
+
+def unit_rows(x: Tensor, backend: str | None) -> Tensor:
+    """x / sqrt(sum x^2 + 1e-6): an RMS norm with the weight K^-0.5, which an offset has exactly."""
+    size = x.shape[-1]
+    zeros = x.new_zeros(size)
+    return rms_norm(x, zeros, eps=_L2_EPS / size, offset=size**-0.5, backend=backend)
+
+
+def run(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str | None,
+    *,
+    beta: Tensor | None = None,
+    bonus: Tensor | None = None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    skip: Tensor | None = None,
+    least: Tensor | None = None,
+    delta: bool = False,
+    feature_map: str = "identity",
+    normalize: bool = False,
+    eps: float = 0.0,
+    wide: bool = False,
+    q_name: str = "q",
+) -> tuple[Tensor, Tensor]:
+    """The recurrence of checked tensors, and its final state; `wide` outputs are in fp32 (fp64)."""
+    sequences = sequence_count(op, q, cu_seqlens, q_name)
+    if initial_state is not None:
+        shape = (sequences, v.shape[2], q.shape[-1], v.shape[-1] + normalize)
+        initial_state = widened(op, "initial_state", initial_state, v, (shape,))
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.shape[-1] > 0 else 1.0
+    else:
+        require_number(op, "scale", scale)
+    if torch.is_grad_enabled() and not q.is_cpu:  # on the CPU the backward makes parts itself
+        count = _copies(q.shape[2], v.shape[2])
+        q, k = repeated(q, count), repeated(k, count)
+        a, b = (t if t is None else repeated(t, count) for t in (a, b))
+    call = implementation(op, backend, q, ops.recurrence)
+    o, state = call(
+        *(q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens, scale, delta),
+        *(ops.FEATURE_MAPS.index(feature_map), normalize, eps, wide),
+    )
+    return o, state
+
+
+def _copies(heads: int, v_heads: int) -> int:
+    """Of each key head where they are few, for parts of its value heads: the backward gives a
+    thread all value heads of a key head."""
+    group = v_heads // max(1, heads)
+    enough = (n for n in range(1, group) if group % n == 0 and heads * n >= _KEY_HEADS)
+    return next(enough, max(1, group)) if heads < _KEY_HEADS else 1
+
+
+def repeated(t: Tensor, count: int) -> Tensor:
+    """Heads of (B, T, H, ..), each `count` times; a single one takes no memory."""
+    if count == 1:
+        return t
+    return t[:, :, :, None].expand(-1, -1, -1, count, *t.shape[3:]).flatten(2, 3)
+
+
+def sequence_count(op: str, x: Tensor, cu_seqlens: Tensor | None, name: str = "q") -> int:
+    """B, or the number of packed sequences after checks of their boundaries."""
+    if cu_seqlens is None:
+        return x.shape[0]
+    require_boundaries(op, cu_seqlens, x, name)
+    return cu_seqlens.shape[0] - 1
+
+
+def require_boundaries(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> None:
+    """cu_seqlens must be (N + 1,) integers that grow from 0 to the T of x (1, T, ...)."""
+    require_numbers_of_rows(op, cu_seqlens, x, name)
+    require_all_tokens(op, cu_seqlens, x.shape[1])
+
+
+def require_numbers_of_rows(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> None:
+    """cu_seqlens must be (N + 1,) integers and x a batch of one."""
+    require_integers(op, "cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{op}: cu_seqlens must be int32 or int64, got cu_seqlens.dtype={cu_seqlens.dtype}"
+        )
+    require_device(op, "cu_seqlens", cu_seqlens, x, name)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(
+            f"{op}: cu_seqlens must have shape (N + 1,), got cu_seqlens.shape="
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    if x.shape[0] != 1:
+        raise ValueError(f"{op}: B must be 1 with cu_seqlens, got {name}.shape={tuple(x.shape)}")

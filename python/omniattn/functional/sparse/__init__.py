@@ -1,0 +1,1 @@
+"""Attention to chosen keys: patterns, selected blocks and tokens, indexers."""

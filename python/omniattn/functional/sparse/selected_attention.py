@@ -1,0 +1,212 @@
+"""Attention over keys that each query selects: the engine of NSA, MoBA and DSA."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from omniattn.checks.arguments import (
+    implementation,
+    is_one_of,
+    is_traced,
+    require_bool,
+    require_int,
+    require_seed,
+    use_reference,
+)
+from omniattn.encoding.options import Options
+from omniattn.functional.attention._common import (
+    autocast,
+    check_shapes,
+    checked_codes,
+    full_shape,
+    require_int32_or_int64,
+)
+from omniattn.ops.selected_attention import selected_attention as op_of_selected
+from omniattn.reference.attention import default_scale
+from omniattn.reference.selected_attention import require_entries, require_lists
+
+__all__ = ["selected_attention"]
+
+LONGEST = 2**40 - 1  # below the limit of csrc/ops/selected_attention.cpp
+
+
+@overload
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    block_size: int,
+    query_block: int = 1,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    debug: bool = False,
+    backend: str | None = None,
+) -> Tensor: ...
+@overload
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    block_size: int,
+    query_block: int = 1,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: Literal[True],
+    debug: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    block_size: int,
+    query_block: int = 1,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool,
+    debug: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    block_size: int,
+    query_block: int = 1,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    debug: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`attention` of each query to the blocks of keys that it has selected.
+
+    ``O_i = softmax(softcap(scale q_i k_j^T)) v_j`` over the keys j of all blocks
+    ``[n block_size, (n + 1) block_size)`` with n in the list of query i, each key once, and
+    ``j <= i + Tk - Tq`` if causal. No (Tq, Tk) mask and no (Tq, n, D) copy of keys is made.
+
+    Args:
+        q: (B, Tq, Hq, D), as in :func:`attention`. For MLA in its absorbed form, k has one head of
+            the latent and the rotary part, and v is the latent, a view of its first columns.
+        k: (B, Tk, Hkv, D).
+        v: (B, Tk, Hkv, Dv); Dv may differ from D.
+        indices: (B | 1, heads, ceil(Tq / query_block), n) int32 or int64, the list of each query or
+            block of queries in any order: numbers of blocks, each at most once, and -1 for none.
+            `heads` is Hkv (the query heads of a group share their list), 1 (all heads do) or Hq.
+            No gradient.
+        block_size: keys of a block, 1 for single keys. The last block may be ragged. Blocks of
+            fewer than 16 or an odd number of keys are copied, a few at a time, which takes several
+            times as long for lists of few rows.
+        query_block: queries that share a list: query i has list i // query_block.
+        causal: query i sees keys up to i + Tk - Tq, also inside of blocks.
+        scale: factor on q k^T; None is 1 / sqrt(D).
+        softcap, sinks, dropout_p, seed: see :func:`attention`; the dropout mask is the one of that
+            function, so that results agree with a mask's.
+        return_lse: also return the log-sum-exp of the logits.
+        debug: check `indices` for numbers outside of the keys and for blocks named twice, which
+            count twice, and wait for a GPU to do so. Without, the CPU still refuses numbers outside
+            of the keys, and CUDA ignores them.
+        backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition, a mask.
+
+    Returns:
+        O (B, Tq, Hq, Dv) of q's dtype, and with return_lse lse (B, Hq, Tq) in float32 (float64 for
+        float64). A query that sees no key gives O = 0, lse = -inf and zero gradients.
+
+    Raises:
+        TypeError: a dtype that is unsupported or does not fit the others.
+        ValueError: a shape, device or value that does not fit; RuntimeError for entries of indices
+            outside of the keys.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        On the CPU the rows (query, head) of many lists that name a block are multiplied with it at
+        once, if blocks have 16 keys or more, an even number; otherwise those that share a list:
+        products run at the rate of :func:`attention` from about 6 rows on. Where queries share a
+        list, a NaN in a key that is hidden from some of them may reach these. Gradients flow to q,
+        k, v and sinks through O and lse; they and the results do not depend on the number of
+        threads. Besides the results, memory is O(T D): one packed copy of the keys, and dK and dV
+        in fp32.
+
+    Reference:
+        Yuan et al., Native Sparse Attention, 2025, arXiv:2502.11089; Lu et al., MoBA, 2025,
+        arXiv:2502.13189; DeepSeek-AI, DeepSeek-V3.2, 2025, arXiv:2512.02556.
+
+    Example:
+        >>> q, k = torch.zeros(1, 2, 1, 4), torch.zeros(1, 4, 1, 4)
+        >>> v = torch.tensor([1.0, 3.0, 5.0, 9.0]).view(1, 4, 1, 1)
+        >>> selected_attention(q, k, v, torch.tensor([[[[0], [1]]]]), block_size=2).flatten()
+        tensor([2., 7.])
+    """
+    op = "selected_attention"
+    q, k, v = autocast(op, q, k, v)
+    check_shapes(op, q, k, v)
+    require_int(op, "block_size", block_size, 1, LONGEST)
+    require_int(op, "query_block", query_block, 1, LONGEST)
+    require_bool(op, "causal", causal)
+    require_bool(op, "return_lse", return_lse)
+    require_bool(op, "debug", debug)
+    options = Options(scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, seed=seed)
+    checked_codes(op, q, full_shape(q, k), options)
+    indices = _lists(op, indices, q, k, query_block)
+    blocks = -(-k.shape[1] // block_size)
+    if debug:
+        require_lists(op, indices, blocks)
+    elif use_reference(op, backend, q) and not is_traced():  # as the kernels do
+        require_entries(op, indices, blocks)
+    seed = require_seed(op, seed, q) if dropout_p > 0 else None
+    factor = default_scale(q.shape[3]) if scale is None else float(scale)
+    run = implementation(op, backend, q, op_of_selected)
+    out, lse = run(
+        *(q, k, v, indices, sinks, seed, int(block_size), int(query_block), causal),
+        *(factor, float(softcap), float(dropout_p)),
+    )
+    return (out, lse) if return_lse else out
+
+
+def _lists(op: str, indices: Tensor, q: Tensor, k: Tensor, query_block: int) -> Tensor:
+    """The lists of all batch entries."""
+    require_int32_or_int64(op, "indices", indices, q)
+    (batch, tq, heads), kv_heads = q.shape[:3], k.shape[2]
+    lists = -(-tq // query_block)
+    shape = tuple(indices.shape)
+    if (
+        len(shape) != 4
+        or not is_one_of(shape[0], 1, batch)
+        or not is_one_of(shape[1], 1, kv_heads, heads)
+        or shape[2] != lists
+    ):
+        raise ValueError(
+            f"{op}: indices must have shape (B | 1, 1 | Hkv | Hq, ceil(Tq / query_block), n) with "
+            f"B={batch}, Hkv={kv_heads}, Hq={heads}, Tq={tq}, query_block={query_block}, "
+            f"got indices.shape={shape}"
+        )
+    return indices.expand(batch, -1, -1, -1)

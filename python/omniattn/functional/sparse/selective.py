@@ -1,0 +1,201 @@
+"""Selective attention: tokens hide each other from all later queries."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.checks.arguments import (
+    autocast_dtype,
+    require_bool,
+    require_int,
+    require_number,
+    require_seed,
+    use_reference,
+    widen,
+)
+from omniattn.functional.attention._common import autocast, check_shapes, require_parameter
+from omniattn.functional.layers.topk import top_k
+from omniattn.functional.sparse._by_queries import CarriedBiasOf, attention_with_carry
+from omniattn.ops._autograd import may_need_gradient
+from omniattn.reference.attention import default_scale
+
+__all__ = ["selective_attention"]
+
+
+@overload
+def selective_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    penalty: Tensor | None = None,
+    budget: int | None = None,
+    return_penalty: Literal[False] = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor: ...
+@overload
+def selective_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    penalty: Tensor | None = None,
+    budget: int | None = None,
+    return_penalty: bool,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def selective_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    penalty: Tensor | None = None,
+    budget: int | None = None,
+    return_penalty: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention in which each token can hide earlier ones from all queries after it.
+
+    ``O = softmax(logits - F) v`` with ``F_ij = penalty_j + sum_{r < i} S_rj`` in all heads, and
+    ``S = relu(logits of head 0)``, but 0 for the first key and for a query's own key. There are no
+    parameters: head 0 says what is no longer needed. Memory is O(T): F is a running sum for each
+    key, made for some of the queries at a time and again in the backward.
+
+    Args:
+        q: (B, Tq, Hq, D), float64, float32, bfloat16 or float16. The queries are the last Tq of the
+            Tk tokens.
+        k: (B, Tk, Hkv, D) of q's dtype; Hq must be a multiple of Hkv.
+        v: (B, Tk, Hkv, Dv) of q's dtype.
+        penalty: (B, Tk), F of the first query: what earlier calls returned, 0 for new keys. float32
+            (float64 for float64). None is 0.
+        budget: a query sees this many of its keys, those with the smallest F, the later of equal
+            ones, so that it sees its own.
+        return_penalty: also return F of the query after the last.
+        scale, softcap, sinks, head_scale, dropout_p, seed, backend: as in :func:`attention`; S is
+            of logits with scale, softcap and head_scale.
+
+    Returns:
+        O (B, Tq, Hq, Dv) of q's dtype, and with return_penalty F (B, Tk) of penalty's dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :func:`attention`.
+
+    Note:
+        Gradients flow through S to q and k of head 0, and to penalty; what `budget` selects is
+        constant. S and F are in fp32 (fp64 for fp64). As in `attention`, NaN in a query reaches
+        gradients of keys that it does not see.
+
+    Reference:
+        Leviathan, Kalman and Matias, Selective Attention Improves Transformer, 2024,
+        arXiv:2410.02703.
+
+    Example:
+        >>> q = k = torch.ones(1, 4, 1, 1)
+        >>> selective_attention(q, k, k, return_penalty=True)[1]
+        tensor([[0., 2., 1., 0.]])
+    """
+    op = "selective_attention"
+    q, k, v = autocast(op, q, k, v)
+    check_shapes(op, q, k, v)
+    if budget is not None:
+        require_int(op, "budget", budget, 1)
+    require_bool(op, "return_penalty", return_penalty)
+    require_number(op, "softcap", softcap, 0)
+    if scale is not None:
+        require_number(op, "scale", scale)
+    for name, t in (("sinks", sinks), ("head_scale", head_scale)):
+        if t is not None:
+            require_parameter(op, name, t, q, [(q.shape[2],)])
+    if seed is not None:
+        require_seed(op, seed, q)
+    dtype = widen(q.new_zeros(0)).dtype
+    carry = q.new_zeros(q.shape[0], k.shape[1], dtype=dtype)
+    if penalty is not None:
+        require_parameter(op, "penalty", penalty, q, [(q.shape[0], k.shape[1])])
+        if penalty.dtype != dtype:
+            raise TypeError(f"{op}: penalty must be {dtype}, got penalty.dtype={penalty.dtype}")
+        carry = penalty
+    options: dict[str, Any] = {
+        "scale": scale,
+        "softcap": softcap,
+        "sinks": sinks,
+        "head_scale": head_scale,
+        "dropout_p": dropout_p,
+        "seed": seed,
+    }
+    if use_reference(op, backend, q):
+        return reference.selective_attention(
+            q, k, v, penalty=penalty, budget=budget, return_penalty=return_penalty, **options
+        )
+    if q.shape[2] == 0:
+        raise ValueError(f"{op}: q must have heads, got q.shape={tuple(q.shape)}")
+    # Of halves, gradients of parts would be rounded before they are added up.
+    given = (q, k, v, penalty, sinks, head_scale)
+    wide = any(t is not None and may_need_gradient(t) for t in given)
+    rows = (widen(q), widen(k), widen(v)) if wide else (q, k, v)
+    is_cast = autocast_dtype(q) is not None  # export makes a graph of its own of each such block
+    with torch.autocast(q.device.type, enabled=False) if is_cast else contextlib.nullcontext():
+        bias_of = _penalties(*rows[:2], scale, softcap, head_scale, budget)
+        out, carry = attention_with_carry(
+            *rows, bias_of, carry, causal=True, backend=backend, **options
+        )
+    out = out.to(v.dtype)
+    return (out, carry) if return_penalty else out
+
+
+def _penalties(
+    q: Tensor,
+    k: Tensor,
+    scale: float | None,
+    softcap: float,
+    head_scale: Tensor | None,
+    budget: int | None,
+) -> CarriedBiasOf:
+    """-F of some of the queries, from F of the first of them."""
+    before = k.shape[1] - q.shape[1]
+    rows = widen(q[:, :, 0]) * (default_scale(q.shape[3]) if scale is None else scale)
+    if head_scale is not None:
+        rows = rows * widen(head_scale[0]).to(rows.dtype)
+    rows, columns = rows.contiguous(), widen(k[:, :, 0]).contiguous().transpose(1, 2)
+
+    def bias_of(first: int, last: int, keys: int, carry: Tensor) -> tuple[Tensor, Tensor]:
+        s = rows[:, first:last] @ columns[..., :keys]
+        if softcap > 0:
+            s = softcap * torch.tanh(s / softcap)
+        place = torch.arange(keys, device=q.device)
+        own = torch.arange(before + first, before + last, device=q.device)[:, None]
+        s = s.relu().masked_fill((place >= own) | (place == 0), 0)
+        sums = torch.cat([carry[:, None, :keys], s], 1).cumsum(1)
+        bias = -sums[:, :-1]
+        if budget is not None and budget < keys:
+            seen = (place <= own).flip(-1).expand_as(bias)
+            _, chosen = top_k(bias.detach().flip(-1), budget, mask=seen)
+            kept = torch.zeros(*bias.shape[:2], keys + 1, dtype=torch.bool, device=q.device)
+            kept.scatter_(-1, torch.where(chosen < 0, keys, keys - 1 - chosen), True)
+            bias = bias.masked_fill(~kept[..., :keys], -torch.inf)
+        return bias[:, None], torch.cat([sums[:, -1], carry[:, keys:]], 1)
+
+    return bias_of

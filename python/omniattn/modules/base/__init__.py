@@ -1,0 +1,1 @@
+"""Base classes and the parts that layers share: linear, norms, MLPs, states, positions."""

@@ -1,0 +1,169 @@
+"""Jagged nested tensors (B, j, ..., dim), sequences of any lengths without padding, in layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn import functional
+from omniattn.checks.arguments import require_tensor, shown
+from omniattn.checks.jagged import length_bound, longest, require_ragged, with_boundaries
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a call: the entries of a batch (B, T, ...), or the parts of a nested tensor.
+
+    A layer computes on (B, T, ...) in either case. The tokens of a nested tensor are (1, total,
+    ...) there, all sequences one after another, which `attention` and functions with `cu_seqlens`
+    keep apart.
+    """
+
+    nested: Any = None
+    #: Of a padded batch, bool (B, T): which of its tokens are those of `nested`.
+    tokens: Tensor | None = None
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        """Boundaries (N + 1,) of the parts of a nested tensor."""
+        return None if self.nested is None else self.nested.offsets()
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest part."""
+        return longest(self.nested)
+
+    def attention(self, source: Sequences | None = None) -> Callable[..., Any]:
+        """functional.attention of queries of these sequences and keys of those of `source`."""
+        if self.nested is None:
+            return functional.attention
+        keys = self if source is None else source
+        return partial(
+            _packed_attention,
+            cu_seqlens_q=self.nested.offsets(),
+            cu_seqlens_k=keys.nested.offsets(),
+            max_seqlen_q=length_bound(self.nested),
+            max_seqlen_k=length_bound(keys.nested),
+        )
+
+    def entries(self, t: Tensor) -> Tensor:
+        """For each token of t (1, total, ...) the number of its sequence (total,)."""
+        offsets = self.nested.offsets()
+        tokens = torch.arange(t.shape[1], dtype=offsets.dtype, device=t.device)
+        return torch.searchsorted(offsets[1:-1], tokens, right=True)
+
+    def lengths(self, t: Tensor) -> Tensor:
+        """For each token of t (1, total, ...) the length of its sequence (1, total)."""
+        return self.nested.offsets().diff()[self.entries(t)][None]
+
+    def positions(self, t: Tensor) -> Tensor:
+        """Of each token of t (B, T, ...) the position in its sequence (T,)."""
+        tokens = torch.arange(t.shape[1], device=t.device)
+        if self.nested is None:
+            return tokens
+        return tokens - self.nested.offsets()[self.entries(t)]
+
+    def each(self, *tensors: Tensor) -> list[tuple[slice, tuple[Tensor, ...]]]:
+        """For functions that know no packed sequences: the tensors (1, total, ...) of each sequence
+        alone, (1, T, ...), and its place in the batch; those of a batch as they are."""
+        if self.nested is None:
+            return [(slice(None), tensors)]
+        sizes = self.nested.offsets().diff().tolist()
+        parts = zip(*(t.split(sizes, 1) for t in tensors), strict=True)
+        found = [(slice(n, n + 1), part) for n, part in enumerate(parts) if sizes[n]]
+        return found or [(slice(0, 1), tensors)]
+
+    def apart(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """attend(*tensors) of each sequence alone, one after another (1, total, ...)."""
+        outs = [attend(*part) for _, part in self.each(*tensors)]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def sizes(self, t: Tensor) -> Tensor:
+        """Of t (B, T, ...), the length of each sequence (N,), or one for all (1,)."""
+        if self.nested is not None:
+            sizes: Tensor = self.nested.offsets().diff()
+            return sizes
+        return torch.full((1,), t.shape[1], device=t.device)
+
+    def in_batches(self, function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+        """The function of t (B, T, ...), which it is given as (N, longest, ...) with zeros behind
+        the ends where t is (1, total, ...)."""
+        if self.nested is None:
+            return function(t)
+        entries = self.entries(t)
+        at = torch.arange(t.shape[1], device=t.device) - self.nested.offsets()[entries]
+        # The size of a batch with padding is known without waiting for its mask.
+        steps = self.longest if self.tokens is None else self.tokens.shape[1]
+        rows = entries * steps + at
+        count = self.nested.shape[0] * steps
+        padded = t.new_zeros(count, *t.shape[2:]).index_copy(0, rows, t[0])
+        y = function(padded.unflatten(0, (-1, steps)))
+        return y.flatten(0, 1).index_select(0, rows)[None]
+
+    def before(self, t: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of t (B, T, ...) the token before each one, where those of `first` (N, ...), or zeros,
+        precede the sequences, and the last token of each sequence (N, ...)."""
+        count = t.shape[0] if self.nested is None else self.nested.shape[0]
+        first = t.new_zeros(count, *t.shape[2:]) if first is None else first.to(t.dtype)
+        if self.nested is None:
+            steps = torch.cat((first[:, None], t), 1)
+            return steps[:, :-1], steps[:, -1]
+        offsets, entries = self.nested.offsets(), self.entries(t)
+        begins = torch.arange(t.shape[1], device=t.device) == offsets[entries]
+        steps = torch.nn.functional.pad(t[0], (0, 0, 1, 0))
+        earlier = torch.where(begins[:, None], first[entries], steps[:-1])
+        return earlier[None], torch.where(offsets.diff()[:, None] > 0, steps[offsets[1:]], first)
+
+    def kept(self, t: Tensor) -> Tensor:
+        """Of t (T, ...) or (B, T, ...) what belongs to tokens (total, ...), where some do not."""
+        return t if self.tokens is None else t.expand(*self.tokens.shape, -1)[self.tokens]
+
+    def restored(self, t: Tensor) -> Tensor:
+        """t (B, T, ...), nested if the argument of the call was, with zeros for its padding."""
+        if self.tokens is not None:
+            rows = self.tokens.flatten().nonzero()[:, 0]
+            y = t.new_zeros(self.tokens.numel(), *t.shape[2:]).index_copy(0, rows, t[0])
+            return y.unflatten(0, self.tokens.shape)
+        return t if self.nested is None else with_boundaries(t[0], self.nested)
+
+
+def sequences_of(
+    op: str,
+    name: str,
+    x: Tensor,
+    *,
+    state: object = None,
+    queries: Sequences | None = None,
+    dim: bool = True,
+) -> tuple[Tensor, Sequences]:
+    """x as (B, T, ...) and its sequences. It must be nested if and only if `queries`, where given,
+    are; a nested x has no state. Without `dim` x is (B, T)."""
+    require_tensor(op, name, x)
+    nested = x.is_nested if queries is None else queries.nested is not None
+    if not nested:
+        return x, Sequences()
+    require_ragged(op, name, x, dim=dim)
+    if state is not None:
+        raise ValueError(
+            f"{op}: state must be None where {name} is nested, got state={shown(state)}"
+        )
+    return x.values()[None], Sequences(x)
+
+
+def without_padding(x: Tensor, tokens: Tensor) -> tuple[Tensor, Sequences]:
+    """Of x (B, T, dim) the tokens, bool (B, T), as (1, total, dim), and their sequences."""
+    offsets = torch.nn.functional.pad(tokens.sum(1).cumsum(0), (1, 0))
+    values = x[tokens]
+    nested = torch.nested.nested_tensor_from_jagged(values.detach(), offsets)
+    return values[None], Sequences(nested, tokens)
+
+
+def _packed_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """functional.attention_varlen of q, k, v (1, total, H, D)."""
+    result: Any = functional.attention_varlen(q[0], k[0], v[0], **options)
+    return tuple(t[None] for t in result) if isinstance(result, tuple) else result[None]

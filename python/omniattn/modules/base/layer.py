@@ -1,0 +1,298 @@
+"""What all layers that are built from a `Config` have in common."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, overload
+
+import torch
+from torch import Tensor, nn
+
+from omniattn.checks.arguments import (
+    BACKENDS,
+    holds_arrays,
+    require_int,
+    require_number,
+    require_pair,
+    shown,
+)
+from omniattn.functional._keywords import explain_init
+from omniattn.functional.layers.norm import CASTINGS
+from omniattn.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+F = TypeVar("F", bound=Callable[..., None])
+
+#: Ends of the names of sizes.
+_SIZES = (
+    *("dim", "heads", "features", "rank", "layers", "experts", "groups", "axes", "sr_ratio"),
+    *("vocab_size", "positions", "classes", "channels", "image", "patch", "window", "expansion"),
+    *("max_length", "max_distance", "num_buckets", "depths", "token_types", "norm_n", "top_k"),
+)
+#: Sizes of parts that a layer or model may lack.
+_OPTIONAL = ("qk_nope_dim", "qk_rope_dim", "dense_layers", "mtp_depths")
+#: Numbers that may be negative; no other one may.
+_SIGNED = ("offset", "scale", "clamp_length", "lower_bound")
+#: Numbers that must not be 0.
+_POSITIVE = ("base", "mscale", "max_exponent", "mlp_ratio")
+_LARGEST = sys.float_info.max
+#: What the annotation of a field of plain values allows, by its parts.
+_TYPES: dict[str, type] = {
+    "int": Integral,
+    "float": Real,
+    "bool": bool,
+    "str": str,
+    "None": NoneType,
+}
+
+
+def check_fields(config: Any) -> None:
+    """Checks the fields of a config by their annotations, and common fields by their names.
+
+    Raises:
+        TypeError: a value of another type than annotated.
+        ValueError: a size that is no positive integer, a number that is not finite, ...
+    """
+    op = type(config).__qualname__.removesuffix(".Config")
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if name.endswith(_SIZES) and isinstance(value, Real):
+            least = 0 if name in _OPTIONAL else 1
+            if not isinstance(value, Integral) or int(value) < least:
+                raise ValueError(
+                    f"{op}: {name} must be an integer >= {least}, got {name}={shown(value)}"
+                )
+        annotation = field.type
+        if not isinstance(annotation, str):
+            annotation = inspect.formatannotation(annotation)
+        kinds = annotation.split(" | ")
+        allowed = tuple(_TYPES[kind] for kind in kinds if kind in _TYPES)
+        wrong = not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)
+        parts = [kind for kind in kinds if kind.endswith("Config")]
+        if len(allowed) + len(parts) == len(kinds):
+            wrong = wrong and not (parts and isinstance(value, LayerConfig))
+        else:
+            wrong = holds_arrays(value) and "Tensor" not in annotation
+        if wrong:
+            raise TypeError(f"{op}: {name} must be {annotation}, got {name}={shown(value)}")
+        if isinstance(value, Real) and not isinstance(value, bool):
+            _check_number(op, name, value)
+        if name == "window_size":
+            require_pair(op, name, value, -1)
+        for option, choices in (("casting", CASTINGS), ("backend", BACKENDS)):
+            if name == option and value not in choices:
+                raise ValueError(
+                    f"{op}: {name} must be one of {choices}, got {name}={shown(value)}"
+                )
+
+
+def _check_number(op: str, name: str, value: Any) -> None:
+    least = None if name in _SIGNED else 0
+    if isinstance(value, Integral) and not name.endswith(_POSITIVE):
+        require_int(op, name, value, least)
+        return
+    if name.endswith("eps") and not 0 <= value <= _LARGEST:
+        raise ValueError(f"{op}: {name} must be finite and >= 0, got {name}={value}")
+    if not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(f"{op}: {name} must be finite, got {name}={value}")
+    if name.endswith(("dropout_p", "dropout", "drop_path_p")):
+        require_number(op, name, value, 0, 1)
+    elif name.endswith(_POSITIVE):
+        require_number(op, name, value, above=0)
+    elif least is not None:
+        require_number(op, name, value, least)
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What a layer is built from."""
+
+    #: The layer that has this class as its `Config`.
+    layer: ClassVar[type[Layer]]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def _require_multiple(self, name: str, of: str) -> None:
+        """Raises ValueError unless the size `name` is a multiple of the size `of`."""
+        size, unit = getattr(self, name), getattr(self, of)
+        if size % unit:
+            op = type(self).__qualname__.removesuffix(".Config")
+            raise ValueError(
+                f"{op}: {name} must be a multiple of {of}, got {name}={size}, {of}={unit}"
+            )
+
+    def with_backend(self, backend: str | None) -> Self:
+        """The same with another backend of this layer and its parts, unless that is None."""
+        if backend is None:
+            return self
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, LayerConfig):
+                changed[field.name] = value.with_backend(backend)
+            elif field.name == "backend":
+                changed[field.name] = backend
+        return replace(self, **changed)
+
+    def as_arguments(self) -> str:
+        """The fields that have no default, or another value than it, and `causal`, which layers
+        may have on by default and functions have not; without the configs of parts."""
+        return ", ".join(
+            f"{field.name}={shown(value)}"
+            for field in fields(self)
+            if not isinstance(value := getattr(self, field.name), LayerConfig)
+            and (field.name == "causal" or value != field.default)
+        )
+
+    def build(self, **factory: Any) -> Any:
+        """The layer; `factory` is its device and dtype."""
+        return self.layer(self, **factory)
+
+
+class Float32Buffers(nn.Module):
+    """A module whose buffers stay in fp32 when its parameters become half: values that move in
+    small steps would not move at all."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = getattr(self, name)
+            if moved.dtype in (torch.bfloat16, torch.float16):
+                setattr(self, name, buffer.to(moved.device))
+        return self
+
+
+class Layer(nn.Module):
+    """A module that is built from a value of its nested class `Config`, or from its fields.
+
+    A layer joins `layers` by being defined, under the name of its class or `name=` of the class
+    statement. Subclasses such as :class:`omniattn.modules.Mixer` are the roles that layers have in
+    a block.
+    """
+
+    Config: ClassVar[Any]
+    #: All layers by name.
+    layers: ClassVar[dict[str, type[Layer]]] = {}
+
+    def __init_subclass__(cls, *, name: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "Config" not in vars(cls):
+            return
+        name = cls.__name__ if name is None else name
+        known = Layer.layers.setdefault(name, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(
+                f"Layer: names must be unique, got name={shown(name)} of {known.__module__}."
+                f"{known.__qualname__} and {cls.__module__}.{cls.__qualname__}"
+            )
+        explain_init(cls.Config)
+        Layer.layers[name] = cls  # replaced when a notebook cell runs again
+        cls.Config.layer = cls
+
+    #: Whether the layer around this one draws its parameters, which `reset_parameters` then leaves.
+    drawn_outside = False
+
+    def draws(self, *parts: str) -> None:
+        """Makes the `reset_parameters` of this layer the one that draws those of these parts: FSDP
+        and others reset each module, a part after the layer around it."""
+        for part in parts:
+            cast(Layer, self.get_submodule(part)).drawn_outside = True
+
+    def extra_repr(self) -> str:
+        """The config, for print(module)."""
+        config = vars(self).get("config")
+        return config.as_arguments() if isinstance(config, LayerConfig) else ""
+
+    @classmethod
+    def require_config(cls, op: str, name: str, config: Any) -> None:
+        """`config` must be of a layer that is a `cls`."""
+        if not isinstance(config, LayerConfig) or not issubclass(config.layer, cls):
+            fit = sorted(known for known, layer in Layer.layers.items() if issubclass(layer, cls))
+            raise TypeError(
+                f"{op}: {name} must be the Config of {', '.join(fit)}, got {name}={shown(config)}"
+            )
+
+
+@overload
+def config_or_fields(
+    kind: type[LayerConfig], *, make: Callable[..., LayerConfig] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]: ...
+@overload
+def config_or_fields(
+    kind: type[LayerConfig], like: F, *, make: Callable[..., LayerConfig] | None = None
+) -> Callable[[Callable[..., None]], F]: ...
+def config_or_fields(
+    kind: type[LayerConfig],
+    like: Callable[..., None] | None = None,
+    *,
+    make: Callable[..., LayerConfig] | None = None,
+) -> Callable[[Callable[..., None]], Any]:
+    """Lets `__init__(self, config, *, device, ...)` take the fields of the config in its place.
+
+    `RMSNorm(512, eps=1e-5, device="cuda")` is `RMSNorm(RMSNorm.Config(512, eps=1e-5),
+    device="cuda")`: what `__init__` takes after the config is then given by name. The signature
+    shows the fields. To type checkers it is that of `like`, for layers of this package one of
+    _signatures.pyi, or else takes any arguments. `make` is what takes the fields, default the
+    config.
+    """
+    new = kind if make is None else make
+    layer = kind.__qualname__.removesuffix(".Config")
+
+    def decorate(init: Callable[..., None]) -> Callable[..., None]:
+        parameters = list(inspect.signature(init).parameters.values())
+        place = [parameter.name for parameter in parameters].index("config")
+        before, after = parameters[1:place], parameters[place + 1 :]
+        keywords = [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in after]
+        names = {other.name for other in before + after}
+        fields = list(inspect.signature(new).parameters.values())
+        taken = [*(field.name for field in fields), *inspect.signature(kind).parameters, *names]
+        known = ", ".join(field.name for field in fields)
+
+        @functools.wraps(init)
+        def init_from_either(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if "config" in kwargs and not isinstance(kwargs["config"], kind):
+                got = f"config={kwargs['config']!r}"
+                raise TypeError(f"{layer}: config must be a {layer}.Config, got {got}")
+            leading, args = args[: len(before)], args[len(before) :]
+            if "config" in kwargs or (args and isinstance(args[0], kind)):
+                init(self, *leading, *args, **kwargs)
+                return
+            own = {name: kwargs.pop(name) for name in names.intersection(kwargs)}
+            try:
+                config = new(*args, **kwargs)
+            except TypeError as error:
+                if str(error).startswith(f"{layer}: "):
+                    raise
+                given = ", ".join(
+                    [*map(shown, args), *(f"{k}={shown(v)}" for k, v in kwargs.items())]
+                )
+                raise TypeError(
+                    f"{layer}: must have a {layer}.Config or its fields, "
+                    f"got {given or 'nothing'} ({_explained(error, kwargs, taken)}); "
+                    f"the fields are {known}"
+                ) from error
+            init(self, *leading, config=config, **own)
+
+        order = [parameters[0], *before, *fields, *keywords]
+        signature = inspect.Signature(sorted(order, key=lambda parameter: parameter.kind))
+        init_from_either.__signature__ = signature  # type: ignore[attr-defined]
+        init_from_either.fields_of = new  # type: ignore[attr-defined]
+        return init_from_either
+
+    return decorate
+
+
+def _explained(error: TypeError, given: Collection[str], known: Collection[str]) -> str:
+    """The error of a config with a suggestion for the first unknown argument of the layer."""
+    unknown = next((name for name in given if name not in known), None)
+    return f"{str(error).partition('; did you mean')[0]}{did_you_mean(unknown, known)}"

@@ -1,0 +1,90 @@
+"""Linear layer on `functional.linear`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from omniattn import functional
+from omniattn.checks.arguments import has_own_ops
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
+
+
+class Linear(Layer, nn.Linear):
+    """y = x W^T + b.
+
+    A torch.nn.Linear, so that adapters (PEFT), quantisation and sharding find it.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (..., in_features) -> (..., out_features), in the dtype of x.
+
+    Example:
+        >>> layer = Linear(Linear.Config(8, 4))
+        >>> layer(torch.ones(2, 8)).shape
+        torch.Size([2, 4])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Sizes; `init_std` of the normal weights (a bias starts at 0); `backend` of the op."""
+
+        in_features: int
+        out_features: int
+        bias: bool = False
+        init_std: float = 0.02
+        backend: str | None = None
+
+    @config_or_fields(Config, _signatures.Linear)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.config = c = config  # before the constructor, which draws
+        nn.Linear.__init__(self, c.in_features, c.out_features, c.bias, device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Draws the weight from N(0, init_std^2) and zeroes the bias."""
+        if self.drawn_outside:
+            return
+        nn.init.normal_(self.weight, std=self.config.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., in_features) -> (..., out_features)."""
+        return functional.linear(x, self.weight, self.bias, backend=self.config.backend)
+
+
+def is_plain(*layers: Any) -> bool:
+    """True if a call of each layer reads its weight and bias and does nothing else.
+
+    An op may then read them in place of the call. It must not where an adapter wraps the layer, a
+    hook watches it, or its weight is quantised or sharded.
+    """
+    return all(
+        type(layer).forward is Linear.forward
+        and "forward" not in vars(layer)
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and not (layer._backward_hooks or layer._backward_pre_hooks)
+        and not has_own_ops(layer.weight)
+        for layer in layers
+    )
+
+
+def weight_of(layer: Linear) -> torch.Tensor:
+    """W of a layer without a bias, as its calls apply it: with its adapters, dequantised."""
+    if is_plain(layer):
+        return layer.weight
+    dtype = layer.weight.dtype
+    one = torch.eye(layer.in_features, device=layer.weight.device, dtype=dtype)
+    transposed: torch.Tensor = layer(one)
+    return transposed.T

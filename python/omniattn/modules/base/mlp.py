@@ -1,0 +1,216 @@
+"""Feed-forward layers, plain and gated, each on one op."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from omniattn import functional
+from omniattn.checks.arguments import require_number, shown
+from omniattn.functional.layers.activation import activated
+from omniattn.functional.layers.ffn import ACTIVATIONS
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.layer import LayerConfig, config_or_fields
+from omniattn.modules.base.linear import Linear, is_plain
+from omniattn.modules.base.mixer import ChannelMixer
+from omniattn.suggestions import did_you_mean
+
+#: Name of a gated activation -> that of the activation.
+GATED_ACTIVATIONS = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "reglu": "relu",
+    "glu": "sigmoid",
+    "bilinear": "identity",
+    "clamped_swiglu": "clamped_swiglu",
+}
+
+
+class _FeedForward(ChannelMixer):
+    """What both kinds share: calls of the projections one by one, where these are not plain."""
+
+    config: Any
+    up_proj: Linear
+    down_proj: Linear
+
+    def _by_layers(
+        self, x: torch.Tensor, activation: str, gate: Linear | None = None, **clamp: float
+    ) -> torch.Tensor:
+        """The formula of the op with calls of the projections, which may be adapters."""
+        c = self.config
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            up = self.up_proj(x)
+            first, second = (up, None) if gate is None else (gate(x), up)
+            hidden = activated(first, second, activation=activation, backend=c.backend, **clamp)
+            hidden = functional.dropout(hidden, c.dropout_p, training=self.training)
+            y: torch.Tensor = self.down_proj(hidden)
+            return y
+
+        if c.recompute and torch.is_grad_enabled():
+            again: torch.Tensor = checkpoint(run, x, use_reentrant=False)
+            return again
+        return run(x)
+
+
+class MLP(_FeedForward):
+    """y = dropout(act(x W_up + b_up)) W_down + b_down.
+
+    Args:
+        config: sizes and options; `activation` is one of `omniattn.functional.mlp`;
+            `out_init_std` of `down_proj` (models scale it by 1 / sqrt(2 layers)); `recompute` keeps
+            nothing of the hidden size for the backward.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (..., dim) -> (..., dim). Weights up_proj (hidden_dim, dim), down_proj (dim, hidden_dim).
+
+    Reference:
+        Vaswani et al., "Attention Is All You Need", 2017, arXiv 1706.03762.
+
+    Example:
+        >>> MLP(MLP.Config(8, 32))(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Sizes and options of the layer."""
+
+        activations: ClassVar[Mapping[str, Any]] = ACTIVATIONS
+
+        dim: int
+        hidden_dim: int
+        activation: str = "gelu"
+        bias: bool = True
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+        dropout_p: float = 0.0
+        recompute: bool = False
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.activation not in self.activations:
+                raise ValueError(
+                    f"{type(self).__qualname__.removesuffix('.Config')}: activation must be one of "
+                    f"{', '.join(self.activations)}, got activation={shown(self.activation)}"
+                    f"{did_you_mean(self.activation, self.activations)}"
+                )
+
+    @config_or_fields(Config, _signatures.MLP)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        wide = Linear.Config(c.dim, c.hidden_dim, c.bias, c.init_std, c.backend)
+        narrow = Linear.Config(c.hidden_dim, c.dim, c.bias, c.out_init_std, c.backend)
+        self.up_proj = Linear(wide, device=device, dtype=dtype)
+        self.down_proj = Linear(narrow, device=device, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., dim) -> (..., dim)."""
+        c = self.config
+        if not is_plain(self.up_proj, self.down_proj):
+            return self._by_layers(x, c.activation)
+        return functional.mlp(
+            x,
+            self.up_proj.weight,
+            self.down_proj.weight,
+            up_bias=self.up_proj.bias,
+            down_bias=self.down_proj.bias,
+            activation=c.activation,
+            dropout_p=c.dropout_p if self.training else 0.0,
+            recompute=c.recompute,
+            backend=c.backend,
+        )
+
+
+def check_clamp(op: str, clamp: tuple[float, float]) -> None:
+    """`clamp` must be alpha and limit of clamped_swiglu."""
+    if len(clamp) != 2:
+        raise ValueError(f"{op}: clamp must be (alpha, limit), got clamp={shown(clamp)}")
+    for name, value in zip(("alpha", "limit"), clamp, strict=True):
+        require_number(op, f"{name} of clamp", value, above=0)
+
+
+class GatedMLP(_FeedForward):
+    """y = dropout(act(x W_gate) * (x W_up)) W_down.
+
+    Args:
+        config: as of MLP; `activation` is one of swiglu, geglu, geglu_tanh, reglu, glu, bilinear,
+            clamped_swiglu; `clamp` are alpha and limit of the last one (gpt-oss).
+        device, dtype: of the parameters.
+
+    Shape:
+        x (..., dim) -> (..., dim). Weights gate_proj and up_proj (hidden_dim, dim), down_proj
+        (dim, hidden_dim).
+
+    Reference:
+        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
+
+    Example:
+        >>> GatedMLP(GatedMLP.Config(8, 24))(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(MLP.Config):
+        """Sizes and options of the layer."""
+
+        activations = GATED_ACTIVATIONS
+
+        activation: str = "swiglu"
+        bias: bool = False
+        clamp: tuple[float, float] = (1.702, 7.0)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            check_clamp("GatedMLP", self.clamp)
+
+    @config_or_fields(Config, _signatures.GatedMLP)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        wide = Linear.Config(c.dim, c.hidden_dim, c.bias, c.init_std, c.backend)
+        narrow = Linear.Config(c.hidden_dim, c.dim, c.bias, c.out_init_std, c.backend)
+        self.gate_proj = Linear(wide, device=device, dtype=dtype)
+        self.up_proj = Linear(wide, device=device, dtype=dtype)
+        self.down_proj = Linear(narrow, device=device, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., dim) -> (..., dim)."""
+        c = self.config
+        if not is_plain(self.gate_proj, self.up_proj, self.down_proj):
+            alpha, limit = c.clamp
+            name = GATED_ACTIVATIONS[c.activation]
+            return self._by_layers(x, name, self.gate_proj, alpha=alpha, limit=limit)
+        return functional.glu_mlp(
+            x,
+            self.gate_proj.weight,
+            self.up_proj.weight,
+            self.down_proj.weight,
+            gate_bias=self.gate_proj.bias,
+            up_bias=self.up_proj.bias,
+            down_bias=self.down_proj.bias,
+            activation=GATED_ACTIVATIONS[c.activation],
+            alpha=c.clamp[0],
+            limit=c.clamp[1],
+            dropout_p=c.dropout_p if self.training else 0.0,
+            recompute=c.recompute,
+            backend=c.backend,
+        )

@@ -1,0 +1,292 @@
+"""Positions that are added: to the embeddings (sinusoidal, learned) or to the scores (ALiBi)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.checks.arguments import (
+    is_one_of,
+    require_int,
+    require_integers,
+    require_rows,
+    require_tensor,
+    shown,
+)
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
+
+
+def _token_positions(layer: Any, x: Tensor, positions: Tensor | int) -> Tensor:
+    """The positions of x (B, T, dim), given as ids or as the first one."""
+    op, dim = type(layer).__name__, layer.config.dim
+    require_tensor(op, "x", x)
+    if x.dim() < 2 or x.shape[-1] != dim:
+        raise ValueError(f"{op}: x must have shape (B, T, {dim}), got x.shape={tuple(x.shape)}")
+    if not isinstance(positions, Tensor):
+        require_int(op, "positions", positions)
+        return torch.arange(positions, positions + x.shape[-2], device=x.device)
+    require_integers(op, "positions", positions)
+    shape = positions.shape
+    if (
+        len(shape) not in (1, 2)
+        or shape[-1] != x.shape[-2]
+        or (len(shape) == 2 and not is_one_of(shape[0], 1, x.shape[0]))
+    ):
+        raise ValueError(
+            f"{op}: positions must have shape (T,) or (B, T), got positions.shape={tuple(shape)}, "
+            f"x.shape={tuple(x.shape)}"
+        )
+    return positions.long()
+
+
+class SinusoidalPositional(Layer):
+    """y = x * sqrt(dim) + PE[p] (the factor if `scale_input`), PE as `functional.sinusoidal`.
+
+    Args:
+        config: width and form of the table.
+
+    Shape:
+        x (B, T, dim) -> (B, T, dim).
+
+    Reference:
+        Vaswani et al., "Attention Is All You Need", 2017, arXiv 1706.03762.
+
+    Example:
+        >>> SinusoidalPositional(SinusoidalPositional.Config(2))(torch.zeros(1, 1, 2))
+        tensor([[[0., 1.]]])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Width and form of the table."""
+
+        dim: int
+        layout: str = "interleaved"
+        freqs: str = "transformer"
+        base: float = 10000.0
+        scale_input: bool = False
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            nowhere = torch.empty(0, dtype=torch.int64)
+            functional.sinusoidal(  # checks the options
+                nowhere, self.dim, layout=self.layout, freqs=self.freqs, base=self.base
+            )
+
+    @config_or_fields(Config, _signatures.SinusoidalPositional)
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Tensor, positions: Tensor | int = 0) -> Tensor:
+        """x (B, T, dim); positions (T,) or (B, T) of any integer dtype, or the first one."""
+        c = self.config
+        table = functional.sinusoidal(
+            _token_positions(self, x, positions), c.dim, layout=c.layout, freqs=c.freqs, base=c.base
+        )
+        return (x * c.dim**0.5 if c.scale_input else x) + table.to(x.dtype)
+
+
+class SinCosPositional2d(Layer):
+    """y = x + the 2-D sin-cos table of a patch grid, `functional.sincos_2d`.
+
+    Args:
+        config: width, number of prefix tokens and order of the halves.
+
+    Shape:
+        x (B, prefix + height * width, dim) -> the same.
+
+    Reference:
+        He et al., "Masked Autoencoders", 2021, arXiv 2111.06377.
+
+    Example:
+        >>> SinCosPositional2d(SinCosPositional2d.Config(4))(torch.zeros(1, 6, 4), (2, 3)).shape
+        torch.Size([1, 6, 4])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Width, prefix tokens and order of the halves."""
+
+        dim: int
+        prefix: int = 0
+        order: str = "wh"
+        base: float = 10000.0
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            functional.sincos_2d(self.dim, 0, 0, order=self.order, base=self.base)  # checks them
+
+    @config_or_fields(Config, _signatures.SinCosPositional2d)
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """x (B, prefix + height * width, dim), grid (height, width)."""
+        c = self.config
+        require_tensor("SinCosPositional2d", "x", x)
+        if not isinstance(grid, (tuple, list)) or len(grid) != 2:
+            raise TypeError(
+                f"SinCosPositional2d: grid must be (height, width), got grid={shown(grid)}"
+            )
+        table = functional.sincos_2d(
+            c.dim,
+            *grid,
+            prefix=c.prefix,
+            order=c.order,
+            base=c.base,
+            device=x.device,
+            dtype=x.dtype,
+        )
+        if x.dim() < 2 or x.shape[-2:] != table.shape:
+            raise ValueError(
+                f"SinCosPositional2d: x must have shape (B, {table.shape[0]}, {c.dim}) for the "
+                f"grid, got x.shape={tuple(x.shape)}, grid={tuple(grid)}, prefix={c.prefix}"
+            )
+        return x + table
+
+
+class LearnedPositional(Layer):
+    """y = x + weight[p], with a table (max_positions, dim) that can be resized.
+
+    Args:
+        config: size and initialisation of the table.
+        device, dtype: of the table.
+
+    Shape:
+        x (B, T, dim) -> (B, T, dim).
+
+    Raises:
+        ValueError: a position outside the table, which is never clamped (checked on the CPU; torch
+            asserts it on CUDA).
+
+    Reference:
+        Devlin et al., "BERT", 2018, arXiv 1810.04805; images: Dosovitskiy et al., 2020, arXiv
+        2010.11929.
+
+    Example:
+        >>> table = LearnedPositional(LearnedPositional.Config(max_positions=4, dim=2))
+        >>> table.interpolate(8).weight.shape
+        torch.Size([8, 2])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Size and initialisation of the table."""
+
+        max_positions: int
+        dim: int
+        init_std: float = 0.02
+
+    @config_or_fields(Config, _signatures.LearnedPositional)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        shape = (config.max_positions, config.dim)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the table from N(0, init_std^2)."""
+        nn.init.normal_(self.weight, std=self.config.init_std)
+
+    def forward(self, x: Tensor, positions: Tensor | int = 0) -> Tensor:
+        """x (B, T, dim); positions (T,) or (B, T) of any integer dtype, or the first one."""
+        p = _token_positions(self, x, positions)
+        require_rows("LearnedPositional", "positions", p, self.config.max_positions)
+        return x + nn.functional.embedding(p, self.weight)
+
+    def interpolate(self, length: int) -> LearnedPositional:
+        """A new table of `length` rows, linearly interpolated."""
+        return self._resized(functional.interpolate_positions(self.weight.detach(), length))
+
+    def interpolate_grid(
+        self,
+        old: tuple[int, int],
+        new: tuple[int, int],
+        *,
+        prefix: int = 0,
+        offset: float = 0.0,
+        antialias: bool = False,
+    ) -> LearnedPositional:
+        """A new table for images of another grid, by `functional.interpolate_grid`."""
+        return self._resized(
+            functional.interpolate_grid(
+                self.weight.detach(), old, new, prefix=prefix, offset=offset, antialias=antialias
+            )
+        )
+
+    def _resized(self, weight: Tensor) -> LearnedPositional:
+        config = replace(self.config, max_positions=weight.shape[0])
+        resized = LearnedPositional(config, device="meta")
+        resized.weight = nn.Parameter(weight)
+        return resized
+
+
+class ALiBi(Layer):
+    """The bias ``-m_h |i - j|`` of attention, slopes m as `functional.alibi_slopes`.
+
+    Args:
+        config: heads and options.
+        device: of the slopes, which are float32 whatever the model's dtype.
+
+    Shape:
+        forward(Tq, Tk) -> (1, num_heads, Tq, Tk), for `bias` of the attention.
+
+    Reference:
+        Press, Smith, Lewis, "Train Short, Test Long", 2021, arXiv 2108.12409.
+
+    Example:
+        >>> ALiBi(ALiBi.Config(num_heads=8))(1, 3)[0, 0]
+        tensor([[-1.0000, -0.5000, -0.0000]])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Heads and options; `form` as in functional.alibi_bias."""
+
+        num_heads: int
+        max_exponent: float = 8.0
+        trainable: bool = False
+        form: str = "distance"
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            slopes = functional.alibi_slopes(self.num_heads, max_exponent=self.max_exponent)
+            functional.alibi_bias(slopes, 0, 0, form=self.form)  # checks the form
+
+    slopes: Tensor
+
+    @config_or_fields(Config, _signatures.ALiBi)
+    def __init__(self, config: Config, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.config = config
+        slopes = torch.empty(config.num_heads, device=device, dtype=torch.float32)
+        if config.trainable:
+            self.slopes = nn.Parameter(slopes)
+        else:
+            self.register_buffer("slopes", slopes, persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Sets the slopes of the paper, which are in no checkpoint unless they are trained."""
+        c = self.config
+        self.slopes.copy_(functional.alibi_slopes(c.num_heads, max_exponent=c.max_exponent))
+
+    def forward(self, q_len: int, k_len: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The bias of q_len queries that end with the last of k_len keys, in `dtype`."""
+        bias = functional.alibi_bias(self.slopes, q_len, k_len, form=self.config.form)
+        return bias if dtype is None else bias.to(dtype)

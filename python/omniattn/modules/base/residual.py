@@ -1,0 +1,198 @@
+"""A layer on a residual stream: where its norms stand, and dropout of its branch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.checks.arguments import require_number, shown, widen
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.dropout import Dropout
+from omniattn.modules.base.layer import LayerConfig, config_or_fields
+from omniattn.modules.base.mixer import Norm
+
+PLACEMENTS = ("pre", "post", "sandwich", "post_in_residual")
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: a sample becomes 0 with probability p and x / (1 - p) otherwise.
+
+    Philox chooses the samples, from a seed drawn from torch's generator: the same on every device.
+    In training mode only.
+
+    Args:
+        p: in [0, 1).
+
+    Shape:
+        x (B, ...) -> (B, ...).
+
+    Reference:
+        Huang et al., "Deep Networks with Stochastic Depth", 2016, arXiv 1603.09382.
+
+    Example:
+        >>> DropPath(0.5).eval()(torch.ones(2, 3)).sum()
+        tensor(6.)
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        require_number("DropPath", "p", p, 0, below=1)
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, ...) -> (B, ...)."""
+        if self.p == 0.0 or not self.training:
+            return x
+        factor = functional.dropout(torch.ones(x.shape[0], dtype=x.dtype, device=x.device), self.p)
+        return x * factor.view(-1, *(1,) * (x.dim() - 1))
+
+    def extra_repr(self) -> str:
+        """The probability, for print(module)."""
+        return f"p={self.p}"
+
+
+class Residual(nn.Module):
+    """x + f(x) with norms around f, by the placement:
+
+    - "pre": x + f(Norm(x)) (GPT-2, Llama; the model ends with a norm of its own);
+    - "post": Norm(x + f(x)) (the first Transformer, BERT), the sum fused into the norm;
+    - "sandwich": x + Norm2(f(Norm(x))) (Gemma 2);
+    - "post_in_residual": x + Norm(f(x)) (OLMo 2).
+
+    The result of f goes through dropout and DropPath, after the norm that follows it.
+
+    Args:
+        layer: f; further arguments of forward go to it.
+        config: norm, placement and dropout; or these as arguments of their own.
+        device, dtype: of the norms.
+
+    Shape:
+        x (..., dim) -> (..., dim).
+
+    Reference:
+        Xiong et al., "On Layer Normalization in the Transformer Architecture", 2020, arXiv
+        2002.04745; sandwich: Ding et al., "CogView", 2021, arXiv 2105.13290; OLMo 2, 2024, arXiv
+        2501.00656.
+
+    Example:
+        >>> from omniattn.modules import LayerNorm
+        >>> Residual(torch.nn.Identity(), LayerNorm.Config(2), "post")(torch.zeros(1, 2))
+        tensor([[0., 0.]], grad_fn=...)
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Norm, placement and dropout of the branch.
+
+        `residual_in_fp32` keeps x and the result in float32 around layers of 16 bits, for which x
+        is rounded to the dtype of the norm's weight (Mamba in transformers); not with "post", where
+        the norm returns the stream.
+        """
+
+        norm: LayerConfig
+        placement: str = "pre"
+        dropout_p: float = 0.0
+        drop_path_p: float = 0.0
+        residual_in_fp32: bool = False
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            Norm.require_config("Residual", "norm", self.norm)
+            if self.placement not in PLACEMENTS:
+                raise ValueError(
+                    f"Residual: placement must be one of {', '.join(PLACEMENTS)}, "
+                    f"got placement={shown(self.placement)}"
+                )
+            if self.residual_in_fp32 and self.placement == "post":
+                raise ValueError(
+                    "Residual: residual_in_fp32 needs a stream that no norm returns, "
+                    "got placement='post'"
+                )
+
+    @config_or_fields(Config, _signatures.Residual)
+    def __init__(
+        self,
+        layer: nn.Module,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        self.norm = config.norm.build(device=device, dtype=dtype)
+        if config.placement == "sandwich":
+            self.post_norm = config.norm.build(device=device, dtype=dtype)
+        self.dropout = Dropout(config.dropout_p)
+        self.drop_path = DropPath(config.drop_path_p)
+
+    def extra_repr(self) -> str:
+        """The config, for print(module)."""
+        return self.config.as_arguments()
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """x (..., dim) -> (..., dim); the other arguments go to the layer."""
+        placement, y = self.config.placement, x
+        if self.config.residual_in_fp32:
+            x = widen(x)
+            y = x.to(self.norm.weight.dtype)
+        if placement in ("pre", "sandwich"):
+            y = self.norm(y)
+        y = self.layer(y, *args, **kwargs)
+        if placement == "sandwich":
+            y = self.post_norm(y)
+        elif placement == "post_in_residual":
+            y = self.norm(y)
+        y = self.drop_path(self.dropout(y))
+        if placement == "post":
+            normed, _ = self.norm(y.to(x.dtype), x)  # the stream keeps its dtype under autocast
+            return normed
+        return x + y
+
+
+class ParallelResidual(nn.Module):
+    """x + f1(Norm(x)) + f2(Norm(x)) + ...: layers side by side on one norm (GPT-J, Cohere).
+
+    Args:
+        layers: f1, f2, ..., from (..., dim) to (..., dim).
+        norm: config of the norm.
+        device, dtype: of the norm.
+
+    Shape:
+        x (..., dim) -> (..., dim).
+
+    Reference:
+        Wang and Komatsuzaki, "GPT-J-6B", 2021; Chowdhery et al., "PaLM", 2022, arXiv 2204.02311.
+
+    Example:
+        >>> from omniattn.modules import LayerNorm
+        >>> block = ParallelResidual([torch.nn.Identity()] * 2, LayerNorm.Config(2))
+        >>> block(torch.zeros(1, 2)).shape
+        torch.Size([1, 2])
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        norm: LayerConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        Norm.require_config("ParallelResidual", "norm", norm)
+        self.norm = norm.build(device=device, dtype=dtype)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., dim) -> (..., dim)."""
+        y = self.norm(x)
+        for layer in self.layers:
+            x = x + layer(y)
+        return x

@@ -1,0 +1,121 @@
+"""The short causal convolution in front of a recurrence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.checks.arguments import shown
+from omniattn.functional.recurrences._steps import causal_conv1d_inplace
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
+
+
+class ShortConvolution(Layer):
+    """y_t = act(bias + sum_k weight[:, k] x_{t + k - (K - 1)}), each channel with its own filter.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim), state (B, dim, K - 1) or None -> y (B, T, dim) and the state after x.
+        Parameters weight (dim, 1, K), as in torch.nn.Conv1d, and bias (dim).
+
+    Reference:
+        As functional.causal_conv1d.
+
+    Example:
+        >>> conv = ShortConvolution(dim=8)
+        >>> y, state = conv(torch.ones(1, 3, 8))
+        >>> y.shape, state.shape
+        (torch.Size([1, 3, 8]), torch.Size([1, 8, 3]))
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Sizes and options.
+
+        Args:
+            dim: channels.
+            kernel_size: K, the taps of a filter.
+            bias: whether there is one.
+            activation: "silu" or None.
+            backend: of the op.
+        """
+
+        dim: int
+        kernel_size: int = 4
+        bias: bool = False
+        activation: str | None = "silu"
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.kernel_size < 1 or self.activation not in (None, "silu"):
+                raise ValueError(
+                    "ShortConvolution: kernel_size must be >= 1, and activation 'silu' or None, "
+                    f"got kernel_size={self.kernel_size}, activation={shown(self.activation)}"
+                )
+
+    @config_or_fields(Config, _signatures.ShortConvolution)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        shape = (config.dim, 1, config.kernel_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        bias = torch.empty(config.dim, device=device, dtype=dtype)
+        self.bias = nn.Parameter(bias) if config.bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws weight and bias uniformly from +- K^-0.5, as torch.nn.Conv1d does."""
+        bound = self.config.kernel_size**-0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def new_state(self, batch: int, like: Tensor) -> Tensor:
+        """The state before the first token, zeros of like's device and dtype."""
+        # As the kernels keep it, with the channels next to each other.
+        return like.new_zeros(batch, self.config.kernel_size - 1, self.config.dim).mT
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        taps: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x (B, T, dim) -> y (B, T, dim) and the state (B, dim, K - 1) after x, or of each of the
+        sequences that `cu_seqlens` packs into one row, as in functional.causal_conv1d.
+
+        With `taps`, the weight as `channels_last` makes it, T is 1 and the state updated in place.
+        """
+        if state is not None and taps is not None:
+            silu = self.config.activation == "silu"
+            y: Tensor = causal_conv1d_inplace(x, taps, self.bias, state, silu)
+            return y, state
+        return functional.causal_conv1d(
+            x,
+            self.weight[:, 0],
+            self.bias,
+            activation=self.config.activation,
+            initial_state=state,
+            cu_seqlens=cu_seqlens,
+            return_final_state=True,
+            backend=self.config.backend,
+        )
+
+
+def channels_last(weight: Tensor) -> Tensor:
+    """(dim, K) of a weight (dim, 1, K), the channels next to each other in memory."""
+    return weight.detach()[:, 0].mT.contiguous().mT

@@ -1,0 +1,398 @@
+"""What a token mixer keeps of the tokens seen so far: the protocol, and recurrent states."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any, Protocol, TypedDict, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from omniattn.checks.arguments import (
+    FLOATS,
+    require_float,
+    require_int,
+    require_integers,
+    require_rows,
+    require_strided,
+    same_values,
+    shown,
+)
+from omniattn.suggestions import did_you_mean
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+@runtime_checkable
+class State(Protocol):
+    """What decoding needs of the state of a layer, whatever its mixer is. Inference only.
+
+    A mixer reads it in `forward(x, state=state)`, and updates it to the state after the last token
+    of x. `copy.deepcopy` copies it.
+    """
+
+    @property
+    def length(self) -> int:
+        """Number of tokens seen by the longest sequence."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage, used or not."""
+
+    def crop(self, length: int) -> None:
+        """Forgets all tokens from position `length` on; ValueError where they cannot be."""
+
+    def reorder(self, index: Tensor) -> None:
+        """Replaces row b by row index[b]; index (B',) int repeats, drops or swaps sequences."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been stored, without unused storage."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the `state_dict` of a state of the same kind and sizes."""
+
+
+class Storage(TypedDict, total=False):
+    """Options of `new_state`."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class Stateful:
+    """A mixer, or a model, whose state is the list of the states of its layers."""
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Any:
+        """The state of `batch` sequences before their first token.
+
+        Args:
+            batch, max_length: sizes; a state that does not grow ignores the length.
+            device, dtype: of the storage, default: as the parameters.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: new_state is not defined")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "new_state" in vars(cls):
+            cls.new_state = _checked(cls.new_state)  # type: ignore[method-assign]
+
+    def new_cache(
+        self, batch: int, max_length: int, dtype: torch.dtype | None = None, **options: Any
+    ) -> Any:
+        """The former name of `new_state`."""
+        return self.new_state(batch, max_length, dtype=dtype, **options)
+
+
+class RecurrentState:
+    """Tensors (B, ...) that a recurrence carries from token to token, of one size for any length.
+
+    A recurrence cannot forget: to read other tokens in place of the last ones, go on from a
+    `copy.deepcopy` that was made before them.
+
+    Args:
+        tensors: by name, before the first token; a convolution keeps its last inputs in one.
+
+    Raises:
+        ValueError: if a shape does not fit, or tokens are cropped.
+        RuntimeError: if something with a gradient is stored.
+
+    Example:
+        >>> state = RecurrentState(h=torch.zeros(2, 8))
+        >>> state.advance(3, h=state["h"] + 1)
+        >>> state, state.nbytes
+        (RecurrentState(length=3, h=(2, 8)), 64)
+    """
+
+    #: The kind of layer that made it, for which alone these tensors mean what they do.
+    kind: str | None = None
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self._tensors = tensors
+        self._derived: dict[str, tuple[Tensor, Tensor]] = {}
+        self.length = 0
+        #: Whether it has read tokens of a call that failed in a later layer.
+        self.is_ahead = False
+
+    def __repr__(self) -> str:
+        shapes = "".join(f", {name}={tuple(t.shape)}" for name, t in self._tensors.items())
+        return f"RecurrentState(length={self.length}{shapes})"
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise ValueError(
+                f"RecurrentState: state must have {name!r} for this layer, the state of another "
+                f"one was given, got {', '.join(self._tensors)}"
+            )
+        return self._tensors[name]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the tensors of one sequence."""
+        return {name: tuple(t.shape[1:]) for name, t in self._tensors.items()}
+
+    def require_like(
+        self, op: str, shapes: dict[str, tuple[int, ...]], x: Tensor, kind: str | None = None
+    ) -> None:
+        """The state must be that of a layer of this kind whose states have these `shapes`, for the
+        sequences of x (B, T, dim)."""
+        if self._tensors.keys() != shapes.keys():
+            raise ValueError(
+                f"{op}: state must have {', '.join(shapes)}, the state of another layer was given, "
+                f"got {', '.join(self._tensors)}"
+            )
+        if kind is not None and self.kind not in (None, kind):
+            raise ValueError(f"{op}: state must be that of a {kind}, got that of a {self.kind}")
+        for name, t in self._tensors.items():
+            if tuple(t.shape[1:]) != shapes[name]:
+                raise ValueError(
+                    f"{op}: state must be that of this layer, state[{name!r}] of shape "
+                    f"{(x.shape[0], *shapes[name])}, got state[{name!r}].shape={tuple(t.shape)}"
+                )
+            if t.shape[0] != x.shape[0]:
+                raise ValueError(
+                    f"{op}: state must be of the B={x.shape[0]} sequences of x, got "
+                    f"state[{name!r}].shape={tuple(t.shape)}"
+                )
+            if t.device != x.device or not t.is_floating_point():
+                raise ValueError(
+                    f"{op}: state must be floating-point and on the device of x, got "
+                    f"state[{name!r}].dtype={t.dtype}, state[{name!r}].device={t.device}, "
+                    f"x.device={x.device}"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is derived from parameters, which another process has elsewhere."""
+        return {**self.__dict__, "_derived": {}}
+
+    def derived(self, name: str, parameter: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """`make(parameter)`, kept from token to token for as long as the parameter is the same.
+
+        Its values are compared with a copy, since the version of a tensor does not tell: numpy and
+        `parameter.data` write without raising it. To compare the weight of a convolution takes a
+        sixth of what its step would lose by reading it in another order.
+        """
+        known = self._derived.get(name)
+        if known is None or not same_values(known[0], parameter):
+            self._derived[name] = known = (parameter.detach().clone(), make(parameter))
+        return known[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self._tensors.values())
+
+    def advance(self, count: int, **tensors: Tensor) -> None:
+        """Stores all tensors as of `count` more tokens, in the dtypes of the state."""
+        self._store(self.length + count, tensors)
+
+    def _store(self, length: int, tensors: dict[str, Tensor]) -> None:
+        take("RecurrentState", tensors, *self._tensors)
+        for name, new in tensors.items():
+            fits = self._tensors[name].shape
+            if new.requires_grad:
+                raise RuntimeError(
+                    "RecurrentState: is for inference, wrap the call in torch.no_grad()"
+                )
+            if new.shape != fits:
+                raise ValueError(
+                    f"RecurrentState: {name} must have shape {tuple(fits)}, "
+                    f"got {name}={tuple(new.shape)}"
+                )
+        for name, new in tensors.items():
+            if new is not self._tensors[name]:  # which a kernel may have written itself
+                self._tensors[name].copy_(new)
+        self.length = length
+
+    def crop(self, length: int) -> None:
+        require_int("RecurrentState", "length", length)
+        if length != self.length:
+            raise ValueError(
+                "RecurrentState: a recurrence cannot forget tokens, go on from a copy.deepcopy "
+                f"made before them; length must be {self.length}, got length={length}"
+            )
+
+    def reorder(self, index: Tensor) -> None:
+        require_index("RecurrentState", index, next(iter(self._tensors.values())).shape[0])
+        self._tensors = {name: t.index_select(0, index) for name, t in self._tensors.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: t.clone() for name, t in self._tensors.items()} | {"length": self.length}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        op = "RecurrentState"
+        *saved, length = take(op, state, *self._tensors, "length")
+        require_int(op, "length", length, 0)
+        tensors = dict(zip(self._tensors, saved, strict=True))
+        for name, t in tensors.items():
+            require_float(op, name, t)
+            require_strided(op, name, t)
+        self._store(length, tensors)
+        self.is_ahead = False
+
+
+class StatePair:
+    """The states of a mixer and of the channel mixer after it, which have seen the same tokens."""
+
+    def __init__(self, mixer: State, mlp: State) -> None:
+        self.mixer, self.mlp = mixer, mlp
+
+    @property
+    def parts(self) -> tuple[State, ...]:
+        """States of the same tokens."""
+        return self.mixer, self.mlp
+
+    @property
+    def length(self) -> int:
+        return self.mixer.length
+
+    @property
+    def nbytes(self) -> int:
+        return self.mixer.nbytes + self.mlp.nbytes
+
+    def crop(self, length: int) -> None:
+        self.mixer.crop(length)
+        self.mlp.crop(length)
+
+    def reorder(self, index: Tensor) -> None:
+        self.mixer.reorder(index)
+        self.mlp.reorder(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mixer": self.mixer.state_dict(), "mlp": self.mlp.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        mixer, mlp = take("StatePair", state, "mixer", "mlp")
+        self.mixer.load_state_dict(mixer)
+        self.mlp.load_state_dict(mlp)
+
+
+def take(op: str, state: dict[str, Any], *keys: str) -> list[Any]:
+    """The values of `keys`, which must be all that a saved state has."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{op}: state must be what state_dict returns, got state={shown(state)}")
+    if set(state) != set(keys):
+        missing = [key for key in keys if key not in state]
+        unexpected = [key for key in state if key not in keys]
+        raise ValueError(
+            f"{op}: state must have the keys {', '.join(keys)}, "
+            f"got missing={missing}, unexpected={unexpected}"
+        )
+    return [state[key] for key in keys]
+
+
+def require_index(op: str, index: Tensor, batch: int) -> None:
+    """`index` (B',) must be rows of a state of `batch` sequences."""
+    require_integers(op, "index", index)
+    if index.dim() != 1:
+        raise ValueError(f"{op}: index must have shape (B',), got index.shape={tuple(index.shape)}")
+    require_rows(op, "index", index, batch)
+
+
+def _checked(new_state: Callable[..., Any]) -> Callable[..., Any]:
+    """`new_state` after checks of its arguments; a recurrent state gets its kind."""
+    _, *others = inspect.signature(new_state).parameters.values()
+    by_place = [p.name for p in others if p.kind is p.POSITIONAL_OR_KEYWORD]
+    options = [p.name for p in others if p.kind is p.KEYWORD_ONLY]
+    more = [p for p in others if p.kind is p.VAR_KEYWORD]
+    open_ended = any("Storage" not in str(p.annotation) for p in more)
+    options += Storage.__annotations__ if more else ()
+
+    @wraps(new_state)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        op, given = type(self).__name__, dict(zip(by_place, args, strict=False)) | kwargs
+        for name, value in given.items():
+            if name in ("batch", "max_length"):
+                require_int(op, name, value, 0)
+            elif name == "dtype" and value is not None and value not in FLOATS:
+                raise TypeError(
+                    f"{op}: dtype must be float64, float32, bfloat16 or float16, "
+                    f"got dtype={shown(value)}"
+                )
+            elif not open_ended and name not in by_place and name not in options:
+                raise TypeError(
+                    f"{op}: options of new_state must be of {', '.join(options)}, "
+                    f"got {name}={shown(value)}{did_you_mean(name, options)}"
+                )
+        state = new_state(self, *args, **kwargs)
+        if isinstance(state, RecurrentState) and state.kind is None:  # a block returns its mixer's
+            state.kind = kind_of(self)
+        return state
+
+    return checked
+
+
+def kind_of(layer: Any) -> str:
+    """The class of a layer, by its config: torch puts another class in the place of that of a
+    module with parametrisations or shards."""
+    return type(getattr(layer, "config", layer)).__qualname__.removesuffix(".Config")
+
+
+def parts_of(state: Any) -> Sequence[State]:
+    """The states of the same tokens that it is made of; with cross-attention the first of two."""
+    if isinstance(state, tuple) and state:
+        return parts_of(state[0])
+    if not hasattr(state, "parts"):
+        return [state]
+    return [part for each in state.parts for part in parts_of(each)]
+
+
+def restored_on_error(states: Sequence[Any] | None) -> contextlib.AbstractContextManager[None]:
+    """Takes the tokens of a call that fails back out of the states.
+
+    What cannot forget them, such as a recurrence, stays ahead, and a model refuses it in the next
+    call.
+    """
+    if states is None or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return _restored_on_error(states)
+
+
+@contextlib.contextmanager
+def _restored_on_error(states: Sequence[Any]) -> Iterator[None]:
+    parts = [part for state in states for part in parts_of(state) if hasattr(part, "length")]
+    before = [part.length for part in parts]
+    try:
+        yield
+    except BaseException:
+        for part, length in zip(parts, before, strict=True):
+            if part.length > length and isinstance(part, RecurrentState):
+                part.is_ahead = True
+            elif part.length > length:
+                with contextlib.suppress(ValueError):
+                    part.crop(length)
+        raise
+
+
+def takes_cache(forward: Forward) -> Forward:
+    """Lets a forward be given its `state` as `cache` too, and `memory_state` as `memory_cache`:
+    the names from when all states were caches of keys and values. A `rope` must be a pair."""
+
+    def by_either_name(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("rope") is not None:
+            _require_tables(type(self).__name__, kwargs["rope"])
+        for former, name in (("cache", "state"), ("memory_cache", "memory_state")):
+            if former in kwargs:
+                given = kwargs.pop(former)
+                if kwargs.setdefault(name, given) is not given:
+                    raise TypeError(
+                        f"{type(self).__name__}: {name} must not be given as {former} too"
+                    )
+        state = kwargs.get("state")
+        if state is None:
+            return forward(self, *args, **kwargs)
+        with restored_on_error([state]):
+            return forward(self, *args, **kwargs)
+
+    # torch.compile counts how often it compiles a code object, which layers must not share.
+    code = by_either_name.__code__
+    by_either_name.__code__ = code.replace(co_name=forward.__qualname__)
+    return wraps(forward)(by_either_name)  # type: ignore[return-value]
+
+
+def _require_tables(op: str, rope: Any) -> None:
+    pair = isinstance(rope, (tuple, list)) and len(rope) == 2
+    if not pair or not all(isinstance(t, Tensor) for t in rope):
+        raise TypeError(f"{op}: rope must be the tensors (cos, sin), got rope={shown(rope)}")

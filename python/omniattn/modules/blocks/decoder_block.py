@@ -1,0 +1,185 @@
+"""Pre-norm block: a token mixer and a channel mixer, each on a residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from typing_extensions import Unpack
+
+from omniattn.checks.arguments import widen
+from omniattn.functional.scores import RelativeBias
+from omniattn.functional.scores.score_mod import ScoreMod
+from omniattn.modules.attention.attention import Attention
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.dropout import Dropout
+from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.base.mixer import ChannelMixer, Mixer, Norm
+from omniattn.modules.base.state import (
+    RecurrentState,
+    State,
+    Stateful,
+    StatePair,
+    Storage,
+    takes_cache,
+)
+from omniattn.modules.caches.eviction import Eviction
+
+
+class DecoderBlock(Layer, Stateful):
+    """h = h + Mixer(Norm(h)); h = h + MLP(Norm(h)); an encoder's too, with causal=False.
+
+    With `cross`, h = h + Cross(Norm(h), memory) comes between the two. Each addition is done by the
+    norm that follows it, in one pass over memory. The block therefore takes and returns a pair
+    (x, residual) whose sum is h; the norm after the last block adds them.
+
+    Args:
+        config: of the two layers and of the norms before them.
+        device, dtype: of the parameters.
+
+    Shape:
+        x, residual (B, T, dim) -> x, residual (B, T, dim).
+        Parameters input_layernorm, mixer, cross_attention_layernorm, cross_attn,
+        post_attention_layernorm, mlp; `load_state_dict` takes the former name self_attn of the
+        mixer too.
+
+    Example:
+        >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
+        >>> config = DecoderBlock.Config(
+        ...     Attention.Config(8, 2), GatedMLP.Config(8, 16), RMSNorm.Config(8)
+        ... )
+        >>> x, residual = DecoderBlock(config)(torch.ones(1, 3, 8))
+        >>> x.shape, residual.shape
+        (torch.Size([1, 3, 8]), torch.Size([1, 3, 8]))
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Configs of the layers.
+
+        Args:
+            mixer: of a Mixer.
+            mlp: of a ChannelMixer, or None for a block that is a mixer alone, as that of mLSTM.
+            norm: of a Norm, used before each layer.
+            cross: attention to another sequence, in between.
+            dropout_p: of what each layer adds.
+            residual_in_fp32: keeps the residual in float32 where x has 16 bits; under autocast it
+                is anyway.
+        """
+
+        mixer: LayerConfig
+        mlp: LayerConfig | None
+        norm: LayerConfig
+        cross: Attention.Config | None = None
+        dropout_p: float = 0.0
+        residual_in_fp32: bool = False
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            Mixer.require_config("DecoderBlock", "mixer", self.mixer)
+            if self.mlp is not None:
+                ChannelMixer.require_config("DecoderBlock", "mlp", self.mlp)
+            Norm.require_config("DecoderBlock", "norm", self.norm)
+
+    @config_or_fields(Config, _signatures.DecoderBlock)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.input_layernorm = config.norm.build(device=device, dtype=dtype)
+        self.mixer = config.mixer.build(device=device, dtype=dtype)
+        self.cross_attn: Attention | None = None
+        if config.cross is not None:
+            self.cross_attention_layernorm = config.norm.build(device=device, dtype=dtype)
+            self.cross_attn = Attention(config.cross, device=device, dtype=dtype)
+        self.mlp: torch.nn.Module | None = None
+        if config.mlp is not None:
+            self.post_attention_layernorm = config.norm.build(device=device, dtype=dtype)
+            self.mlp = config.mlp.build(device=device, dtype=dtype)
+        self.dropout = Dropout(config.dropout_p)
+        self.register_load_state_dict_pre_hook(_rename_self_attn)
+
+    def new_state(
+        self,
+        batch: int,
+        max_length: int,
+        *,
+        eviction: Eviction | Sequence[Eviction] | None = None,
+        **storage: Unpack[Storage],
+    ) -> State:
+        """The state of the mixer, or of both layers where the channel mixer has one too.
+
+        `eviction` is that of `Attention`; a mixer whose state does not grow takes none.
+        """
+        more: dict[str, Any] = {}
+        if eviction is not None and isinstance(self.mixer, Attention):
+            more["eviction"] = eviction
+        state: State = self.mixer.new_state(batch, max_length, **storage, **more)
+        if eviction is not None and not more and not isinstance(state, RecurrentState):
+            raise ValueError(
+                "DecoderBlock: eviction needs Attention or a mixer whose state does not grow, "
+                f"got mixer={type(self.mixer).__name__}"
+            )
+        if not isinstance(self.mlp, Stateful):
+            return state
+        return StatePair(state, self.mlp.new_state(batch, max_length, **storage))
+
+    @takes_cache
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        state: State | None = None,
+        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+        mask: torch.Tensor | None = None,
+        relative: RelativeBias | None = None,
+        score_mod: ScoreMod | None = None,
+        memory: torch.Tensor | None = None,
+        memory_state: State | None = None,
+        shared: dict[str, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One block; `residual` is None before the first one.
+
+        `memory` and `memory_state` are source and state of the cross-attention. The rest as in
+        Mixer; `relative` and `score_mod` only with mixers that have them.
+        """
+        after: dict[str, Any] = {}
+        if isinstance(state, StatePair):
+            after["state"], state = state.mlp, state.mixer
+        if mask is not None and isinstance(self.mlp, Stateful):
+            after["mask"] = mask
+        if residual is None:
+            y, residual = self.input_layernorm(x), x
+            if self.config.residual_in_fp32:
+                residual = widen(x)
+        else:
+            y, residual = self.input_layernorm(x, residual)
+        given = {"relative": relative, "score_mod": score_mod}
+        more: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
+        if self.mixer.shares:
+            more["shared"] = shared
+        x = self.dropout(self.mixer(y, state=state, rope=rope, mask=mask, **more))
+        if self.cross_attn is not None:
+            y, residual = self.cross_attention_layernorm(x, residual)
+            x = self.dropout(self.cross_attn(y, memory, state=memory_state))
+        if self.mlp is None:
+            return x, residual
+        y, residual = self.post_attention_layernorm(x, residual)
+        return self.dropout(self.mlp(y, **after)), residual
+
+
+def _rename_self_attn(
+    block: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Weights that were saved when every mixer was an attention."""
+    former = f"{prefix}self_attn."
+    for name in [name for name in state_dict if name.startswith(former)]:
+        state_dict[f"{prefix}mixer.{name.removeprefix(former)}"] = state_dict.pop(name)

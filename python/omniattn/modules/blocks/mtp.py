@@ -1,0 +1,155 @@
+"""Multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.checks.arguments import shown
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.base.linear import Linear
+from omniattn.modules.base.norm import RMSNorm
+
+__all__ = ["MultiTokenPredictor"]
+
+
+class MultiTokenPredictor(Layer):
+    """Predicts further tokens, one more per depth, keeping the causal chain.
+
+    ``h^d[i] = Block_d(M_d [RMSNorm(h^(d-1)[i]) ; RMSNorm(Emb(t[i + d]))])``, or
+    ``h^d[i] = Block_d(h^0[i])`` in parallel, from the hidden states ``h^0`` of the trunk alone;
+    ``logits_d[i] = Head(RMSNorm(h^d[i]))`` for token ``i + d + 1``
+
+    Args:
+        config: sizes and options.
+        block: makes one transformer block (B, T, dim) -> (B, T, dim), causal; called per depth.
+        device, dtype: of the parameters.
+
+    Shape:
+        hidden (B, T, dim) of the trunk, tokens (B, T) -> per depth d = 1.. logits (B, T - d, V).
+        Parameters depths.<d>.hidden_norm, embedding_norm, proj (dim, 2 dim), block, norm; in
+        parallel block and norm. Embedding and head are the trunk's.
+
+    Reference:
+        DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv 2412.19437, section 2.2; in
+        parallel: Gloeckle et al., "Better & Faster Large Language Models via Multi-token
+        Prediction", 2024, arXiv 2404.19737.
+
+    Example:
+        >>> predictor = MultiTokenPredictor(MultiTokenPredictor.Config(8, depths=2), nn.Identity)
+        >>> embedding, head = nn.Embedding(5, 8), nn.Linear(8, 5)
+        >>> tokens = torch.tensor([[1, 2, 3, 4]])
+        >>> [l.shape[1] for l in predictor(embedding(tokens), tokens, embedding, head)]
+        [3, 2]
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Sizes and options: `concat` is the order before proj, "hidden_first" (paper) or
+        "embedding_first" (released weights); `post_norm`: whether a depth hands its normalised
+        output to the next (and so expects the trunk's after its final norm). `parallel`: every
+        depth predicts from the trunk alone; the other two options then have no effect."""
+
+        dim: int
+        depths: int = 1
+        eps: float = 1e-6
+        concat: str = "hidden_first"
+        post_norm: bool = True
+        parallel: bool = False
+        init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.concat not in ("hidden_first", "embedding_first"):
+                raise ValueError(
+                    "MultiTokenPredictor: concat must be hidden_first or embedding_first, "
+                    f"got concat={shown(self.concat)}"
+                )
+
+    @config_or_fields(Config, _signatures.MultiTokenPredictor)
+    def __init__(
+        self,
+        config: Config,
+        block: Callable[[], nn.Module],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+
+        def norm() -> RMSNorm:
+            return RMSNorm(
+                RMSNorm.Config(c.dim, eps=c.eps, backend=c.backend), device=device, dtype=dtype
+            )
+
+        def depth() -> nn.ModuleDict:
+            if c.parallel:
+                return nn.ModuleDict({"block": block(), "norm": norm()})
+            proj = Linear.Config(2 * c.dim, c.dim, init_std=c.init_std, backend=c.backend)
+            return nn.ModuleDict(
+                {
+                    "hidden_norm": norm(),
+                    "embedding_norm": norm(),
+                    "proj": Linear(proj, device=device, dtype=dtype),
+                    "block": block(),
+                    "norm": norm(),
+                }
+            )
+
+        self.depths = nn.ModuleList(depth() for _ in range(c.depths))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        embedding: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        run: Callable[[nn.Module, Tensor], Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Logits of each depth; `embedding` and `head` are the trunk's. `run(block, x)` applies a
+        block that needs more than x (rotary tables); by default block(x)."""
+        if tokens.shape != hidden.shape[:2]:
+            raise ValueError(
+                f"MultiTokenPredictor: tokens must have shape {tuple(hidden.shape[:2])}, "
+                f"got tokens.shape={tuple(tokens.shape)}"
+            )
+        if tokens.shape[1] <= self.config.depths:
+            raise ValueError(
+                "MultiTokenPredictor: tokens must be longer than the depths, "
+                f"got T={tokens.shape[1]}, depths={self.config.depths}"
+            )
+        logits, chain = [], hidden
+        for d, depth in enumerate(self.depths, 1):
+            assert isinstance(depth, nn.ModuleDict)
+            if self.config.parallel:
+                x = hidden[:, :-d]
+            else:
+                pair = [
+                    depth["hidden_norm"](chain[:, :-1]),
+                    depth["embedding_norm"](embedding(tokens[:, d:])),
+                ]
+                if self.config.concat == "embedding_first":
+                    pair.reverse()
+                x = depth["proj"](torch.cat(pair, -1))
+            chain = depth["block"](x) if run is None else run(depth["block"], x)
+            normed = depth["norm"](chain)
+            logits.append(head(normed))
+            chain = normed if self.config.post_norm else chain
+        return logits
+
+    @staticmethod
+    def loss(logits: list[Tensor], labels: Tensor, *, weight: float = 0.3) -> Tensor:
+        """``weight / depths`` times the sum of the cross entropies of the depths, each the mean
+        over its kept targets; Gloeckle et al. have their sum, a weight of `depths`.
+
+        labels (B, T) int64: the next token of each position, -100 where it is not to be learned.
+        """
+        losses = [functional.cross_entropy(x, labels[:, d:]) for d, x in enumerate(logits, start=1)]
+        return weight * torch.stack(losses).mean()

@@ -1,0 +1,198 @@
+"""The protocol of the states of attention, and the storage that they share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn.checks.arguments import FLOATS, autocast_dtype, require_int
+from omniattn.functional.masks import BoolMask, Mask
+from omniattn.modules.base.state import State, Storage, require_index
+
+
+class Cache(ABC):
+    """The protocol of all caches: a `State` of keys and values. Inference only.
+
+    A layer appends what it has computed for n new tokens and attends to the views it gets back.
+    Their last tokens are the new ones, so that bottom-right aligned masks need no change.
+    """
+
+    #: Number of tokens seen by the longest sequence.
+    length: int
+
+    @property
+    def filled(self) -> bool:
+        """Whether anything has been appended."""
+        return self.length > 0
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the storage, used or not."""
+
+    @abstractmethod
+    def views(self) -> tuple[Tensor, Tensor]:
+        """Keys (B, S, Hkv, D) and values (B, S, Hkv, Dv) to attend to, in the public layout."""
+
+    @abstractmethod
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores n new tokens and returns the views that their queries attend to."""
+
+    @abstractmethod
+    def crop(self, length: int) -> None:
+        """Forgets all tokens from position `length` on."""
+
+    @abstractmethod
+    def reorder(self, index: Tensor) -> None:
+        """Replaces row b by row index[b], e.g. after a step of beam search; index (B',) int."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The stored tokens, without unused storage."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the `state_dict` of a cache of the same kind and sizes."""
+
+    @property
+    def mask(self) -> Mask | None:
+        """Which keys of the views belong to a sequence, None if all do."""
+        return None
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the views are sorted by position, as a mask or bias tensor takes for granted."""
+        return True
+
+    def first(self, count: int) -> Tensor | None:
+        """Position (B,) of the first of ordered views of `count` tokens, None if it is 0."""
+        return None
+
+
+class StoredCache(Cache):
+    """Keys and values in a preallocated storage (B, Hkv, max_length, D).
+
+    Args:
+        batch, max_length, num_kv_heads, head_dim: sizes of the storage.
+        v_head_dim: head size of the values, default `head_dim`.
+        device, dtype: of the storage.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        v_head_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        shape = (batch, num_kv_heads, max_length)  # one head's keys are contiguous
+        sizes = (head_dim, v_head_dim)
+        self._k, self._v = new_storage(type(self).__name__, shape, sizes, device, dtype)
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._k.nbytes + self._v.nbytes
+
+    def _first(self, count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` tokens of the storage, in the public layout."""
+        return self._k[:, :, :count].transpose(1, 2), self._v[:, :, :count].transpose(1, 2)
+
+    def crop(self, length: int) -> None:
+        require_int(type(self).__name__, "length", length)
+        if not 0 <= length <= self.length:
+            raise ValueError(
+                f"{type(self).__name__}: length must be in 0..{self.length}, got length={length}"
+            )
+        self.length = length
+
+    def reorder(self, index: Tensor) -> None:
+        require_index(type(self).__name__, index, self._k.shape[0])
+        self._k = self._k.index_select(0, index)
+        self._v = self._v.index_select(0, index)
+
+
+def require_cache(op: str, state: State | None) -> Cache | None:
+    """`state`, which must be a Cache."""
+    if state is None or isinstance(state, Cache):
+        return state
+    raise TypeError(f"{op}: state must be a Cache, got type(state)={type(state).__name__}")
+
+
+def storage_like(
+    weight: Tensor,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Storage:
+    """Device and dtype of a storage, by default as the weight."""
+    return {
+        "device": weight.device if device is None else device,
+        "dtype": weight.dtype if dtype is None else dtype,
+    }
+
+
+def cache_like(
+    layer: object,
+    weight: Tensor,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Storage:
+    """`storage_like` of a cache whose keys and values attention reads as they are, which must have
+    the dtype of its queries: that of the weight, or of autocast."""
+    given = weight.dtype if dtype is None or not weight.is_floating_point() else dtype
+    if given not in (weight.dtype, autocast_dtype(weight)):
+        raise TypeError(
+            f"{type(layer).__name__}: dtype of new_state must be that of the parameters, or under "
+            f"autocast its dtype, got dtype={dtype}, parameters of {weight.dtype}"
+        )
+    return storage_like(weight, device, dtype)
+
+
+def new_storage(
+    name: str,
+    shape: tuple[int, int, int],
+    sizes: tuple[int, int | None],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Zeros (*shape, D) for keys and (*shape, Dv) for values; `sizes` is D and Dv, None for D."""
+    if dtype is not None and dtype not in FLOATS:
+        raise TypeError(
+            f"{name}: dtype must be float64, float32, bfloat16 or float16, got dtype={dtype}"
+        )
+    k_dim, v_dim = sizes
+    k = torch.zeros(*shape, k_dim, device=device, dtype=dtype)
+    return k, k.new_zeros(*shape, k_dim if v_dim is None else v_dim)
+
+
+def check_new(name: str, k: Tensor, v: Tensor, batch: int, keys: Tensor, values: Tensor) -> None:
+    """Raises unless k, v (B, n, Hkv, D) can go into storages (*, Hkv, *, D)."""
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        raise RuntimeError(f"{name}: is for inference, wrap the call in torch.no_grad()")
+    for which, new, stored in (("k", k, keys), ("v", v, values)):
+        fits = (batch, k.shape[1], stored.shape[1], stored.shape[3])
+        if new.shape != fits:
+            raise ValueError(
+                f"{name}: {which} must have shape {fits}, got {which}={tuple(new.shape)}"
+            )
+
+
+def with_cache(
+    cache: Cache, mask: Tensor | Mask | None, positional: bool = False
+) -> Tensor | Mask | None:
+    """`mask` and that of the cache; `positional` if the scores depend on positions."""
+    if not cache.ordered and (mask is not None or positional):
+        raise ValueError(
+            "Attention: the cache must be in the order of positions for masks and terms of them, "
+            f"got {type(cache).__name__} with sort=False"
+        )
+    if mask is None or cache.mask is None:
+        return cache.mask if mask is None else mask
+    return cache.mask & (BoolMask(mask) if isinstance(mask, Tensor) else mask)

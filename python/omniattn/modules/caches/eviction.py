@@ -1,0 +1,323 @@
+"""Which tokens an evicting cache keeps: the interface of its policies, and the published ones."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from omniattn.checks.arguments import require_choice, require_int, require_number, shown
+
+
+class Slots(NamedTuple):
+    """The tokens of some heads after a call, before its eviction.
+
+    positions: (B, H, S) int64, -1 in a slot that is free.
+    weight: (B, H, S), the attention that each has received, as `Eviction` adds it up.
+    seen, length: number of tokens before and after the call.
+    """
+
+    positions: Tensor
+    weight: Tensor
+    seen: int
+    length: int
+
+    @property
+    def live(self) -> Tensor:
+        """Slots that hold a token."""
+        return self.positions >= 0
+
+    def first_or_last(self, first: int, last: int) -> Tensor:
+        """Tokens among the `first` or the `last` of the sequence."""
+        p = self.positions
+        return self.live & ((p < first) | (p >= self.length - last))
+
+
+@dataclass(frozen=True)
+class Eviction(ABC):
+    """A rule by which an `EvictingCache` forgets tokens. Queries see them until their call ends.
+
+    A call stores its tokens, attends to all that are kept, adds up the weights w that each has
+    received, ``weight = decay^n weight + sum_i decay^(n - 1 - i) w_i`` over its n queries, the mean
+    over the query heads of its group, and then keeps what `keep` chooses.
+    """
+
+    #: Forgetting of the sums, 1 for plain sums.
+    decay: ClassVar[float] = 1.0
+    #: Whether tokens take the positions 0, 1, ... in the cache, and rotate anew in each call.
+    moves: ClassVar[bool] = False
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens kept after a call, None if there is no bound."""
+        return None
+
+    def observed(self, seen: int, new: int) -> int:
+        """How many of the last queries of a call add their weights up."""
+        return 0
+
+    def admits(self, slots: Slots, new: int) -> Tensor | None:
+        """Which slots are left before `new` tokens come, None for all."""
+        return None
+
+    @abstractmethod
+    def keep(self, slots: Slots) -> Tensor:
+        """Which slots (B, H, S) are left after a call."""
+
+
+def require_sizes(name: str, least: int, **sizes: int) -> None:
+    for size, value in sizes.items():
+        require_int(name, size, value, least)
+
+
+@dataclass(frozen=True)
+class Threshold(Eviction):
+    """Forgets a token whose share of the attention falls below `eps`.
+
+    Args:
+        eps: the least share.
+        stat: "mean", of the weights of all queries since; "ema", the sum in which each later query
+            multiplies the others by `rho`; "sum", which is tested once, at the age `grace`, since
+            it never falls.
+        grace: age, in tokens, from which on a token is tested.
+        sinks, recent: the first and last tokens, which are kept.
+        rho: of "ema".
+    """
+
+    eps: float = 1e-3
+    stat: str = "mean"
+    grace: int = 32
+    sinks: int = 4
+    recent: int = 32
+    rho: float = 0.9
+
+    def __post_init__(self) -> None:
+        require_number("Threshold", "eps", self.eps, 0)
+        require_choice("Threshold", "stat", self.stat, ("mean", "ema", "sum"))
+        require_sizes("Threshold", 0, grace=self.grace, sinks=self.sinks, recent=self.recent)
+        require_number("Threshold", "rho", self.rho, most=1, above=0)
+
+    @property
+    def decay(self) -> float:  # type: ignore[override]  # a number of each, not of the class
+        return self.rho if self.stat == "ema" else 1.0
+
+    def observed(self, seen: int, new: int) -> int:
+        return new
+
+    def keep(self, slots: Slots) -> Tensor:
+        age = slots.length - 1 - slots.positions
+        share = slots.weight / (age + 1) if self.stat == "mean" else slots.weight
+        tested = age >= self.grace
+        if self.stat == "sum":
+            tested &= slots.seen - 1 - slots.positions < self.grace
+        safe = slots.first_or_last(self.sinks, self.recent)
+        return slots.live & (safe | ~tested | (share >= self.eps))
+
+
+@dataclass(frozen=True)
+class H2O(Eviction):
+    """Keeps the last `recent` tokens and the `heavy` others with the largest sums of weights.
+
+    Equal sums: the earliest goes first.
+
+    Reference:
+        Zhang et al., H2O: Heavy-Hitter Oracle, 2023, arXiv:2306.14048. Its code has no groups of
+        heads; the mean over a group is ours.
+    """
+
+    heavy: int
+    recent: int
+
+    def __post_init__(self) -> None:
+        require_sizes("H2O", 0, heavy=self.heavy)
+        require_sizes("H2O", 1, recent=self.recent)
+
+    @property
+    def capacity(self) -> int:
+        return self.heavy + self.recent
+
+    def observed(self, seen: int, new: int) -> int:
+        return new
+
+    def keep(self, slots: Slots) -> Tensor:
+        new = slots.length - slots.seen
+        excess = min(slots.seen, self.capacity) + new - self.capacity
+        if excess <= 0:
+            return slots.live
+        heavy = slots.live & (slots.positions < slots.length - self.recent)
+        weight = slots.weight.masked_fill(~heavy, torch.inf)
+        if excess == 1:
+            least = heavy & (weight == weight.amin(-1, keepdim=True))
+            first = slots.positions.masked_fill(~least, slots.length).argmin(-1, keepdim=True)
+        else:
+            by_position = slots.positions.argsort(-1)
+            order = weight.gather(-1, by_position).argsort(dim=-1, stable=True)
+            first = by_position.gather(-1, order[..., :excess])
+        return slots.live.scatter(-1, first, False)
+
+
+@dataclass(frozen=True)
+class Streaming(Eviction):
+    """Keeps the first `sinks` and the last `recent` tokens, with positions as if they were alone.
+
+    Keys are stored without their rotation and get that of 0, 1, ... in each call. Several tokens
+    for a cache that has forgotten some are read one after another.
+
+    Args:
+        sinks, recent: numbers of tokens.
+        evict: "after" a call, so that a query sees sinks + recent + 1 tokens with its own, or
+            "before" it, which makes that sinks + recent.
+
+    Reference:
+        Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023,
+        arXiv:2309.17453.
+    """
+
+    moves: ClassVar[bool] = True
+
+    sinks: int = 4
+    recent: int = 1020
+    evict: str = "after"
+
+    def __post_init__(self) -> None:
+        require_sizes("Streaming", 0, sinks=self.sinks)
+        require_sizes("Streaming", 1, recent=self.recent)
+        require_choice("Streaming", "evict", self.evict, ("after", "before"))
+
+    @property
+    def capacity(self) -> int:
+        return self.sinks + self.recent
+
+    def admits(self, slots: Slots, new: int) -> Tensor | None:
+        if self.evict == "after":
+            return None
+        return slots.first_or_last(self.sinks, max(self.recent - new, 0))
+
+    def keep(self, slots: Slots) -> Tensor:
+        return slots.first_or_last(self.sinks, self.recent)
+
+
+@dataclass(frozen=True)
+class SnapKV(Eviction):
+    """Compresses the prompt, the first call, to `size` tokens; later tokens are all kept.
+
+    The last `window` queries of the prompt vote: the sums of their weights, pooled over `kernel`
+    adjacent keys. Kept are the keys of the window and those with the most votes, the earlier of
+    equal ones.
+
+    Args:
+        size: tokens kept of a longer prompt, more than `window`.
+        window: queries that vote.
+        kernel: an odd number of keys.
+        pooling: "mean" or "max"; keys beyond the ends count as keys without votes.
+
+    Reference:
+        Li et al., SnapKV: LLM Knows What You Are Looking for Before Generation, 2024,
+        arXiv:2404.14469. Its code has no groups of heads; the mean over a group is ours.
+    """
+
+    size: int
+    window: int = 32
+    kernel: int = 7
+    pooling: str = "mean"
+
+    def __post_init__(self) -> None:
+        require_sizes("SnapKV", 1, window=self.window, kernel=self.kernel)
+        require_sizes("SnapKV", self.window + 1, size=self.size)
+        require_choice("SnapKV", "pooling", self.pooling, ("mean", "max"))
+        if self.kernel % 2 == 0:
+            raise ValueError(f"SnapKV: kernel must be odd, got kernel={self.kernel}")
+
+    def observed(self, seen: int, new: int) -> int:
+        return min(self.window, new) if seen == 0 and new > self.size else 0
+
+    def keep(self, slots: Slots) -> Tensor:
+        if slots.seen > 0 or slots.length <= self.size:
+            return slots.live
+        # The slots of a first call are in the order of positions.
+        votes = slots.weight[..., : slots.length - self.window]
+        pool = nnf.avg_pool1d if self.pooling == "mean" else nnf.max_pool1d
+        votes = pool(votes, self.kernel, stride=1, padding=self.kernel // 2)
+        best = votes.argsort(dim=-1, descending=True, stable=True)[..., : self.size - self.window]
+        return slots.first_or_last(0, self.window).scatter(-1, best, True)
+
+
+@dataclass(frozen=True)
+class Window(Eviction):
+    """Keeps the last `size` tokens, that of the query included: a `RollingCache`.
+
+    The tokens of a call see the size - 1 last ones before it and all earlier ones of the call; give
+    the layer a `window_size` for the exact window.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        require_sizes("Window", 1, size=self.size)
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    def admits(self, slots: Slots, new: int) -> Tensor:
+        return slots.first_or_last(0, self.size - 1)
+
+    def keep(self, slots: Slots) -> Tensor:
+        return slots.first_or_last(0, self.size)
+
+
+def policies_of_groups(
+    op: str, eviction: Eviction | Sequence[Eviction], heads: int, kv_heads: int
+) -> Eviction | tuple[Eviction, ...]:
+    """One policy, or one for each kv head, of what a layer was given: one, or one for each head."""
+    if isinstance(eviction, Eviction):
+        return eviction
+    if not isinstance(eviction, Sequence) or not all(isinstance(p, Eviction) for p in eviction):
+        raise TypeError(
+            f"{op}: eviction must be an Eviction or one for each head, "
+            f"got eviction={shown(eviction)}"
+        )
+    if len(eviction) != heads:
+        raise ValueError(
+            f"{op}: eviction must have one policy for each of {heads} heads, "
+            f"got len(eviction)={len(eviction)}"
+        )
+    group = heads // kv_heads
+    for head, policy in enumerate(eviction):
+        first = head // group * group
+        if policy != eviction[first]:
+            raise ValueError(
+                f"{op}: heads {first} to {first + group - 1} share their keys and must have one "
+                f"policy, got eviction[{first}]={eviction[first]}, eviction[{head}]={policy}"
+            )
+    return tuple(eviction[::group])
+
+
+def evicted_of(positions: Tensor, length: int) -> Tensor:
+    """(B, H, length) bool from positions (B, H, S), -1 where a slot is free: which are not kept."""
+    gone = torch.ones((*positions.shape[:2], length + 1), dtype=torch.bool, device=positions.device)
+    gone.scatter_(2, positions.masked_fill(positions < 0, length), False)
+    return gone[..., :length]
+
+
+def require_plain(options: dict[str, Any]) -> None:
+    """Takes out what every caller may say, and refuses what slots without an order cannot have."""
+    for name in ("mask", "bias", "relative", "alibi_slopes", "score_mod"):
+        if options.pop(name, None) is not None:
+            raise ValueError(
+                f"EvictingCache: {name} must be None, since the slots are in no order, got one"
+            )
+    causal, window = options.pop("causal", True), tuple(options.pop("window_size", (-1, -1)))
+    if not causal or window != (-1, -1):
+        raise ValueError(
+            "EvictingCache: attention must be causal and without a window, "
+            f"got causal={causal}, window_size={window}"
+        )
+    normaliser = options.get("normaliser", "softmax")
+    if normaliser != "softmax":
+        raise ValueError(f"EvictingCache: needs softmax, got normaliser={shown(normaliser)}")

@@ -1,0 +1,289 @@
+"""The states of attention to all tokens or to a source: their keys and values, or latents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from omniattn.checks.arguments import require_int
+from omniattn.functional.sparse.selected_blocks import block_means
+from omniattn.modules.base.state import Storage, require_index, take
+from omniattn.modules.caches.cache import Cache, StoredCache, check_new
+
+
+class KVCache(StoredCache):
+    """Preallocated keys and values with one length for the whole batch.
+
+    The storage is (B, Hkv, max_length, D), so that one head's keys are contiguous; the views have
+    the public layout (B, T, Hkv, D) and share the storage.
+
+    Args:
+        batch, max_length, num_kv_heads, head_dim: sizes of the storage.
+        v_head_dim: head size of the values, default `head_dim`.
+        device, dtype: of the storage.
+
+    Raises:
+        TypeError: a dtype that is not floating point.
+        ValueError: if a shape does not fit or the storage is full.
+        RuntimeError: if something with a gradient is appended.
+
+    Example:
+        >>> cache = KVCache(1, 16, 2, 4)
+        >>> k, v = cache.append(torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2, 4))
+        >>> k.shape, cache.length
+        (torch.Size([1, 3, 2, 4]), 3)
+    """
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self._k.shape[0]
+
+    @property
+    def max_length(self) -> int:
+        """Number of tokens that fit."""
+        return self._k.shape[2]
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        return self._first(self.length)
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        check_new("KVCache", k, v, self.batch, self._k, self._v)
+        end = self.length + k.shape[1]
+        if end > self.max_length:
+            raise ValueError(
+                f"KVCache: length must not exceed max_length={self.max_length}, got length={end}"
+            )
+        self._k[:, :, self.length : end] = k.transpose(1, 2)
+        self._v[:, :, self.length : end] = v.transpose(1, 2)
+        self.length = end
+        return self.views()
+
+    def state_dict(self) -> dict[str, Any]:
+        k, v = self.views()
+        return {"k": k.clone(), "v": v.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        k, v = take(type(self).__name__, state, "k", "v")
+        self.length = 0
+        self.append(k, v)
+
+
+class BlockKeyCache(KVCache):
+    """Keys and values, and the means of the keys of whole blocks, by which MoBA chooses blocks.
+
+    Args:
+        batch, max_length, num_kv_heads, head_dim: sizes of the storage.
+        block_size: keys of a block.
+        device, dtype: of the storage; means are in float32, or float64.
+
+    Reference:
+        Lu et al., MoBA: Mixture of Block Attention for Long-Context LLMs, 2025, arXiv 2502.13189.
+
+    Example:
+        >>> cache = BlockKeyCache(1, 16, 2, 4, block_size=2)
+        >>> k, v = cache.append(torch.ones(1, 5, 2, 4), torch.ones(1, 5, 2, 4))
+        >>> cache.means().shape
+        torch.Size([1, 2, 2, 4])
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        block_size: int,
+        **storage: Unpack[Storage],
+    ) -> None:
+        super().__init__(batch, max_length, num_kv_heads, head_dim, **storage)
+        self._size = block_size
+        shape = (batch, max_length // block_size, num_kv_heads, head_dim)
+        self._means = self._k.new_zeros(
+            shape, dtype=torch.promote_types(self._k.dtype, torch.float32)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._means.nbytes
+
+    @property
+    def block_size(self) -> int:
+        """Keys of a block."""
+        return self._size
+
+    def means(self) -> Tensor:
+        """(B, whole blocks, Hkv, D)."""
+        return self._means[:, : self.length // self._size]
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.length // self._size
+        views = super().append(k, v)
+        last = self.length // self._size
+        if last > first:
+            rows = views[0][:, first * self._size : last * self._size]
+            self._means[:, first:last] = block_means(rows, self._size)
+        return views
+
+    def reorder(self, index: Tensor) -> None:
+        super().reorder(index)
+        self._means = self._means.index_select(0, index)
+
+
+class PeriodicKeyCache(KVCache):
+    """Keys rotated by their positions modulo `period`, and values, for dual chunk attention.
+
+    Args:
+        batch, max_length, num_kv_heads, head_dim: sizes of the storage.
+        period: of the rotations.
+        device, dtype: of the storage.
+
+    Reference:
+        An et al., Training-Free Long-Context Scaling of LLMs, 2024, arXiv 2402.17463.
+
+    Example:
+        >>> PeriodicKeyCache(1, 16, 2, 4, period=8).state_dict()["period"]
+        8
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        period: int,
+        **storage: Unpack[Storage],
+    ) -> None:
+        super().__init__(batch, max_length, num_kv_heads, head_dim, **storage)
+        require_int("PeriodicKeyCache", "period", period, 1)
+        self.period = period
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"period": self.period}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        *_, period = take("PeriodicKeyCache", state, "k", "v", "period")
+        if period != self.period:
+            raise ValueError(
+                f"PeriodicKeyCache: state must have period={self.period}, got period={period}"
+            )
+        super().load_state_dict({name: state[name] for name in ("k", "v")})
+
+
+class LatentCache(KVCache):
+    """Keys of one head whose first `rank` numbers are the values, stored once.
+
+    This is all that multi-head latent attention needs of a token: [latent | rotary key], shared by
+    all heads, 576 numbers in DeepSeek-V2 and V3.
+
+    Args:
+        batch, max_length: sizes of the storage.
+        rank: size of the latent.
+        rope_dim: size of the rotary key, 0 for none.
+        device, dtype: of the storage.
+
+    Reference:
+        DeepSeek-AI, DeepSeek-V2, 2024, arXiv:2405.04434.
+
+    Example:
+        >>> cache = LatentCache(1, 16, 512, 64, dtype=torch.bfloat16)
+        >>> rows = torch.ones(1, 3, 1, 576, dtype=torch.bfloat16)
+        >>> k, v = cache.append(rows, rows[..., :512])
+        >>> k.shape, v.shape, cache.nbytes
+        (torch.Size([1, 3, 1, 576]), torch.Size([1, 3, 1, 512]), 18432)
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        max_length: int,
+        rank: int,
+        rope_dim: int,
+        **storage: Unpack[Storage],
+    ) -> None:
+        super().__init__(batch, max_length, 1, rank + rope_dim, v_head_dim=0, **storage)
+        self._rank = rank
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        """Keys (B, T, 1, rank + rope_dim) and their first columns (B, T, 1, rank)."""
+        k, _ = super().views()
+        return k, k[..., : self._rank]
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores k (B, n, 1, rank + rope_dim); v is its first columns, and not stored again."""
+        if v.shape != (*k.shape[:3], self._rank):
+            raise ValueError(
+                f"LatentCache: v must be the first {self._rank} columns of k, "
+                f"got k={tuple(k.shape)}, v={tuple(v.shape)}"
+            )
+        return super().append(k, v[..., :0])
+
+
+class CrossCache(Cache):
+    """Keys and values of a source, projected once.
+
+    Cropping the decoder's tokens leaves the source as it is.
+
+    Example:
+        >>> cache = CrossCache()
+        >>> k, v = cache.append(torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2, 4))
+        >>> cache.length, cache.nbytes
+        (3, 192)
+    """
+
+    def __init__(self) -> None:
+        self._kv: tuple[Tensor, Tensor] | None = None
+        self.length = 0
+
+    @property
+    def filled(self) -> bool:
+        """Whether it holds a source, which may have no tokens."""
+        return self._kv is not None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._kv is None else sum(t.nbytes for t in self._kv)
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        if self._kv is None:
+            raise ValueError("CrossCache: the source must have been appended, got none")
+        k, v = (t.transpose(1, 2) for t in self._kv)
+        return k, v
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the source, once."""
+        if self._kv is not None:
+            raise ValueError(
+                f"CrossCache: must hold one source, got another with k.shape={tuple(k.shape)}"
+            )
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise RuntimeError("CrossCache: is for inference, wrap the call in torch.no_grad()")
+        # One head's keys contiguous, as in KVCache.
+        self._kv = (k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())
+        self.length = k.shape[1]
+        return self.views()
+
+    def crop(self, length: int) -> None:
+        """Does nothing: the source does not depend on the tokens."""
+        require_int("CrossCache", "length", length)
+
+    def reorder(self, index: Tensor) -> None:
+        if self._kv is not None:
+            require_index("CrossCache", index, self._kv[0].shape[0])
+            k, v = (t.index_select(0, index) for t in self._kv)
+            self._kv = (k, v)
+
+    def state_dict(self) -> dict[str, Any]:
+        k, v = self.views()
+        return {"k": k.clone(), "v": v.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        k, v = take("CrossCache", state, "k", "v")
+        self._kv = None
+        self.append(k, v)

@@ -1,0 +1,331 @@
+"""Keys and values in pages that sequences share until one of them writes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn import functional
+from omniattn.checks.arguments import require_int
+from omniattn.functional.masks import KeyPadding, Mask
+from omniattn.modules.base.state import require_index, take
+from omniattn.modules.caches.cache import Cache, check_new, new_storage
+
+
+class PagePool:
+    """Pages of keys and values (num_pages, Hkv, page_size, D) with a count of owners for each.
+
+    Args:
+        num_pages, page_size, num_kv_heads, head_dim: sizes of the storage.
+        v_head_dim: head size of the values, default `head_dim`.
+        device, dtype: of the storage.
+
+    Example:
+        >>> pool = PagePool(8, 4, 1, 16)
+        >>> cache = PagedCache(pool)
+        >>> k, v = cache.append(torch.ones(1, 5, 1, 16), torch.ones(1, 5, 1, 16))
+        >>> pool.used_pages, cache.fork().length, pool.used_pages
+        (2, 5, 2)
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        v_head_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if page_size < 1:
+            raise ValueError(f"PagePool: page_size must be positive, got page_size={page_size}")
+        shape = (num_pages, num_kv_heads, page_size)
+        sizes = (head_dim, v_head_dim)
+        self.k, self.v = new_storage("PagePool", shape, sizes, device, dtype)
+        self._owners = [0] * num_pages
+        self._free = list(range(num_pages))[::-1]
+
+    @property
+    def page_size(self) -> int:
+        """Number of tokens of a page."""
+        return self.k.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.k.nbytes + self.v.nbytes
+
+    @property
+    def used_pages(self) -> int:
+        """Number of pages that have an owner."""
+        return len(self._owners) - len(self._free)
+
+    @property
+    def free_pages(self) -> int:
+        """Number of pages without an owner."""
+        return len(self._free)
+
+    def acquire(self) -> int:
+        """A free page, now with one owner."""
+        page = self._free.pop()
+        self._owners[page] = 1
+        return page
+
+    def retain(self, pages: Sequence[int]) -> None:
+        """One more owner for each."""
+        for page in pages:
+            self._owners[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One owner less for each; a page without owners is free."""
+        for page in pages:
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                self._free.append(page)
+
+    def owners(self, page: int) -> int:
+        """Number of sequences that hold the page."""
+        return self._owners[page]
+
+    def copy(self, page: int) -> int:
+        """A copy of a shared page for one of its owners to write to."""
+        copy = self.acquire()
+        self.k[copy] = self.k[page]
+        self.v[copy] = self.v[page]
+        self.release([page])
+        return copy
+
+
+class PagedCache(Cache):
+    """Sequences of different lengths on one PagePool, each a list of pages.
+
+    Forks and beams share pages; the first to append to a partly filled shared page gets a copy.
+    `functional.attention_cached` reads `pages` by `block_table` and `lengths`, as `Attention` does
+    without mask or bias tensors. The views are gathered, shorter sequences padded on the left: that
+    keeps bottom-right aligned masks right, and `mask` hides the padding.
+
+    Args:
+        pool: the pages; several caches may use it.
+        batch: number of (empty) sequences.
+
+    Raises:
+        ValueError: if a shape does not fit or the pool has too few free pages; nothing is stored
+            then.
+        RuntimeError: if something with a gradient is appended.
+
+    Reference:
+        Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, 2023,
+        arXiv:2309.06180.
+    """
+
+    def __init__(self, pool: PagePool, batch: int = 1) -> None:
+        self.pool = pool
+        self._pages: list[list[int]] = [[] for _ in range(batch)]
+        self._lengths = [0] * batch
+
+    @property
+    def length(self) -> int:  # type: ignore[override]  # that of the longest sequence
+        return max(self._lengths, default=0)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Number of tokens of each sequence (B,) int64."""
+        return torch.tensor(self._lengths, device=self.pool.k.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages that the sequences own, a shared page counted once."""
+        pages = {page for row in self._pages for page in row}
+        return len(pages) * (self.pool.k[:1].nbytes + self.pool.v[:1].nbytes)
+
+    @property
+    def block_table(self) -> Tensor:
+        """Page of each run of page_size tokens (B, max pages) int32, -1 after the last."""
+        width = max((len(row) for row in self._pages), default=0)
+        rows = [row + [-1] * (width - len(row)) for row in self._pages]
+        shape = (len(rows), width)  # of no rows or pages too
+        return torch.tensor(rows, dtype=torch.int32, device=self.pool.k.device).view(shape)
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """The pool's keys and values (num_pages, page_size, Hkv, D), of this and other caches."""
+        return self.pool.k.transpose(1, 2), self.pool.v.transpose(1, 2)
+
+    @property
+    def mask(self) -> Mask | None:
+        if len(set(self._lengths)) <= 1:
+            return None
+        position = torch.arange(self.length, device=self.pool.k.device)
+        return KeyPadding(position >= self.length - self.lengths[:, None])
+
+    def first(self, count: int) -> Tensor | None:
+        """Below 0 where a sequence is padded."""
+        return None if len(set(self._lengths)) <= 1 else self.lengths - count
+
+    def _where(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Page and slot of positions (B, n); those before the first token give some page."""
+        positions = positions.clamp(min=0)
+        pages = self.block_table.long().gather(1, positions // self.pool.page_size)
+        return pages.clamp(min=0), positions % self.pool.page_size
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        """Gathered copies, padded on the left to the longest sequence."""
+        position = torch.arange(self.length, device=self.pool.k.device)
+        page, slot = self._where(position - (self.length - self.lengths[:, None]))
+        k, v = (pages[page, slot] for pages in self.pages)
+        return k, v
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.store(k, v)
+        return self.views()
+
+    def store(self, k: Tensor, v: Tensor) -> None:
+        """`append` for a caller that reads the pages itself."""
+        batch, new = len(self._pages), k.shape[1]
+        check_new("PagedCache", k, v, batch, self.pool.k, self.pool.v)
+        if new == 0:
+            return
+        self._reserve(new)
+        page, slot = self._where(self.lengths[:, None] + torch.arange(new, device=k.device))
+        for pages, rows in zip(self.pages, (k, v), strict=True):
+            pages[page, slot] = rows
+        self._lengths = [length + new for length in self._lengths]
+
+    def _reserve(self, new: int) -> None:
+        """Gives every sequence pages of its own for its next tokens."""
+        size = self.pool.page_size
+        begun = [
+            row[length // size]
+            for row, length in zip(self._pages, self._lengths, strict=True)
+            if length % size
+        ]
+        missing = [
+            -(-(length + new) // size) - len(row)
+            for row, length in zip(self._pages, self._lengths, strict=True)
+        ]
+        # The last owner of a shared page keeps it.
+        copies = sum(min(n, self.pool.owners(page) - 1) for page, n in Counter(begun).items())
+        if sum(missing) + copies > self.pool.free_pages:
+            raise ValueError(
+                f"PagedCache: the pool must have {sum(missing) + copies} free pages, "
+                f"got free_pages={self.pool.free_pages}"
+            )
+        for row, length, more in zip(self._pages, self._lengths, missing, strict=True):
+            if length % size and self.pool.owners(row[length // size]) > 1:
+                row[length // size] = self.pool.copy(row[length // size])
+            row += [self.pool.acquire() for _ in range(more)]
+
+    def crop(self, length: int) -> None:
+        require_int("PagedCache", "length", length)
+        if not 0 <= length <= self.length:
+            raise ValueError(f"PagedCache: length must be in 0..{self.length}, got length={length}")
+        self._lengths = [min(n, length) for n in self._lengths]
+        for row, n in zip(self._pages, self._lengths, strict=True):
+            kept = -(-n // self.pool.page_size)
+            self.pool.release(row[kept:])
+            del row[kept:]
+
+    def reorder(self, index: Tensor) -> None:
+        require_index("PagedCache", index, len(self._pages))
+        chosen: list[int] = index.tolist()
+        pages = [list(self._pages[i]) for i in chosen]
+        for row in pages:
+            self.pool.retain(row)
+        for row in self._pages:
+            self.pool.release(row)
+        self._pages, self._lengths = pages, [self._lengths[i] for i in chosen]
+
+    def fork(self, length: int | None = None) -> PagedCache:
+        """A cache of the same sequences, or their first `length` tokens, that shares the pages."""
+        other = PagedCache(self.pool)
+        other._pages = [list(row) for row in self._pages]
+        other._lengths = list(self._lengths)
+        for row in other._pages:
+            self.pool.retain(row)
+        if length is not None:
+            other.crop(length)
+        return other
+
+    @staticmethod
+    def join(caches: Sequence[PagedCache]) -> PagedCache:
+        """One cache of all sequences of `caches`, which are empty afterwards."""
+        if len({id(cache.pool) for cache in caches}) != 1:
+            raise ValueError(
+                f"PagedCache: caches to join must be of one pool, got {len(caches)} caches of "
+                f"{len({id(cache.pool) for cache in caches})} pools"
+            )
+        joined = PagedCache(caches[0].pool, 0)
+        for cache in caches:
+            joined._pages += cache._pages
+            joined._lengths += cache._lengths
+            cache._pages, cache._lengths = [], []
+        return joined
+
+    def free(self) -> None:
+        """Gives all pages back; the cache has no sequences afterwards."""
+        self.reorder(torch.empty(0, dtype=torch.int64))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pages in use, each once, and which sequence has them."""
+        table = self.block_table
+        pages = table[table >= 0].unique()
+        local = torch.searchsorted(pages, table.clamp(min=0)).to(torch.int32)
+        return {
+            "k": self.pool.k[pages.long()],
+            "v": self.pool.v[pages.long()],
+            "block_table": torch.where(table < 0, -1, local),
+            "lengths": self.lengths,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        k, v, table, lengths = take("PagedCache", state, "k", "v", "block_table", "lengths")
+        table, lengths = table.tolist(), lengths.tolist()
+        for name, new, stored in (("k", k, self.pool.k), ("v", v, self.pool.v)):
+            fits = (len(k), *stored.shape[1:])
+            if new.shape != fits:
+                raise ValueError(
+                    f"PagedCache: {name} must have shape {fits}, got {name}={tuple(new.shape)}"
+                )
+        rows = [row[: -(-n // self.pool.page_size)] for row, n in zip(table, lengths, strict=True)]
+        in_range = all(0 <= page < len(k) for row in rows for page in row)
+        long_enough = all(
+            0 <= n <= len(row) * self.pool.page_size for row, n in zip(rows, lengths, strict=True)
+        )
+        if not in_range or not long_enough:
+            raise ValueError(
+                f"PagedCache: block_table must give pages in 0..{len(k) - 1} for all tokens, "
+                f"got block_table={table}, lengths={lengths}"
+            )
+        self.free()
+        used = sorted({page for row in rows for page in row})
+        if len(used) > self.pool.free_pages:
+            raise ValueError(
+                f"PagedCache: the pool must have {len(used)} free pages, "
+                f"got free_pages={self.pool.free_pages}"
+            )
+        home = {page: self.pool.acquire() for page in used}
+        for page, mine in home.items():
+            self.pool.k[mine], self.pool.v[mine] = k[page], v[page]
+        self._pages = [[home[page] for page in row] for row in rows]
+        self._lengths = lengths
+        for row in self._pages:
+            self.pool.retain(row)
+        self.pool.release(list(home.values()))
+
+
+def in_pages(
+    cache: PagedCache, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Callable[..., Tensor]]:
+    """Stores k and v; all pages, and the attention that reads them in place."""
+    cache.store(k, v)
+    attend = partial(
+        functional.attention_cached, cache_seqlens=cache.lengths, block_table=cache.block_table
+    )
+    return *cache.pages, attend

@@ -1,0 +1,174 @@
+"""The experts of a mixture: their weights, stacked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.checks.arguments import require_number, require_tensor, shown
+from omniattn.functional.layers.moe import ACTIVATIONS
+from omniattn.functional.routing import Routing
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.layer import Float32Buffers, Layer, LayerConfig, config_or_fields
+from omniattn.modules.base.mlp import check_clamp
+
+
+class DefaultVectors(Float32Buffers):
+    """Experts with the vectors that router_grad="default_vector" learns: one for each expert, in
+    place of its output where it is not chosen."""
+
+    config: Experts.Config
+    default_vectors: Tensor | None
+    #: Where the last forward in training moves the vectors of :attr:`own`.
+    moved_vectors: Tensor | None = None
+    own = slice(None)
+
+    def reach_others(self, y: Tensor, routing: Routing, outputs: Tensor, index: Tensor) -> Tensor:
+        """y with the gradient of the experts that were not chosen; remembers where the `outputs`
+        (..., dim) of own experts `index` (...) move their vectors, which happens in training only.
+        """
+        if self.default_vectors is None or not self.training:
+            return y
+        # The vectors move after the backward only, in which checkpointing repeats the forward.
+        moved = self.default_vectors[self.own].clone()
+        decay, scale = self.config.default_decay, self.config.route_scale
+        functional.update_default_vectors(moved, outputs, index, decay=decay)
+        self.moved_vectors = moved
+        return functional.default_vector_gradient(y, routing, self.default_vectors, scale=scale)
+
+    @torch.no_grad()
+    def update_default_vectors(self) -> None:
+        """See :meth:`MoE.update_default_vectors`; all ranks call it."""
+        if self.default_vectors is None or self.moved_vectors is None:
+            raise RuntimeError(
+                "MoE: update_default_vectors needs router_grad='default_vector' and a forward in "
+                "training before it"
+            )
+        self.gather(self.default_vectors, self.moved_vectors)
+
+    def gather(self, vectors: Tensor, own: Tensor) -> None:
+        """Writes the vectors of all experts into `vectors`."""
+        vectors.copy_(own)
+
+
+class Experts(DefaultVectors, Layer):
+    """The stacked weights of all experts.
+
+    Shape:
+        x (..., dim), Routing of (..., k) -> (..., dim). Parameters gate_up_proj (E, 2 hidden_dim,
+        dim), or (E, hidden_dim, dim) where the activation has no gate, down_proj (E, dim,
+        hidden_dim), with bias gate_up_proj_bias and down_proj_bias; the buffer default_vectors
+        (E, dim).
+
+    Example:
+        >>> from omniattn.modules import Router
+        >>> x = torch.ones(1, 3, 8)
+        >>> _, routing, _ = Router(8, experts=4, top_k=2)(x)
+        >>> Experts(8, 16, experts=4)(x, routing).shape
+        torch.Size([1, 3, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Sizes and options.
+
+        Args:
+            dim, hidden_dim, experts: width of a token and within an expert, number of experts.
+            activation: of `omniattn.functional.moe_experts`.
+            bias: of both products.
+            clamp: alpha and limit of clamped_swiglu.
+            weigh_inputs: weights multiply the inputs of the experts (Llama 4), not their outputs.
+            default_vectors: learn them, for a router with router_grad="default_vector".
+            default_decay: of their running means.
+            route_scale: of the router, for their gradient.
+            recompute: keep nothing of the hidden size for the backward.
+            init_std, out_init_std: of gate_up_proj and down_proj.
+        """
+
+        dim: int
+        hidden_dim: int
+        experts: int
+        activation: str = "swiglu"
+        bias: bool = False
+        clamp: tuple[float, float] = (1.702, 7.0)
+        weigh_inputs: bool = False
+        default_vectors: bool = False
+        default_decay: float = 0.9
+        route_scale: float = 1.0
+        recompute: bool = False
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.activation not in ACTIVATIONS:
+                raise ValueError(
+                    f"Experts: activation must be one of {', '.join(ACTIVATIONS)}, "
+                    f"got activation={shown(self.activation)}"
+                )
+            check_clamp("Experts", self.clamp)
+            require_number("Experts", "default_decay", self.default_decay, 0, 1)
+
+    @config_or_fields(Config, _signatures.Experts)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        columns = c.hidden_dim * (1 + ACTIVATIONS[c.activation][1])
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.gate_up_proj = parameter(c.experts, columns, c.dim)
+        self.down_proj = parameter(c.experts, c.dim, c.hidden_dim)
+        self.gate_up_proj_bias = parameter(c.experts, columns) if c.bias else None
+        self.down_proj_bias = parameter(c.experts, c.dim) if c.bias else None
+        vectors = torch.empty(c.experts, c.dim, device=device, dtype=torch.float32)
+        self.register_buffer("default_vectors", vectors if c.default_vectors else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights, zero biases and default vectors."""
+        nn.init.normal_(self.gate_up_proj, std=self.config.init_std)
+        nn.init.normal_(self.down_proj, std=self.config.out_init_std)
+        for zeros in (self.gate_up_proj_bias, self.down_proj_bias, self.default_vectors):
+            if zeros is not None:
+                nn.init.zeros_(zeros)
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """The weighted sum of the chosen experts."""
+        require_tensor("Experts", "x", x)
+        if self.default_vectors is None or not self.training:
+            return self._run(x, routing.experts, routing.weights)
+        slots = x[..., None, :].expand(*routing.experts.shape, x.shape[-1])
+        index = routing.experts[..., None]
+        outputs = self._run(slots, index, torch.ones_like(index, dtype=routing.weights.dtype))
+        y = (outputs * routing.weights[..., None]).sum(-2).to(outputs.dtype)
+        return self.reach_others(y, routing, outputs, routing.experts)
+
+    def _run(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        c = self.config
+        return functional.moe_experts(
+            x,
+            experts,
+            weights,
+            self.gate_up_proj,
+            self.down_proj,
+            up_bias=self.gate_up_proj_bias,
+            down_bias=self.down_proj_bias,
+            activation=c.activation,
+            alpha=c.clamp[0],
+            limit=c.clamp[1],
+            weigh_inputs=c.weigh_inputs,
+            recompute=c.recompute,
+            backend=c.backend,
+        )

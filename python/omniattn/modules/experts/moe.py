@@ -1,0 +1,397 @@
+"""Mixture of experts as a feed-forward layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn import functional
+from omniattn.checks.arguments import require_float, shown
+from omniattn.functional.routing import BALANCE_LOSSES, Routing
+from omniattn.functional.routing._checks import require_mask
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.jagged import sequences_of
+from omniattn.modules.base.layer import LayerConfig, config_or_fields
+from omniattn.modules.base.linear import Linear
+from omniattn.modules.base.mixer import ChannelMixer
+from omniattn.modules.base.mlp import GatedMLP
+from omniattn.modules.experts.experts import Experts
+from omniattn.modules.experts.router import Router
+from omniattn.modules.experts.router_state import RouterState, in_backward, load_entropy
+
+#: Of the noisy router: squared variation of importance and of load (Shazeer et al. 2017).
+IMPORTANCE_LOAD = "importance_load"
+
+
+class MoE(ChannelMixer):
+    """y = sum of the chosen experts, weighted by the router, + shared experts.
+
+    Args:
+        config: of the parts, or in its place the arguments of `Config.of`; further class methods of
+            `Config` give published layers.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (..., T, dim) -> (..., T, dim). Parameters gate.weight (E, dim), experts.gate_up_proj (E,
+        2 hidden_dim, dim), or (E, hidden_dim, dim) where the activation has no gate,
+        experts.down_proj (E, dim, hidden_dim), shared_experts, shared_expert_gate.weight (1, dim);
+        the buffer gate.e_score_correction_bias (E,) of the sigmoid router, which stays in fp32 when
+        the layer becomes half. Names as in transformers.
+
+    Note:
+        Logits are computed in fp32. `state` holds counts, losses and what else a training loop
+        needs of the last forward: add `state.balance_loss + state.z_loss` to the loss. After the
+        step call :meth:`update_bias` with the sigmoid router, :meth:`update_default_vectors` with
+        router_grad="default_vector". Jitter, noise and (unless `capacity_at_eval`) capacity apply
+        in training only; padding neither uses capacity nor adds to it. Under
+        `checkpoint(use_reentrant=True)` the losses in `state` have no gradient, and a copy of the
+        layer has no state. A compiled checkpoint needs
+        `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`.
+
+    Reference:
+        Shazeer et al., "Outrageously Large Neural Networks", 2017, arXiv 1701.06538.
+
+    Example:
+        >>> layer = MoE(8, 16, experts=4, top_k=2)
+        >>> layer(torch.ones(1, 3, 8)).shape, layer.state.counts.sum()
+        (torch.Size([1, 3, 8]), tensor(6))
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """The parts of the layer; `of` makes them from flat options.
+
+        Args:
+            gate, experts: the router, and the experts that it chooses from.
+            shared: the experts that take every token, as one layer.
+            shared_gate: sigmoid gate on their output (Qwen2-MoE).
+            balance: see omniattn.functional.load_balance_loss; "importance_load", of the noisy
+                router alone, is the sum of both `cv_squared`.
+            balance_coefficient, z_coefficient: of the losses, 0 for none.
+        """
+
+        gate: Router.Config
+        experts: Experts.Config
+        shared: GatedMLP.Config | None = None
+        shared_gate: bool = False
+        balance: str = "switch"
+        balance_coefficient: float = 0.0
+        z_coefficient: float = 0.0
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name in ("dim", "experts"):
+                ours, theirs = getattr(self.gate, name), getattr(self.experts, name)
+                if ours != theirs:
+                    raise ValueError(
+                        f"MoE: gate and experts must have the same {name}, "
+                        f"got gate.{name}={ours}, experts.{name}={theirs}"
+                    )
+            if self.experts.default_vectors != (self.gate.router_grad == "default_vector"):
+                raise ValueError(
+                    "MoE: experts must have default_vectors if and only if router_grad is "
+                    f"'default_vector', got default_vectors={self.experts.default_vectors}, "
+                    f"router_grad={shown(self.gate.router_grad)}"
+                )
+            allowed = (*BALANCE_LOSSES, IMPORTANCE_LOAD)
+            if self.balance not in allowed:
+                raise ValueError(
+                    f"MoE: balance must be one of {', '.join(allowed)}, "
+                    f"got balance={shown(self.balance)}"
+                )
+            if self.balance == IMPORTANCE_LOAD and self.gate.router != "noisy":
+                raise ValueError(
+                    f"MoE: balance={shown(IMPORTANCE_LOAD)} needs router='noisy', "
+                    f"got router={shown(self.gate.router)}"
+                )
+            if self.shared_gate and self.shared is None:
+                raise ValueError("MoE: shared_gate needs shared experts, got shared=None")
+
+        @classmethod
+        def of(
+            cls,
+            dim: int,
+            hidden_dim: int,
+            experts: int,
+            top_k: int,
+            *,
+            shared_hidden_dim: int = 0,
+            **options: Any,
+        ) -> MoE.Config:
+            """The config by sizes and by fields of Router.Config, Experts.Config and its own.
+
+            Fields that parts share (init_std, ...) go to all of them. Fields of the experts that
+            depend on the router follow from it. `shared_hidden_dim` is the width of the shared
+            experts, 0 for none.
+            """
+            router = options.get("router", "softmax")
+            options |= {"dim": dim, "hidden_dim": hidden_dim, "experts": experts, "top_k": top_k}
+            options.setdefault("weigh_inputs", router == "llama4")
+            options.setdefault("default_vectors", options.get("router_grad") == "default_vector")
+            # When experts choose, most of the E slots per token are empty, but keeping activations
+            # would count them all.
+            options["recompute"] = options.get("recompute", False) or router == "expert_choice"
+
+            def of(kind: type[LayerConfig], *but: str) -> dict[str, Any]:
+                names = {field.name for field in fields(kind)}.difference(but)
+                return {name: options[name] for name in options if name in names}
+
+            gate, each = of(Router.Config), of(Experts.Config)
+            own = of(cls, "gate", "experts", "shared")
+            if unknown := options.keys() - {*gate, *each, *own}:
+                raise TypeError(f"unknown options {', '.join(sorted(unknown))}")
+            shared = None
+            if shared_hidden_dim != 0:
+                common = of(GatedMLP.Config, "hidden_dim", "activation", "bias", "recompute")
+                shared = GatedMLP.Config(hidden_dim=shared_hidden_dim, **common)
+            return cls(Router.Config(**gate), Experts.Config(**each), shared, **own)
+
+        @classmethod
+        def mixtral(
+            cls, dim: int, hidden_dim: int, experts: int = 8, top_k: int = 2, **options: Any
+        ) -> MoE.Config:
+            """Jiang et al. 2024, arXiv 2401.04088; Qwen3-MoE too."""
+            own: dict[str, Any] = {"balance_coefficient": 2e-2}
+            return cls.of(dim, hidden_dim, experts, top_k, **own | options)
+
+        @classmethod
+        def switch(cls, dim: int, hidden_dim: int, experts: int, **options: Any) -> MoE.Config:
+            """Fedus et al. 2021, arXiv 2101.03961: top-1, ReLU experts, capacity 1.25."""
+            own: dict[str, Any] = {
+                "activation": "relu",
+                "renormalize": False,
+                "jitter": 1e-2,
+                "capacity_factor": 1.25,
+                "balance_coefficient": 1e-2,
+            }
+            return cls.of(dim, hidden_dim, experts, 1, **own | options)
+
+        @classmethod
+        def llama4(
+            cls, dim: int, hidden_dim: int, experts: int, top_k: int = 1, **options: Any
+        ) -> MoE.Config:
+            """Meta AI 2025, Llama 4: top-1 of a sigmoid on the inputs, one shared expert."""
+            own: dict[str, Any] = {
+                "router": "llama4",
+                "shared_hidden_dim": hidden_dim,
+                "balance_coefficient": 1e-3,
+            }
+            return cls.of(dim, hidden_dim, experts, top_k, **own | options)
+
+        @classmethod
+        def qwen2_moe(
+            cls,
+            dim: int,
+            hidden_dim: int,
+            experts: int,
+            top_k: int,
+            shared_hidden_dim: int,
+            **options: Any,
+        ) -> MoE.Config:
+            """Qwen1.5-MoE and Qwen2-MoE: a gated shared expert, no renormalisation."""
+            own: dict[str, Any] = {
+                "renormalize": False,
+                "shared_hidden_dim": shared_hidden_dim,
+                "shared_gate": True,
+                "balance_coefficient": 1e-3,
+            }
+            return cls.of(dim, hidden_dim, experts, top_k, **own | options)
+
+        @classmethod
+        def deepseek_v2(
+            cls,
+            dim: int,
+            hidden_dim: int,
+            experts: int = 160,
+            top_k: int = 6,
+            *,
+            shared: int = 2,
+            **options: Any,
+        ) -> MoE.Config:
+            """DeepSeek-AI 2024, arXiv 2405.04434: group-limited softmax routing."""
+            own: dict[str, Any] = {
+                "renormalize": False,
+                "route_scale": 16.0,
+                "groups": 8,
+                "top_groups": 3,
+                "shared_hidden_dim": shared * hidden_dim,
+                "balance": "deepseek_v2",
+                "balance_coefficient": 3e-3,
+            }
+            return cls.of(dim, hidden_dim, experts, top_k, **own | options)
+
+        @classmethod
+        def deepseek_v3(
+            cls,
+            dim: int,
+            hidden_dim: int,
+            experts: int = 256,
+            top_k: int = 8,
+            *,
+            shared: int = 1,
+            **options: Any,
+        ) -> MoE.Config:
+            """DeepSeek-AI 2024, arXiv 2412.19437: sigmoid routing balanced by a bias."""
+            own: dict[str, Any] = {
+                "router": "sigmoid",
+                "route_scale": 2.5,
+                "groups": 8,
+                "top_groups": 4,
+                "shared_hidden_dim": shared * hidden_dim,
+                "balance": "deepseek_v3",
+                "balance_coefficient": 1e-4,
+            }
+            return cls.of(dim, hidden_dim, experts, top_k, **own | options)
+
+    state: RouterState | None
+
+    @config_or_fields(Config, _signatures.MoE, make=Config.of)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        self.gate = Router(c.gate, device=device, dtype=dtype)
+        self.experts = Experts(c.experts, device=device, dtype=dtype)
+        self.shared_experts: GatedMLP | None = None
+        if c.shared is not None:
+            self.shared_experts = GatedMLP(c.shared, device=device, dtype=dtype)
+        self.shared_expert_gate: Linear | None = None
+        if c.shared_gate:
+            init_std, backend = c.gate.init_std, c.experts.backend
+            gate = Linear.Config(c.gate.dim, 1, init_std=init_std, backend=backend)
+            self.shared_expert_gate = Linear(gate, device=device, dtype=dtype)
+        self.state = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has seen no forward: tensors of a graph cannot be copied nor pickled.
+        return self.__dict__ | {"state": None}
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """x (..., T, dim), or jagged (B, j, dim) -> as x; token_mask (..., T) bool, False for
+        padding, whose output is that of the shared experts alone."""
+        if isinstance(x, Tensor) and x.is_nested:
+            return self._of_sequences(x, token_mask)
+        routing, state = self.route(x, token_mask)
+        if not in_backward():
+            self.state = state
+        y: Tensor = self.experts(x, routing)
+        if self.shared_experts is not None:
+            shared = self.shared_experts(x)
+            if self.shared_expert_gate is not None:
+                shared = self.shared_expert_gate(x).sigmoid() * shared
+            y = y + shared
+        return y
+
+    def _of_sequences(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Of a nested x: a batch with padding, as capacities and losses are those of sequences."""
+        if token_mask is not None:
+            raise ValueError(
+                "MoE: token_mask must be None where x is nested, "
+                f"got token_mask.shape={tuple(token_mask.shape)}"
+            )
+        rows, sequences = sequences_of("MoE", "x", x)
+        places = torch.arange(sequences.longest, device=x.device)
+        inside = places < sequences.sizes(rows)[:, None]
+        return sequences.restored(sequences.in_batches(lambda t: self(t, inside), rows))
+
+    def route(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Routing, RouterState]:
+        """The routing that forward executes, and its state."""
+        c, dim = self.config.gate, self.config.gate.dim
+        require_float("MoE", "x", x)
+        if x.dim() < 2 or x.shape[-1] != dim:
+            raise ValueError(
+                f"MoE: x must have shape (..., T, {dim}), got x.shape={tuple(x.shape)}"
+            )
+        if token_mask is not None:
+            require_mask("MoE", token_mask, x, "x")
+        logits, routing, load = self.gate(x, token_mask)
+        experts = routing.experts
+        if token_mask is not None:
+            hidden = ~token_mask[..., None]
+            experts = experts.masked_fill(hidden, -1)
+            routing = routing._replace(
+                experts=experts, weights=routing.weights.masked_fill(hidden, 0.0)
+            )
+        if c.router_grad == "ste_dense":  # which evaluates the others too, with weight 0
+            experts = experts.masked_fill(routing.weights == 0, -1)
+        counts = functional.expert_counts(experts, c.experts)
+        losses = self._losses(logits, routing._replace(experts=experts), load, token_mask)
+        dropped = counts.new_zeros(())
+        if c.limited and (self.training or c.capacity_at_eval) and c.router != "expert_choice":
+            routing, dropped = self.gate.drop(routing, token_mask)
+        entropy = load_entropy(routing.scores.detach(), token_mask)
+        return routing, RouterState(routing.experts, counts, dropped, entropy, *losses)
+
+    def _losses(
+        self, logits: Tensor, routing: Routing, load: Tensor | None, token_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Balance and z-loss with their coefficients, before any assignment is dropped."""
+        c = self.config
+        balance_loss = z_loss = routing.scores.new_zeros(())
+        if not (self.training or torch.is_grad_enabled()):
+            return balance_loss, z_loss
+        if c.balance_coefficient:
+            balance_loss = c.balance_coefficient * self._imbalance(routing, load, token_mask)
+        if c.z_coefficient:
+            z_loss = c.z_coefficient * functional.router_z_loss(logits, token_mask=token_mask)
+        return balance_loss, z_loss
+
+    def _imbalance(
+        self, routing: Routing, load: Tensor | None, token_mask: Tensor | None
+    ) -> Tensor:
+        """The loss of `config.balance` for the assignments before any is dropped."""
+        c = self.config
+        if c.balance == IMPORTANCE_LOAD:
+            assert load is not None
+            importance = functional.expert_importance(routing)
+            return functional.cv_squared(importance) + functional.cv_squared(load)
+        counted = routing.experts
+        if c.balance == "deepseek_v3":  # the published loss counts the choice without the bias
+            counted = functional.top_k(routing.scores, c.gate.top_k)[1]
+            if token_mask is not None:
+                counted = counted.masked_fill(~token_mask[..., None], -1)
+        return functional.load_balance_loss(
+            routing.scores,
+            counted,
+            kind=c.balance,
+            token_mask=token_mask,
+            groups=c.gate.groups,
+            top_groups=c.gate.top_groups,
+        )
+
+    @torch.no_grad()
+    def update_bias(
+        self,
+        rate: float | None = None,
+        group: torch.distributed.ProcessGroup | None = None,
+        *,
+        counts: Tensor | None = None,
+    ) -> None:
+        """Moves the bias of the sigmoid router by `rate` (default: `bias_rate`) against `counts`.
+
+        `counts` (E,) are those of the last forward by default; with gradient accumulation, add up
+        `state.counts` of the forwards of a step. They are summed over the ranks of `group`, where
+        one is given.
+        """
+        bias = self.gate.e_score_correction_bias
+        if counts is None and self.state is not None:
+            counts = self.state.counts
+        if bias is None or counts is None:
+            raise RuntimeError("MoE: update_bias needs router='sigmoid' and a forward before it")
+        if group is not None:
+            counts = counts.clone()
+            torch.distributed.all_reduce(counts, group=group)
+        rate = self.config.gate.bias_rate if rate is None else rate
+        functional.update_router_bias(bias, counts, rate)
+
+    def update_default_vectors(self) -> None:
+        """Moves the default vectors towards the mean outputs of the last forward in training."""
+        self.experts.update_default_vectors()

@@ -1,0 +1,232 @@
+"""Delta-rule mixers: DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+
+from omniattn import functional
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.layer import config_or_fields
+from omniattn.modules.recurrent.recurrent import (
+    Device,
+    RecurrentConfig,
+    RecurrentMixer,
+    Result,
+    draw_steps,
+    fp32,
+    linear,
+    low_rank,
+)
+
+
+@dataclass(frozen=True)
+class DeltaConfig(RecurrentConfig):
+    """Sizes and options.
+
+    Args:
+        allow_neg_eigval: beta in (0, 2) in place of (0, 1), so that a state can change its sign.
+    """
+
+    allow_neg_eigval: bool = False
+
+
+class _DeltaMixer(RecurrentMixer):
+    """A delta rule with ``beta = sigmoid(x W_b)``."""
+
+    config: DeltaConfig
+
+    def __init__(
+        self, config: DeltaConfig, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        self.b_proj = linear(config, config.dim, config.v_heads, device=device, dtype=dtype)
+
+    def beta(self, x: Tensor) -> Tensor:
+        """(B, T, Hv), in fp32 (fp64 for fp64)."""
+        logits: Tensor = self.b_proj(x)
+        beta = logits.to(fp32(logits.dtype)).sigmoid()
+        return 2 * beta if self.config.allow_neg_eigval else beta
+
+
+class DeltaNet(_DeltaMixer):
+    """Linear attention that replaces the value stored under a key: the delta rule.
+
+    ``S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T``, ``o_t = S_t^T q_t / sqrt(K)`` with q and
+    k of length 1, ``beta = sigmoid(x W_b)``; ``y = W_o norm(o)``, see RecurrentConfig.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, b_proj, o_proj, q_conv1d,
+        k_conv1d, v_conv1d and o_norm, with a gate also g_proj: names and shapes as in fla.
+
+    Reference:
+        Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, arXiv 2406.06484.
+
+    Example:
+        >>> DeltaNet(dim=8, num_heads=2)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(DeltaConfig):
+        """Sizes and options, as in DeltaConfig."""
+
+        gate: str | None = None
+
+    config: Config
+
+    @config_or_fields(Config, _signatures.DeltaNet)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
+        return functional.delta_rule(q, k, v, self.beta(x), l2norm=True, **options)
+
+
+class GatedDeltaNet(_DeltaMixer):
+    """DeltaNet whose state decays by a factor for each head and token, with a gated output.
+
+    ``S_t = a_t S_{t-1} + k_t u_t^T``, ``u_t = beta_t (v_t - a_t S_{t-1}^T k_t)`` with
+    ``ln a_t = -exp(A_log) softplus(x W_a + dt_bias)``, else as DeltaNet;
+    ``y = W_o (norm(o) * silu(x W_g))``.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters; A_log and dt_bias are made in fp32.
+
+    Shape:
+        x (B, T, dim) -> the same. Parameters as in DeltaNet, a_proj (Hv, dim), A_log and dt_bias
+        (Hv): names and shapes as in fla.
+
+    Reference:
+        Yang, Kautz, Hatamizadeh, Gated Delta Networks, 2024, arXiv 2412.06464.
+
+    Example:
+        >>> GatedDeltaNet(dim=8, num_heads=2)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(DeltaConfig):
+        """Sizes and options, as in DeltaConfig."""
+
+        expand: ClassVar[int] = 2
+
+    config: Config
+
+    @config_or_fields(Config, _signatures.GatedDeltaNet)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        self.a_proj = linear(config, config.dim, config.v_heads, device=device, dtype=dtype)
+        like = torch.empty(config.v_heads, device=device, dtype=fp32(dtype))
+        self.A_log, self.dt_bias = nn.Parameter(like), nn.Parameter(like.clone())
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws exp(A_log) from (0, 16) and softplus(dt_bias) from 1e-3 to 0.1."""
+        draw_rates(self.A_log, self.dt_bias, 0.0)
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
+        step: Tensor = self.a_proj(x)
+        g = -self.A_log.exp() * nnf.softplus(step.to(self.A_log.dtype) + self.dt_bias)
+        return functional.gated_delta_rule(q, k, v, g, self.beta(x), l2norm=True, **options)
+
+
+class KimiDeltaAttention(_DeltaMixer):
+    """Gated DeltaNet whose decay has a factor for each channel of the keys.
+
+    ``ln a_t = -exp(A_log) softplus(f_t + dt_bias)`` of f_t = x W_f1 W_f2 (Hv, K), or
+    ``lower_bound sigmoid(exp(A_log) (f_t + dt_bias))``, else as Gated DeltaNet;
+    ``y = W_o (norm(o) * sigmoid(x W_g1 W_g2))``.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters; A_log and dt_bias are made in fp32.
+
+    Shape:
+        x (B, T, dim) -> the same. Parameters as in DeltaNet, f_proj and g_proj of two layers each,
+        A_log (Hv) and dt_bias (Hv K): names and shapes as in fla.
+
+    Reference:
+        Kimi Team, Kimi Linear, 2025, arXiv 2510.26692.
+
+    Example:
+        >>> KimiDeltaAttention(dim=8, num_heads=2)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(DeltaConfig):
+        """Sizes and options, as in DeltaConfig.
+
+        Args:
+            lower_bound: of ln a, below 0; None for no bound.
+            gate_bias: whether the second layer of the output's gate has a bias.
+        """
+
+        gate: str | None = "sigmoid"
+        lower_bound: float | None = None
+        gate_bias: bool = True
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.lower_bound is not None and not -math.inf < self.lower_bound < 0:
+                raise ValueError(
+                    "KimiDeltaAttention: lower_bound must be finite and < 0, "
+                    f"got lower_bound={self.lower_bound}"
+                )
+
+    config: Config
+
+    @config_or_fields(Config, _signatures.KimiDeltaAttention)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        c = config
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.f_proj = low_rank(c, c.v_size, c.v_heads * c.k_size, **factory)
+        if c.gate is not None:
+            self.g_proj = low_rank(c, c.v_size, c.v_heads * c.v_size, c.gate_bias, **factory)
+        like = torch.empty(c.v_heads, device=device, dtype=fp32(dtype))
+        self.A_log = nn.Parameter(like)
+        self.dt_bias = nn.Parameter(like.new_empty(c.v_heads * c.k_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws exp(A_log) from (1, 16), or 1 with a lower bound, and softplus(dt_bias) from 1e-3
+        to 0.1."""
+        draw_rates(self.A_log, self.dt_bias, 1.0)
+        if self.config.lower_bound is not None:
+            nn.init.zeros_(self.A_log)
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
+        c = self.config
+        step: Tensor = self.f_proj(x)
+        step = (step.to(self.A_log.dtype) + self.dt_bias).unflatten(-1, (c.v_heads, c.k_size))
+        rate = self.A_log.exp()[:, None]
+        if c.lower_bound is None:
+            g = -rate * nnf.softplus(step)
+        else:
+            g = c.lower_bound * (rate * step).sigmoid()
+        return functional.kimi_delta_attention(q, k, v, g, self.beta(x), l2norm=True, **options)
+
+
+@torch.no_grad()
+def draw_rates(a_log: Tensor, dt_bias: Tensor, least: float) -> None:
+    """a_log = ln A of A from (least, 16); softplus(dt_bias) from 1e-3 to 0.1, both ends in ln."""
+    a_log.uniform_(least, 16).clamp_(min=1e-4).log_()
+    draw_steps(dt_bias, 1e-3, 0.1)

@@ -1,0 +1,353 @@
+"""Mixers on linear attention: plain, gated by features or heads, decaying by channels or heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from omniattn import functional
+from omniattn.checks.arguments import require_choice
+from omniattn.functional.recurrences.linear_attention import (
+    FEATURE_MAPS,
+    SIGNED,
+    feature_size,
+    log_sigmoid,
+)
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.jagged import Sequences
+from omniattn.modules.base.layer import LayerConfig, config_or_fields
+from omniattn.modules.base.linear import Linear
+from omniattn.modules.base.state import RecurrentState, Storage
+from omniattn.modules.recurrent.recurrent import (
+    Device,
+    RecurrentConfig,
+    RecurrentMixer,
+    Result,
+    fp32,
+    low_rank,
+    zeros_of_states,
+)
+from omniattn.modules.recurrent.state_mixer import StateMixer
+
+
+class LinearAttention(StateMixer):
+    """Attention with the kernel ``phi(q) . phi(k)`` in place of ``exp(q . k)``.
+
+    ``o_t = sum_{s <= t} (phi(q_t) . phi(k_s)) v_s / sum_{s <= t} phi(q_t) . phi(k_s)``; over all s
+    if not causal. ``y = W_o o``.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, o_proj.
+
+    Reference:
+        Katharopoulos et al., Transformers are RNNs, 2020, arXiv 2006.16236.
+
+    Example:
+        >>> LinearAttention(dim=8, num_heads=2)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Sizes and options.
+
+        Args:
+            dim, num_heads, head_dim: width of x and y; heads; width of a head, default
+                dim // num_heads.
+            feature_map, normalize: phi and whether to divide, as in functional.linear_attention.
+            causal: whether tokens see earlier ones and themselves only.
+            init_std, backend: as in Attention.
+        """
+
+        dim: int
+        num_heads: int
+        head_dim: int | None = None
+        feature_map: str = "elu1"
+        normalize: bool | None = None
+        causal: bool = True
+        init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            require_choice("LinearAttention", "feature_map", self.feature_map, FEATURE_MAPS)
+            if self.head_dim is None:
+                self._require_multiple("dim", "num_heads")
+
+    @config_or_fields(Config, _signatures.LinearAttention)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        wide = c.num_heads * (c.head_dim or c.dim // c.num_heads)
+
+        def linear(n_in: int, n_out: int) -> Linear:
+            config = Linear.Config(n_in, n_out, False, c.init_std, c.backend)
+            return Linear(config, device=device, dtype=dtype)
+
+        self.q_proj, self.k_proj = linear(c.dim, wide), linear(c.dim, wide)
+        self.v_proj, self.o_proj = linear(c.dim, wide), linear(wide, c.dim)
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
+        """Zeros `s` in fp32 (fp64 for fp64), as in functional.linear_attention."""
+        c = self.config
+        if not c.causal:
+            raise ValueError("LinearAttention: a state must have causal=True, got causal=False")
+        like = zeros_of_states(self.o_proj.weight, storage)
+        size = c.head_dim or c.dim // c.num_heads
+        divided = c.feature_map not in SIGNED if c.normalize is None else c.normalize
+        shape = (batch, c.num_heads, feature_size(c.feature_map, size), size + divided)
+        return RecurrentState(s=like.new_zeros(shape))
+
+    def _mix(
+        self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **_: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        c = self.config
+        q, k, v = (
+            projected(x).unflatten(-1, (c.num_heads, -1))
+            for projected in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        g, beta = self._gates(x, q, k)
+        o, s = functional.linear_attention(
+            q,
+            k,
+            v,
+            feature_map=c.feature_map,
+            causal=c.causal,
+            normalize=c.normalize,
+            g=g,
+            beta=beta,
+            initial_state=None if state is None else state["s"],
+            cu_seqlens=sequences.cu_seqlens,
+            backend=c.backend,
+        )
+        return self.o_proj(o.flatten(-2)), {"s": s}
+
+    def _gates(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """g and beta of functional.linear_attention."""
+        return None, None
+
+
+class DeltaAttention(LinearAttention):
+    """Linear attention that forgets and takes in each feature by gates of q and k.
+
+    ``o_t = phi(q_t)^T S_t / (phi(q_t) . z_t)`` of
+    ``S_t = diag(g_t) S_{t-1} + (b_t * phi(k_t)) v_t^T`` and the same sum z_t without v, with
+    ``g_t = sigmoid(W_g q_t + c_g)``, ``b_t = sigmoid(W_b k_t + c_b)`` of each head; ``y = W_o o``.
+    The state is as small as that of LinearAttention. Nothing is subtracted from it: the delta rule
+    is that of DeltaNet.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, o_proj, g_weight and b_weight
+        (H, K', K), or (H, K', dim) for gates of x, g_bias and b_bias (H, K'), with K' features of
+        the keys, or 1 for gates of heads.
+
+    Reference:
+        Katharopoulos et al., Transformers are RNNs, 2020, arXiv 2006.16236, for the state; the
+        gates are this package's own.
+
+    Example:
+        >>> DeltaAttention(dim=8, num_heads=2)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LinearAttention.Config):
+        """Sizes and options, as in LinearAttention; causal only.
+
+        Args:
+            gates: "features", each with gates of its own, or "heads".
+            gates_of: "qk", g of q and b of k, or "x", both of x.
+            b_bias: whether there is a c_b.
+        """
+
+        gates: str = "features"
+        gates_of: str = "qk"
+        b_bias: bool = True
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            require_choice("DeltaAttention", "gates", self.gates, ("features", "heads"))
+            require_choice("DeltaAttention", "gates_of", self.gates_of, ("qk", "x"))
+            if not self.causal:
+                raise ValueError("DeltaAttention: causal must be True, got causal=False")
+
+    config: Config
+
+    @config_or_fields(Config, _signatures.DeltaAttention)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        c = config
+        size = c.head_dim or c.dim // c.num_heads
+        gates = feature_size(c.feature_map, size) if c.gates == "features" else 1
+        shape = (c.num_heads, gates, size if c.gates_of == "qk" else c.dim)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.g_weight = nn.Parameter(torch.empty(shape, **factory))
+        self.b_weight = nn.Parameter(torch.empty(shape, **factory))
+        self.g_bias = nn.Parameter(torch.empty(shape[:2], **factory))
+        self.b_bias = nn.Parameter(torch.empty(shape[:2], **factory)) if c.b_bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights; features decay slowly, c_g is 4, and c_b is 0."""
+        for weight in (self.g_weight, self.b_weight):
+            nn.init.normal_(weight, std=self.config.init_std)
+        nn.init.constant_(self.g_bias, 4.0)
+        if self.b_bias is not None:
+            nn.init.zeros_(self.b_bias)
+
+    def _gates(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        g = log_sigmoid(self._logits(self.g_weight, self.g_bias, x, q))
+        beta = self._logits(self.b_weight, self.b_bias, x, k).sigmoid()
+        return g, beta
+
+    def _logits(self, weight: Tensor, bias: Tensor | None, x: Tensor, heads: Tensor) -> Tensor:
+        """(B, T, H, K') of the heads (B, T, H, K) or of x, or (B, T, H); in fp32 at least."""
+        c = self.config
+        if c.gates_of == "qk":
+            logits = torch.einsum("bthk,hfk->bthf", heads, weight.to(heads.dtype))
+        else:
+            y: Tensor = functional.linear(x, weight.flatten(0, 1), backend=c.backend)
+            logits = y.unflatten(-1, tuple(weight.shape[:2]))
+        logits = logits.to(fp32(logits.dtype))
+        if bias is not None:
+            logits = logits + bias
+        return logits if c.gates == "features" else logits.squeeze(-1)
+
+
+class GatedLinearAttention(RecurrentMixer):
+    """Linear attention whose state decays by a factor for each channel of the keys and token.
+
+    ``S_t = diag(a_t) S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t / sqrt(K)`` with
+    ``ln a_t = ln sigmoid(x W_1 W_2 + b) / 16``; ``y = W_o (norm(o) * silu(x W_g))``.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, g_proj, o_proj, gk_proj of two
+        layers, o_norm, and with convolutions q_conv1d, k_conv1d, v_conv1d: names and shapes as in
+        fla, whose g_norm_swish_gate is o_norm here.
+
+    Reference:
+        Yang et al., Gated Linear Attention Transformers, 2023, arXiv 2312.06635.
+
+    Example:
+        >>> GatedLinearAttention(dim=8, num_heads=2)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    activates = False
+
+    @dataclass(frozen=True)
+    class Config(RecurrentConfig):
+        """Sizes and options, as in RecurrentConfig.
+
+        Args:
+            gate_rank: width between the two layers of the decay.
+            gate_normaliser: what ln sigmoid is divided by.
+        """
+
+        shrink: ClassVar[int] = 2
+        expand: ClassVar[int] = 2
+        conv_size: int = 0
+        gate_rank: int = 16
+        gate_normaliser: float = 16.0
+
+    config: Config
+
+    @config_or_fields(Config, _signatures.GatedLinearAttention)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        keys = config.v_heads * config.k_size
+        self.gk_proj = low_rank(config, config.gate_rank, keys, True, device=device, dtype=dtype)
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
+        c = self.config
+        logits: Tensor = self.gk_proj(x).unflatten(-1, (c.v_heads, c.k_size))
+        g = log_sigmoid(logits.to(fp32(logits.dtype))) / c.gate_normaliser
+        return functional.gated_linear_attention(q, k, v, g, **options)
+
+
+class MultiScaleRetention(RecurrentMixer):
+    """Linear attention whose heads forget at rates of their own: retention.
+
+    ``S_t = gamma_h S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t / sqrt(K)`` with
+    ``gamma_h = 1 - 2^(-5 - h)``, rotated q and k; ``y = W_o (norm(o) * silu(x W_g))``. With
+    `normalize`, o is divided by what the norm would take out again if its eps were 0, see
+    :func:`functional.retention`.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, g_proj, o_proj, o_norm, and
+        with convolutions q_conv1d, k_conv1d, v_conv1d: names and shapes as in fla, whose
+        g_norm_swish_gate is o_norm here.
+
+    Reference:
+        Sun et al., Retentive Network, 2023, arXiv 2307.08621.
+
+    Example:
+        >>> MultiScaleRetention(dim=8, num_heads=2)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    activates = False
+
+    @dataclass(frozen=True)
+    class Config(RecurrentConfig):
+        """Sizes and options, as in RecurrentConfig.
+
+        Args:
+            rope_interleaved: as in Attention.
+            normalize: whether o is normalised as in the paper, and in torchscale.
+        """
+
+        expand: ClassVar[int] = 2
+        conv_size: int = 0
+        rope_interleaved: bool = False
+        normalize: bool = False
+
+        @property
+        def state_size(self) -> tuple[int, int]:
+            return self.k_size + self.normalize, self.v_size + self.normalize
+
+    config: Config
+
+    @config_or_fields(Config, _signatures.MultiScaleRetention)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+
+    def rotated(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """q and k at their positions."""
+        c = self.config
+        q, turned = functional.apply_rotary(
+            q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
+        )
+        assert turned is not None
+        return q, turned
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
+        return functional.retention(q, k, v, normalize=self.config.normalize, **options)

@@ -1,0 +1,266 @@
+"""Mamba: a selective scan behind a causal convolution, with a gate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from omniattn import functional
+from omniattn.checks.arguments import shown
+from omniattn.functional.recurrences._steps import decay_rates, in_place, selective_scan_inplace
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.jagged import Sequences
+from omniattn.modules.base.layer import LayerConfig, config_or_fields
+from omniattn.modules.base.linear import Linear
+from omniattn.modules.base.norm import RMSNorm
+from omniattn.modules.base.short_conv import ShortConvolution, channels_last
+from omniattn.modules.base.state import RecurrentState, Storage
+from omniattn.modules.caches.cache import storage_like
+from omniattn.modules.recurrent.recurrent import Device, draw_steps, fp32, zeros_of_states
+from omniattn.modules.recurrent.state_mixer import StateMixer
+
+__all__ = ["Mamba"]
+
+_NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
+
+
+class StepProjection(nn.Linear):
+    """W_dt (inner, rank) and b_dt (inner) of a Mamba, whose scan adds b_dt."""
+
+    def __init__(self, config: Mamba.Config, **factory: Any) -> None:
+        self.config = config  # before the constructor, which draws
+        super().__init__(config.rank, config.inner, **factory)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws both as the config says."""
+        c = self.config
+        bound = c.rank**-0.5 * c.dt_scale
+        if c.dt_init == "constant":
+            nn.init.constant_(self.weight, bound)
+        else:
+            nn.init.uniform_(self.weight, -bound, bound)
+        draw_steps(self.bias, c.dt_min, c.dt_max, c.dt_init_floor)
+
+    def forward(self, r: Tensor) -> Tensor:
+        """r (B, T, rank) -> r W_dt (B, T, inner), without b_dt."""
+        return functional.linear(r, self.weight, backend=self.config.backend)
+
+
+class Mamba(StateMixer):
+    """``y = W_out selective_scan(u, dt, -exp(A_log), B, C, D, z)`` of ``u = silu(conv(x W_u))``.
+
+    ``z = x W_z``, ``[r, B, C] = u W_x`` and ``dt = softplus(r W_dt + b_dt)``, see
+    :func:`functional.selective_scan`. A block of such layers needs no feed-forward layer. Decoding
+    takes one step of the scan for each token, whatever their number.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters; A_log and D are made in fp32.
+
+    Shape:
+        x (B, T, dim) -> the same. Parameters in_proj (2 inner, dim), conv1d (inner, 1, d_conv),
+        x_proj (rank + 2 N, inner), dt_proj (inner, rank), A_log (inner, N), D (inner) and out_proj
+        (dim, inner): names and shapes as in mamba-ssm and transformers; with `norm_eps` also
+        dt_layernorm, b_layernorm and c_layernorm of Jamba.
+
+    Reference:
+        Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
+        arXiv 2312.00752; the norms: Lieber et al., Jamba, 2024, arXiv 2403.19887, and Zuo et al.,
+        Falcon Mamba, 2024, arXiv 2410.05355.
+
+    Example:
+        >>> Mamba(dim=8)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    #: Matrices without weight decay: of the time scales of the states.
+    undecayed: ClassVar[tuple[str, ...]] = ("A_log",)
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Sizes and options.
+
+        Args:
+            dim: width of x and y, d_model of mamba-ssm.
+            d_state: N, the states of each channel.
+            d_conv: taps of the causal convolution.
+            expand: inner is expand * dim.
+            inner_dim: inner, where it is not that.
+            dt_rank: width of r; None ("auto" of mamba-ssm) for dim / 16, rounded up.
+            dt_min, dt_max: range of softplus(b_dt), which is drawn evenly in its logarithm.
+            dt_init_floor: the least softplus(b_dt).
+            dt_init: "random" for W_dt from +- dt_scale rank^-0.5, "constant" for that bound.
+            dt_scale: of W_dt.
+            conv_bias: whether conv1d has a bias.
+            bias: whether in_proj and out_proj have one.
+            norm_eps: of RMS norms over r, B and C, as Jamba has them; None for no norms.
+            norm_weights: whether these norms have weights; in FalconMamba they have none.
+            init_std, out_init_std, backend: as in Attention.
+        """
+
+        dim: int
+        d_state: int = 16
+        d_conv: int = 4
+        expand: int = 2
+        inner_dim: int | None = None
+        dt_rank: int | None = None
+        dt_min: float = 1e-3
+        dt_max: float = 0.1
+        dt_init: str = "random"
+        dt_scale: float = 1.0
+        dt_init_floor: float = 1e-4
+        conv_bias: bool = True
+        bias: bool = False
+        norm_eps: float | None = None
+        norm_weights: bool = True
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name in ("d_state", "d_conv", "expand"):
+                if getattr(self, name) < 1:
+                    raise ValueError(
+                        f"Mamba: {name} must be >= 1, got {name}={getattr(self, name)}"
+                    )
+            if self.dt_init not in ("random", "constant"):
+                raise ValueError(
+                    f"Mamba: dt_init must be 'random' or 'constant', "
+                    f"got dt_init={shown(self.dt_init)}"
+                )
+            if not 0 < self.dt_min <= self.dt_max or self.dt_init_floor <= 0:
+                raise ValueError(
+                    "Mamba: dt_min must be in (0, dt_max] and dt_init_floor above 0, got "
+                    f"dt_min={self.dt_min}, dt_max={self.dt_max}, "
+                    f"dt_init_floor={self.dt_init_floor}"
+                )
+
+        @property
+        def inner(self) -> int:
+            return self.inner_dim or self.expand * self.dim
+
+        @property
+        def rank(self) -> int:
+            return self.dt_rank or math.ceil(self.dim / 16)
+
+    config: Config
+
+    @config_or_fields(Config, _signatures.Mamba)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def linear(n_in: int, n_out: int, bias: bool = False, std: float = c.init_std) -> Linear:
+            return Linear(Linear.Config(n_in, n_out, bias, std, c.backend), **factory)
+
+        self.in_proj = linear(c.dim, 2 * c.inner, c.bias)
+        conv = ShortConvolution.Config(c.inner, c.d_conv, c.conv_bias, backend=c.backend)
+        self.conv1d = conv.build(**factory)
+        self.x_proj = linear(c.inner, c.rank + 2 * c.d_state)
+        self.dt_proj = StepProjection(c, **factory)
+        wide: dict[str, Any] = {"device": device, "dtype": fp32(dtype)}
+        self.A_log = nn.Parameter(torch.empty(c.inner, c.d_state, **wide))
+        self.D = nn.Parameter(torch.empty(c.inner, **wide))
+        self.out_proj = linear(c.inner, c.dim, c.bias, c.out_init_std)
+        if c.norm_eps is not None and c.norm_weights:
+            for name, size in zip(_NORMS, (c.rank, c.d_state, c.d_state), strict=True):
+                norm = RMSNorm.Config(size, c.norm_eps, backend=c.backend)
+                self.add_module(name, norm.build(**factory))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """A of state n is -n, and D is 1."""
+        rates = torch.arange(1, self.config.d_state + 1, dtype=torch.float64)
+        self.A_log.copy_(rates.log().expand_as(self.A_log))
+        nn.init.ones_(self.D)
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
+        """Zeros: `ssm` (B, inner, N) in fp32 (fp64 for fp64), and the last inputs of conv1d."""
+        c = self.config
+        wide = zeros_of_states(self.out_proj.weight, storage)
+        dtype = storage_like(self.out_proj.weight, **storage)["dtype"]
+        conv = self.conv1d.new_state(batch, wide.new_zeros(0, dtype=dtype))
+        return RecurrentState(ssm=wide.new_zeros(batch, c.inner, c.d_state), conv=conv)
+
+    def _normed(self, name: str, x: Tensor) -> Tensor:
+        """r, B or C after its norm, if there is one."""
+        c = self.config
+        if c.norm_eps is None:
+            return x
+        if c.norm_weights:
+            return cast(Tensor, self.get_submodule(name)(x))
+        return functional.rms_norm(x, eps=c.norm_eps, backend=c.backend)
+
+    def _mix(
+        self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **_: Any
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        c = self.config
+        packed = sequences.cu_seqlens is not None
+        if state is not None and not packed and self._steps_in_place(x, state):
+            return self._step(x, state), None
+        u, z = self.in_proj(x).chunk(2, -1)
+        before = None if state is None else state["conv"].to(u.dtype)
+        u, conv = self.conv1d(u, before, sequences.cu_seqlens)
+        parts = self.x_proj(u).split((c.rank, c.d_state, c.d_state), -1)
+        r, b, rows = map(self._normed, _NORMS, parts)
+        y, ssm = functional.selective_scan(
+            u,
+            self.dt_proj(r),
+            -self.A_log.exp(),
+            b,
+            rows,
+            self.D,
+            z,
+            self.dt_proj.bias,
+            True,
+            initial_state=None if state is None else state["ssm"],
+            cu_seqlens=sequences.cu_seqlens,
+            backend=c.backend,
+        )
+        return self.out_proj(y), {"ssm": ssm, "conv": conv}
+
+    def _steps_in_place(self, x: Tensor, state: RecurrentState) -> bool:
+        """Whether x is one token whose state the ops can update."""
+        ssm, conv = state["ssm"], state["conv"]
+        own = self.A_log, self.D, self.conv1d.weight, self.dt_proj.bias
+        return (
+            x.shape[1] == 1
+            and self.config.backend is None
+            and conv.dtype == x.dtype == self.conv1d.weight.dtype
+            and ssm.dtype == self.A_log.dtype == self.D.dtype == fp32(x.dtype)
+            and ssm.is_contiguous()
+            and in_place(x, ssm, conv, *own)
+        )
+
+    def _step(self, x: Tensor, state: RecurrentState) -> Tensor:
+        """The same for one token, with the state updated in place."""
+        c = self.config
+        u, z = self.in_proj(x).chunk(2, -1)
+        taps = state.derived("taps", self.conv1d.weight, channels_last)
+        u, _ = self.conv1d(u, state["conv"], taps=taps)
+        parts = self.x_proj(u).split((c.rank, c.d_state, c.d_state), -1)
+        r, b, rows = map(self._normed, _NORMS, parts)
+        y = selective_scan_inplace(
+            u,
+            self.dt_proj(r),
+            state.derived("A", self.A_log, decay_rates),
+            b[:, :, None],
+            rows[:, :, None],
+            self.D,
+            z,
+            self.dt_proj.bias.to(self.D.dtype),
+            state["ssm"],
+            True,
+        )
+        return cast(Tensor, self.out_proj(y))

@@ -1,0 +1,239 @@
+"""What token mixers with a matrix state for each head have in common."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+from typing_extensions import Unpack
+
+from omniattn.checks.arguments import shown
+from omniattn.modules.base.jagged import Sequences
+from omniattn.modules.base.layer import LayerConfig
+from omniattn.modules.base.linear import Linear
+from omniattn.modules.base.norm import RMSNorm, RMSNormGated
+from omniattn.modules.base.short_conv import ShortConvolution
+from omniattn.modules.base.state import RecurrentState, Storage
+from omniattn.modules.caches.cache import storage_like
+from omniattn.modules.recurrent.state_mixer import StateMixer
+
+Device: TypeAlias = "torch.device | str | None"
+#: Outputs and the final state.
+Result: TypeAlias = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class RecurrentConfig(LayerConfig):
+    """Sizes and options that all of these layers have.
+
+    Args:
+        dim: width of x and y.
+        num_heads: heads of q and k.
+        num_v_heads: heads of v, each of them with a state: a multiple of num_heads, which is the
+            default.
+        head_dim: of q and k, default dim // num_heads; half of that in GatedLinearAttention.
+        v_head_dim: of v, default head_dim; twice that in GatedLinearAttention, GatedDeltaNet and
+            MultiScaleRetention.
+        conv_size: taps of the causal convolutions with SiLU over q, k and v; 0 for none.
+        conv_bias: whether these have a bias.
+        gate: activation of the gate of the normalised output: "silu", "sigmoid", None for no gate.
+        norm_eps: of the norm of the output, over each head.
+        init_std, backend: as in Attention.
+    """
+
+    #: The default of head_dim is dim // (num_heads * shrink), that of v_head_dim expand * head_dim.
+    shrink: ClassVar[int] = 1
+    expand: ClassVar[int] = 1
+
+    dim: int
+    num_heads: int
+    num_v_heads: int | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    conv_size: int = 4
+    conv_bias: bool = False
+    gate: str | None = "silu"
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        op = self.layer.__name__
+        parts = self.num_heads * self.shrink
+        if self.head_dim is None and self.dim % parts:
+            raise ValueError(
+                f"{op}: dim must be a multiple of {parts} where head_dim is None, "
+                f"got dim={self.dim}, num_heads={self.num_heads}"
+            )
+        if self.v_heads % self.num_heads:
+            raise ValueError(
+                f"{op}: num_v_heads must be a multiple of num_heads, "
+                f"got num_v_heads={self.num_v_heads}, num_heads={self.num_heads}"
+            )
+        if self.gate not in (None, "silu", "sigmoid"):
+            raise ValueError(
+                f"{op}: gate must be 'silu', 'sigmoid' or None, got gate={shown(self.gate)}"
+            )
+
+    @property
+    def v_heads(self) -> int:
+        return self.num_heads if self.num_v_heads is None else self.num_v_heads
+
+    @property
+    def k_size(self) -> int:
+        """Width of a head of q and k."""
+        return self.head_dim or self.dim // (self.num_heads * self.shrink)
+
+    @property
+    def v_size(self) -> int:
+        """Width of a head of v."""
+        return self.v_head_dim or self.k_size * self.expand
+
+    @property
+    def state_size(self) -> tuple[int, int]:
+        """Of the state of a head."""
+        return self.k_size, self.v_size
+
+
+class RecurrentMixer(StateMixer):
+    """``y = W_o (norm(o) * act(x W_g))`` of a recurrence o over q, k, v, each ``silu(conv(x W))``.
+
+    A subclass has a `Config` that is a RecurrentConfig, and says in `recur` what the recurrence is.
+    The norm is over each head of o. Decoding takes one step of the recurrence for each token,
+    whatever their number.
+    """
+
+    #: Whether SiLU takes the place of the convolutions where there are none.
+    activates = True
+
+    def __init__(
+        self, config: RecurrentConfig, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        keys, values = c.num_heads * c.k_size, c.v_heads * c.v_size
+        for name, width in (("q", keys), ("k", keys), ("v", values)):
+            self.add_module(f"{name}_proj", linear(c, c.dim, width, **factory))
+            if c.conv_size > 0:
+                conv = ShortConvolution.Config(width, c.conv_size, c.conv_bias, backend=c.backend)
+                self.add_module(f"{name}_conv1d", conv.build(**factory))
+        if c.gate is None:
+            norm: LayerConfig = RMSNorm.Config(c.v_size, c.norm_eps, backend=c.backend)
+        else:
+            self.g_proj: nn.Module = linear(c, c.dim, values, **factory)
+            norm = RMSNormGated.Config(c.v_size, c.norm_eps, activation=c.gate, backend=c.backend)
+        self.o_norm = norm.build(**factory)
+        self.o_proj = linear(c, values, c.dim, **factory)
+
+    @abstractmethod
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
+        """q, k (B, T, H, K), v (B, T, Hv, V) of x (B, T, dim) -> o like v, and the final state.
+
+        The options are initial_state, cu_seqlens and backend of a function.
+        """
+
+    def rotated(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """q and k at their positions; most recurrences know the order of tokens without."""
+        return q, k
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
+        """Zeros: `s` (B, Hv, K, V) in fp32 (fp64 for fp64), and the last inputs of convolutions."""
+        c = self.config
+        wide = zeros_of_states(self.o_proj.weight, storage)
+        tensors = {"s": wide.new_zeros(batch, c.v_heads, *c.state_size)}
+        if c.conv_size > 0:
+            like = wide.new_zeros(0, dtype=storage_like(self.o_proj.weight, **storage)["dtype"])
+            for name in "qkv":
+                tensors[f"{name}_conv"] = self._conv(name).new_state(batch, like)
+        return RecurrentState(**tensors)
+
+    def _mix(
+        self,
+        x: Tensor,
+        state: RecurrentState | None,
+        sequences: Sequences,
+        *,
+        rope: tuple[Tensor, Tensor] | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        c = self.config
+        after: dict[str, Tensor] = {}
+        q, k, v = (self._part(name, x, state, sequences, after) for name in "qkv")
+        if rope is not None:
+            q, k = self.rotated(q, k, rope)
+        o, after["s"] = self.recur(
+            q,
+            k,
+            v,
+            x,
+            initial_state=None if state is None else state["s"],
+            cu_seqlens=sequences.cu_seqlens,
+            backend=c.backend,
+        )
+        gates = () if c.gate is None else (self.g_proj(x).unflatten(-1, (c.v_heads, c.v_size)),)
+        return self.o_proj(self.o_norm(o, *gates).flatten(-2)), after
+
+    def _conv(self, name: str) -> ShortConvolution:
+        return cast(ShortConvolution, self.get_submodule(f"{name}_conv1d"))
+
+    def _part(
+        self,
+        name: str,
+        x: Tensor,
+        state: RecurrentState | None,
+        sequences: Sequences,
+        after: dict[str, Tensor],
+    ) -> Tensor:
+        """q, k or v; the state of its convolution goes to `after`."""
+        c = self.config
+        y: Tensor = self.get_submodule(f"{name}_proj")(x)
+        if c.conv_size > 0:
+            key = f"{name}_conv"
+            before = None if state is None else state[key].to(y.dtype)
+            y, after[key] = self._conv(name)(y, before, sequences.cu_seqlens)
+        elif self.activates:
+            y = nnf.silu(y)
+        heads = c.v_heads if name == "v" else c.num_heads
+        return y.unflatten(-1, (heads, -1))
+
+
+def linear(
+    config: RecurrentConfig, n_in: int, n_out: int, bias: bool = False, **factory: Any
+) -> Linear:
+    """A part of a layer with this config."""
+    own = Linear.Config(n_in, n_out, bias, config.init_std, config.backend)
+    return Linear(own, **factory)
+
+
+def low_rank(
+    config: RecurrentConfig, rank: int, n_out: int, bias: bool = False, **factory: Any
+) -> nn.Sequential:
+    """Two linear layers dim -> rank -> n_out."""
+    inner = linear(config, config.dim, rank, **factory)
+    return nn.Sequential(inner, linear(config, rank, n_out, bias, **factory))
+
+
+def fp32(dtype: torch.dtype | None) -> torch.dtype:
+    """Of parameters that stay in fp32 in a layer of dtype: fp64 only where that is."""
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def draw_steps(bias: Tensor, least: float, most: float, floor: float = 0.0) -> None:
+    """softplus(bias) from least to most, evenly in its logarithm, and at least `floor`."""
+    dt = torch.empty_like(bias, dtype=fp32(bias.dtype))
+    dt = dt.uniform_(math.log(least), math.log(most)).exp_().clamp_(min=floor)
+    bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+
+
+def zeros_of_states(weight: Tensor, storage: Storage) -> Tensor:
+    """An empty tensor of the device and the dtype of a matrix state."""
+    like = storage_like(weight, **storage)
+    return weight.new_zeros(0, device=like["device"], dtype=fp32(like["dtype"]))

@@ -1,0 +1,128 @@
+"""Token mixers that carry a RecurrentState from token to token."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniattn.checks.arguments import is_one_of, is_traced, require_device, shown
+from omniattn.functional.masks import KeyLengths, KeyPadding, Mask
+from omniattn.modules.base.jagged import Sequences, sequences_of, without_padding
+from omniattn.modules.base.mixer import Mixer, require_tokens
+from omniattn.modules.base.state import RecurrentState, State, kind_of, takes_cache
+
+
+class StateMixer(Mixer):
+    """A mixer that reads every token in order; a subclass says how in `_mix` and `new_state`."""
+
+    config: Any
+
+    @abstractmethod
+    def _mix(
+        self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **given: Any
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """y, and all tensors of the state after x, or None where they were updated in place;
+        `given`: what forward gives to `_run`.
+
+        Where `sequences.cu_seqlens` is not None, x (1, total, dim) are its sequences, each of which
+        has a state of its own.
+        """
+
+    @takes_cache
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: tokens, after those in `state`; without a state, it may be a jagged nested tensor.
+            state: from `new_state`; updated to the state after x.
+            rope: not used, except by MultiScaleRetention.
+            mask: boolean (B, 1, 1, past + T), False for padding, wherever it is, or a KeyPadding or
+                KeyLengths of `functional.masks`: the recurrence goes on past it, and y is 0 there.
+                None for no padding.
+        """
+        return self._run(x, state, mask, rope=rope)
+
+    def _run(
+        self,
+        x: Tensor,
+        state: State | None,
+        mask: Tensor | Mask | None,
+        *,
+        rope: tuple[Tensor, Tensor] | None = None,
+        **given: Any,
+    ) -> Tensor:
+        """The steps of a forward."""
+        tokens, sequences, before = read(self, x, state, mask)
+        if rope is not None:
+            given["rope"] = tuple(map(sequences.kept, rope))
+        y, after = self._mix(tokens, before, sequences, **given)
+        if before is not None and after is None:
+            before.length += x.shape[1]
+        elif before is not None and after is not None:
+            before.advance(x.shape[1], **after)
+        return sequences.restored(y)
+
+
+def read(
+    layer: Any, x: Tensor, state: State | None, mask: Tensor | Mask | None
+) -> tuple[Tensor, Sequences, RecurrentState | None]:
+    """The tokens, their sequences and the state, after checks of what a recurrence is called with.
+
+    The tokens are x (B, T, dim), or all of a nested x or a padded one as (1, total, dim).
+    """
+    op = type(layer).__name__
+    tokens, sequences = sequences_of(op, "x", x, state=state)
+    require_tokens(op, tokens, layer.config.dim)
+    before = None if state is None else _checked(layer, state, x)
+    if mask is None:
+        return tokens, sequences, before
+    past = 0 if before is None else before.length
+    batch, steps = tokens.shape[:2]
+    if isinstance(mask, KeyPadding):
+        mask = mask.real[:, None, None]
+    elif isinstance(mask, KeyLengths):
+        keys = torch.arange(past + steps, device=mask.lengths.device)
+        mask = (keys < mask.lengths[..., None])[:, None, None]
+    fits = (
+        isinstance(mask, Tensor)
+        and mask.dtype == torch.bool
+        and sequences.nested is None
+        and is_one_of(mask.shape, (batch, 1, 1, past + steps), (1, 1, 1, past + steps))
+    )
+    if not fits:
+        got = "a nested x" if sequences.nested is not None else f"x.shape={tuple(x.shape)}"
+        raise ValueError(
+            f"{op}: mask must be None or boolean (B, 1, 1, past + T), a KeyPadding or KeyLengths, "
+            "which tell padding from tokens, because a recurrence reads every token (pass several "
+            f"sequences as a jagged nested tensor), got mask={shown(mask)}, {got}, past={past}"
+        )
+    assert isinstance(mask, Tensor)
+    real = mask[:, 0, 0, past:]
+    if before is not None and real.is_cpu and not is_traced() and bool(real.all()):
+        return tokens, sequences, before  # steps after a padded prompt
+    require_device(op, "mask", mask, x)
+    return *without_padding(tokens, real.expand(batch, steps)), before
+
+
+def _checked(layer: Any, state: State, x: Tensor) -> RecurrentState:
+    """The state, which must be one of this layer for the sequences of x."""
+    op = type(layer).__name__
+    if not isinstance(state, RecurrentState):
+        raise TypeError(
+            f"{op}: state must be a RecurrentState, got type(state)={type(state).__name__}"
+        )
+    shapes = getattr(layer, "_state_shapes", None)
+    if shapes is None:
+        shapes = layer._state_shapes = layer.new_state(1, 1, device="meta").shapes
+    state.require_like(op, shapes, x, kind_of(layer))
+    return state

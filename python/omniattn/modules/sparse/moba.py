@@ -1,0 +1,170 @@
+"""MoBA, attention whose queries select blocks of keys by the means of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from omniattn import functional
+from omniattn.checks.arguments import shown
+from omniattn.functional.masks import Mask
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.jagged import sequences_of
+from omniattn.modules.base.layer import config_or_fields
+from omniattn.modules.base.linear import Linear
+from omniattn.modules.base.mixer import Mixer, require_no_mask, require_tokens
+from omniattn.modules.base.state import State, Storage, takes_cache
+from omniattn.modules.caches.cache import cache_like, require_cache
+from omniattn.modules.caches.kv_cache import BlockKeyCache, KVCache
+from omniattn.modules.sparse.sparse_attention import HeadsConfig
+
+
+class MoBA(Mixer):
+    """Mixture of block attention: y = W_o moba_attention(q, k, v), causal.
+
+    Each query and head attends to its own block of keys and to the topk - 1 blocks before it whose
+    mean key it likes best, see :func:`omniattn.functional.moba_attention`. It has the parameters of
+    full attention, so that a model may switch between the two while it trains. Single tokens after
+    a prompt attend to all keys unless `decode` is "moba".
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj.
+
+    Note:
+        torch.export: a dynamic T is at least 2 block_size.
+
+    Reference:
+        Lu et al., MoBA: Mixture of Block Attention for Long-Context LLMs, 2025, arXiv 2502.13189.
+
+    Example:
+        >>> layer = MoBA(dim=16, num_heads=4, num_kv_heads=2, block_size=4, topk=2)
+        >>> layer(torch.ones(1, 10, 16)).shape
+        torch.Size([1, 10, 16])
+    """
+
+    @dataclass(frozen=True)
+    class Config(HeadsConfig):
+        """Sizes and options.
+
+        Args:
+            dim, num_heads, num_kv_heads, head_dim: as in Attention.
+            block_size: keys of a block.
+            topk: blocks of a query, its own included.
+            decode: what single tokens after a prompt do: "full" attention, as in the paper, or
+                "moba", the same rule.
+            bias, out_bias: of q_proj, k_proj, v_proj; of o_proj.
+            rope_interleaved, scale, init_std, out_init_std, backend: as in Attention.
+            softcap, dropout_p: as in Attention.
+        """
+
+        block_size: int = 512
+        topk: int = 3
+        decode: str = "full"
+        bias: bool = False
+        out_bias: bool = False
+        rope_interleaved: bool = False
+        scale: float | None = None
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+        softcap: float = 0.0
+        dropout_p: float = 0.0
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name, value in (("block_size", self.block_size), ("topk", self.topk)):
+                if value < 1:
+                    raise ValueError(f"MoBA: {name} must be an integer >= 1, got {name}={value}")
+            if self.decode not in ("full", "moba"):
+                raise ValueError(
+                    f"MoBA: decode must be one of ('full', 'moba'), got decode={shown(self.decode)}"
+                )
+
+    @config_or_fields(Config, _signatures.MoBA)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        q_dim, kv_dim = c.num_heads * c.head_size, c.kv_heads * c.head_size
+
+        def linear(n_in: int, n_out: int, bias: bool, std: float) -> Linear:
+            config = Linear.Config(n_in, n_out, bias, std, c.backend)
+            return Linear(config, device=device, dtype=dtype)
+
+        self.q_proj = linear(c.dim, q_dim, c.bias, c.init_std)
+        self.k_proj = linear(c.dim, kv_dim, c.bias, c.init_std)
+        self.v_proj = linear(c.dim, kv_dim, c.bias, c.init_std)
+        self.o_proj = linear(q_dim, c.dim, c.out_bias, c.out_init_std)
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
+        """An empty cache of all keys and values, and of the means of blocks if steps choose."""
+        c = self.config
+        like = cache_like(self, self.k_proj.weight, **storage)
+        sizes = (batch, max_length, c.kv_heads, c.head_size)
+        if c.decode == "moba":
+            return BlockKeyCache(*sizes, block_size=c.block_size, **like)
+        return KVCache(*sizes, **like)
+
+    @takes_cache
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: tokens, after those in `state`. A jagged nested tensor gives one: the sequences
+                attend one after another, each as it would alone.
+            state: from `new_state`; the new keys and values are appended.
+            rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
+            mask: must be None; padding goes to the end of the sequences.
+        """
+        c = self.config
+        require_no_mask("MoBA", mask)
+        cache = require_cache("MoBA", state)
+        if isinstance(cache, BlockKeyCache) and cache.block_size != c.block_size:
+            raise ValueError(
+                f"MoBA: state must have block_size={c.block_size}, "
+                f"got block_size={cache.block_size}"
+            )
+        x, sequences = sequences_of("MoBA", "x", x, state=cache)
+        require_tokens("MoBA", x, c.dim)
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, c.head_size))
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if rope is not None:
+            q, k = functional.apply_rotary(
+                q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
+            )
+        decodes = cache is not None and cache.filled and x.shape[1] == 1
+        if cache is not None:
+            k, v = cache.append(k, v)
+        options: dict[str, Any] = {"scale": c.scale, "softcap": c.softcap, "backend": c.backend}
+        options["dropout_p"] = c.dropout_p if self.training else 0.0
+        if decodes and c.decode == "full":
+            out = functional.attention(q, k, v, **options)
+        else:
+            options |= {"block_size": c.block_size, "topk": c.topk}
+            if isinstance(cache, BlockKeyCache):
+                options["block_keys"] = cache.means()
+            out = sequences.apart(partial(functional.moba_attention, **options), q, k, v)
+        return sequences.restored(self.o_proj(out.flatten(-2)))

@@ -1,0 +1,307 @@
+"""Neighbourhood attention in grids of one to three dimensions, with NATTEN's arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from omniattn import functional
+from omniattn.checks.arguments import require_int, require_number, require_tensor
+from omniattn.functional.masks import GridNeighbourhood, Mask
+from omniattn.functional.masks.grid import each_axis
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.dropout import Dropout
+from omniattn.modules.base.jagged import sequences_of
+from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.base.linear import Linear
+from omniattn.modules.base.mixer import Mixer, require_no_mask, require_tokens
+from omniattn.modules.base.state import State, Storage, takes_cache
+from omniattn.modules.caches.cache import cache_like, require_cache
+from omniattn.modules.caches.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class NeighborhoodConfig(LayerConfig):
+    """Sizes and options, under the names of NATTEN.
+
+    Args:
+        dim: width of x and y, `embed_dim` in NATTEN from 0.20 on.
+        num_heads: a divisor of dim.
+        kernel_size, stride, dilation, is_causal: the neighbourhood, for each axis, or one for all:
+            see :class:`omniattn.functional.masks.GridNeighbourhood`.
+        qkv_bias: of the projection to q, k and v.
+        qk_scale: of the scores, default 1 / sqrt(dim / num_heads).
+        attn_drop, proj_drop: dropout of the attention weights and of y.
+        init_std: of the weights.
+        backend: of all ops of this layer.
+    """
+
+    dim: int
+    num_heads: int
+    kernel_size: int | tuple[int, ...]
+    stride: int | tuple[int, ...] = 1
+    dilation: int | tuple[int, ...] = 1
+    is_causal: bool | tuple[bool, ...] = False
+    qkv_bias: bool = True
+    qk_scale: float | None = None
+    attn_drop: float = 0.0
+    proj_drop: float = 0.0
+    init_std: float = 0.02
+    backend: str | None = None
+
+    #: Dimensions of the grid.
+    axes: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_multiple("dim", "num_heads")
+        op = type(self).__qualname__.removesuffix(".Config")
+        for name in ("kernel_size", "stride", "dilation", "is_causal"):
+            each = each_axis(op, name, getattr(self, name), self.axes)
+            for n in each if name != "is_causal" else ():
+                require_int(op, name, n, 1)
+        for name in ("attn_drop", "proj_drop"):
+            require_number(op, name, getattr(self, name), 0, 1)
+        self.mask(self.least)
+
+    @property
+    def least(self) -> tuple[int, ...]:
+        """The smallest grid that a window fits into."""
+        kernels, steps = (
+            each_axis(type(self).__qualname__, name, getattr(self, name), self.axes)
+            for name in ("kernel_size", "dilation")
+        )
+        return tuple(kernel * step for kernel, step in zip(kernels, steps, strict=True))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that a model rotates."""
+        return self.dim // self.num_heads
+
+    def mask(self, shape: tuple[int, ...]) -> GridNeighbourhood:
+        """The neighbourhoods in a grid."""
+        return GridNeighbourhood(
+            shape, self.kernel_size, self.stride, self.dilation, self.is_causal
+        )
+
+
+class _Neighborhood(Layer):
+    """qkv, attention of the tokens of a grid, proj."""
+
+    config: NeighborhoodConfig
+
+    def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        c = self.config
+
+        def linear(n_out: int, bias: bool) -> Linear:
+            config = Linear.Config(c.dim, n_out, bias, c.init_std, c.backend)
+            return Linear(config, device=device, dtype=dtype)
+
+        self.qkv = linear(3 * c.dim, c.qkv_bias)
+        self.proj = linear(c.dim, True)
+        self.drop = Dropout(c.proj_drop)
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v (B, T, H, D) of x (B, T, dim)."""
+        return self.qkv(x).unflatten(-1, (3, self.config.num_heads, -1)).unbind(2)
+
+    def _attend(self, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        c = self.config
+        return functional.attention(
+            *(q, k, v),
+            mask=mask,
+            scale=c.qk_scale,
+            dropout_p=c.attn_drop if self.training else 0.0,
+            backend=c.backend,
+        )
+
+    def _projected(self, out: Tensor) -> Tensor:
+        y: Tensor = self.drop(self.proj(out.flatten(-2)))
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, height, width, dim), with depth before height in a video -> the same."""
+        c, op = self.config, type(self).__name__
+        require_tensor(op, "x", x)
+        if x.is_nested or x.dim() != c.axes + 2 or x.shape[-1] != c.dim:
+            got = "a nested tensor" if x.is_nested else f"x.shape={tuple(x.shape)}"
+            grid = ", ".join(("depth", "height", "width")[-c.axes :])
+            raise ValueError(f"{op}: x must have shape (B, {grid}, {c.dim}), got {got}")
+        shape = tuple(x.shape[1:-1])
+        out = self._attend(c.mask(shape), *self._heads(x.flatten(1, -2)))
+        return self._projected(out).view(x.shape)
+
+
+class NeighborhoodAttention1D(_Neighborhood, Mixer):
+    """Attention of each token to its `kernel_size` nearest ones.
+
+    As a mixer of a decoder it needs is_causal=True; a text may then be shorter than the window.
+
+    Args:
+        config: sizes and options, see `NeighborhoodConfig`.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> (B, T, dim). Parameters, named as in NATTEN: qkv, proj.
+
+    Reference:
+        Hassani et al., Neighborhood Attention Transformer, 2022, arXiv 2204.07143.
+
+    Example:
+        >>> layer = NeighborhoodAttention1D(dim=8, num_heads=2, kernel_size=3, dilation=2)
+        >>> layer(torch.ones(1, 10, 8)).shape
+        torch.Size([1, 10, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(NeighborhoodConfig):
+        """The fields of `NeighborhoodConfig`."""
+
+        axes = 1
+
+    config: Config
+
+    @config_or_fields(Config, _signatures.NeighborhoodAttention1D)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self._build(device, dtype)
+
+    @property
+    def _causal(self) -> bool:
+        return self.config.is_causal in (True, (True,))
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
+        """An empty cache of keys and values; needs is_causal=True and stride=1."""
+        c = self.config
+        if not self._causal or c.stride not in (1, (1,)):
+            raise ValueError(
+                "NeighborhoodAttention1D: a state must have is_causal=True and stride=1, "
+                f"got is_causal={c.is_causal}, stride={c.stride}"
+            )
+        like = cache_like(self, self.qkv.weight, **storage)
+        return KVCache(batch, max_length, c.num_heads, c.dim // c.num_heads, **like)
+
+    @takes_cache
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: tokens, after those in `state`. A jagged nested tensor gives one: the sequences
+                attend one after another, each as it would alone.
+            state: from `new_state`; the new keys and values are appended.
+            rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
+            mask: must be None.
+        """
+        op, c = "NeighborhoodAttention1D", self.config
+        require_no_mask(op, mask)
+        cache = require_cache(op, state)
+        x, sequences = sequences_of(op, "x", x, state=cache)
+        require_tokens(op, x, c.dim)
+        q, k, v = self._heads(x)
+        if rope is not None:
+            q, k = functional.apply_rotary(q, k, *rope, backend=c.backend)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        out = sequences.apart(self._near, q, k, v)
+        return sequences.restored(self._projected(out))
+
+    def _near(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        c, length = self.config, k.shape[1]
+        if self._causal:  # a grid of which these are the first tokens
+            length = max(length, *c.least)
+        return self._attend(c.mask((length,)), q, k, v) if length else q
+
+
+class NeighborhoodAttention2D(_Neighborhood):
+    """Attention of each token of an image to the tokens of a window around it.
+
+    Args:
+        config: sizes and options, see `NeighborhoodConfig`.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, height, width, dim) -> the same. Parameters, named as in NATTEN: qkv, proj.
+
+    Reference:
+        Hassani et al., Neighborhood Attention Transformer, 2022, arXiv 2204.07143.
+
+    Example:
+        >>> layer = NeighborhoodAttention2D(dim=8, num_heads=2, kernel_size=(3, 5))
+        >>> layer(torch.ones(1, 4, 5, 8)).shape
+        torch.Size([1, 4, 5, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(NeighborhoodConfig):
+        """The fields of `NeighborhoodConfig`."""
+
+        axes = 2
+
+    @config_or_fields(Config, _signatures.NeighborhoodAttention2D)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self._build(device, dtype)
+
+
+class NeighborhoodAttention3D(_Neighborhood):
+    """Attention of each token of a video to the tokens of a window around it.
+
+    Args:
+        config: sizes and options, see `NeighborhoodConfig`.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, depth, height, width, dim) -> the same. Parameters, named as in NATTEN: qkv, proj.
+
+    Reference:
+        Hassani et al., Faster Neighborhood Attention, 2024, arXiv 2403.04690.
+
+    Example:
+        >>> sizes = {"kernel_size": (2, 3, 3), "is_causal": (True, False, False)}
+        >>> layer = NeighborhoodAttention3D(dim=8, num_heads=2, **sizes)
+        >>> layer(torch.ones(1, 2, 4, 5, 8)).shape
+        torch.Size([1, 2, 4, 5, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(NeighborhoodConfig):
+        """The fields of `NeighborhoodConfig`."""
+
+        axes = 3
+
+    @config_or_fields(Config, _signatures.NeighborhoodAttention3D)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self._build(device, dtype)

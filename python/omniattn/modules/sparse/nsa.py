@@ -1,0 +1,321 @@
+"""NSA, attention to compressed keys, selected blocks and a window; its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from omniattn import functional
+from omniattn.checks.arguments import shown
+from omniattn.functional.masks import Mask
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.jagged import sequences_of
+from omniattn.modules.base.layer import config_or_fields
+from omniattn.modules.base.linear import Linear
+from omniattn.modules.base.mixer import Mixer, require_no_mask, require_tokens
+from omniattn.modules.base.state import State, Storage, take, takes_cache
+from omniattn.modules.caches.cache import cache_like
+from omniattn.modules.caches.kv_cache import KVCache
+from omniattn.modules.sparse.sparse_attention import HeadsConfig
+
+
+class Compression(nn.Module):
+    """Compressed keys or values of NSA: the mean of a window of tokens, or W_2 silu(W_1 w) of the
+    window w of vectors with a learned vector for each place added."""
+
+    def __init__(self, config: Any, device: Any, dtype: Any) -> None:
+        super().__init__()
+        self.config = c = config
+        size = c.compress_size * c.head_size
+        if c.compress == "mlp":
+
+            def linear(n_in: int, n_out: int) -> Linear:
+                config = Linear.Config(n_in, n_out, True, n_in**-0.5, c.backend)
+                return Linear(config, device=device, dtype=dtype)
+
+            self.position = nn.Parameter(
+                torch.empty(c.compress_size, c.head_size, device=device, dtype=dtype)
+            )
+            self.up, self.down = linear(size, c.compress_dim), linear(c.compress_dim, c.head_size)
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Zeroes the vectors of places."""
+        if self.config.compress == "mlp":
+            nn.init.zeros_(self.position)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, Hkv, D) -> (B, windows that fit into T, Hkv, D)."""
+        c = self.config
+        if x.shape[1] < c.compress_size:
+            return x[:, :0]
+        if c.compress == "mean":
+            return x.unfold(1, c.compress_size, c.compress_stride).mean(-1)
+        # Heads beside the batch, and a copy: with views, or products of four dimensions, torch
+        # exports for one length.
+        windows = x.unfold(1, c.compress_size, c.compress_stride).permute(0, 2, 1, 4, 3)
+        windows = windows.clone(memory_format=torch.contiguous_format).flatten(-2)
+        rows = windows.flatten(0, 1) + self.position.flatten()
+        found: Tensor = self.down(nn.functional.silu(self.up(rows)))
+        return found.unflatten(0, windows.shape[:2]).transpose(1, 2)
+
+
+class NSAState:
+    """What NSA keeps: keys and values of each branch, or shared ones, and the compressed ones.
+
+    Args:
+        branches: caches of compressed keys' tokens, of selected blocks and of the window, or one.
+        compressed: cache of the compressed keys and values.
+        size, stride: of the windows of compressed keys.
+    """
+
+    def __init__(
+        self, branches: list[KVCache], compressed: KVCache, size: int, stride: int
+    ) -> None:
+        self.branches, self.compressed = branches, compressed
+        self._size, self._stride = size, stride
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What a layer must share with the one that made this: branches, size and stride."""
+        return len(self.branches), self._size, self._stride
+
+    @property
+    def parts(self) -> tuple[KVCache, ...]:
+        """States of the same tokens."""
+        return tuple(self.branches)
+
+    def windows(self, length: int) -> int:
+        """The number of windows that fit into `length` tokens."""
+        return max(0, (length - self._size) // self._stride + 1)
+
+    @property
+    def length(self) -> int:
+        return self.branches[0].length
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self._all())
+
+    def _all(self) -> list[KVCache]:
+        return [*self.branches, self.compressed]
+
+    def crop(self, length: int) -> None:
+        for cache in self.branches:
+            cache.crop(length)
+        self.compressed.crop(self.windows(length))
+
+    def reorder(self, index: Tensor) -> None:
+        for cache in self._all():
+            cache.reorder(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "branches": [cache.state_dict() for cache in self.branches],
+            "compressed": self.compressed.state_dict(),
+            "compress_size": self._size,
+            "compress_stride": self._stride,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        names = "branches", "compressed", "compress_size", "compress_stride"
+        branches, compressed, *windows = take("NSAState", state, *names)
+        _require_sizes("NSAState", (len(branches), *windows), self.sizes)
+        for cache, saved in zip(self._all(), [*branches, compressed], strict=True):
+            cache.load_state_dict(saved)
+
+
+def _require_sizes(op: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise ValueError(
+            f"{op}: state must have the branches, compress_size and compress_stride {wanted}, "
+            f"got {found}"
+        )
+
+
+class NSA(Mixer):
+    """Native sparse attention: y = W_o sum_c sigmoid(W_g x)_c O_c of three causal branches.
+
+    The branches attend to compressed keys, to the blocks that the weights of these select for a
+    group of query heads, and to a window, see :func:`omniattn.functional.nsa_attention`.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj (three times as many outputs
+        with separate_kv, in the order above), g_proj, o_proj; k_compression and v_compression with
+        position (compress_size, head_dim), up and down.
+
+    Note:
+        torch.export: a dynamic T is at least compress_size + compress_stride, and more than
+        block_size.
+
+    Reference:
+        Yuan et al., Native Sparse Attention, 2025, arXiv 2502.11089.
+
+    Example:
+        >>> layer = NSA(dim=32, num_heads=4, num_kv_heads=1, compress_size=4, compress_stride=2,
+        ...             block_size=8, topk=3, window=8)
+        >>> layer(torch.ones(1, 40, 32)).shape
+        torch.Size([1, 40, 32])
+    """
+
+    @dataclass(frozen=True)
+    class Config(HeadsConfig):
+        """Sizes and options.
+
+        Args:
+            dim, num_heads, num_kv_heads, head_dim: as in Attention; the heads of a group share
+                their blocks.
+            compress_size, compress_stride: tokens of a compressed key, and from one to the next.
+            block_size: tokens of a selected block.
+            topk: blocks of a query: the first, the own and the one before it are always among them.
+            window: tokens of the window, the query's own included.
+            compress: "mlp" or "mean".
+            compress_dim: width inside of the MLPs.
+            separate_kv: keys and values of their own for each branch (paper), or the same.
+            rope_interleaved, scale, init_std, out_init_std, backend: as in Attention.
+            softcap, dropout_p: of all branches, as in Attention.
+        """
+
+        compress_size: int = 32
+        compress_stride: int = 16
+        block_size: int = 64
+        topk: int = 16
+        window: int = 512
+        compress: str = "mlp"
+        compress_dim: int = 128
+        separate_kv: bool = True
+        rope_interleaved: bool = False
+        scale: float | None = None
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+        softcap: float = 0.0
+        dropout_p: float = 0.0
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name in ("compress_size", "compress_stride", "block_size", "topk", "window"):
+                value = getattr(self, name)
+                if value < 1:
+                    raise ValueError(f"NSA: {name} must be an integer >= 1, got {name}={value}")
+            self._require_multiple("compress_size", "compress_stride")
+            self._require_multiple("block_size", "compress_stride")
+            if self.compress not in ("mlp", "mean"):
+                raise ValueError(
+                    f"NSA: compress must be one of ('mlp', 'mean'), "
+                    f"got compress={shown(self.compress)}"
+                )
+
+    @config_or_fields(Config, _signatures.NSA)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        q_dim = c.num_heads * c.head_size
+        kv_dim = c.kv_heads * c.head_size * (3 if c.separate_kv else 1)
+
+        def linear(n_in: int, n_out: int, std: float = c.init_std) -> Linear:
+            config = Linear.Config(n_in, n_out, False, std, c.backend)
+            return Linear(config, device=device, dtype=dtype)
+
+        self.q_proj = linear(c.dim, q_dim)
+        self.k_proj, self.v_proj = linear(c.dim, kv_dim), linear(c.dim, kv_dim)
+        self.g_proj = linear(c.dim, 3 * c.num_heads)
+        self.o_proj = linear(q_dim, c.dim, c.out_init_std)
+        self.k_compression = Compression(c, device, dtype)
+        self.v_compression = Compression(c, device, dtype)
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> NSAState:
+        """Empty caches of all branches and of the compressed keys."""
+        c = self.config
+        like = cache_like(self, self.k_proj.weight, **storage)
+
+        def cache(length: int) -> KVCache:
+            return KVCache(batch, length, c.kv_heads, c.head_size, **like)
+
+        branches = [cache(max_length) for _ in range(3 if c.separate_kv else 1)]
+        windows = max(0, (max_length - c.compress_size) // c.compress_stride + 1)
+        return NSAState(branches, cache(windows), c.compress_size, c.compress_stride)
+
+    @takes_cache
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: tokens, after those in `state`. A jagged nested tensor gives one: the sequences
+                attend one after another, each as it would alone.
+            state: from `new_state`; the new keys and values are appended.
+            rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
+            mask: must be None; padding goes to the end of the sequences.
+        """
+        c = self.config
+        require_no_mask("NSA", mask)
+        if state is not None and not isinstance(state, NSAState):
+            raise TypeError(f"NSA: state must be an NSAState, got {type(state).__name__}")
+        if state is not None:
+            branches = 3 if c.separate_kv else 1
+            _require_sizes("NSA", state.sizes, (branches, c.compress_size, c.compress_stride))
+        x, sequences = sequences_of("NSA", "x", x, state=state)
+        require_tokens("NSA", x, c.dim)
+        q = self.q_proj(x).unflatten(-1, (c.num_heads, -1))
+        k, v = (proj(x).unflatten(-1, (-1, c.head_size)) for proj in (self.k_proj, self.v_proj))
+        if rope is not None:
+            q, k = functional.apply_rotary(
+                q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
+            )
+        pairs = list(zip(k.split(c.kv_heads, 2), v.split(c.kv_heads, 2), strict=True))
+        if state is not None:
+            pairs = [cache.append(*pair) for cache, pair in zip(state.branches, pairs, strict=True)]
+        gates = torch.sigmoid(self.g_proj(x)).unflatten(-1, (c.num_heads, 3))
+        attend = partial(self._attend, state)
+        out = sequences.apart(attend, q, gates, *(t for pair in pairs for t in pair))
+        return sequences.restored(self.o_proj(out.flatten(-2)))
+
+    def _attend(self, state: NSAState | None, q: Tensor, gates: Tensor, *pairs: Tensor) -> Tensor:
+        """O of the keys and values of each branch, or of one pair for all branches."""
+        c = self.config
+        compressed = self._compressed(pairs[0], pairs[1], state)
+        return functional.nsa_attention(
+            *(q, *(pairs[2:4] or pairs), *compressed, gates),
+            k_window=pairs[-2],
+            v_window=pairs[-1],
+            compress_size=c.compress_size,
+            compress_stride=c.compress_stride,
+            block_size=c.block_size,
+            topk=c.topk,
+            window=c.window,
+            scale=c.scale,
+            softcap=c.softcap,
+            dropout_p=c.dropout_p if self.training else 0.0,
+            backend=c.backend,
+        )
+
+    def _compressed(self, k: Tensor, v: Tensor, state: NSAState | None) -> tuple[Tensor, Tensor]:
+        """Compressed keys and values of all tokens; a state keeps what earlier tokens gave."""
+        if state is None:
+            return self.k_compression(k), self.v_compression(v)
+        first = state.compressed.length * self.config.compress_stride
+        return state.compressed.append(
+            self.k_compression(k[:, first:]), self.v_compression(v[:, first:])
+        )

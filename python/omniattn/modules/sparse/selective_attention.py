@@ -1,0 +1,241 @@
+"""Selective attention: tokens hide each other from all later queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from omniattn import functional
+from omniattn.checks.arguments import require_int, require_number, widen
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.jagged import sequences_of
+from omniattn.modules.base.layer import LayerConfig, config_or_fields
+from omniattn.modules.base.linear import Linear
+from omniattn.modules.base.mixer import Mixer, require_tokens
+from omniattn.modules.base.state import State, Storage, take, takes_cache
+from omniattn.modules.caches.cache import cache_like
+from omniattn.modules.caches.kv_cache import KVCache
+
+
+class SelectiveCache(KVCache):
+    """A KVCache with the penalty (B, T) of each token, by which later queries see less of it.
+
+    Tokens cannot be cropped, except all of them: the penalties of those before them count them.
+
+    Example:
+        >>> cache = SelectiveCache(1, 16, 2, 4)
+        >>> k, v = cache.append(torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2, 4))
+        >>> cache.penalty
+        tensor([[0., 0., 0.]])
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        **storage: Unpack[Storage],
+    ) -> None:
+        super().__init__(batch, max_length, num_kv_heads, head_dim, **storage)
+        self._penalty = widen(self._k.new_zeros(batch, max_length))
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._penalty.nbytes
+
+    @property
+    def penalty(self) -> Tensor:
+        """Of the next query, 0 for tokens that none has seen yet."""
+        return self._penalty[:, : self.length]
+
+    def penalise(self, penalty: Tensor) -> None:
+        """Stores the penalties (B, T) of all tokens."""
+        self.penalty.copy_(penalty)
+
+    def crop(self, length: int) -> None:
+        require_int("SelectiveCache", "length", length)
+        if length not in (0, self.length):
+            raise ValueError(
+                "SelectiveCache: the penalties of other tokens count those that would be cropped, "
+                f"go on from a copy.deepcopy; length must be 0 or {self.length}, "
+                f"got length={length}"
+            )
+        super().crop(length)
+        if length == 0:
+            self._penalty.zero_()
+
+    def reorder(self, index: Tensor) -> None:
+        super().reorder(index)
+        self._penalty = self._penalty.index_select(0, index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"penalty": self.penalty.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        k, v, penalty = take("SelectiveCache", state, "k", "v", "penalty")
+        if penalty.shape != (k.shape[0], k.shape[1]):
+            raise ValueError(
+                f"SelectiveCache: penalty must have shape {(k.shape[0], k.shape[1])}, "
+                f"got penalty={tuple(penalty.shape)}"
+            )
+        super().load_state_dict({"k": k, "v": v})
+        self.penalise(penalty)
+
+
+class SelectiveAttention(Mixer):
+    """Causal attention whose head 0 says which tokens all heads see less of from then on.
+
+    ``y = W_o softmax(q k^T / sqrt(D) - F) v``, see `functional.selective_attention`. It has the
+    parameters of Attention and no more, so that either loads the weights of the other.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, o_proj.
+
+    Reference:
+        Leviathan, Kalman and Matias, Selective Attention Improves Transformer, 2024,
+        arXiv 2410.02703.
+
+    Example:
+        >>> SelectiveAttention(dim=16, num_heads=4)(torch.ones(1, 5, 16)).shape
+        torch.Size([1, 5, 16])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Sizes and options.
+
+        Args:
+            dim: width of x and y.
+            num_heads: query heads.
+            num_kv_heads: key and value heads, a divisor of num_heads; default num_heads.
+            head_dim: default dim / num_heads.
+            budget: keys that a query sees, those with the smallest penalties; None for all.
+            rope_interleaved, softcap, dropout_p, init_std, out_init_std, backend: as in Attention.
+        """
+
+        dim: int
+        num_heads: int
+        num_kv_heads: int | None = None
+        head_dim: int | None = None
+        budget: int | None = None
+        rope_interleaved: bool = False
+        softcap: float = 0.0
+        dropout_p: float = 0.0
+        init_std: float = 0.02
+        out_init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            name = "SelectiveAttention"
+            if self.num_heads <= 0 or self.kv_heads <= 0 or self.num_heads % self.kv_heads:
+                raise ValueError(
+                    f"{name}: num_heads must be a multiple of num_kv_heads, "
+                    f"got num_heads={self.num_heads}, num_kv_heads={self.kv_heads}"
+                )
+            if self.head_dim is None and self.dim % self.num_heads:
+                raise ValueError(
+                    f"{name}: dim must be a multiple of num_heads unless head_dim is given, "
+                    f"got dim={self.dim}, num_heads={self.num_heads}"
+                )
+            if self.budget is not None:
+                require_int(name, "budget", self.budget, 1)
+            require_number(name, "softcap", self.softcap, 0)
+
+        @property
+        def kv_heads(self) -> int:
+            """Number of key and value heads."""
+            return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+        @property
+        def head_size(self) -> int:
+            """Size of one head."""
+            return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+        @property
+        def rotary_dim(self) -> int:
+            """Dimensions of a head that a model rotates."""
+            return self.head_size
+
+    @config_or_fields(Config, _signatures.SelectiveAttention)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        q_dim, kv_dim = c.num_heads * c.head_size, c.kv_heads * c.head_size
+
+        def linear(n_in: int, n_out: int, std: float) -> Linear:
+            own = Linear.Config(n_in, n_out, False, std, c.backend)
+            return Linear(own, device=device, dtype=dtype)
+
+        self.q_proj = linear(c.dim, q_dim, c.init_std)
+        self.k_proj = linear(c.dim, kv_dim, c.init_std)
+        self.v_proj = linear(c.dim, kv_dim, c.init_std)
+        self.o_proj = linear(q_dim, c.dim, c.out_init_std)
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> SelectiveCache:
+        """An empty cache with penalties."""
+        c = self.config
+        like = cache_like(self, self.k_proj.weight, **storage)
+        return SelectiveCache(batch, max_length, c.kv_heads, c.head_size, **like)
+
+    @takes_cache
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: queries, keys and values. A jagged nested tensor gives one: the sequences attend one
+                after another, each as it would alone.
+            state: a SelectiveCache; the new tokens are appended to it.
+            rope: cos, sin of the positions of x (of x.values()).
+            mask: must be None.
+        """
+        c = self.config
+        if mask is not None:
+            raise ValueError("SelectiveAttention: mask must be None, got a mask")
+        if state is not None and not isinstance(state, SelectiveCache):
+            raise TypeError(
+                "SelectiveAttention: state must be a SelectiveCache, "
+                f"got type(state)={type(state).__name__}"
+            )
+        x, sequences = sequences_of("SelectiveAttention", "x", x, state=state)
+        require_tokens("SelectiveAttention", x, c.dim)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (p(x).unflatten(-1, (-1, c.head_size)) for p in projections)
+        if rope is not None:
+            q, k = functional.apply_rotary(
+                q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
+            )
+        options: dict[str, Any] = {"budget": c.budget, "softcap": c.softcap, "backend": c.backend}
+        options["dropout_p"] = c.dropout_p if self.training else 0.0
+        if state is None:
+            out = sequences.apart(partial(functional.selective_attention, **options), q, k, v)
+            return sequences.restored(self.o_proj(out.flatten(-2)))
+        k, v = state.append(k, v)
+        out, penalty = functional.selective_attention(
+            q, k, v, penalty=state.penalty, return_penalty=True, **options
+        )
+        state.penalise(penalty)
+        return self.o_proj(out.flatten(-2))

@@ -1,0 +1,255 @@
+"""What attention layers with a static pattern share: projections, rotation, cache."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from omniattn import functional
+from omniattn.functional.masks import Mask
+from omniattn.modules.base.jagged import sequences_of
+from omniattn.modules.base.layer import LayerConfig
+from omniattn.modules.base.linear import Linear
+from omniattn.modules.base.mixer import Mixer, require_tokens
+from omniattn.modules.base.state import State, Storage, takes_cache
+from omniattn.modules.caches.cache import Cache, cache_like, require_cache
+from omniattn.modules.caches.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class HeadsConfig(LayerConfig):
+    """The sizes of the heads, checked."""
+
+    dim: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        op = type(self).__qualname__.removesuffix(".Config")
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"{op}: num_heads must be a multiple of num_kv_heads, "
+                f"got num_heads={self.num_heads}, num_kv_heads={self.kv_heads}"
+            )
+        if self.head_dim is None:
+            self._require_multiple("dim", "num_heads")
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of one head."""
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that a model rotates."""
+        return self.head_size
+
+
+@dataclass(frozen=True)
+class SparseConfig(HeadsConfig):
+    """Sizes and options that all of them have.
+
+    Args:
+        dim: width of x and y.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of num_heads; default num_heads.
+        head_dim: default dim / num_heads.
+        bias, out_bias: of the projections; of o_proj.
+        rope_interleaved: rotary pairs are (2i, 2i + 1) instead of (i, i + Dr / 2).
+        scale: of the scores, default 1 / sqrt(head_dim).
+        init_std, out_init_std: of the weights and of o_proj.
+        backend: of all ops of this layer.
+        softcap, dropout_p: as in Attention.
+    """
+
+    bias: bool = False
+    out_bias: bool = False
+    rope_interleaved: bool = False
+    scale: float | None = None
+    init_std: float = 0.02
+    out_init_std: float = 0.02
+    backend: str | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+
+    @property
+    def second(self) -> bool:
+        """Whether there is a second set of projections."""
+        return False
+
+    @property
+    def projects_out(self) -> bool:
+        """Whether there is an o_proj."""
+        return True
+
+
+class SparseAttention(Mixer):
+    """y = W_o attend(W_q x, W_k x, W_v x); a subclass says how in `_attend`.
+
+    A second set of projections, where the config has one, is that of global tokens; the cache
+    keeps the keys and values of both.
+    """
+
+    config: Any
+
+    def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        c: SparseConfig = self.config
+        sizes = {"q": c.num_heads * c.head_size, "k": c.kv_heads * c.head_size}
+        sizes["v"] = sizes["k"]
+
+        def linear(n_in: int, n_out: int, bias: bool, std: float) -> Linear:
+            config = Linear.Config(n_in, n_out, bias, std, c.backend)
+            return Linear(config, device=device, dtype=dtype)
+
+        for suffix in ("proj", "global_proj") if c.second else ("proj",):
+            for name, size in sizes.items():
+                self.add_module(f"{name}_{suffix}", linear(c.dim, size, c.bias, c.init_std))
+        if c.projects_out:
+            self.o_proj = linear(sizes["q"], c.dim, c.out_bias, c.out_init_std)
+
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
+        """An empty cache.
+
+        Args:
+            batch, max_length: sizes.
+            device, dtype: of the storage, default: as the parameters.
+        """
+        c: SparseConfig = self.config
+        self._require_causal()
+        heads = c.kv_heads * (2 if c.second else 1)
+        like = cache_like(self, cast(Linear, self.get_submodule("q_proj")).weight, **storage)
+        return KVCache(batch, max_length, heads, c.head_size, **like)
+
+    def _require_causal(self) -> None:
+        if not getattr(self.config, "causal", True):
+            op = type(self).__name__
+            raise ValueError(f"{op}: a state must have causal=True, got causal=False")
+
+    @takes_cache
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | Mask | None = None,
+    ) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim).
+
+        Args:
+            x: queries, keys and values. A jagged nested tensor gives one: the sequences attend one
+                after another, each as it would alone.
+            state: a Cache, to which the new keys and values are appended.
+            rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
+            mask: must be None; the pattern is the mask.
+        """
+        return self._run(x, state, rope, mask)
+
+    def _run(
+        self,
+        x: Tensor,
+        state: State | None,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | Mask | None,
+        **given: Any,
+    ) -> Tensor:
+        c, op = self.config, type(self).__name__
+        cache = self._cache_of(state)
+        x, sequences = sequences_of(op, "x", x, state=cache)
+        require_tokens(op, x, c.dim)
+        if mask is not None or (cache is not None and cache.mask is not None):
+            raise ValueError(f"{op}: mask must be None, the pattern is the mask")
+        if sequences.nested is not None and given.get("key_padding") is not None:
+            raise ValueError(f"{op}: key_padding must be None where x is nested, got a tensor")
+        if cache is not None:
+            self._require_causal()
+        at = sequences.positions(x) + (0 if cache is None else cache.length)
+        first = self._projected(x, "proj", rope, at)
+        second = self._projected(x, "global_proj", rope, at) if c.second else None
+        if cache is not None:
+            first, second = _cached(cache, first, second)
+        outs = [
+            self._attend(*part, x=own, **self._of_sequence(row, given))
+            for row, (*part, own) in sequences.each(*first, *(second or ()), x)
+        ]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+        return sequences.restored(self._output(out.flatten(-2), x))
+
+    def _cache_of(self, state: State | None) -> Cache | None:
+        """`state`, checked."""
+        return require_cache(type(self).__name__, state)
+
+    def _of_sequence(self, row: slice, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call for the sequences `row` of its batch."""
+        return given
+
+    def _output(self, out: Tensor, x: Tensor) -> Tensor:
+        """y of the heads' O (B, T, Hq D)."""
+        y: Tensor = self.o_proj(out)
+        return y
+
+    def _projected(
+        self, x: Tensor, suffix: str, rope: tuple[Tensor, Tensor] | None, at: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        size = self.config.head_size
+        q, k, v = (
+            self.get_submodule(f"{name}_{suffix}")(x).unflatten(-1, (-1, size)) for name in "qkv"
+        )
+        q, k = self._rotated(q, k, rope, at)
+        return q, k, v
+
+    def _rotated(
+        self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor] | None, at: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q and k of tokens at the positions `at` (T,) with rotary embedding."""
+        if rope is None:
+            return q, k
+        c = self.config
+        turned: tuple[Tensor, Tensor] = functional.apply_rotary(
+            q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
+        )
+        return turned
+
+    def _score_options(self) -> dict[str, Any]:
+        """The options of scores and dropout that all functions take."""
+        c = self.config
+        return {
+            "scale": c.scale,
+            "softcap": c.softcap,
+            "dropout_p": c.dropout_p if self.training else 0.0,
+            "backend": c.backend,
+        }
+
+    @abstractmethod
+    def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
+        """O (B, Tq, Hq, D) of q, k, v and of the second set."""
+
+
+def _cached(
+    cache: Cache,
+    first: tuple[Tensor, Tensor, Tensor],
+    second: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
+    """All keys and values for the queries of both sets."""
+    if second is None:
+        k, v = cache.append(*first[1:])
+        return (first[0], k, v), None
+    heads = first[1].shape[2]
+    both = (torch.cat(pair, 2) for pair in zip(first[1:], second[1:], strict=True))
+    k, v = cache.append(*both)
+    return (
+        (first[0], k[:, :, :heads], v[:, :, :heads]),
+        (second[0], k[:, :, heads:], v[:, :, heads:]),
+    )

@@ -1,0 +1,1 @@
+"""Layers on grids of patches."""

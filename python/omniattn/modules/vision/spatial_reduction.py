@@ -1,0 +1,96 @@
+"""PVT: attention of an image's tokens to a reduced copy of the image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.checks.arguments import require_tensor
+from omniattn.modules.base import _signatures
+from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
+from omniattn.modules.base.linear import Linear
+from omniattn.modules.base.norm import LayerNorm
+
+
+class SpatialReductionAttention(Layer):
+    """Attention whose keys and values come from x reduced by a strided convolution and LayerNorm.
+
+    ``y = W_o softmax(scale q k^T) v``, q from x, k and v from ``LN(conv(x))``; the convolution is
+    R x R with stride R and no padding, so rows and columns beyond a multiple of R are not seen.
+
+    Args:
+        config: sizes and options.
+        device, dtype: of the parameters.
+
+    Shape:
+        x (B, height, width, dim) -> the same. Parameters, named as in the release: q, kv, sr, norm
+        (both only with sr_ratio > 1), proj.
+
+    Reference:
+        Wang et al., Pyramid Vision Transformer, 2021, arXiv 2102.12122.
+
+    Example:
+        >>> config = SpatialReductionAttention.Config(dim=8, num_heads=2, sr_ratio=2)
+        >>> SpatialReductionAttention(config)(torch.ones(1, 6, 4, 8)).shape
+        torch.Size([1, 6, 4, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(LayerConfig):
+        """Sizes: `sr_ratio` is R, 1 for none; `bias` of q, k and v."""
+
+        dim: int
+        num_heads: int
+        sr_ratio: int = 1
+        bias: bool = False
+        norm_eps: float = 1e-5
+        dropout_p: float = 0.0
+        init_std: float = 0.02
+        backend: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self._require_multiple("dim", "num_heads")
+
+    @config_or_fields(Config, _signatures.SpatialReductionAttention)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+
+        def linear(n_out: int, bias: bool) -> Linear:
+            config = Linear.Config(c.dim, n_out, bias, c.init_std, c.backend)
+            return Linear(config, device=device, dtype=dtype)
+
+        self.q = linear(c.dim, c.bias)
+        self.kv = linear(2 * c.dim, c.bias)
+        self.proj = linear(c.dim, True)
+        if c.sr_ratio > 1:
+            self.sr = nn.Conv2d(
+                c.dim, c.dim, c.sr_ratio, stride=c.sr_ratio, device=device, dtype=dtype
+            )
+            norm = LayerNorm.Config(c.dim, c.norm_eps, backend=c.backend)
+            self.norm = LayerNorm(norm, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, height, width, dim) -> the same."""
+        c = self.config
+        require_tensor("SpatialReductionAttention", "x", x)
+        source = x
+        if c.sr_ratio > 1:
+            source = self.norm(self.sr(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).contiguous())
+        q = self.q(x.flatten(1, 2)).unflatten(-1, (c.num_heads, -1))
+        k, v = self.kv(source.flatten(1, 2)).unflatten(-1, (2, c.num_heads, -1)).unbind(2)
+        out = functional.attention(
+            q, k, v, dropout_p=c.dropout_p if self.training else 0.0, backend=c.backend
+        )
+        y: Tensor = self.proj(out.flatten(-2))
+        return y.view(x.shape)
