@@ -15,7 +15,6 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.checks.arguments import widen
 from omniattn.functional.masks import Mask
-from omniattn.models._zamba2_hf import layers_to_hf, rope_from_hf, rope_to_hf
 from omniattn.models.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import (
@@ -32,7 +31,7 @@ from omniattn.modules.base.state import Stateful, StatePair, Storage, takes_cach
 from omniattn.modules.caches.cache import cache_like, require_cache, with_cache
 
 if TYPE_CHECKING:
-    pass
+    from transformers import PreTrainedConfig
 
 
 class SharedTransformer(nn.Module, Stateful):
@@ -206,6 +205,40 @@ class Zamba2(Decoder):
             use = uses[layer]
             transformer = cast(SharedTransformer, self.transformers[use % c.num_transformers])
             yield HybridBlock(c.block(layer), transformer, use, **factory)
+
+
+def layers_to_hf(ours: Zamba2Config) -> dict[str, Any]:
+    if not ours.tie_embeddings:
+        raise NotImplementedError(
+            "Zamba2Config: tie_embeddings must be True in transformers, which shares the "
+            "transformers only then, got tie_embeddings=False"
+        )
+    if ours.adapt_attention and ours.num_kv_heads != ours.num_heads:
+        raise NotImplementedError(
+            "Zamba2Config: num_kv_heads must be num_heads where transformers adapts the attention, "
+            f"got num_kv_heads={ours.num_kv_heads}, num_heads={ours.num_heads}"
+        )
+    kinds = ["linear_attention"] * ours.num_layers
+    for layer in ours.hybrid_layers:
+        kinds[layer] = "hybrid"
+    return {"layers_block_type": kinds}
+
+
+def rope_to_hf(ours: Zamba2Config) -> dict[str, Any]:
+    base = 10000.0 if ours.rope_base is None else ours.rope_base
+    rope = {"rope_type": "default", "rope_theta": base}
+    return {"use_mem_rope": ours.rope_base is not None, "rope_parameters": rope}
+
+
+def rope_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
+    rope = theirs.rope_parameters
+    if not theirs.use_mem_rope:
+        return {"rope_base": None}
+    if rope["rope_type"] != "default":
+        raise NotImplementedError(
+            f"Zamba2Config: rope_type must be 'default', got rope_type={rope['rope_type']!r}"
+        )
+    return {"rope_base": rope["rope_theta"]}
 
 
 @dataclass(frozen=True)

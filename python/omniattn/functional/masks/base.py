@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,13 +19,15 @@ TILE = (96, 128)
 class Mask(EncodedMask):
     """A set of (query, key) pairs that may attend."""
 
+    #: Make `a | b` and `~a`. computed.py sets them, since their classes are masks.
+    any_of: ClassVar[Callable[[tuple[Mask, ...]], Mask]]
+    negation: ClassVar[Callable[[Mask], Mask]]
+
     def __and__(self, other: Mask) -> All:
         return All((self, other))
 
     def __or__(self, other: Mask) -> Mask:
-        from omniattn.functional.masks.computed import AnyOf
-
-        return AnyOf((self, other))
+        return Mask.any_of((self, other))
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -33,9 +35,7 @@ class Mask(EncodedMask):
         )
 
     def __invert__(self) -> Mask:
-        from omniattn.functional.masks.computed import Not
-
-        return Not(self)
+        return Mask.negation(self)
 
     def rules_of_call(self, sizes: Sizes, layout: Rule | None = None) -> list[Rule]:
         """Rules for one call; masks that are not made of rules have some for each."""

@@ -172,3 +172,6 @@ class Not(Computed):
 
     def _device(self) -> torch.device:
         return self.mask._device()
+
+
+Mask.any_of, Mask.negation = AnyOf, Not

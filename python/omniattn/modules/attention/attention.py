@@ -14,7 +14,6 @@ from omniattn.checks.arguments import clamp, require_number, shown
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
-from omniattn.modules.attention.attention_cache import new_cache
 from omniattn.modules.attention.score_mod import with_positions
 from omniattn.modules.base import _signatures
 from omniattn.modules.base.jagged import Sequences, sequences_of
@@ -25,8 +24,10 @@ from omniattn.modules.base.norm import LayerNorm, RMSNorm
 from omniattn.modules.base.state import State, Storage, takes_cache
 from omniattn.modules.caches.cache import Cache, cache_like, require_cache
 from omniattn.modules.caches.evicting import EvictingCache
-from omniattn.modules.caches.eviction import Eviction
+from omniattn.modules.caches.eviction import Eviction, Window, policies_of_groups
+from omniattn.modules.caches.kv_cache import CrossCache, KVCache
 from omniattn.modules.caches.paged import PagedCache, in_pages
+from omniattn.modules.caches.rolling import RollingCache
 
 
 class Attention(Mixer):
@@ -400,3 +401,37 @@ class Attention(Mixer):
             raise ValueError("Attention: source must be given with cross=True and no filled cache")
         k, v = self._keys_and_values(source)
         return (k, v) if cache is None else cache.append(k, v)
+
+
+def new_cache(
+    config: Attention.Config,
+    batch: int,
+    max_length: int,
+    rolling: bool,
+    eviction: Eviction | Sequence[Eviction] | None,
+    storage: Storage,
+) -> Cache:
+    """An empty cache; arguments as of `Attention.new_state`."""
+    c, sizes = config, (config.kv_heads, config.head_size)
+    if eviction is not None:
+        whole = c.causal and c.window_size == (-1, -1) and c.normaliser == "softmax"
+        if rolling or not whole:
+            raise ValueError(
+                "Attention: eviction needs causal self-attention by softmax without a window, "
+                f"got causal={c.causal}, window_size={c.window_size}, "
+                f"normaliser={shown(c.normaliser)}, rolling={rolling}"
+            )
+        policies = policies_of_groups("Attention", eviction, c.num_heads, c.kv_heads)
+        if isinstance(policies, Window):
+            return RollingCache(batch, min(max_length, policies.size), *sizes, **storage)
+        return EvictingCache(policies, batch, max_length, *sizes, **storage)
+    if c.cross:
+        return CrossCache()
+    if not rolling:
+        return KVCache(batch, max_length, *sizes, **storage)
+    if not c.causal or c.window_size[0] < 0:
+        raise ValueError(
+            "Attention: a rolling cache must have causal=True and a left window, "
+            f"got causal={c.causal}, window_size={c.window_size}"
+        )
+    return RollingCache(batch, min(max_length, c.window_size[0] + 1), *sizes, **storage)
