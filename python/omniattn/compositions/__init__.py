@@ -3,7 +3,5 @@
 Importing a module registers those that serve as kernels of ops.
 """
 
-from omniattn.compositions import ffn as ffn
-from omniattn.compositions import gemm as gemm
 from omniattn.compositions import indexer_loss as indexer_loss
 from omniattn.compositions import loss as loss

@@ -1,7 +1,7 @@
 """glu_mlp: the projections and the activation of a feed-forward layer as one op.
 
 The op keeps the projections but not the activated hidden layer, or only its inputs with
-`recompute`. compositions/ffn.py has its kernels.
+`recompute`. csrc/ops/ffn.cpp has its kernels.
 """
 
 from __future__ import annotations
