@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{hint}; {self.prog} --help lists all options\n")
 
     def _hint(self, message: str) -> str:
-        """What an unknown option or choice may be meant to be."""
+        """Returns a suggestion for an unknown option or choice, or ""."""
         if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
             return did_you_mean(found[1], self._options())
         if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):

@@ -23,7 +23,7 @@ from omniattn.ops._precision import pieces_of
 _CPU_NUMBERS = {"family": "cpu family", "model": "model"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
-#: What each instruction set means; all of them support all dtypes.
+#: Description of each instruction set; all of them support all dtypes.
 _MEANING = {
     "baseline": "portable code for any CPU, much slower than the others; "
     "bfloat16 and float16 are computed in float32",
@@ -41,7 +41,8 @@ _MEANING = {
 #: How names of libraries begin that have no tiles of the hardware.
 _SOFTWARE_TILES = "libomniattn_amx_"
 
-#: Of `torch.ops.omniattn.tile_state`: the CPU has AMX, and nobody asked Linux for its tiles.
+#: Result of `torch.ops.omniattn.tile_state` if the CPU has AMX and nobody has asked Linux for its
+#: tiles.
 _NOT_ASKED_FOR = -2
 
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def facts() -> dict[str, Any]:
-    """What the command shows, in values that JSON has."""
+    """Returns the facts that the command shows, as JSON-serialisable values."""
     entries = cpuinfo()
     names = {"name": "model name", **_CPU_NUMBERS}
     cpu = {key: entries[name] for key, name in names.items() if name in entries}
@@ -145,7 +146,7 @@ def _kernels() -> dict[str, str]:
 
 
 def _linear() -> dict[str, str]:
-    """Whose matrix product `linear` uses, by dtype."""
+    """Names the library whose matrix product `linear` uses, by dtype."""
     of = {str(d).removeprefix("torch."): rule.products for d, rule in gemm_choice.CHOICE.items()}
     if pieces := pieces_of(torch.empty(0)):
         of["float32"] = f"omniattn, of {pieces} pieces of bfloat16"

@@ -183,7 +183,7 @@ def _mask_and_bias(
     is_causal: bool | None,
     window: int | None,
 ) -> tuple[masks.Mask | None, Tensor | None, int]:
-    """What transformers calls a mask as rules and a bias, and how many keys both are for."""
+    """Converts transformers' mask arguments to mask rules, a bias and the number of keys."""
     keys = key.shape[2]
     mask: masks.Mask | None = None
     if isinstance(attention_mask, RuleMask) and attention_mask.rules == masks.All(()):
@@ -211,7 +211,8 @@ def _mask_and_bias(
 
 
 def _remedy(mask: RuleMask) -> str:
-    """What to do where a cache counts no keys, as the first layer of its model has none."""
+    """Returns the error's advice for a model whose first layer has no attention and so counts no
+    keys."""
     if mask.shape[3] > 1:
         return ""
     return (
@@ -232,7 +233,8 @@ def _is_of_one_query(mask: RuleMask, query: Tensor, keys: int) -> bool:
 def _default_mask(
     module: nn.Module, queries: int, is_causal: bool | None, window: int | None
 ) -> masks.Mask | None:
-    """What transformers means by no mask: one new token, or queries from the first key on."""
+    """Returns the mask that transformers implies by None: one new token, or queries from the first
+    key on."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
     if is_causal is None or (window is not None and not is_causal):

@@ -140,7 +140,8 @@ _OURS: dict[str, Forward] = {
 
 
 def find_bigbird(module: nn.Module) -> Finding:
-    """Ours for an attention of BigBird or Pegasus, and for the layer that holds it."""
+    """Returns our forward for an attention module of BigBird or Pegasus, or for the layer that
+    holds it."""
     kind: Any = type(module)
     name = kind.__name__.removeprefix("BigBird").removeprefix("Pegasus")
     if name == kind.__name__ or hasattr(module, "omniattn_original"):

@@ -254,7 +254,7 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
         return loss + further * (1.0 if count is None else own / count)
 
     def _refuse(self, others: dict[str, Any]) -> None:
-        """What a call of another model may have, and this one has not."""
+        """Raises for arguments that other models accept and this one does not."""
         for name, value in others.items():
             if value is None or value is False:
                 continue

@@ -1,4 +1,4 @@
-"""Which forward of this package computes what a layer of transformers does."""
+"""Finds the forward of this package that computes the same as a layer of transformers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _norm(module: nn.Module) -> Finding:
     )
     if isinstance(found, Left) or found is layers.layer_norm:
         return found
-    # They differ where rows in bf16 meet weights in fp32.
+    # The norms differ where bf16 rows meet fp32 weights.
     wide = twin(module, torch.float32, {})
     mixed = same(lambda _: wide, layers.WIDENING_NORMS, size, [torch.bfloat16])
     return found if isinstance(mixed, Left) and found is layers.rms_norm else mixed

@@ -33,7 +33,7 @@ FORWARDS: dict[str, tuple[Forward, bool]] = {
 
 @dataclass(frozen=True)
 class LocalLayer:
-    """What `kernels` expects of a repository: `load` gives the layer.
+    """Layer in the form that `kernels` expects of a repository: `load` returns the class.
 
     Args:
         layer: a class whose forward runs on the modules of transformers.

@@ -1,4 +1,4 @@
-"""Which models and layers ask transformers' AttentionInterface for their attention."""
+"""Finds the models and layers that ask transformers' AttentionInterface for their attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers of transformers compute, on this package's kernels.
+"""Forwards of transformers' layers on this package's kernels.
 
 Each is a forward for modules that hold the parameters under transformers' names: for `patch`, which
 chooses among NORMS and MLPS, and for `kernel_mapping`, which goes by names of layers.

@@ -21,8 +21,8 @@ _TAKEN = ("hidden_states", "position_embeddings", "attention_mask", "cache")
 
 @functools.cache
 def lightning_forward(kind: Any) -> Finding:
-    """Its forward with `functional.gated_linear_attention` in place of products of blocks and a
-    loop over the tokens after them."""
+    """Returns lightning attention's forward on `functional.gated_linear_attention`, which replaces
+    block products and a loop over the remaining tokens."""
 
     def forward(
         self: Any,

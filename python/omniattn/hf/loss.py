@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Number = float  # which is a method in a class below
-#: What a head computes in place of logits, from its input, weight and bias.
+#: Computes a loss from the head's input, weight and bias, in place of logits.
 Loss = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
@@ -97,7 +97,7 @@ class DeferredLogits:
         return self.made is None and self.shape[-1] == vocab_size
 
     def cross_entropy(self, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-        """Of the logits, for targets of as many elements as x has rows."""
+        """Computes the cross entropy of the logits; target has one element for each row of x."""
         cap = self.cap or 0.0
         scale = self.scale * (self.cap or 1.0)
 

@@ -66,12 +66,12 @@ class RuleMask(torch.Tensor):
         return self
 
     def visible(self) -> Tensor:
-        """The same mask as a plain bool tensor, True is visible."""
+        """Returns the mask as a plain bool tensor; True is visible."""
         seen: Tensor = self._visible()
         return seen
 
     def dense(self) -> Tensor:
-        """The same mask as a plain tensor, bool or additive."""
+        """Returns the mask as a plain tensor, bool or additive."""
         return _as_dtype(self.visible(), self.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes the contents

@@ -38,7 +38,8 @@ def own_copy(state: Tensor) -> Tensor:
 
 
 def draws() -> Callable[..., Tensor]:
-    """The same random tensors each time, by their sizes."""
+    """Returns a function that draws random tensors of given sizes, in the same sequence each
+    time."""
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 

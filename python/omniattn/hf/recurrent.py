@@ -224,7 +224,7 @@ def _xlstm_cell(kind: Any) -> Finding:
         """query, key, value (B, H, T, size), gates (B, H, T); m_initial (B, H, 1)."""
         before, how = (c_initial, n_initial, m_initial), mode or self.config.mode
         given = [t for t in before if t is not None]
-        # They round the states of inference to a dtype of its own.
+        # In inference mode transformers rounds the states to a dtype of their own.
         rounded = how == "inference" and self.config.inference_state_dtype != "float32"
         known = how in ("train", "inference") and not rounded
         packing = packing_of(query, steps=2)
@@ -295,7 +295,7 @@ _HEADS = _delta_rule(functional.gated_delta_rule)
 _CHANNELS = _delta_rule(functional.kimi_delta_attention)
 #: Whole layers, which packages for GPUs have alone.
 _FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
-#: What makes our function, by the name of the one that it replaces.
+#: Makers of our functions, by the names of the functions that they replace.
 _MAKERS: dict[str, Callable[[Forward], Forward]] = {
     "causal_conv1d_fn": _convolution,
     "causal_conv1d_update": _convolution_step,

@@ -91,7 +91,8 @@ def _is_ours(name: str | None) -> bool:
 def _requested(
     config: PreTrainedConfig, implementation: str | dict[str, Any]
 ) -> Iterator[tuple[PreTrainedConfig, str]]:
-    """What `set_attn_implementation` is about to give to a config and all configs in it."""
+    """Yields each config with the implementation that `set_attn_implementation` is about to give
+    it."""
     if not isinstance(implementation, dict):
         implementation = dict.fromkeys(("", *config.sub_configs), implementation)
     yield config, implementation.get("", config._attn_implementation)

@@ -196,7 +196,7 @@ def _expanded(t: Tensor, dims: tuple[int, ...]) -> bool:
     return all(t.stride(d) == 0 or t.shape[d] == 1 for d in dims)
 
 
-#: What makes our function, by the name of the one that it replaces.
+#: Makers of our functions, by the names of the functions that they replace.
 SCANS: dict[str, Callable[[Forward], Forward]] = {
     "mamba_selective_scan": _channels,
     "mamba_selective_state_update": _channel_step,
@@ -206,7 +206,7 @@ SCANS: dict[str, Callable[[Forward], Forward]] = {
 
 
 def same_scan(name: str, original: Forward, ours: Forward) -> list[tuple[Tensor, ...]]:
-    """What the two give on a probe."""
+    """Returns the results of both functions on a probe."""
     return [tuple(_PROBES[name](function)) for function in (original, ours)]
 
 

@@ -21,7 +21,7 @@ class DecoderStates:
         max_length: tokens that the first storage has room for; it doubles when it is full.
     """
 
-    #: What transformers asks of a cache.
+    #: Attributes that transformers reads from a cache.
     is_compileable = False
     is_croppable = False
     is_sliding = (False,)

@@ -19,7 +19,8 @@ __all__ = ["original_of", "subclass"]
 
 _log = logging.getLogger("omniattn")
 
-#: What makes forwards of classes, which cannot be pickled; all others are functions of a file.
+#: Functions that make forwards of classes. These cannot be pickled; all others are module-level
+#: functions.
 _MAKERS = (
     rotary_forward,
     recurrent_forward,

@@ -1,4 +1,4 @@
-"""What a model requires of the states of its layers."""
+"""Checks that a model's layer states fit the model."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class BertSizes(EncoderConfig):
 
 @dataclass(frozen=True)
 class BertConfig(BertSizes):
-    """Of a :class:`Bert`: the fields of :class:`BertSizes`."""
+    """Config of :class:`Bert`: the fields of :class:`BertSizes`."""
 
     architecture = "bert"
     hf = Counterpart(
@@ -113,7 +113,7 @@ class BertConfig(BertSizes):
 
 @dataclass(frozen=True)
 class BertClassifierConfig(BertSizes):
-    """Of a :class:`BertClassifier`: the fields of :class:`BertSizes`, and `classes`."""
+    """Config of :class:`BertClassifier`: the fields of :class:`BertSizes`, and `classes`."""
 
     architecture = "bert-classifier"
     hf = Counterpart(
@@ -292,7 +292,8 @@ class BertClassifier(BertEncoder):
         token_types: Tensor | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """What stands for each sequence (B, dim): tanh of the pooled state of its first token."""
+        """Returns one vector for each sequence (B, dim): tanh of the pooled state of its first
+        token."""
         x = self.hidden(tokens, token_types=token_types, mask=mask)
         return torch.tanh(self.pooler(x[:, 0]))
 

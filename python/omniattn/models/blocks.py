@@ -24,7 +24,7 @@ _KINDS = {"swa": 0, "full": 1, "sliding_attention": 0, "full_attention": 1}
 
 
 def layer_schedule(schedule: str | Sequence[str], num_layers: int) -> tuple[str, ...]:
-    """Which of the layers are "swa", attention to a window, and which "full".
+    """Returns the kind of each layer: "swa" (sliding-window attention) or "full".
 
     Args:
         schedule: a name of `SCHEDULES`; "n:m" for n layers of "swa", then m of "full", either

@@ -77,7 +77,7 @@ def read_checkpoint(path: Path | str) -> tuple[dict[str, torch.Tensor], dict[str
 
 
 def model_metadata(model: Model) -> dict[str, str]:
-    """What `load_model` needs besides the weights."""
+    """Returns the metadata that `load_model` needs in addition to the weights."""
     config = model.config
     layers = {type(module) for module in model.modules() if isinstance(module, Layer)}
     modules = {kind.__module__ for kind in layers | {type(config)}}

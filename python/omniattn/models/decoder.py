@@ -113,7 +113,7 @@ class Decoder(Model, Stateful):
 
         @property
         def common(self) -> dict[str, Any]:
-            """What the configs of all layers share."""
+            """Options that the configs of all layers share."""
             out_init_std = self.init_std / math.sqrt(2 * max(self.num_layers, 1))
             return {
                 "init_std": self.init_std,
@@ -261,7 +261,7 @@ class Decoder(Model, Stateful):
         return y
 
     def _scored(self, score_mod: ScoreMod | None) -> dict[str, Any]:
-        """What the layers with scores get."""
+        """Returns the keyword arguments for layers that take a score_mod."""
         if score_mod is None:
             return {}
         if not any(map(_takes_score_mod, self.layers)):

@@ -27,7 +27,7 @@ def _mscale_to_hf(ours: DeepSeekConfig) -> dict[str, Any]:
 
 
 def _mscale(rope: dict[str, Any]) -> float:
-    """What transformers computes from the parameters of YaRN; 1 for other ones."""
+    """Computes transformers' attention factor from YaRN's parameters; 1 for other kinds of RoPE."""
     return 0.1 * (rope.get("mscale_all_dim") or 0) * math.log(rope.get("factor", 1)) + 1
 
 

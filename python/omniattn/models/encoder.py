@@ -1,4 +1,4 @@
-"""What the configs of encoders share."""
+"""Base class of the configs of encoders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EncoderConfig(ModelConfig):
 
     @property
     def common(self) -> dict[str, Any]:
-        """What the configs of all layers share."""
+        """Options that the configs of all layers share."""
         return {"init_std": self.init_std, "out_init_std": self.init_std, "backend": self.backend}
 
     def linear(self, n_in: int, n_out: int) -> Linear.Config:

@@ -93,7 +93,7 @@ def llama_counterpart(
             "init_std": "initializer_range",
             **options,
         },
-        # Both keep rotary pairs half-split, and both interleave those of latent attention.
+        # Here as in transformers, rotary pairs are half-split, and interleaved in latent attention.
         ((r"^(?!lm_head)", "model."), (r"mixer", "self_attn")),
         fixed={"hidden_act": "silu", "attention_dropout": 0.0, **fixed},
         conversions=(Conversion(_rope_to_hf, _rope_from_hf), *conversions),

@@ -22,16 +22,16 @@ class Sized(Protocol):
 
 
 class Generator(Protocol):
-    """What `generate` needs of a model, which may be any module that has it."""
+    """Interface that `generate` needs; any module that has it will do."""
 
     training: bool
 
     @property
     def config(self) -> Sized:
-        """Its config."""
+        """Config of the model."""
 
     def new_state(self, batch: int, max_length: int) -> Any:
-        """What `hidden` reads and updates, before the first token."""
+        """Returns the empty state, which `hidden` reads and updates."""
 
     @property
     def hidden(self) -> Callable[..., torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What an architecture is called in transformers: its options, its weights and their copies."""
+"""Maps an architecture to transformers: names of its options, names and layouts of its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers published hybrids of recurrences and attention have, as data."""
+"""Layer patterns of published hybrids of recurrences and attention, as data."""
 
 from __future__ import annotations
 

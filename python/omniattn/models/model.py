@@ -1,4 +1,4 @@
-"""What all architectures have in common: a model, and its Config, which goes into files."""
+"""Base classes of all architectures: Model, and ModelConfig, which is saved in files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Model(nn.Module):
     config: ModelConfig
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """What training adds to the loss of the last forward, apart from that of the routers."""
+        """Returns the terms that training adds to the last forward's loss, except those of the
+        routers."""
         return 0.0
 
     def further_losses(self) -> dict[str, float]:
@@ -133,7 +134,7 @@ class ModelConfig(ABC):
     #: Name of the architecture in files; a config joins `architectures` by having one.
     architecture: ClassVar[str]
     architectures: ClassVar[dict[str, type[ModelConfig]]] = {}
-    #: Its names in transformers, None where that does not have it.
+    #: Counterpart in transformers; None if it has none.
     hf: ClassVar[Counterpart | None] = None
 
     backend: str | None = field(default=None, kw_only=True)

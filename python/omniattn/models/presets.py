@@ -138,7 +138,7 @@ def _xlstm() -> BlocksConfig:
     return BlocksConfig(dim=base.dim, num_layers=base.num_layers, blocks=tuple(blocks))
 
 
-#: What `python -m omniattn train` offers.
+#: Models that `python -m omniattn train` offers.
 TRAINED: dict[str, ModelConfig] = {
     "llama-tiny": LlamaConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=176),
     "llama": LlamaConfig(),

@@ -64,7 +64,7 @@ class Routers:
         return f"busiest expert {busiest:.2f}x, dropped {share:.1%}, aux {self.losses[-1]:.4f}"
 
     def history(self) -> dict[str, Tensor]:
-        """What `restore` takes, for checkpoints."""
+        """Returns the history for checkpoints, as `restore` takes it."""
         if not self.loads:
             return {}
         return {

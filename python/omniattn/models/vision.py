@@ -50,7 +50,7 @@ HF_FIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class VisionConfig(EncoderConfig):
-    """What the classifiers share.
+    """Options that the classifiers share.
 
     Args:
         classes, channels, image, patch: sizes; images are square, `patch` divides their side.

@@ -19,7 +19,7 @@ LAYOUTS: tuple[Layout, ...] = ("padded", "gapped", "transposed", "stepped")
 
 
 def relayout(t: Tensor, layout: Layout) -> Tensor:
-    """The same values elsewhere; every element of the storage that is not one of them is poison.
+    """Copies t to storage of another layout, whose other elements are poison.
 
     padded: a hole after each row and around the whole, unit last stride, odd offset.
     gapped: 4 elements of a hole after each row, at an aligned address: rows off 16 bytes.

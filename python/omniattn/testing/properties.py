@@ -1,4 +1,4 @@
-"""What every op promises, as functions of (spec, case, dtype) that raise AssertionError.
+"""Properties that every op promises, as functions of (spec, case, dtype) that raise AssertionError.
 
 `PROPERTIES` maps the name of each to its function; tests/ops/test_specs.py runs them over the
 registry, and the `omniattn_check` fixture runs them on a user's own sizes.
@@ -169,7 +169,7 @@ def dynamic(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 
 def dynamic_each(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
-    """The same with the sizes of no tensor and of each alone constant."""
+    """Checks dynamic shapes with all sizes dynamic, then with the sizes of one tensor constant."""
     for name in (None, *spec.call(case, dtype).tensors):
         _assert_dynamic(spec, case, dtype, [name])
 
@@ -299,7 +299,7 @@ def mapped(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 
 def mapped_pairs(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
-    """The same of any two tensors."""
+    """Checks vmap over each pair of tensors."""
     call = spec.call(case, dtype)
     for names in itertools.combinations(call.tensors, 2):
         _assert_mapped(spec, call, names)

@@ -83,7 +83,7 @@ class Call:
         return self.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def requiring_grad(self) -> Call:
-        """The same values as fresh leaves, with requires_grad on the differentiable ones."""
+        """Returns the call on fresh leaves, with requires_grad on the differentiable ones."""
         leaves = {n: t.detach() for n, t in self.tensors.items()}
         for name in self.differentiable:
             leaves[name].requires_grad_()
@@ -191,12 +191,12 @@ class OpSpec:
 
     @property
     def public(self) -> Function:
-        """What users call."""
+        """Public function, as users call it."""
         return self.adapt(getattr(functional, self.name))
 
     @property
     def function(self) -> Function:
-        """What is checked: the public function on its native kernel."""
+        """Function that is checked: the public one on its native kernel."""
         if not self.chooses:
             return self.public
         return functools.partial(self.public, backend=current_device().type)

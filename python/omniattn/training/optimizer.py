@@ -1,4 +1,5 @@
-"""What the trainer gives AdamW, for other training loops too: groups and learning rates."""
+"""Parameter groups and learning rates that the trainer gives AdamW, for other training loops
+too."""
 
 from __future__ import annotations
 

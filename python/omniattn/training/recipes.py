@@ -1,4 +1,4 @@
-"""What each architecture is trained on by `python -m omniattn train`, and with which options."""
+"""Tasks and options with which `python -m omniattn train` trains each architecture."""
 
 from __future__ import annotations
 

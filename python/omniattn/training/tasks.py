@@ -1,4 +1,4 @@
-"""What models are trained on: batches of a data set, and metrics of the results.
+"""Tasks for training: batches of a data set, and metrics of the results.
 
 A batch is the tuple of arguments that makes `model(*batch)` the mean loss; the targets come last.
 """
@@ -33,9 +33,9 @@ _HELD_OUT_SEED = 0x48454C44
 class Task(ABC):
     """A data set with a held-out split, seen by one kind of model."""
 
-    #: What the loss is counted in.
+    #: Unit of the loss.
     unit: ClassVar[str]
-    #: What an example consists of, for the speed.
+    #: Name of an example's items, for displayed speeds.
     items: ClassVar[str]
     #: Number of them in an example.
     items_per_example: int

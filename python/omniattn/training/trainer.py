@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What determines a training run, except the content of its data.
+    """Options that determine a training run, except the content of its data.
 
     Args:
         model: a name in PRESETS, or the config of a model.

@@ -184,7 +184,8 @@ class MultiHeadLatentAttention(Mixer):
         return turned
 
     def _query_latent(self, x: Tensor) -> Tensor:
-        """What the queries are made of: their normed latent (B, T, q_lora_rank), or x."""
+        """Returns the input of the query projection: the normed latent (B, T, q_lora_rank), or
+        x."""
         c = self.config
         if c.q_lora_rank is None:
             return x

@@ -129,7 +129,7 @@ class MultiheadAttention(Layer):
     def from_torch(
         cls, module: nn.MultiheadAttention, *, backend: str | None = None
     ) -> MultiheadAttention:
-        """The same layer with copies of its weights, on its device and in its dtype."""
+        """Copies a layer of torch: its weights, device and dtype."""
         config = cls.Config(
             module.embed_dim,
             module.num_heads,

@@ -25,8 +25,9 @@ def with_positions(
     attend: Attend,
     positional: bool = False,
 ) -> tuple[Tensor | Mask | None, ScoreMod | None, Attend]:
-    """Of a call whose keys are the views k (B, S, ...) of a cache: the mask, a score_mod of the
-    positions of tokens, and what attends; `positional` if more of the scores depends on these."""
+    """Returns the mask, the score_mod by token positions and the attention function of a call whose
+    keys are a cache's views k (B, S, ...). `positional` is True if other parts of the scores depend
+    on positions."""
     if mask is not None and not isinstance(mask, (Tensor, Mask)):
         score_mod, mask = masked_by(mask, score_mod), None
     mask = with_cache(cache, mask, positional or score_mod is not None)

@@ -25,7 +25,7 @@ class Sequences:
     """
 
     nested: Any = None
-    #: Of a padded batch, bool (B, T): which of its tokens are those of `nested`.
+    #: Real tokens of a padded batch, (B, T) bool: True where `nested` holds the token.
     tokens: Tensor | None = None
 
     @property
@@ -62,7 +62,7 @@ class Sequences:
         return self.nested.offsets().diff()[self.entries(t)][None]
 
     def positions(self, t: Tensor) -> Tensor:
-        """Of each token of t (B, T, ...) the position in its sequence (T,)."""
+        """Position (T,) of each token of t (B, T, ...) within its sequence."""
         tokens = torch.arange(t.shape[1], device=t.device)
         if self.nested is None:
             return tokens
@@ -84,7 +84,7 @@ class Sequences:
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def sizes(self, t: Tensor) -> Tensor:
-        """Of t (B, T, ...), the length of each sequence (N,), or one for all (1,)."""
+        """Length of each sequence (N,) of t (B, T, ...), or (1,) if all have the same."""
         if self.nested is not None:
             sizes: Tensor = self.nested.offsets().diff()
             return sizes
@@ -106,8 +106,8 @@ class Sequences:
         return y.flatten(0, 1).index_select(0, rows)[None]
 
     def before(self, t: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of t (B, T, ...) the token before each one, where those of `first` (N, ...), or zeros,
-        precede the sequences, and the last token of each sequence (N, ...)."""
+        """Returns the previous token of each token of t (B, T, ...), and the last token of each
+        sequence (N, ...). `first` (N, ...), or zeros, precedes the sequences."""
         count = t.shape[0] if self.nested is None else self.nested.shape[0]
         first = t.new_zeros(count, *t.shape[2:]) if first is None else first.to(t.dtype)
         if self.nested is None:
@@ -120,7 +120,7 @@ class Sequences:
         return earlier[None], torch.where(offsets.diff()[:, None] > 0, steps[offsets[1:]], first)
 
     def kept(self, t: Tensor) -> Tensor:
-        """Of t (T, ...) or (B, T, ...) what belongs to tokens (total, ...), where some do not."""
+        """Selects the rows (total, ...) of t (T, ...) or (B, T, ...) that belong to real tokens."""
         return t if self.tokens is None else t.expand(*self.tokens.shape, -1)[self.tokens]
 
     def restored(self, t: Tensor) -> Tensor:
@@ -156,7 +156,8 @@ def sequences_of(
 
 
 def without_padding(x: Tensor, tokens: Tensor) -> tuple[Tensor, Sequences]:
-    """Of x (B, T, dim) the tokens, bool (B, T), as (1, total, dim), and their sequences."""
+    """Returns the real tokens of x (B, T, dim) as (1, total, dim), and their sequences. `tokens`
+    (B, T) bool marks them."""
     offsets = torch.nn.functional.pad(tokens.sum(1).cumsum(0), (1, 0))
     values = x[tokens]
     nested = torch.nested.nested_tensor_from_jagged(values.detach(), offsets)

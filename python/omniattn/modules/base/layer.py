@@ -1,4 +1,4 @@
-"""What all layers that are built from a `Config` have in common."""
+"""Base classes of all layers that are built from a `Config`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SIGNED = ("offset", "scale", "clamp_length", "lower_bound")
 #: Numbers that must not be 0.
 _POSITIVE = ("base", "mscale", "max_exponent", "mlp_ratio")
 _LARGEST = sys.float_info.max
-#: What the annotation of a field of plain values allows, by its parts.
+#: Types that the parts of a plain field's annotation allow.
 _TYPES: dict[str, type] = {
     "int": Integral,
     "float": Real,
@@ -113,7 +113,7 @@ def _check_number(op: str, name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What a layer is built from."""
+    """Base class of the configs of layers."""
 
     #: The layer that has this class as its `Config`.
     layer: ClassVar[type[Layer]]
@@ -131,7 +131,7 @@ class LayerConfig:
             )
 
     def with_backend(self, backend: str | None) -> Self:
-        """The same with another backend of this layer and its parts, unless that is None."""
+        """Returns a copy whose layer and parts use `backend`, or self if that is None."""
         if backend is None:
             return self
         changed: dict[str, Any] = {}

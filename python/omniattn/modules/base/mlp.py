@@ -30,7 +30,7 @@ GATED_ACTIVATIONS = {
 
 
 class _FeedForward(ChannelMixer):
-    """What both kinds share: calls of the projections one by one, where these are not plain."""
+    """Base of both kinds: calls the projections one by one where they are not plain."""
 
     config: Any
     up_proj: Linear

@@ -1,4 +1,4 @@
-"""What a token mixer keeps of the tokens seen so far: the protocol, and recurrent states."""
+"""States that token mixers keep of past tokens: the protocol, and recurrent states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 @runtime_checkable
 class State(Protocol):
-    """What decoding needs of the state of a layer, whatever its mixer is. Inference only.
+    """Interface that decoding needs of a layer's state, whatever its mixer is. Inference only.
 
     A mixer reads it in `forward(x, state=state)`, and updates it to the state after the last token
     of x. `copy.deepcopy` copies it.
@@ -50,7 +50,7 @@ class State(Protocol):
         """Replaces row b by row index[b]; index (B',) int repeats, drops or swaps sequences."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been stored, without unused storage."""
+        """Returns the stored contents, without unused storage."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the `state_dict` of a state of the same kind and sizes."""
@@ -131,7 +131,7 @@ class RecurrentState:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the tensors of one sequence."""
+        """Shapes of the tensors of one sequence, by name."""
         return {name: tuple(t.shape[1:]) for name, t in self._tensors.items()}
 
     def require_like(

@@ -59,7 +59,7 @@ class Cache(ABC):
 
     @property
     def mask(self) -> Mask | None:
-        """Which keys of the views belong to a sequence, None if all do."""
+        """Mask of the views' keys that belong to a sequence; None if all do."""
         return None
 
     @property

@@ -29,7 +29,7 @@ class Kept(NamedTuple):
     weight: Tensor
 
     def take(self, slots: Tensor) -> Kept:
-        """Those of slots (B, H, n)."""
+        """Selects the given slots (B, H, n)."""
         rows = slots[..., None]
         k, v = (t.gather(2, rows.expand(-1, -1, -1, t.shape[3])) for t in self[:2])
         return Kept(k, v, self.positions.gather(2, slots), self.weight.gather(2, slots))
@@ -125,7 +125,7 @@ class EvictingCache(Cache):
 
     @property
     def evicted(self) -> Tensor:
-        """Which tokens are no longer kept, (B, Hkv, length) bool."""
+        """True for tokens that are no longer kept, (B, Hkv, length) bool."""
         return evicted_of(self.positions, self.length)
 
     def views(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""Which tokens an evicting cache keeps: the interface of its policies, and the published ones."""
+"""Eviction policies, which choose the tokens that a cache keeps: the interface, and published
+policies."""
 
 from __future__ import annotations
 
@@ -62,12 +63,12 @@ class Eviction(ABC):
         return 0
 
     def admits(self, slots: Slots, new: int) -> Tensor | None:
-        """Which slots are left before `new` tokens come, None for all."""
+        """Selects the slots that stay when `new` tokens come; None for all."""
         return None
 
     @abstractmethod
     def keep(self, slots: Slots) -> Tensor:
-        """Which slots (B, H, S) are left after a call."""
+        """Selects the slots (B, H, S) that stay after a call."""
 
 
 def require_sizes(name: str, least: int, **sizes: int) -> None:

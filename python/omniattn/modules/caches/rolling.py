@@ -101,7 +101,7 @@ class RollingCache(StoredCache):
 
     @property
     def evicted(self) -> Tensor:
-        """Which tokens are no longer kept, (B, Hkv, length) bool."""
+        """True for tokens that are no longer kept, (B, Hkv, length) bool."""
         return evicted_of(self.positions, self.length)
 
     def views(self) -> tuple[Tensor, Tensor]:

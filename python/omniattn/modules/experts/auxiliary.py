@@ -18,7 +18,7 @@ class AuxiliaryLoss(nn.Module):
     `auxiliary_loss`, each times its `auxiliary_weight`.
     """
 
-    #: What `further_losses` of a model calls it.
+    #: Name of the loss in `further_losses` of a model.
     auxiliary_name: ClassVar[str] = "auxiliary"
     auxiliary: Tensor | None = None
 

@@ -22,7 +22,7 @@ from omniattn.modules.experts.experts import Experts
 from omniattn.modules.experts.router import Router
 from omniattn.modules.experts.router_state import RouterState, in_backward, load_entropy
 
-#: Of the noisy router: squared variation of importance and of load (Shazeer et al. 2017).
+#: Loss of the noisy router: squared variation of importance and of load (Shazeer et al. 2017).
 IMPORTANCE_LOAD = "importance_load"
 
 
@@ -291,7 +291,7 @@ class MoE(ChannelMixer):
         return y
 
     def _of_sequences(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
-        """Of a nested x: a batch with padding, as capacities and losses are those of sequences."""
+        """Pads a nested x to a batch, since capacities and losses are counted by sequence."""
         if token_mask is not None:
             raise ValueError(
                 "MoE: token_mask must be None where x is nested, "

@@ -41,7 +41,7 @@ class Router(Float32Buffers, Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Which experts take a token, and with which weights.
+        """Chooses the experts of each token and their weights.
 
         Args:
             dim, experts: width of a token, number of experts.

@@ -1,4 +1,4 @@
-"""What the router of a mixture of experts did in the last forward."""
+"""Statistics of a router in the last forward of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 
 class RouterState(NamedTuple):
-    """What the router of a :class:`omniattn.modules.MoE` did in the last forward.
+    """Statistics of the router of a :class:`omniattn.modules.MoE` in the last forward.
 
     A forward that activation checkpointing repeats in the backward does not count.
 

@@ -244,7 +244,7 @@ class Mamba(StateMixer):
         )
 
     def _step(self, x: Tensor, state: RecurrentState) -> Tensor:
-        """The same for one token, with the state updated in place."""
+        """Computes forward for one token, with the state updated in place."""
         c = self.config
         u, z = self.in_proj(x).chunk(2, -1)
         taps = state.derived("taps", self.conv1d.weight, channels_last)

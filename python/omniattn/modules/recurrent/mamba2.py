@@ -103,7 +103,7 @@ class Mamba2(StateMixer):
 
         @property
         def width(self) -> int:
-            """Of v and z."""
+            """Width of v and z."""
             return self.expand * self.dim
 
         @property
@@ -112,7 +112,7 @@ class Mamba2(StateMixer):
 
         @property
         def conv_width(self) -> int:
-            """Of v, B and C."""
+            """Number of channels of the convolution: v, B and C."""
             return self.width + 2 * self.ngroups * self.d_state
 
     config: Config
@@ -194,7 +194,7 @@ class Mamba2(StateMixer):
         )
 
     def _step(self, x: Tensor, state: RecurrentState) -> Tensor:
-        """The same for one token, with the state updated in place."""
+        """Computes forward for one token, with the state updated in place."""
         c = self.config
         z, u, dt = self.in_proj(x).split((c.width, c.conv_width, c.num_heads), -1)
         taps = state.derived("taps", self.conv1d.weight, channels_last)

@@ -1,4 +1,4 @@
-"""What token mixers with a matrix state for each head have in common."""
+"""Base classes of token mixers with a matrix state for each head."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RecurrentConfig(LayerConfig):
 
     @property
     def state_size(self) -> tuple[int, int]:
-        """Of the state of a head."""
+        """Sizes of a head's state."""
         return self.k_size, self.v_size
 
 
@@ -221,7 +221,8 @@ def low_rank(
 
 
 def fp32(dtype: torch.dtype | None) -> torch.dtype:
-    """Of parameters that stay in fp32 in a layer of dtype: fp64 only where that is."""
+    """Returns the dtype of parameters that stay in fp32 in a layer of `dtype`: fp64 if that is
+    fp64, else fp32."""
     dtype = torch.get_default_dtype() if dtype is None else dtype
     return torch.float64 if dtype == torch.float64 else torch.float32
 

@@ -29,7 +29,7 @@ __all__ = ["RWKV4TimeMix", "RWKVChannelMix"]
 
 @dataclass(frozen=True)
 class RWKVConfig(LayerConfig):
-    """What all of these layers have.
+    """Options that all RWKV layers share.
 
     Args:
         dim: width of x and y.

@@ -23,7 +23,7 @@ __all__ = ["RWKV5TimeMix", "RWKV6TimeMix", "RWKV7TimeMix"]
 
 @dataclass(frozen=True)
 class RWKVHeadsConfig(RWKVConfig):
-    """The same for layers with heads.
+    """Options of RWKV layers with heads.
 
     Args:
         head_dim: of each head; dim is a multiple of it.

@@ -27,7 +27,7 @@ __all__ = ["S4", "S4D"]
 
 @dataclass(frozen=True)
 class SSMConfig(LayerConfig):
-    """What both layers have."""
+    """Options that both layers share."""
 
     dim: int
     state_size: int = 64

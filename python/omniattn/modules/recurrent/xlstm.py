@@ -28,7 +28,7 @@ __all__ = ["MLSTM", "SLSTM"]
 
 @dataclass(frozen=True)
 class XLSTMConfig(LayerConfig):
-    """What both layers have.
+    """Options that both layers share.
 
     Args:
         dim: width of x and y.

@@ -27,7 +27,7 @@ from omniattn.modules.experts.auxiliary import AuxiliaryLoss
 
 
 class DSAState:
-    """What DeepSeek sparse attention keeps of a token: its latent, and the key of the indexer.
+    """Caches of DeepSeek sparse attention: each token's latent and its indexer key.
 
     Args:
         latents: cache of the latents, as of MultiHeadLatentAttention.

@@ -66,7 +66,7 @@ class Compression(nn.Module):
 
 
 class NSAState:
-    """What NSA keeps: keys and values of each branch, or shared ones, and the compressed ones.
+    """Caches of NSA: keys and values of each branch, or shared by all, and the compressed ones.
 
     Args:
         branches: caches of compressed keys' tokens, of selected blocks and of the window, or one.
@@ -82,7 +82,7 @@ class NSAState:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What a layer must share with the one that made this: branches, size and stride."""
+        """Number of branches, size and stride; a layer that uses the state must have the same."""
         return len(self.branches), self._size, self._stride
 
     @property

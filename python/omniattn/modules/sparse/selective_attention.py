@@ -51,7 +51,8 @@ class SelectiveCache(KVCache):
 
     @property
     def penalty(self) -> Tensor:
-        """Of the next query, 0 for tokens that none has seen yet."""
+        """Penalty (B, length) of each token for the next query; 0 for tokens that no query has seen
+        yet."""
         return self._penalty[:, : self.length]
 
     def penalise(self, penalty: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What attention layers with a static pattern share: projections, rotation, cache."""
+"""Base class of attention layers with a static pattern: projections, rotation, cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the OpSpecs of several families share."""
+"""Cases and helpers that the OpSpecs of several families share."""
 
 from __future__ import annotations
 

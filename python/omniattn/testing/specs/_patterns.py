@@ -36,7 +36,7 @@ PATTERNS: dict[str, masks.Mask] = {
     ),
 }
 
-#: Those of the benchmark, for 1024 queries and keys.
+#: Patterns of the benchmark, for 1024 queries and keys.
 LONG_PATTERNS: dict[str, masks.Mask] = {
     "prefix": masks.PrefixLM(torch.tensor([256])),
     "chunked": masks.Chunked(256),

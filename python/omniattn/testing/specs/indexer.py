@@ -152,7 +152,7 @@ def _loss_inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _lse(case: Case, made: dict[str, Tensor]) -> Tensor:
-    """What the attention returned."""
+    """Returns the lse of the attention."""
     options = {"causal": case.options.get("causal", True), "return_lse": True}
     q, k, lists = made["q"], made["k"], made.get("indices")
     if lists is None:

@@ -43,7 +43,8 @@ def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _flops(case: Case, pass_: Pass) -> float:
-    """Of the selected keys; lists hold the own block and, where there are, topk - 1 before it."""
+    """Counts the FLOPs of the selected keys. A list holds the query's own block and up to topk - 1
+    earlier ones."""
     s, size = case.sizes, case.options["block_size"]
     position = torch.arange(s["Tq"]) + s["Tk"] - s["Tq"]
     keys = (position // size).clamp(max=case.options["topk"] - 1) * size + position % size + 1

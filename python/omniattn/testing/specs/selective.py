@@ -27,7 +27,7 @@ def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _flops(case: Case, pass_: Pass) -> float:
-    """Those of causal attention, and once more the products q k of head 0."""
+    """Counts the FLOPs of causal attention, and the products q k of head 0 a second time."""
     causal = replace(case, options={"causal": True})
     return attention_flops(causal, pass_) * (1 + 0.5 / case.sizes["H"])
 

@@ -127,7 +127,7 @@ def _two_patterns(case: Case) -> masks.Mask:
 
 
 def _rounded_parts(name: str) -> Function:
-    """The same calls of attention, each by its definition and rounded to the dtype."""
+    """Makes the same calls of attention by its definition, each rounded to the dtype."""
     module = sys.modules[getattr(functional, name).__module__]
 
     def attend(*tensors: Tensor, backend: str | None = None, **options: Any) -> Any:
