@@ -49,7 +49,7 @@ def relative(found: Tensor, exact: Tensor) -> float:
 
 @torch.no_grad()
 def measure_long(spec: OpSpec, dtype: torch.dtype, tokens: int, eager: bool = False) -> Long:
-    """Of the outputs, against the fp64 kernel on the same rounded inputs."""
+    """Measures errors of the outputs against the fp64 kernel on the same rounded inputs."""
     call = spec.call(long_case(spec, tokens), dtype)
     exact = call.to(torch.float64).run(spec.function)[0]
     found = call.run((spec.eager or spec.reference) if eager else spec.function)[0]

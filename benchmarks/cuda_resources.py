@@ -28,8 +28,8 @@ ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 SPILLED = re.compile(r"[1-9]\d* bytes spill (?:stores|loads)")
-#: What a launcher may call of the CUDA runtime: nothing that waits or allocates, so that graphs can
-#: capture it.
+#: Functions of the CUDA runtime that a launcher may call. None of them waits or allocates, so that
+#: graphs can capture the launch.
 LAUNCHING = {"LaunchKernel", "FuncSetAttribute", "GetLastError", "GetErrorString"}
 LAUNCHING |= {"GetDevice", "DeviceGetAttribute"}  # the shared memory that a block can have
 
@@ -42,7 +42,7 @@ def release() -> str:
 
 
 def checksum(source: Path) -> str:
-    """Of a file and all that it includes."""
+    """Returns the checksum of a file and of all files that it includes."""
     todo, seen = [source], {}
     while todo:
         file = todo.pop()
@@ -69,7 +69,8 @@ it and of what it includes.
 
 
 def compiled(source: Path) -> str:
-    """What ptxas says about a file; an error where compiling takes too long to work with."""
+    """Returns ptxas' output for a file; exits if compilation fails or is slow, or if registers
+    spill."""
     targets = [arch.removeprefix("sm_") for arch in ARCHS]
     with tempfile.TemporaryDirectory() as folder:
         command = [*filter(None, [shutil.which("ccache")]), "nvcc", "-std=c++20", "-O3", "-c"]
@@ -86,7 +87,7 @@ def compiled(source: Path) -> str:
         ).stdout
     if process.returncode != 0:
         sys.exit(text)
-    # Of the processor, not of the clock: a busy machine is no reason.
+    # CPU time, not wall time, so that a busy machine causes no error.
     if (seconds := usage.ru_utime + usage.ru_stime) > LONGEST_COMPILATION:
         sys.exit(f"{source.name}: {seconds:.0f} s; split its instantiations")
     if spilled := SPILLED.search(text):

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent
 
 
 def commands(threads: int, quick: bool, force: bool) -> dict[str, list[list[str]]]:
-    """What each step runs."""
+    """Returns the commands of each step."""
     options = ["--threads", str(threads), *["--force"] * force, *["--quick"] * quick]
     choice = ["--seconds", "0.01"] if quick else ["--record"]
     return {

@@ -142,7 +142,8 @@ def used_memory(row: Row) -> tuple[float | str, float | str]:
 
 
 def key(row: report.Row) -> tuple[str, ...]:
-    """What a new row takes the place of: the same one on the same family of CPUs."""
+    """Returns a row's key. A new row replaces the recorded one with its key: same row, same CPU
+    family."""
     return tuple(row[name] for name in ("row", "dtype", "pass", "against", "memory", "family"))
 
 

@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine can do, probed in this process: GFLOP/s by operand, GB/s from memory."""
+    """Ceilings of this machine, probed in this process: GFLOP/s by operand, GB/s from memory."""
 
     compute: Mapping[str, float]
     bandwidth: float

@@ -69,12 +69,12 @@ class Measured:
     torchs: float
 
     def gain(self, name: str) -> float:
-        """Of a level over the fastest one below it."""
+        """Speed-up of a level over the fastest one below it."""
         names = list(self.levels)
         return min(self.levels[n] for n in names[: names.index(name)]) / self.levels[name]
 
     def chosen(self, least: dict[str, int]) -> str:
-        """What the native library takes (isa_for of runtime/measured_isa.h)."""
+        """Returns the level that the native library chooses (isa_for of runtime/measured_isa.h)."""
         return next(n for n in reversed(self.levels) if self.madds >= least.get(n, 0))
 
 

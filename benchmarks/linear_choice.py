@@ -67,7 +67,7 @@ class Measured:
 
     @property
     def gain(self) -> float:
-        """Of forward and backward together."""
+        """Speed-up of forward and backward together."""
         ours, theirs = (f + b for f, b in zip(self.forward, self.backward, strict=True))
         return theirs / ours
 

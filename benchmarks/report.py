@@ -75,7 +75,7 @@ def save(name: str, record: dict[str, Any]) -> None:
 
 
 def other_rows(name: str, ops: list[str]) -> list[Row]:
-    """What an earlier record of this name, if any, says about ops that are not in `ops`."""
+    """Returns the rows of ops not in `ops` from an earlier record of this name, if there is one."""
     if not (RESULTS / f"{name}.json").exists():
         return []
     return [row for row in read(name)["rows"] if row["op"] not in ops]
@@ -184,7 +184,8 @@ def plot(name: str) -> None:
 
 
 def digest(record: dict[str, Any]) -> str:
-    """Of what the figure shows; kept in it, so that `--check` finds one of another record."""
+    """Returns the digest of the data in the figure. The figure stores it, so that `--check` notices
+    a figure of another record."""
     shown = [machine_line(record["machine"]), list(by_family(record["rows"]).items())]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 

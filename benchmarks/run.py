@@ -67,8 +67,8 @@ def op_tasks(names: list[str]) -> Iterator[Callable[[], Task]]:
 def op_task(
     spec: OpSpec, benchmark, dtype: torch.dtype, pass_, baselines=None, longest=LONGEST_CHECK
 ) -> Task:
-    """Ours and its baselines, by default all of them; `longest` limits sizes where they are
-    checked."""
+    """Makes the task of an op: ours and its baselines, by default all. `longest` limits the sizes
+    of the check."""
     baselines = BASELINES[spec.name] if baselines is None else baselines
     torch._dynamo.reset()  # a compiled baseline would count this shape as a recompilation
     with current_device():  # draws the inputs there
@@ -129,7 +129,7 @@ def check(
         )
 
 
-#: What --op calls the rows that are of no op, and what the tables do.
+#: Names, for --op and in tables, of rows that belong to no op.
 OTHERS = {"systems": "system", "training": "training step"}
 
 

@@ -15,7 +15,7 @@ from omniattn.testing import threads
 
 ROOT = Path(__file__).parents[1]
 
-# Of `pytest -n`: workers that each took all cores would wait for one another.
+# Under `pytest -n`, workers that each took all cores would wait for one another.
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
     share = max(1, torch.get_num_threads() // workers)
     torch.set_num_threads(share)
@@ -35,7 +35,8 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of `pytest -n auto`: more would not fit into the memory of most machines."""
+    """Number of workers of `pytest -n auto`; more would not fit into the memory of most
+    machines."""
     return min(8, os.cpu_count() or 1)
 
 

@@ -11,7 +11,7 @@ PATHS = sorted(notebooks.FOLDER.glob("*.ipynb"))
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 @pytest.mark.timeout(60)
 def test_runs_and_gives_what_is_stored(path):
-    """What a change should alter is stored by `python tests/support/notebooks.py`."""
+    """After an intended change, `python tests/support/notebooks.py` stores the new outputs."""
     cells = notebooks.code_cells(notebooks.read(path))
     for cell, outputs in zip(cells, notebooks.run(path), strict=True):
         found = notebooks.differences(cell, outputs)

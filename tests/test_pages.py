@@ -64,7 +64,7 @@ ROW = re.compile(r"^\| `([^`]+)` \| `([^`]+)` \|$", re.MULTILINE)
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_migration(one_thread):
-    """Both sides of every row of the tables give the same."""
+    """Asserts that both sides of every row of the tables give the same results."""
     names = run_page("docs/migration.md", {})
     rows = ROW.findall((ROOT / "docs/migration.md").read_text(encoding="utf-8"))
     assert len(rows) > 80

@@ -60,7 +60,7 @@ def work(seed: int, episodes: int, kinds: list[str]) -> None:
 
 
 class Run:
-    """What the processes of one run have done so far."""
+    """Progress of all processes of one run."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

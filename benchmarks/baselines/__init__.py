@@ -26,5 +26,5 @@ BASELINES: Mapping[str, Mapping[str, Function]] = {
     "dropout": {"eager": reference.dropout},
     "uniform_like": {"eager": reference.uniform_like},
 }
-#: The same on a GPU.
+#: Baselines on a GPU.
 ON_GPU: Mapping[str, Mapping[str, Function]] = BASELINES | attention.ON_GPU

@@ -1,4 +1,4 @@
-"""What baselines of all families share."""
+"""Helpers that baselines of all families share."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def padded_varlen(
     causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """What one does without a packed kernel: pad, mask, and take the rows out again."""
+    """Computes packed attention without a packed kernel: pads, masks, and selects the real rows."""
     lacks(options=options)
     lengths_q, lengths_k = cu_seqlens_q.diff()[:, None], cu_seqlens_k.diff()[:, None]
     rows_q = torch.arange(max_seqlen_q) < lengths_q

@@ -172,7 +172,7 @@ def mamba(
     cu_seqlens: Tensor | None = None,
     **imaginary: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """What MambaMixer of transformers runs without the kernels of mamba-ssm."""
+    """Computes MambaMixer's scan as transformers does without the kernels of mamba-ssm."""
     from transformers.models.mamba import modeling_mamba
 
     lacks(cu_seqlens=cu_seqlens is not None, complex_numbers=bool(imaginary))

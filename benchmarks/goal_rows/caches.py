@@ -11,7 +11,7 @@ from omniattn import functional
 from omniattn.modules import H2O, EvictingCache, Eviction, KVCache, SnapKV, Streaming, Threshold
 
 SEEN, HEADS, KV_HEADS, DIM = 32768, 32, 8, 128
-#: Of all places of the largest cache whose tokens move.
+#: Rotary tables for all positions in the largest cache whose tokens move.
 ROPE = functional.rotary_tables(functional.rope_frequencies(DIM), torch.arange(2049))
 
 

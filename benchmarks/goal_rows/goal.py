@@ -1,4 +1,4 @@
-"""What a row of goals.py is, and calls to make rows of."""
+"""Rows of goals.py, and functions that make them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from omniattn.testing.spec import Function, Pass
 from omniattn.testing.timing import once
 
 LENGTH, HEADS = 2048, 8
-#: Of the bound.
+#: Least share of the bound that a row must reach.
 LEAST = {"forward": 0.6, "forward+backward": 0.55}
 Named = dict[str, Tensor]
 

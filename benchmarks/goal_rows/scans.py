@@ -32,7 +32,7 @@ def selective(batch: int, steps: int, channels: int = 1536) -> dict[str, torch.T
 
 
 def selective_work(named: dict[str, torch.Tensor], pass_: Pass) -> dict[str, float]:
-    """What bounds a row."""
+    """Counts the exponentials, which bound a row."""
     sweeps = {"forward": 1.0, "forward+backward": 2.0}[pass_]
     return {"exponentials": sweeps * named["u"].numel() * named["A"].shape[1]}
 
@@ -83,7 +83,7 @@ def dual_rows() -> Iterator[Row]:
             )
 
 
-#: Of selective_scan: `selective` has steps before their softplus.
+#: Options of selective_scan, since the steps of `selective` precede softplus.
 SOFT = {"delta_softplus": True}
 
 
@@ -106,7 +106,8 @@ def step_rows() -> Iterator[Row]:
 
 
 def in_place_rows() -> Iterator[Row]:
-    """The same with states that are updated, as layers and transformers decode."""
+    """One token of eight sequences, with states updated in place, as layers and transformers
+    decode."""
     from transformers.models.mamba import modeling_mamba
     from transformers.models.mamba2 import modeling_mamba2
 

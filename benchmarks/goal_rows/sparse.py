@@ -282,7 +282,7 @@ def indexer_rows() -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of attention layers: grouped heads, or the latent and the indexer of DSA."""
+    """Sizes of an attention layer: grouped heads, or the latent and the indexer of DSA."""
 
     width: int
     heads: int

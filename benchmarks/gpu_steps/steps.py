@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py runs on a GPU: the items of each step, and how one is timed."""
+"""Steps of benchmarks/gpu.py on a GPU: the items of each step, and the timing of one item."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ import test_specs
 F32, BF16 = torch.float32, torch.bfloat16
 EACH = ("forward", "backward")
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
-#: Of the OpSpecs: those whose reason is a kernel, and that need no package but torch.
+#: Properties of the OpSpecs that concern kernels and need no package except torch.
 CHECKED = ("forward", "backward", "poisoned", "deterministic", "strided", "expanded_gradient")
 #: Sizes that are compared with fp64 on the CPU before a provider is timed.
 LONGEST_CHECK = {"B": 2, "T": 320, "Tq": 320, "Tk": 320, "M": 64, "V": 5003, "K": 512}
@@ -45,7 +45,7 @@ MESSAGE, OUTPUT = 3_000, 50_000  # characters that are kept
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a run is asked for; the items of each step follow from it, in every process alike."""
+    """Options of a run. They alone determine the items of each step, in every process."""
 
     ops: tuple[str, ...]
     properties: tuple[str, ...] = CHECKED
@@ -318,7 +318,7 @@ def gpu_memory(function: Callable[[], object]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What times and describes a device."""
+    """Device under test, its clock and its description."""
 
     device: str
     clock: Callable[[Callable[[], object], int], float]
@@ -432,7 +432,7 @@ def items(options: Options, step: str) -> list[Item]:
 
 @contextlib.contextmanager
 def ready(options: Options, step: str) -> Iterator[None]:
-    """What an item finds: its device, initialised, and its share of the processor's cores."""
+    """Sets up an item's environment: an initialised device, and its share of the CPU cores."""
     cores = os.cpu_count() or 1
     count = 1 if options.dry_run else max(1, cores // options.processes(step))
     with on_device(options.device), threads(count):

@@ -28,7 +28,8 @@ def _logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _of_head(ours: Loss, formula: Loss) -> Callable[[], dict[str, Provider]]:
-    """Both losses, functions of log-probabilities (B, T), with the head before them."""
+    """Makes providers of both losses, functions of log-probabilities (B, T), with the head before
+    them."""
     return lambda: functions(
         [normal(B, T, WIDTH), (0.1 * normal(V, WIDTH)).detach().requires_grad_()],
         ours=lambda x, w: ours(F.linear_log_prob(x, w, _target())),
@@ -37,7 +38,7 @@ def _of_head(ours: Loss, formula: Loss) -> Callable[[], dict[str, Provider]]:
 
 
 def _pair(log_prob: Tensor, average: bool = False) -> tuple[Tensor, Tensor]:
-    """Of the sequences, chosen ones first."""
+    """Returns the log-probabilities of the sequences: those chosen, then those rejected."""
     rows = log_prob.mean(-1) if average else log_prob.sum(-1)
     chosen, rejected = rows.chunk(2)
     return chosen, rejected

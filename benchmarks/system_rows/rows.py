@@ -168,7 +168,7 @@ def _mla() -> dict[str, Provider]:
 
 
 def _dsa() -> dict[str, Provider]:
-    """Of 1024 tokens each sees 256; the indexer learns too."""
+    """Attention to 256 of 1024 tokens; the indexer learns too."""
     sizes = (512, 8, None, 128, 64, 32, 64)
     config = m.DeepSeekSparseAttention.Config(*sizes, index_heads=4, index_dim=64, index_topk=256)
     cos, sin = F.rotary_tables(F.rope_frequencies(32), torch.arange(1024))

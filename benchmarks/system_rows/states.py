@@ -45,7 +45,7 @@ def _delayed() -> dict[str, Provider]:
 
 
 def _convolution() -> dict[str, Provider]:
-    """The same system as a convolution, its kernel of one power after another in "eager"."""
+    """State space model as a convolution; "eager" makes its kernel one power after another."""
 
     def ours(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         return F.fft_conv(u, F.ssm_kernel(A, B, C, T))
@@ -74,7 +74,7 @@ def _channels() -> dict[str, Provider]:
 
 
 def _discretisation(rule: str) -> dict[str, Provider]:
-    """Of a dense system, by torch.linalg alone in "eager"."""
+    """Discretisation of a dense system; "eager" uses torch.linalg alone."""
     A, B = F.hippo_legs(8)
     steps = torch.linspace(0.001, 0.1, 64)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from omniattn import reference
 from omniattn.encoding.masks import MaskKind, Rules
 
-#: What a provider computes, and what it takes gradients of.
+#: Function that a provider runs, and the tensors whose gradients it takes.
 Provider = tuple[Callable[[], Any], list[Tensor]]
 
 

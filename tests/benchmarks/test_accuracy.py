@@ -37,7 +37,7 @@ def test_errors_are_within_their_budgets():
 
 @pytest.mark.parametrize("name", accuracy.OPS)
 def test_errors_after_many_tokens(name, tokens=4096):
-    """Those of the page, at a sixteenth of its length, where no error may be larger."""
+    """Errors after a sixteenth of the page's tokens do not exceed the errors on the page."""
     ((_, last, loop, *halves),) = rows(5)[name]
     with testing.threads(1):
         measured = accuracy.measure_long(SPECS[name], torch.float32, tokens)

@@ -12,7 +12,7 @@ import pytest
 from omniattn.cli import main
 from omniattn.hf.hub_layers import FORWARDS
 
-#: What `kernels` does to import a variant, in a process that finds no omniattn.
+#: Imports a variant as `kernels` does, in a process that cannot find omniattn.
 IMPORT = """
 import importlib.util, json, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
@@ -29,7 +29,7 @@ y = kernel.functional.rms_norm(torch.ones(2, 8), torch.ones(8))
 assert torch.allclose(y, torch.ones(2, 8), atol=1e-5)
 print(*kernel.layers.__all__)
 """
-#: The same through `kernels` itself, with a layer of it in a model.
+#: Imports a variant through `kernels` itself, and runs one of its layers in a model.
 KERNELIZE = """
 import pathlib, sys
 import kernels, torch

@@ -187,8 +187,8 @@ class Undrawn(Random):
 
 @pytest.mark.parametrize("op", [s.name for s in SPECS if s.name != "attention_varlen"])
 def test_inputs_are_drawn_on_the_default_device(op):
-    """Of the benchmark, where copying them would take longer than timing the op; the shapes of
-    packed sequences depend on values."""
+    """The benchmark draws inputs on the device, since copying them takes longer than timing the op.
+    The shapes of packed sequences depend on values."""
     spec = registry()[op]
     case = spec.cases[0]
     with torch.device("meta"):
@@ -203,7 +203,8 @@ def test_the_docs_say_of_every_op_whether_a_gpu_has_run_it():
     assert dict(rows) == {spec.name: spec.cuda for spec in SPECS}
 
 
-#: Of a machine lent for an hour: git, the extras of this package and its development module.
+#: Modules that a machine rented by the hour may lack: the extras of this package and its
+#: development module. It may lack git too.
 ABSENT = ("expecttest", "hypothesis", "matplotlib", "pandas", "tqdm", "omniattn._kernels")
 BENCHMARK = f"""
 import os, sys, time
@@ -212,7 +213,7 @@ sys.path.insert(0, "{ROOT / "benchmarks"}")
 import torch
 import gpu
 """
-#: Ours in place of an op: wrong, lost in a loop on the sizes of the dry run, dead in bf16.
+#: Breaks three ops: one raises, one hangs on the sizes of the dry run, one crashes in bf16.
 BROKEN = """
 from omniattn import functional
 def fails(*args, **kwargs):
@@ -229,7 +230,7 @@ functional.apply_rotary = fails
 functional.linear_cross_entropy = hangs
 functional.top_k = crashes
 """
-#: What CUDA says in a child of a process that used it; a process that starts anew knows no better.
+#: Fails as CUDA does in a forked child of a process that used it; a new process fails too.
 POISONED = """
 import gpu_steps
 def ready(*args):

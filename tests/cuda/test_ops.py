@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 ROOT = Path(__file__).parents[2]
 NATIVE = [spec for spec in registry().values() if spec.cuda != "planned"]
-#: What has runs of its own.
+#: Families that have runs of their own.
 FAMILIES = ("attention", "moe", "recurrence", "scan")
 # Regular expressions: labels read property-op-case-dtype, and an op's name can be part of another
 # one's or of a case.
@@ -52,7 +52,7 @@ FEW_SELECTED = tuple(
 )
 #: A rule of masks along each axis, and chunks before the query's, in one op each.
 PATTERNS = ("-na2d-", "-na3d-video-", "-dual_chunk_attention-scaled-")
-#: Whose blocks of threads are few: checkers take minutes for the others.
+#: Cases with few thread blocks; checkers take minutes for the others.
 CHECKED_SELECTED = tuple(case for case in FEW_SELECTED if "tiny" in case or "tokens" in case)
 FEW = (
     *(
@@ -99,7 +99,7 @@ FEW_SCANS = (
     *("-selective_scan-group-", "-selective_scan-constant-"),
 )
 
-#: They have no 16-bit dtypes.
+#: Ops without 16-bit dtypes.
 STRUCTURED = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family == "structured")
 
 #: The products of these ops are torch's on CUDA; under emulation they are those of its CPU library,
@@ -260,7 +260,7 @@ def test_kernels_pass_the_tests_of_their_families(run_emulated):
 
 
 def test_attention_fits_into_99_kib_of_shared_memory(run_emulated):
-    """Of a block on sm_86 and sm_89: what needs more takes another path."""
+    """A block has 99 KiB on sm_86 and sm_89; kernels that need more take another path."""
     cases = ("-attention-wide", "-attention-decode", "-attention_cached-decode")
     env = {
         "OMNIATTN_TEST_SPECS": labels(cases, VALUES, ("f64", "bf16")),

@@ -194,7 +194,7 @@ def test_what_a_checkpoint_lacks_is_drawn_by_the_layers(tmp_path):
 
 
 def test_lm_eval_loads_it_without_an_import(tmp_path):
-    """What HFLM calls, in a process that knows nothing of this package."""
+    """Calls the model as HFLM does, in a process that has not imported this package."""
     model = made(dtype=torch.float32)
     model.save_pretrained(tmp_path)
     tokens = tokens_of(model, 2, 7)
@@ -230,7 +230,7 @@ with torch.no_grad():
 
 
 class Rows(torch.utils.data.Dataset):
-    """The same few tokens again and again, which are soon learned."""
+    """Data set that repeats the same few tokens, which are soon learned."""
 
     def __len__(self) -> int:
         return 64

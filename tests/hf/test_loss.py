@@ -43,7 +43,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def pair(make=MODELS["llama"], **options) -> tuple[nn.Module, nn.Module]:
-    """The same model twice, the second patched."""
+    """Returns a model, and a patched copy."""
     model = make().train()
     patched = copy.deepcopy(model)
     omniattn.hf.patch(patched, **options)
@@ -51,7 +51,8 @@ def pair(make=MODELS["llama"], **options) -> tuple[nn.Module, nn.Module]:
 
 
 def assert_equal(model, patched, rtol: float = 1e-4, logits: bool = False, **given) -> None:
-    """Both give the same loss and gradients, the second with or without logits."""
+    """Asserts that both give the same loss and gradients; `logits` says whether the patched model
+    gives logits."""
     given = batch() | given
     expected, actual = model(**given), patched(**given)
     assert expected.logits is not None and (actual.logits is not NO_LOGITS) == logits

@@ -250,7 +250,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", ["seq_idx", "cu_seqlens"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_functions_of_layers_that_are_called_alone(function, name):
-    """Those of a layer that gets the keywords itself, outside of a model."""
+    """A layer outside a model gets the packing keywords itself."""
     shapes, dim, options = FUNCTIONS[function]
     generator = torch.Generator().manual_seed(0)
     given = [-torch.rand(shape, generator=generator) for shape in shapes]

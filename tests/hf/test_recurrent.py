@@ -142,7 +142,7 @@ def test_a_layer_is_pickled_and_restored():
     assert ours(ids).logits.equal(model(ids).logits)
 
 
-#: Of docs/hf.md, in a process of its own: transformers looks for the names when it is loaded.
+#: Example of docs/hf.md, in a process of its own, since transformers looks for the names at import.
 PACKED = """
 import sys
 

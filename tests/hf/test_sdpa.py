@@ -32,7 +32,7 @@ MODELS = {
 
 
 def pair(name: str) -> tuple[nn.Module, nn.Module, list[dict[str, torch.Tensor]]]:
-    """The same model twice, the second patched, and inputs: without and with padding."""
+    """Returns a model, a patched copy, and inputs without and with padding."""
     model = MODELS[name]().eval()
     for p in model.parameters():
         nn.init.normal_(p, std=0.2)

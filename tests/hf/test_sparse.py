@@ -58,7 +58,7 @@ MODELS = {
 
 
 def pair(name: str, **given) -> tuple[nn.Module, nn.Module]:
-    """The same model with random weights twice, the second with our attention."""
+    """Returns a model with random weights, and a copy with our attention."""
     make, layers = MODELS[name]
     model = make(**given).eval()
     for p in model.parameters():

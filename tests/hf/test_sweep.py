@@ -53,7 +53,7 @@ OTHER_WEIGHTS = {
 
 
 def tensors(output) -> list[Tensor]:
-    """What a model gives, without caches and attention weights."""
+    """Returns the float tensors of a model's output, without caches and attention weights."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     if hasattr(output, "items"):
@@ -67,7 +67,7 @@ def tensors(output) -> list[Tensor]:
 
 
 def masked(output, real: Tensor) -> list[Tensor]:
-    """The same, of the tokens that are no padding; VideoPrism appends one."""
+    """Returns the output's float tensors at real tokens; VideoPrism appends a token."""
     appended = nn.functional.pad(real, (0, 1), value=True)
     kept = {mask.shape: mask for mask in (real, appended)}
     return [x[kept[x.shape[:2]]] if x.shape[:2] in kept else x for x in tensors(output)]
@@ -118,7 +118,7 @@ def results(model) -> dict[str, list[Tensor]]:
         torch.manual_seed(0)
         with torch.no_grad():
             found[f"outputs with {name}"] = masked(model(**given), real)
-    # Of the last case but left padding, where models number positions in ways of their own.
+    # The last case except left padding, where models number positions in their own ways.
     given, real = list(cases(model).values())[:2][-1]
     torch.manual_seed(0)
     outputs = [x for x in masked(model(**given), real) if x.requires_grad]
@@ -173,7 +173,7 @@ def compare_losses(eager, patched) -> None:
 
 
 def refused(error: NotImplementedError) -> str:
-    """What an error of this package names, in a word or two."""
+    """Returns the subject of this package's error, in a word or two."""
     found = re.match(r"omniattn\.hf: (\w+) (.*?)( and never|, which)", str(error))
     assert found is not None, f"must come from this package and name the model, got {error}"
     own = re.match(r"computes its attention itself \((\w+)\)", found[2])

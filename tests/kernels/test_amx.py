@@ -24,7 +24,7 @@ F32, BF16 = 1, 2
 
 
 def dtype_of(isa):
-    """What a level of tiles multiplies."""
+    """Returns the dtype that a level with tiles multiplies."""
     return "f16" if isa.startswith("amx_fp16") else "bf16"
 
 
@@ -77,7 +77,8 @@ def test_sums_are_one_chain_of_the_even_and_one_of_the_odd_terms(isa):
 
 @in_software
 def test_denormals_of_fp32_are_zero(isa):
-    """Those of fp16, which are none, keep their value."""
+    """bf16 operands and fp32 sums flush denormals to zero; denormals of fp16 are normal in fp32 and
+    keep their value."""
     dtype = dtype_of(isa)
     a, b, c = np.zeros((16, 32), np.uint16), np.zeros((32, 16), np.uint16), np.zeros((16, 16))
     c = c.astype(np.float32)

@@ -1,4 +1,4 @@
-"""What must not happen inside a kernel ends the process with a message."""
+"""A failed assertion inside a kernel ends the process with a message."""
 
 import subprocess
 from pathlib import Path

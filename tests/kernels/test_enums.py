@@ -35,7 +35,7 @@ def constant(path, name):
 
 
 def rules(path):
-    """Those of a list like OMNIATTN_MASK_RULES."""
+    """Reads the numbers of an X-macro list such as OMNIATTN_MASK_RULES."""
     found = re.findall(r"rule\((\w+), (\d+), ", source(path))
     return {name: int(number) for name, number in found}
 

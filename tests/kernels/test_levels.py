@@ -1,5 +1,5 @@
-"""Which levels a process has, on machines that this one is not: csrc/runtime/cpu_isa.cpp asks a
-header that these tests replace, and so do not need AMX to see what becomes of its permission."""
+"""Levels of a process on machines other than this one. csrc/runtime/cpu_isa.cpp queries the CPU
+through a header. These tests replace it, so that the permission for AMX is tested without AMX."""
 
 import os
 import subprocess

@@ -10,8 +10,8 @@ from emulation import SOFTWARE, needs_software
 from omniattn import _kernels as kernels
 
 F32 = fp32_pieces.F32
-#: What the products that are left out and the bits after the last piece may be, in units: a piece
-#: is at most 2^-8 of what the one before it rounds.
+#: Bound, in units, on the omitted products and the bits after the last piece. A piece is at most
+#: 2^-8 of what the previous one rounds.
 LEFT_OUT = {2: 3 * 2.0**8, 3: 4.0}
 
 pytestmark = needs_software

@@ -1,4 +1,4 @@
-"""What scores, dropout, softmax and rotation mean to kernels, against plain Python."""
+"""Scores, dropout, softmax and rotation as kernels compute them, against plain Python."""
 
 import itertools
 import math

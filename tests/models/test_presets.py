@@ -59,7 +59,7 @@ def test_a_config_survives_json(name):
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-#: What the releases' files say in addition to the defaults of their configs in transformers.
+#: Settings in the releases' config files that differ from transformers' defaults.
 FILES = {
     "llama-2-7b": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     "gpt2-small": {},
@@ -284,7 +284,7 @@ def test_every_model_is_built_within_a_device(name):
 
 @pytest.mark.parametrize("name", [*SMALL, *(n for n in TRAINED if n not in SMALL)])
 def test_reset_parameters_draws_as_the_constructor_does(name):
-    """What FSDP2 does after the construction on the meta device."""
+    """FSDP2 calls reset_parameters after construction on the meta device."""
     config = SMALL[name] if name in SMALL else TRAINED[name]
     torch.manual_seed(0)
     built, reset = config.build(), config.build(device="meta").to_empty(device="cpu")

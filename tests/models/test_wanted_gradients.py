@@ -84,7 +84,8 @@ class Calls:
         self.names += [n for n, t in arguments.items() if _is_float(t)]
 
     def gradients(self, wanted: Iterable[str]) -> dict[str, Tensor | None]:
-        """Of a random function of all outputs, by name; dropout and routers draw the same."""
+        """Returns gradients, by name, of a fixed random function of all outputs; dropout and
+        routers draw the same numbers in each call."""
         module, wanted = copy.deepcopy(self.module), list(wanted)
         arguments = {n: t.clone() if _is_float(t) else t for n, t in self.arguments.items()}
         leaves = {**arguments, **dict(module.named_parameters())}

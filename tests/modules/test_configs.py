@@ -1,4 +1,5 @@
-"""What every module has by its Config: construction, checks, printing, initialisation."""
+"""Behaviour that every module gets from its Config: construction, checks, printing,
+initialisation."""
 
 import dataclasses
 import inspect
@@ -268,7 +269,7 @@ EVERY_PARAMETER = (
 
 @pytest.mark.parametrize("config", EVERY_PARAMETER, ids=lambda c: type(c).__qualname__[:-7])
 def test_reset_parameters_fills_memory_that_held_anything(config):
-    """What FSDP does after the construction on the meta device."""
+    """FSDP calls reset_parameters after construction on the meta device."""
     with torch.device("meta"):
         layer = getattr(modules, type(config).__qualname__.split(".")[0])(config)
     layer.to_empty(device="cpu")

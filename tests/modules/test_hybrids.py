@@ -196,7 +196,7 @@ def test_generate_takes_any_model_with_the_methods(model):
     assert model.training
 
     class Counter(nn.Module):
-        """Its state counts how often each token was read; the next one is the rarest."""
+        """Model whose state counts how often each token was read; the rarest token comes next."""
 
         config = replace(HYBRID, vocab_size=4)
 

@@ -1,4 +1,4 @@
-"""What decoding asks of every mixer."""
+"""Requirements of decoding that every mixer must meet."""
 
 import copy
 import re
@@ -69,8 +69,8 @@ def test_every_mixer_works_in_a_block(config):
     ids=lambda config: config.layer.__name__,
 )
 def test_every_mixer_refuses_states_that_are_not_its_own(config):
-    """Of other sequences, of other layers, of other dtypes: never a wrong result, nor torch's
-    words."""
+    """States of other sequences, layers and dtypes raise errors of this package: never a wrong
+    result, never an error of torch."""
     mixer, x = config.build(dtype=torch.float64), torch.randn(2, 3, 24, dtype=torch.float64)
     rope = RotaryEmbedding(6)(torch.arange(3))
     recurrent = isinstance(mixer.new_state(2, 9), RecurrentState)

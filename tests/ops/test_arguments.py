@@ -1,4 +1,4 @@
-"""What no function takes is refused in its own words: function, argument and value."""
+"""Arguments that no function takes raise an error that names function, argument and value."""
 
 import math
 import re

@@ -30,12 +30,13 @@ OPS = {
         *("linear_cross_entropy", "linear_log_prob", "linear_jsd"),
     ),
 }
-#: Of a form; that by avx2 takes ten times as long.
+#: Properties to run on each form of software tiles; the portable form (avx2) takes ten times as
+#: long.
 PROPERTIES = {
     "libomniattn_amx_emulated.so": ("forward", "backward", "strided", "poisoned", "deterministic"),
     "libomniattn_amx_portable.so": ("forward", "backward"),
 }
-#: What each level of tiles multiplies.
+#: Names of the dtype that each level with tiles multiplies.
 DTYPES = {"amx_bf16": ("bf16", "bfloat16"), "amx_fp16": ("f16", "float16")}
 FUZZED = (
     *("attention_raw", "attention_backward", "selected_attention_raw"),

@@ -56,7 +56,7 @@ def test_an_episode_finds_wrong_results(kind, monkeypatch):
 
 
 def test_a_seed_is_an_episode():
-    """The same calls again; another seed makes others."""
+    """A seed determines the calls of an episode; another seed makes others."""
     shown = []
     for seed in (3, 3, 4):
         count = fuzz_episodes.Count()

@@ -30,7 +30,7 @@ from omniattn import functional as F
 from omniattn.testing.spec import output_gradients
 
 SPECS = testing.registry()
-#: They multiply blocks of steps, or of powers, as their docstrings say.
+#: Ops that multiply blocks of steps or of powers, as their docstrings say.
 BLOCKED = {"mlstm", "vandermonde", *(n for n in SPECS if SPECS[n].family == "recurrence")}
 #: Their definitions leave hidden keys out, where `attention` has NaN in the whole row.
 HIDING = {"detsa_attention", "hub_spoke_attention", "routed_block_attention", "selective_attention"}
@@ -42,9 +42,10 @@ FINITE = {("rwkv_quadratic", "w"), ("rwkv_recurrent", "w")}
 #: Arguments that must not be below 0, and those that must not be above.
 SIGNS = {("rwkv4", "w"): 1}
 SIGNS |= {(name, "A"): -1 for name in ("selective_scan", "ssd")}
-#: Of valid calls; that of the products that emulated levels have (test_emulated_isas.py).
+#: Dtype of valid calls; test_emulated_isas.py sets it to the operand dtype of emulated levels.
 DTYPE = getattr(torch, os.environ.get("OMNIATTN_FUZZ_DTYPE", "float32"))
-#: The same ones in every run; before a release, more: OMNIATTN_FUZZ_EXAMPLES=1000.
+#: Number of examples, the same in every run. Before a release, use more:
+#: OMNIATTN_FUZZ_EXAMPLES=1000.
 EXAMPLES = int(os.environ.get("OMNIATTN_FUZZ_EXAMPLES", "100"))
 FUZZ = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)
 CALLS = valid_calls(DTYPE)

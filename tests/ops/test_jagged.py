@@ -48,7 +48,7 @@ TOKEN_WISE = {
 }
 
 
-#: Of x and y (B, j, 8) and classes (B, j).
+#: Losses of x and y (B, j, 8) and classes (B, j).
 LOSSES = {
     "cross_entropy": lambda x, y, t, **o: F.cross_entropy(x, t, ignore_index=3, **o),
     "cross_entropy-soft": lambda x, y, t, **o: F.cross_entropy(x, y.softmax(-1), **o),

@@ -58,7 +58,7 @@ def memories(w, x, state=None):
 
 
 def by_tokens(w, x):
-    """The same by the definition, of one token after another."""
+    """Computes the definition, token by token."""
     y = torch.zeros(*x.shape[:2], HEADS, V, dtype=x.dtype)
     share, chosen = (x @ w["gate"]).softmax(-1).topk(2)
     for b in range(len(x)):

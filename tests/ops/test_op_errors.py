@@ -85,8 +85,8 @@ def taken():
     return {**INNER, **tree_map_only(Tensor, torch.detach, calls.arguments)}
 
 
-#: What an op may be given in an argument: any dtype where only the shape counts, a meta tensor
-#: where the other one is a seed.
+#: Arguments for which an op accepts any dtype, where only the shape counts, or a meta tensor, where
+#: the other argument is a seed.
 TAKES = {
     ("uniform_like", "x", "dtype"),
     ("uniform_like", "x", "device"),

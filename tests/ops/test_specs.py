@@ -122,7 +122,7 @@ def test(check, spec, case, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.differentiable])
 def test_every_subset_of_wanted_gradients(name):
-    """Of all cases, as they are and enlarged, in every dtype and on every instruction set."""
+    """All cases, as they are and enlarged, in every dtype and on every instruction set."""
     spec = SPECS[name]
     for level in testing.isas():
         with testing.isa(level):

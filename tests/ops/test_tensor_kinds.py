@@ -24,7 +24,7 @@ class Tagged(torch.Tensor):
 
 
 class Asked(torch.Tensor):
-    """Its values are elsewhere: what calls of functions get, by __torch_function__."""
+    """Tensor whose values are elsewhere; calls of functions get them by __torch_function__."""
 
     @staticmethod
     def of(t):
@@ -39,7 +39,7 @@ class Asked(torch.Tensor):
 
 
 class Wrapped(torch.Tensor):
-    """It has no memory: what calls of ops get, by __torch_dispatch__."""
+    """Tensor without memory; calls of ops get its values by __torch_dispatch__."""
 
     @staticmethod
     def __new__(cls, t):
@@ -87,7 +87,7 @@ def test_a_subclass_is_its_tensor_or_refused(spec, kind):
 @pytest.mark.parametrize("spec", registry().values(), ids=registry())
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_a_causal_bias_is_a_mask_alone(spec, backend):
-    """It has memory, which is uninitialised."""
+    """torch's CausalBias has memory, which is uninitialised."""
     for name, call in calls_by_tensor(spec).items():
         if name in ("mask", "attn_mask") and spec.family == "attention":
             continue

@@ -1,5 +1,5 @@
-"""What AMX tiles change beyond the OpSpecs: fp32 in pieces of bf16, and sizes of engines that only
-they use. test_emulated_isas.py runs this file on software tiles; elsewhere the switches of pieces
+"""Effects of AMX tiles beyond the OpSpecs: fp32 in pieces of bf16, and sizes of engines that only
+tiles use. test_emulated_isas.py runs this file on software tiles. Elsewhere the switches of pieces
 change nothing, and these tests show that."""
 
 import math
@@ -87,7 +87,7 @@ def errors(found, exact, size):
 
 @pytest.mark.parametrize(("switch", "limit"), [("high", 3 * 2.0**8), ("ours", 4.0)])
 def test_results_and_gradients_have_the_promised_error(switch, limit, monkeypatch):
-    """Of torch's fp32 product, and of what the products of pieces leave out."""
+    """The bound adds the error of torch's fp32 product to the products that pieces leave out."""
     x, weight, bias = inputs(300, 200, 500)
     grad = torch.randn(300, 200, generator=torch.Generator().manual_seed(1))
     plain = run(linear, x, weight, bias, grad)
@@ -204,7 +204,7 @@ def test_compiled_code_follows_the_switches(monkeypatch):
 
 
 def by_linear(x, up, up_bias, down, down_bias, index):
-    """Those with many tokens, and 0 for the others."""
+    """Computes the experts that have many tokens; rows of the others are 0."""
     y = torch.zeros_like(x)
     for e in (0, 1):
         rows = (index[:, 0] == e).nonzero()[:, 0]
@@ -315,7 +315,7 @@ def test_prefill_of_latent_attention(check):
 )
 @pytest.mark.parametrize("d", [33, 64])
 def test_weights_and_selection(op, options, d):
-    """Of several blocks of queries and keys."""
+    """Several blocks of queries and keys."""
     case = qkv("blocks", 1, 210, 333, 4, 2, d, **options)
     PROPERTIES["forward"](testing.registry()[op], case, torch.bfloat16)
 

@@ -85,6 +85,6 @@ def test_errors_of_an_fp16_linear_loss_are_those_of_fp32_products():
 @pytest.mark.parametrize("op", ["attention", "selected_attention", "moe_experts", "linear"])
 @pytest.mark.parametrize("check", ["strided", "poisoned", "deterministic"])
 def test_fp16_has_the_properties_of_other_dtypes(check, op):
-    """Of which the tests of OpSpecs take fp32 and bf16."""
+    """The tests of OpSpecs run these properties in fp32 and bf16 only."""
     spec = testing.registry()[op]
     PROPERTIES[check](spec, spec.cases[1], torch.float16)

@@ -95,7 +95,7 @@ def test_jacobians():
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_jacobians_of_what_is_not_mapped_over(batch):
-    """What the backward has saved is a view for a batch of one."""
+    """For a batch of one, the tensor saved for the backward is a view."""
     x = torch.randn(batch, 3, 1, 4, dtype=torch.float64)
     recurrent = torch.randn(4, 1, 4, 4, dtype=torch.float64)
     for function in (
@@ -139,7 +139,7 @@ FOLDED = {
     "rope": lambda x: F.apply_rotary(x, None, COS, COS)[0],
     "norm_rope": lambda x: F.qk_norm_rotary(x, None, COS, COS, q_weight=WEIGHT)[0],
     "glu": lambda x: F.swiglu(x, x),
-    # Its own kernel: where torch is faster, `linear` is torch's.
+    # Requests our kernel: `linear` uses torch's where that is faster.
     "linear": lambda x: F.linear(x, WEIGHT.expand(3, 4), backend="cpu"),
 }
 

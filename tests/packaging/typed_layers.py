@@ -1,4 +1,4 @@
-"""What type checkers know of the layers: mypy reads this file, and nothing runs it.
+"""Types of the layers, as type checkers see them: mypy reads this file, and nothing runs it.
 
 A wrong call that mypy accepted would leave its `type: ignore` unused, which is an error.
 """

@@ -14,7 +14,8 @@ LONGEST, WIDEST = 260, 128
 
 
 def fits(**arguments: object) -> bool:
-    """What the CPU's eager references compute in seconds, without dropout, whose bits differ."""
+    """True if the CPU's eager references take only seconds, and without dropout, whose bits
+    differ."""
     lengths = [n for key, n in arguments.items() if key.startswith("seqlen") and type(n) is int]
     return (
         max(lengths, default=0) <= LONGEST

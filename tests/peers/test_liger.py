@@ -24,7 +24,7 @@ LOSSES = ("dpo", "cpo", "simpo", "orpo", "kto", "grpo", "jsd")
 
 
 def fits(**arguments: object) -> bool:
-    """What the CPU's eager forms compute in a second."""
+    """True if the CPU's eager forms take at most a second."""
     sizes = [arguments.get(name, 1) for name in ("B", "T", "V")]
     widths = [arguments.get(name, 1) for name in ("hidden_size", "H")]
     even = arguments.get("head_dim", 0) % 2 == 0  # transformers refuses others

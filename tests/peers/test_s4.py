@@ -23,7 +23,7 @@ def complex_of(parameter: torch.Tensor) -> torch.Tensor:
 @peers.require(PEER)
 @pytest.mark.parametrize("length", [63, 64])
 def test_their_kernel_of_s4(length):
-    """Theirs keeps C (I - Ab^L) in place of C after its first call, and does not conjugate C."""
+    """The peer replaces C by C (I - Ab^L) in its first call, and does not conjugate C."""
     torch.manual_seed(0)
     theirs = PEER.load("models/s4/s4.py").SSMKernelDPLR(
         d_model=H, d_state=N, l_max=length, verbose=False

@@ -24,7 +24,7 @@ def compare(found, expected, leaves):
 
 @pytest.mark.parametrize("gate", [-3.0, 0.0, 5.0])
 def test_parallel_form_of_mlstm(gate):
-    """Its denominator is exact in any stabiliser with an eps of 0."""
+    """With an eps of 0 the peer's denominator is exact for any stabiliser."""
     torch.manual_seed(0)
     theirs = peer_packages.load("xlstm", MLSTM).parallel_stabilized_simple
     q, k, v = torch.randn(3, B, T, H, D).unbind()

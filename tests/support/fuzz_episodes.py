@@ -245,7 +245,7 @@ def assert_close(dtype: torch.dtype, what: str, actual: Results, expected: Resul
 
 
 def values(draw: random.Random, count: Count) -> None:
-    """The same call has the same bits, whatever new memory holds, and finite ones."""
+    """Checks that repeated calls give the same finite bits, whatever new memory holds."""
     drawn = drawn_call(draw, count)
     results = drawn.gradients()
     grads = output_gradients(results[: len(results) - len(drawn.call.leaves)])

@@ -1,4 +1,4 @@
-"""What tests of layers compare: gradients, and the outputs of calls that go on from a state."""
+"""Comparisons for tests of layers: gradients, and outputs of calls that continue from a state."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,8 @@ def assert_same_gradients(
     expected_inputs: Sequence[Tensor] | None = None,
     **tolerance: float,
 ) -> None:
-    """Of `inputs`, and of `expected_inputs` where these are others, for one random gradient."""
+    """Asserts equal gradients of `inputs` and `expected_inputs` (by default the same) for a random
+    output gradient."""
     grad = torch.randn_like(actual)
     for a, e in zip(
         torch.autograd.grad(actual, inputs, grad),

@@ -76,7 +76,8 @@ def run(path: Path) -> list[list[Output]]:
 
 
 def differences(cell: dict[str, Any], outputs: list[Output]) -> list[str]:
-    """What running a cell changed; of a cell of times, only what it prints and shows at all."""
+    """Lists the changes that running a cell made; for a timed cell, only changes in the kinds of
+    output."""
     kinds = [[output["output_type"] for output in each] for each in (cell["outputs"], outputs)]
     if kinds[0] != kinds[1]:
         return [f"{kinds[0]} were stored, the run gave {kinds[1]}"]

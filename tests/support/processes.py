@@ -19,7 +19,7 @@ def start(rank, ranks, port):
 
 
 def main(work):
-    """What a process of `run` does: the function in `work` that the command line names.
+    """Runs, in a process of `run`, the function in `work` that the command line names.
 
     It ends without Python's teardown: threads of gloo that still hold a tensor then may end the
     process with "terminate called without an active exception" (pytorch/pytorch pull 179291).

@@ -1,4 +1,4 @@
-"""What the batches of each task hold, except those of language modelling."""
+"""Contents of the batches of each task, except language modelling."""
 
 import sys
 

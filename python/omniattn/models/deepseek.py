@@ -27,7 +27,7 @@ def _mscale_to_hf(ours: DeepSeekConfig) -> dict[str, Any]:
 
 
 def _mscale(rope: dict[str, Any]) -> float:
-    """Computes transformers' attention factor from YaRN's parameters; 1 for other kinds of RoPE."""
+    """Computes YaRN's mscale as transformers does; 1 without mscale_all_dim."""
     return 0.1 * (rope.get("mscale_all_dim") or 0) * math.log(rope.get("factor", 1)) + 1
 
 

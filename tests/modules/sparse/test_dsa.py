@@ -140,7 +140,7 @@ def test_the_single_head_ranks_by_products_of_x() -> None:
 
 
 def test_interleaved_rotation_of_the_indexer_alone() -> None:
-    """Of permuted weights it is the half-split one."""
+    """Interleaved rotation with permuted weights equals half-split rotation."""
     layer, other = made(), made(index_rope_interleaved=True)
     order = torch.tensor([0, 2, 1, 3, 4, 5, 6])
     own = layer.indexer

@@ -57,9 +57,9 @@ def test_rows_at_the_ends_of_the_range_are_those_of_torch(sizes, dtype, end):
 @pytest.mark.parametrize("queries", [1, 5, 50])
 @pytest.mark.parametrize("keys,size", [(1, 1e3), (1, 1e6), (1, 1e20), (100, 1e3), (100, 1e6)])
 def test_probabilities_of_large_logits_have_the_sum_1(queries, keys, size):
-    """Of equal keys, so that every probability is 1 / keys: the backward's come from lse, which
-    holds neither the logits nor the sum to the last digit. Few queries take another path, whose
-    logits are sums in another order than the backward's."""
+    """Keys are equal, so that every probability is 1 / keys. The backward computes them from lse,
+    which holds neither the logits nor the sum to the last digit. Few queries take another path,
+    which sums the logits in another order than the backward."""
     q, k, v = qkv(1, queries, keys, 2, 2, 16)
     k = k[:, :1].expand_as(k) * size
     for name in isas():
@@ -70,7 +70,7 @@ def test_probabilities_of_large_logits_have_the_sum_1(queries, keys, size):
 
 @pytest.mark.parametrize("scale", [1e6, 1e10, -1e10])
 def test_rows_of_bf16_with_huge_logits_take_the_largest(scale):
-    """What a logit and the maximum lose to rounding must be the same number."""
+    """A logit and the maximum must lose the same amount to rounding."""
     inputs = qkv(1, 130, 130, 2, 2, 64, dtype=BF16)
     q, k, v = (t.double().transpose(1, 2) for t in inputs)
     want = v.gather(2, (q @ k.mT * scale).argmax(-1, keepdim=True).expand_as(v)).transpose(1, 2)

@@ -82,7 +82,7 @@ def test_steps_and_convolutions_agree_after_64k_steps(make):
 
 
 def test_conjugate_systems_have_the_same_kernels():
-    """Which of a pair is kept changes nothing; values and gradients are conjugate."""
+    """Either of a conjugate pair may be kept; values and gradients are conjugate."""
     _, given = s4()
     names = ("Lambda", "P", "B", "C")
 

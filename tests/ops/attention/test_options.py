@@ -1,5 +1,5 @@
-"""What each option of attention means, pair by pair in floats: kernels and reference share one
-encoding, so that comparing them would not show a mistake in it."""
+"""Meaning of each option of attention, pair by pair in Python floats. Kernels and reference share
+one encoding, so that comparing them would not show a mistake in it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def distance(i, j):
 
 
 def row(i, j):
-    """Of 4, the third that of distance 0."""
+    """Returns the table row (0 to 3) of a pair; row 2 is distance 0."""
     return min(max(distance(i, j) + 2, 0), 3)
 
 

@@ -119,7 +119,8 @@ def test_parts_make_the_whole(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [F64, torch.bfloat16], ids=["f64", "bf16"])
 def test_bias_of_the_part_alone(dtype: torch.dtype) -> None:
-    """It has the rows, the columns or both of the part, and its gradient is that of the whole."""
+    """A bias may have the part's rows, its columns or both; its gradient equals the whole
+    call's."""
     q, k, v = _qkv(dtype)
     bias = torch.randn(BATCH, HEADS, TQ, TK, dtype=F64).to(dtype).requires_grad_()
     rows, keys = slice(53, 120), slice(60, 132)
@@ -138,7 +139,8 @@ def test_bias_of_the_part_alone(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["causal", "tensor", "alibi", "buckets", "bias", "both"])
 def test_second_derivatives_of_parts(name: str) -> None:
-    """They are those of the definition, in which the whole call has zeros around the part."""
+    """Second derivatives equal the definition's, in which the whole call has zeros around the
+    part."""
     q, k, v = (t.detach() for t in _qkv(F64))
     options, parameters = _trained(OPTIONS[name], F64)
     mine = [q[:, 140:].requires_grad_(), *(t[:, 132:].requires_grad_() for t in (k, v))]
@@ -165,7 +167,7 @@ def _rows_of_definition(whole: list[Tensor], mine: list[Tensor], options: dict) 
 
 
 def test_few_queries() -> None:
-    """What decodes."""
+    """Few queries take the path of decoding."""
     q, k, v = _qkv(F64)
     options = OPTIONS["both"]
     want = _call(q, k, v, options)[0]

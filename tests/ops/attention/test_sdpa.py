@@ -98,7 +98,7 @@ def test_sdpa_broadcasts_where_there_is_no_query():
 @pytest.mark.parametrize("sizes", [(6, 6), (6, 9), (9, 6), (1, 9), (9, 1)], ids=str)
 @pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
 def test_causal_bias_of_torch(sizes):
-    """It is a tensor whose memory is uninitialised."""
+    """torch's CausalBias is a tensor whose memory is uninitialised."""
     q, k = torch.randn(2, 4, sizes[0], 8), torch.randn(2, 4, sizes[1], 8)
     for bias in (causal_upper_left(*sizes), causal_lower_right(*sizes)):
         assert_sdpa_is_torch_s((q, k, k), attn_mask=bias)

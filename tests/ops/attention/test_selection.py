@@ -52,7 +52,8 @@ def test_the_first_of_equal_keys_answers(dtype):
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("energy", ["l2", "dot"])
 def test_energies_without_rounding_are_compared_without(energy, dtype):
-    """Of small integers: ties between all keys, and a theta that is an energy."""
+    """Inputs are small integers: all energies are exact, many are equal, and theta is one of
+    them."""
     make = torch.Generator().manual_seed(0)
     q, k = (torch.randint(-3, 4, (1, t, 1, 64), generator=make).to(dtype) for t in (100, 500))
     v = torch.stack((torch.arange(500) // 100, torch.arange(500) % 100), -1)[None, :, None]

@@ -1,4 +1,4 @@
-"""What the specs of the GLU family do not say: remainders, packing, extremes, bad input."""
+"""Tests of the GLU family beyond its specs: remainders, packing, extremes, bad input."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the specs of test_specs.py do not say about the norms: accuracy, bad input, derivatives."""
+"""Tests of the norms beyond the specs of test_specs.py: accuracy, bad input, derivatives."""
 
 import functools
 import importlib

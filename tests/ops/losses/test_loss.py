@@ -58,7 +58,7 @@ def test_cross_entropy_of_probabilities_is_torchs(reduction, label_smoothing, we
 
 
 def test_options_of_cross_entropy_of_probabilities():
-    """They mean the same as with the class that has all probability."""
+    """Options mean the same for a one-hot target as for the index of the class."""
     logits, target = logits_and_target(dtype=torch.float64)
     class_weight = torch.arange(7.0) / 3
     options = {"z_loss": 0.1, "softcap": 2.0, "temperature": 0.7, "class_weight": class_weight}

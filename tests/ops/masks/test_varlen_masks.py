@@ -89,7 +89,8 @@ def test_a_combined_mask_is_that_of_each_cache(name, tq):
 
 
 def test_a_function_is_a_mask_of_each_sequence():
-    """Of row numbers in a packed batch, of positions among the keys in a cache."""
+    """A mask function gets row numbers in a packed batch, and positions among the keys in a
+    cache."""
     qkv, cu_q, cu_k = packed(LENGTHS_K)
 
     def seen(b, h, q, k, n=0, first=0):

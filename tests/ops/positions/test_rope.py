@@ -1,4 +1,4 @@
-"""What the spec of apply_rotary does not say: positions, in-place calls, derivatives, bad input."""
+"""Tests of apply_rotary beyond its spec: positions, in-place calls, derivatives, bad input."""
 
 import pytest
 import torch
@@ -185,7 +185,7 @@ def test_qk_norm_rotary_equals_qwen3():
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_llama_casting_of_qk_norm_rotary_is_that_of_two_calls(dtype, interleaved, isa):
-    """Which is transformers' Qwen3 with tables in fp32."""
+    """transformers' Qwen3 computes this with tables in fp32."""
     q, weight = torch.randn(2, 9, 3, 82).to(dtype), torch.randn(82).to(dtype)
     options = {"rotary_start": 5, "interleaved": interleaved}
     tables = F.rotary_tables(F.rope_frequencies(70), torch.arange(9))

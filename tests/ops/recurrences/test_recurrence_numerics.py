@@ -125,7 +125,7 @@ def test_mlstm_where_its_stabiliser_is_below_what_exp_can_undo():
         torch.testing.assert_close(a.double(), e, rtol=1e-3, atol=1e-4)
 
 
-#: Of decays of each channel, the arguments q, k, v and g in their places.
+#: Arguments, from q, k, v and g, of recurrences with a decay for each channel.
 OF_CHANNELS = {
     "gated_linear_attention": lambda q, k, v, g, beta: (q, k, v, g),
     "rwkv6": lambda q, k, v, g, beta: (q, k, v, g, q.new_ones(q.shape[2:])),

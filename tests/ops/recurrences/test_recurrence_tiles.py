@@ -11,7 +11,7 @@ from omniattn import functional as F
 from omniattn import testing
 from omniattn.functional.recurrences._common import run
 
-#: What pieces of numbers leave out, relative to a result, in the mean of squares.
+#: Bound on the relative error (root mean square) of splitting numbers into pieces.
 LEFT_OUT = 2.0**-15
 
 
@@ -103,7 +103,7 @@ def test_outputs_may_stay_in_fp32(update, steps):
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("wide", [False, True])
 def test_packed_sequences(update, wide):
-    """Of one token, of none, of few steps and of several chunks."""
+    """Sequences have one token, none, few tokens and several chunks."""
     bounds = torch.tensor([0, 1, 1, 4, 70, 120])
     given = inputs(120, 2, 4, 20, 24, batch=1)
     start = draw(5, 4, 20, 24, seed=8).float().double()

@@ -93,7 +93,7 @@ def test_a_query_has_as_many_keys_as_it_sees():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_are_as_exact_as_the_definition(dtype):
-    """Of numbers that are rounded: the chosen scores, and those of the chosen keys."""
+    """Checks the returned scores, and that the exact scores of the chosen keys are the largest."""
     q, k = torch.randn(2, 40, 8, 64).to(dtype), torch.randn(2, 600, 64).to(dtype)
     w = torch.randn(2, 40, 8).to(dtype)
     index, scores = F.dsa_indexer(q, k, w, 50, return_scores=True)

@@ -29,7 +29,8 @@ def tensors() -> list[torch.Tensor]:
 
 
 def chosen_blocks(router_q: torch.Tensor, router_k: torch.Tensor, topk: int, i: int, h: int):
-    """Of query i and head h: its own block, those it has chosen before it, and r of all."""
+    """Returns the own block of query i and head h, the earlier blocks it chooses, and the scores r
+    of all blocks."""
     own = (i + TK - TQ) // SIZE
     r = router_k[0, :, 0] @ router_q[0, i // ROWS, h // 2] / math.sqrt(5)
     best = sorted(range(own), key=lambda n: -float(r[n].detach()))[: topk - 1]

@@ -111,7 +111,7 @@ def test_moba_decodes_in_full_by_default() -> None:
     step = layer(x[:, 20:], state=state)
     full = wide.new_state(1, 21)
     wide(x[:, :20], state=full)
-    # The same keys, seen by full attention.
+    # Compares with full attention to the same keys.
     full.load_state_dict(
         {"k": state.state_dict()["k"][:, :20], "v": state.state_dict()["v"][:, :20]}
     )

@@ -221,7 +221,7 @@ def test_boundaries(bounds, backend):
 @pytest.mark.parametrize("isa", testing.isas())
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_step_in_place(isa, dtype):
-    """Of states (P, N), and of those that lie in memory as (N, P)."""
+    """States are laid out as (P, N), and as (N, P) in memory."""
     wide = torch.promote_types(dtype, torch.float32)
     for p, n, groups in ((5, 8, 2), (70, 45, 1)):
         x, dt, A, B, C = sizes(1, 4, groups, p, n)

@@ -62,7 +62,7 @@ def test_memory_is_that_of_the_results(op):
 
 
 def test_powers_that_grow_stay_within_the_length():
-    """Those past the end would be infinite."""
+    """Powers past the end would be infinite."""
     c, x = draw(1, 2, dtype=C64), torch.full((1, 2), 3 + 1j, dtype=C64)
     c.requires_grad_(), x.requires_grad_()
     y = F.vandermonde(c, x, 20)

@@ -59,7 +59,7 @@ DECODERS = {
 
 
 def pair(make, seed: int = 0) -> tuple[nn.Module, nn.Module]:
-    """The same random weights twice: with eager attention and with ours."""
+    """Returns two models with the same random weights: with eager attention and with ours."""
     torch.manual_seed(seed)
     eager = make().eval()
     for name, p in eager.named_parameters():

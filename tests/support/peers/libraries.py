@@ -1,5 +1,5 @@
-"""What functions of libraries that need a GPU compute, in plain torch, from their documentation:
-the left sides of docs/migration.md."""
+"""Plain torch versions of functions of libraries that need a GPU, from their documentation: the
+left sides of docs/migration.md."""
 
 import math
 from types import ModuleType

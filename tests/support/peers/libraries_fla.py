@@ -1,4 +1,4 @@
-"""What functions of fla, xlstm and mamba-ssm compute, see libraries.py."""
+"""Plain torch versions of functions of fla, xlstm and mamba-ssm, see libraries.py."""
 
 from types import SimpleNamespace
 

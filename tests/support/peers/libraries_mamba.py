@@ -1,4 +1,5 @@
-"""What functions of causal-conv1d, mamba-ssm and state-spaces/s4 compute, see libraries.py."""
+"""Plain torch versions of functions of causal-conv1d, mamba-ssm and state-spaces/s4, see
+libraries.py."""
 
 import itertools
 

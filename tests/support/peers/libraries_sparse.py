@@ -1,4 +1,4 @@
-"""What functions of NATTEN, fla and MoBA for sparse attention compute, see libraries.py."""
+"""Plain torch versions of sparse attention of NATTEN, fla and MoBA, see libraries.py."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ def _attend(q, k, v, seen, scale=None):
 
 
 def _near(length, kernel, dilation, causal):
-    """Of an axis: whether each token sees each."""
+    """Returns the neighbourhood mask of one axis: True if a token sees another."""
     seen = torch.zeros(length, length, dtype=torch.bool)
     for i in range(length):
         same = range(i % dilation, length, dilation)

@@ -22,7 +22,8 @@ HYBRID = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
 
-#: What patching swaps: 2 layers of 7 linears and the head, ...
+#: Models, with the number of modules of each kind that patching swaps: 2 layers of 7 linears and
+#: the head, ...
 MODELS = {
     "llama": (
         lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),

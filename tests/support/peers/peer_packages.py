@@ -14,7 +14,7 @@ import pytest
 
 
 def folder(package: str) -> Path | None:
-    """Of a package; without running its code."""
+    """Returns a package's folder, without running its code."""
     found = importlib.util.find_spec(package)
     if found is not None and found.submodule_search_locations:
         return Path(found.submodule_search_locations[0])

@@ -58,7 +58,7 @@ def _of_all_layers(config: PreTrainedConfig, name: str) -> Any:
 
 
 def _stages(backbone: PreTrainedConfig) -> dict[str, Any]:
-    """Which of its stages a backbone gives, where a small one has them too."""
+    """Returns the backbone's output stages, if its small config has them too."""
     stages = getattr(backbone, "out_features", None)
     known = getattr(small_config(type(backbone)), "stage_names", ()) if stages else ()
     return {"out_features": stages} if stages and set(stages) <= set(known) else {}
@@ -93,7 +93,7 @@ def small_config(kind: type[PreTrainedConfig], **given: Any) -> PreTrainedConfig
     return kind(**{**changes, **given})
 
 
-#: Which class of a type is tried: the first of these that it has.
+#: Tasks in order of preference: a type is tried as the first of these that it has a class for.
 _TASKS = (
     "CAUSAL_LM",
     "SEQ_TO_SEQ_CAUSAL_LM",
@@ -157,7 +157,7 @@ _HGNET = {"stem_channels": [3, 8, 8], "stage_in_channels": [8, 16, 16, 16]}
 _HGNET |= {"stage_mid_channels": [8] * 4, "stage_out_channels": [16] * 4, "hidden_sizes": [16] * 4}
 _FINE = {"backbone_config": _HGNET, "encoder_in_channels": [16, 16, 16], **_QUERIES}
 _THIN = {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128}
-#: What the patterns do not get right, by type.
+#: Settings that the patterns do not get right, by type.
 _GIVEN: dict[str, dict[str, Any]] = {
     # The states of xLSTMModel have the sizes of its layers where those are multiples of 64.
     "xlstm": {"hidden_size": 128, "embedding_dim": 128},

@@ -291,7 +291,7 @@ class MoE(ChannelMixer):
         return y
 
     def _of_sequences(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
-        """Pads a nested x to a batch, since capacities and losses are counted by sequence."""
+        """Pads a nested x to a batch, since capacities and losses count by sequence."""
         if token_mask is not None:
             raise ValueError(
                 "MoE: token_mask must be None where x is nested, "
