@@ -169,9 +169,9 @@ def check_function(
         >>> def mine(x, weight=None, eps=1e-6):
         ...     scale = torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps)
         ...     return (x * scale * (1 if weight is None else weight)).to(x.dtype)
-        >>> checked = check_function(mine, "rms_norm", dtypes=[torch.float32], cases=["tiny"])
+        >>> checked = check_function(mine, "rms_norm", dtypes=[torch.float32], cases=["plain"])
         >>> checked["gradcheck"]
-        ['tiny-M3N1']
+        ['plain-M3N1']
     """
     spec = _spec(function, like, reference, inputs)
     options = {k: v for k, v in sizes_and_options.items() if not k[0].isupper()}
