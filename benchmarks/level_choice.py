@@ -61,7 +61,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds by level, slowest level first, and those of the faster one of torch's ways."""
+    """Seconds of each level, slowest level first, and of torch's faster way."""
 
     shape: tuple[int, ...]
     madds: int

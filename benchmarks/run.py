@@ -102,7 +102,7 @@ def op_task(
 
 
 class WrongProvider(Exception):
-    """A provider whose results are not those of the op."""
+    """A provider whose results differ from the op's."""
 
 
 def shortened(case: Case, longest: dict[str, int]) -> Case:

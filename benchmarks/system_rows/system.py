@@ -52,7 +52,7 @@ def step(call: Callable[[], Any], leaves: list[Tensor]) -> Callable[[], tuple[Te
 
 
 def same_results(name: str, found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    """Raises unless outputs and gradients are those of ours, to rounding of their dtype."""
+    """Raises unless outputs and gradients equal ours up to rounding of their dtype."""
     if len(found) != len(want):
         raise AssertionError(f"{name} gives {len(found)} results, ours {len(want)}")
     for got, of_ours in zip(found, want, strict=True):

@@ -108,7 +108,7 @@ def test_steps_update_the_state(dtype):
 
 
 def test_a_step_of_heads_of_a_pool():
-    """Heads are channels, those of a group next to each other."""
+    """Heads are channels; the channels of a group are adjacent."""
     torch.manual_seed(0)
     heads, pool = 4, torch.randn(5, 4, 3, N)
     index = torch.tensor([3, 1])

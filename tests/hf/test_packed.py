@@ -135,7 +135,7 @@ def test_evaluation_with_and_without_a_padding_mask():
     output = ours(ids, position_ids=positions())
     torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4)
     assert output.past_key_values is None
-    # Positions beside a padding mask are those of padded rows, as for attention.
+    # With a padding mask, positions count within padded rows, as for attention.
     given = {"position_ids": positions(), "attention_mask": torch.ones_like(ids)}
     torch.testing.assert_close(
         run(ours, ids, **given, use_cache=False),

@@ -5,8 +5,9 @@ attn_implementation="omniattn" and with omniattn.hf.patch, then also its loss wi
 A model gives the same or is refused by name. docs/hf.md says which, and the test holds it to that:
 
     pytest -m slow tests/hf/test_sweep.py
-    PYTHONPATH=tests/support:tests/support/small python tests/hf/test_sweep.py          # writes the lists of the page
-    PYTHONPATH=tests/support:tests/support/small python tests/hf/test_sweep.py t5 bart  # only tries these
+    export PYTHONPATH=tests/support:tests/support/small
+    python tests/hf/test_sweep.py          # writes the lists of the page
+    python tests/hf/test_sweep.py t5 bart  # only tries these
 """
 
 import contextlib

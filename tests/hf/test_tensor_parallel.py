@@ -47,7 +47,7 @@ def gathered(t):
 
 
 def compare(parallel, model):
-    """Loss, logits and gradients are those of one process."""
+    """Loss, logits and gradients equal those of one process."""
     x = torch.arange(3, 37).view(2, 17)
     for skip_logits in (None, False):
         expected, actual = model(x, labels=x), parallel(x, labels=x, skip_logits=skip_logits)

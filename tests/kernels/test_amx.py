@@ -35,7 +35,7 @@ def in_software(test):
 
 
 def as_bits(x, dtype):
-    """Floats: those of bf16 are cut, those of fp16 rounded."""
+    """Returns the bits of floats, truncated to bf16 or rounded to fp16."""
     if dtype == "f16":
         return np.asarray(x).astype(np.float16).view(np.uint16)
     return (np.asarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -94,7 +94,7 @@ def test_denormals_of_fp32_are_zero(isa):
 
 @in_software
 def test_a_pair_without_second_term_is_no_denormal(isa):
-    """The bits of both, as one number, are those of a denormal."""
+    """Both halves of the pair, read as one fp32 number, form a denormal."""
     a, b = np.zeros((16, 32), np.uint16), np.zeros((32, 16), np.uint16)
     a[:, 0], b[0] = as_bits(3.0, dtype_of(isa)), as_bits(5.0, dtype_of(isa))
     assert (multiply(isa, a, b, np.zeros((16, 16), np.float32)) == 15).all()

@@ -17,7 +17,7 @@ from omniattn import testing
 
 pytestmark = pytest.mark.timeout(1800)  # of processes that run many tests
 
-#: In processes of about the same time, which `pytest -n` runs beside each other.
+#: Ops by process; the processes take about equally long, and `pytest -n` runs them in parallel.
 OPS = {
     "attention": (
         *("attention", "scaled_dot_product_attention", "na2d"),

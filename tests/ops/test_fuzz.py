@@ -52,7 +52,7 @@ CALLS = valid_calls(DTYPE)
 
 
 class Drawn:
-    """The draws of hypothesis as those of random.Random."""
+    """Adapts hypothesis' draws to the interface of random.Random."""
 
     def __init__(self, data):
         self.data = data
@@ -98,7 +98,7 @@ def test_results_have_the_shapes_and_dtypes_that_compile_is_told(dtype):
 def test_a_tensor_without_memory_beside_others_is_refused(name):
     """One meta tensor suffices to choose the kernel of the meta device, which writes nothing.
 
-    Those of an optional list choose none; the kernel of the others refuses them.
+    Tensors of an optional list choose no kernel; the kernel of the others refuses them.
     """
     op, args = CALLS[name][0]
     is_tensor = functools.partial(torch.utils._pytree.tree_any, lambda v: torch.is_tensor(v))

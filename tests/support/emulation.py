@@ -9,8 +9,7 @@ from omniattn import testing
 
 
 def software(level):
-    """The forms of a level of tiles that run here: by the instructions of avx512 and by those of
-    avx2."""
+    """Returns the software forms of a level with tiles that run here: on avx512 and on avx2."""
     names = f"{level}_emulated", f"{level}_portable"
     return [isa for isa in kernels.probe_isas() if isa in names]
 

@@ -24,7 +24,7 @@ def packed(lengths_q=LENGTHS_Q, lengths_k=LENGTHS_K, dtype=F64):
 
 
 def pages_of(k, size, seed=0):
-    """k (B, T, H, D) in pages of `size` tokens in any order, those of other sequences between."""
+    """k (B, T, H, D) in shuffled pages of `size` tokens, between other sequences' pages."""
     batch, length = k.shape[:2]
     count = -(-length // size)
     table = torch.randperm(batch * count + 3, generator=torch.Generator().manual_seed(seed))

@@ -139,7 +139,7 @@ def _has_documents(mask: Tensor | None) -> bool:
 def _check_supported(
     module: nn.Module, attention_mask: Tensor | None, given: dict[str, Any]
 ) -> None:
-    """Raises NotImplementedError for what this package does not compute."""
+    """Raises NotImplementedError for arguments that this package does not support."""
     unsupported = [
         name
         for name, x in given.items()

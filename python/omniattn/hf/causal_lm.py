@@ -99,8 +99,8 @@ class OmniattnConfig(PretrainedConfig):
 class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
     """A decoder of this package with the interface of transformers.
 
-    In training with labels it makes no logits, as a model that :func:`patch` patched; the loss has
-    those of its routers and of further heads in it.
+    In training with labels it makes no logits, like a model that :func:`patch` patched. The loss
+    includes the losses of routers and of further heads.
 
     Args:
         config: of the model.
@@ -162,7 +162,7 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
         """Logits, the loss of labels, and the states after the tokens.
 
         Args:
-            input_ids: (B, T), after those of the states.
+            input_ids: (B, T), which follow the tokens of the states.
             attention_mask: (B, past + T), 0 for padding on either side; (B, 1, T, past + T) bool.
             position_ids: (B, T). Without a mask, numbers that start again separate the sequences
                 that are packed into a row.
@@ -242,7 +242,7 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
     def _loss(
         self, x: Tensor, shifted: Tensor, mask: Tensor | None, count: Tensor | int | None
     ) -> Tensor:
-        """The mean loss, or the sum over `count`, with that of the routers in training."""
+        """The mean loss, or the sum divided by `count`; includes the routers' loss in training."""
         if mask is not None and mask.dim() == 2:  # padding on the left predicts nothing
             shifted = shifted.masked_fill(mask[:, -shifted.shape[1] :] == 0, -100)
         own = (shifted != -100).sum()
@@ -278,7 +278,7 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embed_tokens = value
 
     def get_output_embeddings(self) -> torch.nn.Module | None:
-        """The head, None where its weight is that of the embeddings."""
+        """The head, or None if it shares the weight of the embeddings."""
         return self.model.lm_head
 
     def set_output_embeddings(self, new_embeddings: torch.nn.Module) -> None:
@@ -314,7 +314,7 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Draws what a checkpoint lacks, as the layer does, and leaves what it has."""
+        """Initialises the parameters that a checkpoint lacks as the layer does; keeps others."""
         reset = getattr(module, "reset_parameters", None)
         if reset is None:
             return

@@ -71,7 +71,7 @@ def experts_forward(
 
 
 def why_unsupported(experts: Any) -> str | None:
-    """Why :func:`experts_forward` does not compute what the module does; None if it does."""
+    """Says why :func:`experts_forward` differs from the module's forward; None if it does not."""
     if experts.has_post_expert_norm:
         return f"{type(experts).__name__} has a norm after each expert"
     try:

@@ -124,8 +124,8 @@ def _mixer(module: nn.Module) -> Finding:
 
 
 def _holds_plain_weight(module: Any) -> bool:
-    """Whether forward will see an ordinary weight: no DTensor, except those of fully_shard, which
-    gathers them, and no quantised subclass of torchao."""
+    """True if forward will see an ordinary weight: no quantised subclass of torchao, and no DTensor
+    except under fully_shard, which gathers it."""
     sharded = getattr(module, "_is_fsdp_managed_module", False)
     return sharded or not hasattr(type(module.weight), "__tensor_flatten__")
 

@@ -161,7 +161,7 @@ def _knows_sdpa(config: PreTrainedConfig | None) -> bool:
 
 
 def _as_dtype(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as it is, or as what eager attention adds to the scores."""
+    """Returns a bool mask as it is, or as the bias that eager attention adds to the scores."""
     if dtype == torch.bool:
         return visible
     zero = torch.zeros((), dtype=dtype, device=visible.device)

@@ -68,8 +68,8 @@ class Packing:
         return y[0].unflatten(0, self.starts.shape)
 
     def spread(self, state: Tensor | None) -> Tensor | None:
-        """States (B, ...) before the first sequence in each row as those of all, (N, ...), zeros
-        for the others; None for zeros alone."""
+        """Scatters the initial states (B, ...) of the first sequence in each row to all sequences
+        (N, ...), with zeros for the others; None stands for all zeros."""
         if state is None:
             return None
         counts = self.starts.sum(1)
@@ -77,7 +77,7 @@ class Packing:
         return spread.index_copy(0, counts.cumsum(0) - counts, state)
 
     def last(self, state: Tensor) -> Tensor:
-        """The states (B, ...) of the last sequence in each row, from those of all, (N, ...)."""
+        """Selects the states (B, ...) of the last sequence in each row from all states (N, ...)."""
         return state[self.starts.sum(1).cumsum(0) - 1]
 
     def mask(self) -> masks.Documents:

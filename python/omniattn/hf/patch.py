@@ -169,8 +169,8 @@ def patch(
 def _defer_logits(
     model: PreTrainedModel, forward: Forward
 ) -> Iterator[tuple[str, nn.Module, Left]]:
-    """Lets the head of a model, which then has this forward, compute its loss; else gives the model
-    and the reason why not."""
+    """Lets the head of a model with this forward compute its loss; else yields the model and the
+    reason why not."""
     made: Any = model.get_output_embeddings()
     wrapped = getattr(made, "modules_to_save", None)  # PEFT's, of a head that is trained as a whole
     heads = [made] if wrapped is None else [made.original_module, *wrapped.values()]
@@ -225,7 +225,7 @@ def _mixes_tokens(module: nn.Module) -> bool:
 
 
 def _is_linear(module: Any) -> bool:
-    """Whether a head computes what nn.Linear does."""
+    """True if a head computes the same as nn.Linear."""
     return (
         isinstance(module, nn.Linear)
         and _unpatched(module).forward is nn.Linear.forward

@@ -1,4 +1,4 @@
-"""Finds the forward that computes what a module does, by running both."""
+"""Finds the forward that computes the same as a module, by running both."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ _LINEARS = (layers.linear, loss.head)
 
 @functools.cache
 def subclass(original: Any, forward: Forward) -> Any:
-    """`original` with another forward. No state on the instance, so that copies are correct, also
-    those of DataParallel."""
+    """Returns a subclass of `original` with another forward. The instance holds no state, so that
+    copies are correct, including DataParallel's."""
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         named = next((make for make in _MAKERS if make(original) is forward), forward)

@@ -67,7 +67,7 @@ class BertSizes(EncoderConfig):
         vocab_size, dim, num_layers, num_heads, hidden_dim: sizes.
         max_positions: number of learned positions.
         token_types: kinds of segments, told apart by an embedding.
-        dropout_p: of embeddings, attention weights and what each layer adds.
+        dropout_p: of embeddings, attention weights and each layer's output.
 
     Reference:
         Devlin et al., "BERT", 2018, arXiv 1810.04805.

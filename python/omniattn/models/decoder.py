@@ -57,14 +57,14 @@ class Decoder(Model, Stateful):
 
     @dataclass(frozen=True)
     class Config(ModelConfig):
-        """Sizes; an architecture adds its own and says what its blocks are.
+        """Sizes; an architecture adds its own and defines its blocks.
 
         Args:
             vocab_size, dim, num_layers: sizes.
             tie_embeddings: the head uses the weight of the embedding.
             init_std: of all weights; that of the projections onto the residual stream is divided
                 by sqrt(2 num_layers).
-            dropout_p: of the embeddings and of what each layer adds.
+            dropout_p: of the embeddings and of each layer's output.
             gradient_checkpointing: keep only the input of each block, recompute it in backward.
             residual_in_fp32: keep the sum of all layers in float32 where the weights have 16 bits.
         """
@@ -168,8 +168,8 @@ class Decoder(Model, Stateful):
         return self.__dict__ | {"_predictor_loss": 0.0}
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """The loss of the tokens after the next one, if the model predicts them in training, and
-        those of the layers that have losses of their own."""
+        """Returns the loss of predicting tokens after the next one, if training does, plus the
+        losses of layers that have their own."""
         total = self.config.predictor_weight * self._predictor_loss
         for layer in self._trained_apart():
             assert layer.auxiliary is not None

@@ -14,7 +14,7 @@ class MixtralConfig(LlamaFamilyConfig):
 
     Args:
         num_kv_heads, head_dim: as in LlamaConfig.
-        experts, top_k: of a layer, and those of them that a token uses.
+        experts, top_k: number of experts of a layer, and number that each token uses.
 
     Reference:
         Jiang et al., "Mixtral of Experts", 2024, arXiv 2401.04088.

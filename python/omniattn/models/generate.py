@@ -134,7 +134,7 @@ def generate(
         top_k, top_p: cuts of the distribution, see `sample`; 0 and 1 cut nothing.
         eos: token that ends a row; it is kept and repeated up to the common length.
         seed: of the uniform numbers, which depend on (seed, step, row) only.
-        source: (B, S) int, what the encoder reads, of a model that has one.
+        source: (B, S) int, the encoder's input, for a model that has one.
         eviction: which tokens the caches keep, of a model whose `new_state` takes it.
 
     Returns:

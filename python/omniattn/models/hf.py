@@ -40,8 +40,8 @@ class Counterpart:
         model: its class.
         options: of its config, ours -> theirs.
         weights: (pattern, replacement) for `re.sub`, applied in turn to the name of a weight of
-            ours. Those of ours that get the same name are stacked into one of theirs; a name with
-            `{a,b}` stands for two of theirs.
+            ours. Our weights that get the same name are stacked into one of theirs. A name with
+            `{a,b}` stands for two of their weights.
         transposed: pattern of their weights that are (in, out).
         fixed: further options of theirs with the value that ours computes, or with a function that
             gives it for a config of ours.
@@ -63,7 +63,7 @@ class Counterpart:
         return getattr(transformers, self.model).config_class
 
     def required(self, ours: Any) -> dict[str, Any]:
-        """Options that a config of theirs must have to compute what ours does."""
+        """Options that their config must have to compute the same as ours."""
         named = {theirs: getattr(ours, name) for name, theirs in self.options.items()}
         fixed = {name: v(ours) if callable(v) else v for name, v in self.fixed.items()}
         return named | fixed

@@ -33,8 +33,8 @@ class JambaConfig(Decoder.Config):
         hidden_dim: of a SwiGLU, and of each expert.
         attention_period, attention_offset: layers i with i % period == offset have attention, all
             others Mamba, with norms of r, B and C.
-        experts, top_k: of the layers with experts, and those of them that a token uses; one expert
-            for none.
+        experts, top_k: number of experts of a layer that has them, and number that each token
+            uses; one expert stands for none.
         expert_period, expert_offset: layers i with i % period == offset have experts.
         d_state, d_conv, expand, dt_rank, conv_bias, bias: as in :class:`omniattn.modules.Mamba`.
         norm_eps: of all norms.

@@ -17,7 +17,7 @@ class Routers:
 
     Attributes:
         loads: of each step, assignments (layers, E) int64 before any was dropped, on the CPU.
-        dropped: of each step, those of them over capacity, (layers,) int64.
+        dropped: of each step, assignments over capacity, (layers,) int64.
         losses: of each step, what `loss` was.
     """
 

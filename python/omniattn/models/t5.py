@@ -40,7 +40,7 @@ class T5Config(ModelConfig):
         num_layers: of the encoder, and of the decoder.
         buckets, max_distance: of the relative positions.
         gated: GEGLU instead of ReLU, and an untied head (version 1.1).
-        dropout_p: of embeddings, attention weights, hidden layers and what each layer adds.
+        dropout_p: of embeddings, attention weights, hidden layers and each layer's output.
         norm_eps: of the norms.
         residual_in_fp32: keep the sum of all layers in float32 where the weights have 16 bits.
 

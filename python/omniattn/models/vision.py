@@ -63,12 +63,12 @@ class VisionConfig(EncoderConfig):
 
 
 class Classifier(Model):
-    """Patches -> tokens -> features -> logits; subclasses say what is between.
+    """Patches -> tokens -> features -> logits; subclasses compute features from tokens.
 
     Args:
         config: sizes and options.
         width: of a token.
-        features: width of what the head reads.
+        features: width of the head's input.
         device, dtype: of the parameters.
 
     Shape:

@@ -251,8 +251,8 @@ class Zamba2Config(Decoder.Config):
         num_transformers: shared transformers, which the hybrid layers use in turn.
         num_heads, num_kv_heads, hidden_dim: of the shared transformers, whose heads have the size
             2 dim / num_heads.
-        adapter_rank: of what each use of a transformer adds to its weights.
-        adapt_attention: whether those of queries, keys and values have such additions too.
+        adapter_rank: of the adapter that each use of a transformer adds to its weights.
+        adapt_attention: whether the weights of queries, keys and values have adapters too.
         rope_base: of a rotary embedding of the shared transformers; None for none.
         d_state, d_conv, expand, headdim, ngroups: as in :class:`omniattn.modules.Mamba2`.
         dt_min: the least dt.

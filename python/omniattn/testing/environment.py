@@ -1,4 +1,4 @@
-"""Context managers for what tests run on: device, instruction set, number of threads."""
+"""Context managers that set the device, instruction set or number of threads of tests."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def _poisoned(shape: list[int], like: Tensor) -> Tensor:
 def poisoned_memory() -> Iterator[None]:
     """Inside, new memory holds 0xFF bytes, a NaN in every dtype (glibc's M_PERTURB).
 
-    A kernel that reads what it has not written then gives NaN. On CUDA the memory that torch's
+    A kernel that reads memory it has not written then gives NaN. On CUDA the memory that torch's
     allocator hands out next is filled instead.
     """
     if current_device().type == "cuda":

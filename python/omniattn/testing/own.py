@@ -140,8 +140,8 @@ def check_function(
 ) -> dict[str, list[str]]:
     """Checks a function of yours as the op `like` is checked.
 
-    The function takes the tensors of `like` by name. The cases are those of the op whose optional
-    tensors and options the function has, without empty and long ones, or one of the given sizes.
+    The function takes the tensors of `like` by name. The cases are the op's cases whose optional
+    tensors and options the function has, except empty and long ones, or one of the given sizes.
 
     Args:
         function: takes tensors by name, and options of `like`, and returns a tensor or a tuple. A
@@ -149,8 +149,8 @@ def check_function(
         like: name of an op of `omniattn.functional`.
         reference: the definition, with the arguments of `function`; default: that of `like`. Its
             results in fp64 are the truth, and its error in a lower dtype sets the budget.
-        inputs: makes the tensors of `function` from those of `like`, both by name; default: the
-            same.
+        inputs: makes the tensors of `function` from the tensors of `like`, both by name; default:
+            unchanged.
         dtypes: default all four.
         properties: names in `OWN_PROPERTIES`; default all that need no compiler or several threads.
         cases: labels of cases of `like` ("tiny", "packed", ...), also empty ones.

@@ -366,7 +366,7 @@ def _assert_mapped(spec: OpSpec, call: Call, names: tuple[str, ...]) -> None:
 
 
 def _other(name: str, t: Tensor) -> Tensor:
-    """Other values that are as valid as those of `t`."""
+    """Returns other values that are as valid as the values of `t`."""
     if t.is_floating_point():
         return t / 2 + t.sign() / 8  # of the same sign, which an op may ask for
     return t[-1] - t.flip(0) if name.startswith("cu_seqlens") else t.flip(0)

@@ -28,7 +28,7 @@ def _families() -> tuple[ModuleType, ...]:
 
 @functools.cache
 def registry() -> dict[str, OpSpec]:
-    """All OpSpecs by name, those of every file of `specs`."""
+    """All OpSpecs by name, from every file of `specs`."""
     return {spec.name: spec for family in _families() for spec in family.SPECS}
 
 

@@ -1,4 +1,4 @@
-"""OpSpec: what tests, benchmarks, `omniattn check` and the support table know about one op."""
+"""OpSpec: description of an op for tests, benchmarks, `omniattn check` and the support table."""
 
 from __future__ import annotations
 

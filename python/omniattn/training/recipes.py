@@ -22,7 +22,7 @@ class Recipe:
     """How a kind of model is trained.
 
     Args:
-        task: what it is trained on.
+        task: data and loss of the training.
         options: fields of TrainConfig whose defaults differ.
     """
 

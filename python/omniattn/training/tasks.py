@@ -71,7 +71,7 @@ class Task(ABC):
         return {}
 
     def sample(self, model: Model, seed: int) -> str | None:
-        """A text that shows what the model can do, None if it makes no text."""
+        """Returns a sample text of the model, or None if it makes no text."""
         return None
 
 
@@ -100,7 +100,7 @@ class TextTask(Task):
         return cls(read_documents(path), length)
 
     def _uniform(self, size: int, kinds: int, seed: int, step: int) -> Tensor:
-        """Numbers in [0, 1) (kinds, size, length), other ones than those that chose the windows."""
+        """Returns numbers in [0, 1) (kinds, size, length), independent of the choice of windows."""
         shape = (kinds, size, self.data.length)
         places = torch.empty(size + math.prod(shape))
         drawn = functional.uniform_like(places, seed=torch.tensor([seed, step]))
@@ -168,7 +168,7 @@ class MaskedLanguageModeling(TextTask):
         return self._mask(self.data.held_out_windows(size)[:, :-1], _HELD_OUT_SEED, 0)
 
     def sample(self, model: Model, seed: int) -> str:
-        """A held-out text with what is restored in brackets."""
+        """Returns a held-out text with the restored parts in brackets."""
         tokens, targets = self.held_out_batch(1)
         logits = model(tokens.to(next(model.parameters()).device))[0]
         restored = logits[:, :256].argmax(-1).tolist()
@@ -248,7 +248,7 @@ class SpanCorruption(TextTask):
         return self._corrupt(self.data.held_out_windows(size)[:, :-1], _HELD_OUT_SEED, 0)
 
     def sample(self, model: Model, seed: int) -> str:
-        """A held-out text with what is written into its gaps in brackets."""
+        """Returns a held-out text with the generated fillings in brackets."""
         source, _, targets = self.held_out_batch(1)
         device = next(model.parameters()).device
         start = torch.tensor([[self.START]], device=device)

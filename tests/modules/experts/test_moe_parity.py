@@ -1,4 +1,4 @@
-"""MoE layers are those of transformers."""
+"""MoE layers compute the same as transformers'."""
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ from omniattn.testing import threads
 
 
 def per_batch(n, options):
-    """The options of sequence n as those of a call of its own."""
+    """Returns the options of sequence n for a separate call."""
 
     def own(name, value):
         if name == "alibi_slopes" and value.dim() == 2:

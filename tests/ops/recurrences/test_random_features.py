@@ -42,7 +42,7 @@ def of_performer(q, k, v, weight, kind, eps):
 @pytest.mark.parametrize("kind", ["positive", "hyperbolic"])
 def test_feature_eps_is_that_of_performers(kind, eps, backend):
     q, k, v, weight = inputs(20)
-    q, k = 3 * q, 2 * k  # long vectors, whose features are small beside eps
+    q, k = 3 * q, 2 * k  # long vectors, whose features are small relative to eps
     options = {"kind": kind, "causal": False, "feature_eps": eps, "backend": backend}
     leaves = [t.requires_grad_() for t in (q, k, v, weight)]
     o, _ = F.random_feature_attention(*leaves, **options)

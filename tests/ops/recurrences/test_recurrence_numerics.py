@@ -136,7 +136,7 @@ OF_CHANNELS = {
 @pytest.mark.parametrize("isa", testing.isas())
 @pytest.mark.parametrize("name", OF_CHANNELS)
 def test_gates_before_a_reset_and_large_tokens(name, isa):
-    """Their gradients do not drown in the shares of the tokens after them, which are none."""
+    """Their gradients do not drown in the contributions of later tokens, which are zero."""
     q, k, v, g, beta = repeating(40, 16)
     k = nnf.normalize(draw(*k.shape, seed=9), dim=-1)
     g[:, 5] = -200.0

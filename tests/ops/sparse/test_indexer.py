@@ -19,7 +19,7 @@ def small(*shape, dtype=torch.float32):
 
 
 def both(*arguments, **options):
-    """The kernel's indices and scores, which must be those of the definition."""
+    """Returns the kernel's indices and scores after comparing them with the definition's."""
     found = F.dsa_indexer(*arguments, return_scores=True, **options)
     expected = reference.dsa_indexer(*arguments, return_scores=True, **options)
     assert torch.equal(found[0], expected[0])

@@ -192,7 +192,7 @@ def test_debug_accepts_padding() -> None:
 
 
 def test_memory_of_training() -> None:
-    """No (Tq, Tk) mask and no (Tq, n, D) copy: beside what is saved, a few copies of k and v."""
+    """Training makes no (Tq, Tk) mask and no (Tq, n, D) copy, only a few copies of k and v."""
     q, k, v = (torch.randn(1, 512, h, 64, requires_grad=True) for h in (16, 1, 1))
     index = lists(1, 1, 512, 32, 8)
     out = selected_attention(q, k, v, index, block_size=16)

@@ -35,7 +35,7 @@ class Attention(Mixer):
 
     Order: projections, qk-norm, rotary embedding, cache, attention, gate, output projection. Query
     head h reads kv head h // (num_heads / num_kv_heads): MHA, GQA (fewer kv heads) or MQA (one).
-    A gate multiplies what W_o reads by act(W_g x), for each number or for each head.
+    A gate multiplies the input of W_o by act(W_g x), elementwise or for each head.
 
     Causal by default, which `functional.attention` is not: encoders need causal=False.
 
@@ -222,7 +222,7 @@ class Attention(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets what is learned per head: factor 10 of l2, sinks 0, factor 1."""
+        """Initialises the parameters of heads: factor 10 of l2, sinks 0, factor 1."""
         if self.logit_scale is not None:
             nn.init.constant_(self.logit_scale, math.log(10))
         if self.sinks is not None:
@@ -270,7 +270,7 @@ class Attention(Mixer):
         Args:
             batch, max_length: sizes; of the source in a cross-attention.
             device, dtype: of the storage, default: as the parameters.
-            rolling: keep only what the window sees; needs causal and a left window.
+            rolling: keep only the tokens in the window; needs causal and a left window.
             eviction: which tokens to keep, a policy or one for each query head; causal
                 self-attention by softmax without a window only.
         """
@@ -299,7 +299,7 @@ class Attention(Mixer):
 
         Args:
             x: queries, and keys and values of self-attention. A jagged nested tensor
-                ``(B, *, dim)`` gives one; mask and bias are then those of the longest sequences, as
+                ``(B, *, dim)`` gives one; mask and bias then cover the longest sequences, as
                 in `functional.attention_varlen`, and there is no state.
             source: (B, S, source_dim), of cross-attention; may be left out once it is in `state`.
                 Nested if x is.

@@ -257,7 +257,7 @@ class MultiHeadLatentAttention(Mixer):
         return torch.cat([q_nope, q_rope], -1)
 
     def _from_latents(self, out: Tensor) -> Tensor:
-        """O (B, T, H, v_dim) from that of the latents (B, T, H, rank)."""
+        """Output (B, T, H, v_dim) from the attention's latents (B, T, H, rank)."""
         return torch.einsum("bthr,hvr->bthv", out, self._up_weights()[1])
 
     def _expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -293,7 +293,7 @@ class MultiheadAttention(Layer):
 
     @staticmethod
     def _weights(q: Tensor, k: Tensor, lse: Tensor, mask: Mask, bias: Tensor | None) -> Tensor:
-        """exp(logits - lse) (B, H, T, S); 0 for what is not seen."""
+        """exp(logits - lse) (B, H, T, S); 0 at hidden keys."""
         logits = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
         logits = logits if bias is None else logits + bias
         seen = mask.visible(q.shape[1], k.shape[1], q.device, q.shape[2])

@@ -33,8 +33,8 @@ def with_positions(
     mask = with_cache(cache, mask, positional or score_mod is not None)
     if score_mod is None:
         return mask, None, attend
-    # There q is the position among the keys, as the caller of a layer counts; the number of keys is
-    # no part of the traced function, which then is that of the step before.
+    # q becomes the position among the keys, as the caller of a layer counts. The number of keys is
+    # an input of the traced function, so that each step reuses the same trace.
     sizes = torch.full((k.shape[0],), k.shape[1], device=k.device)
     first = cache.first(k.shape[1])
     if first is not None:

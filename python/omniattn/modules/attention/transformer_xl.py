@@ -157,7 +157,7 @@ class TransformerXLAttention(Mixer):
         return torch.cat([angle.sin(), angle.cos()], -1).to(x.dtype)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
-        """An empty cache of what the layer has read, (B, T, 1, dim), as keys; without values."""
+        """An empty cache of the layer's inputs (B, T, 1, dim), stored as keys; it has no values."""
         like = cache_like(self, self.qkv_net.weight, **storage)
         return KVCache(batch, max_length, 1, self.config.dim, v_head_dim=0, **like)
 
@@ -175,7 +175,7 @@ class TransformerXLAttention(Mixer):
 
         Args:
             x: queries, and keys and values.
-            memory: (B, M, dim), what the layer read before x; or a state that keeps all of that.
+            memory: (B, M, dim), the layer's inputs before x; or a state that keeps all of them.
             state: a Cache, to which x is appended.
             rope: not used, distances have a term of their own.
             mask: as in Attention.

@@ -39,7 +39,7 @@ class Sequences:
         return longest(self.nested)
 
     def attention(self, source: Sequences | None = None) -> Callable[..., Any]:
-        """functional.attention of queries of these sequences and keys of those of `source`."""
+        """Returns functional.attention with queries of these sequences and keys of `source`."""
         if self.nested is None:
             return functional.attention
         keys = self if source is None else source
@@ -69,8 +69,8 @@ class Sequences:
         return tokens - self.nested.offsets()[self.entries(t)]
 
     def each(self, *tensors: Tensor) -> list[tuple[slice, tuple[Tensor, ...]]]:
-        """For functions that know no packed sequences: the tensors (1, total, ...) of each sequence
-        alone, (1, T, ...), and its place in the batch; those of a batch as they are."""
+        """Splits packed tensors (1, total, ...) into sequences (1, T, ...), each with its place in
+        the batch, for functions without packing. Tensors of a batch stay whole."""
         if self.nested is None:
             return [(slice(None), tensors)]
         sizes = self.nested.offsets().diff().tolist()
@@ -91,8 +91,8 @@ class Sequences:
         return torch.full((1,), t.shape[1], device=t.device)
 
     def in_batches(self, function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
-        """The function of t (B, T, ...), which it is given as (N, longest, ...) with zeros behind
-        the ends where t is (1, total, ...)."""
+        """Applies the function to t (B, T, ...). A packed t (1, total, ...) reaches it as
+        (N, longest, ...), padded with zeros."""
         if self.nested is None:
             return function(t)
         entries = self.entries(t)

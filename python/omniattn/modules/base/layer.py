@@ -203,8 +203,8 @@ class Layer(nn.Module):
     drawn_outside = False
 
     def draws(self, *parts: str) -> None:
-        """Makes the `reset_parameters` of this layer the one that draws those of these parts: FSDP
-        and others reset each module, a part after the layer around it."""
+        """Lets `reset_parameters` of this layer draw the parameters of these parts. FSDP and others
+        reset every module, a part after the layer that contains it."""
         for part in parts:
             cast(Layer, self.get_submodule(part)).drawn_outside = True
 

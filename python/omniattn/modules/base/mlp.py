@@ -17,7 +17,7 @@ from omniattn.modules.base.linear import Linear, is_plain
 from omniattn.modules.base.mixer import ChannelMixer
 from omniattn.suggestions import did_you_mean
 
-#: Name of a gated activation -> that of the activation.
+#: Name of a gated activation -> name of the activation.
 GATED_ACTIVATIONS = {
     "swiglu": "silu",
     "geglu": "gelu",

@@ -165,7 +165,7 @@ class RecurrentState:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is derived from parameters, which another process has elsewhere."""
+        """Omits tensors derived from parameters, which another process stores elsewhere."""
         return {**self.__dict__, "_derived": {}}
 
     def derived(self, name: str, parameter: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:

@@ -64,7 +64,7 @@ class DecoderBlock(Layer, Stateful):
             mlp: of a ChannelMixer, or None for a block that is a mixer alone, as that of mLSTM.
             norm: of a Norm, used before each layer.
             cross: attention to another sequence, in between.
-            dropout_p: of what each layer adds.
+            dropout_p: of each layer's output.
             residual_in_fp32: keeps the residual in float32 where x has 16 bits; under autocast it
                 is anyway.
         """

@@ -16,7 +16,7 @@ from omniattn.modules.base.state import State, Storage, require_index
 class Cache(ABC):
     """The protocol of all caches: a `State` of keys and values. Inference only.
 
-    A layer appends what it has computed for n new tokens and attends to the views it gets back.
+    A layer appends keys and values of n new tokens and attends to the returned views.
     Their last tokens are the new ones, so that bottom-right aligned masks need no change.
     """
 
@@ -187,7 +187,7 @@ def check_new(name: str, k: Tensor, v: Tensor, batch: int, keys: Tensor, values:
 def with_cache(
     cache: Cache, mask: Tensor | Mask | None, positional: bool = False
 ) -> Tensor | Mask | None:
-    """`mask` and that of the cache; `positional` if the scores depend on positions."""
+    """Combines `mask` with the cache's. `positional`: whether scores depend on positions."""
     if not cache.ordered and (mask is not None or positional):
         raise ValueError(
             "Attention: the cache must be in the order of positions for masks and terms of them, "

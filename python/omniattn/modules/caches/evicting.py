@@ -100,7 +100,7 @@ class EvictingCache(Cache):
         self._kept = Kept(k, v, positions, widen(k.new_zeros(shape)))
         self._rope: Rope | None = None  # of the first positions, where tokens move
         self._used = 0  # slots of the views
-        self._settled = 0  # the length after the last call that chose what is kept
+        self._settled = 0  # the length after the last call that decided which tokens stay
         self.length = 0
 
     @property
@@ -210,7 +210,7 @@ class EvictingCache(Cache):
         return out
 
     def _admit(self, new: int) -> None:
-        """Forgets what goes before the new tokens come."""
+        """Forgets the tokens that must leave before the new ones come."""
         kept = self._first(self._used)
         for policy, heads in self._heads:
             slots = Slots(kept.positions[:, heads], kept.weight[:, heads], self.length, self.length)

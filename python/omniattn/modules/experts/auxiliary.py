@@ -1,4 +1,4 @@
-"""Layers with a loss of their own, which training adds to that of the model."""
+"""Layers with a loss of their own, which training adds to the model's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class AuxiliaryLoss(nn.Module):
 
     `auxiliary` is that loss () of the last forward in training, with its gradient and before its
     weight, else None. A forward that activation checkpointing repeats in the backward does not
-    count, and a copy of the layer has none. A Decoder adds those of its layers to
+    count, and a copy of the layer has none. A Decoder adds the losses of its layers to
     `auxiliary_loss`, each times its `auxiliary_weight`.
     """
 

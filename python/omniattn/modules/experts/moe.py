@@ -377,7 +377,7 @@ class MoE(ChannelMixer):
     ) -> None:
         """Moves the bias of the sigmoid router by `rate` (default: `bias_rate`) against `counts`.
 
-        `counts` (E,) are those of the last forward by default; with gradient accumulation, add up
+        `counts` (E,) default to the last forward's; with gradient accumulation, add up
         `state.counts` of the forwards of a step. They are summed over the ranks of `group`, where
         one is given.
         """

@@ -141,7 +141,7 @@ class Router(Float32Buffers, Layer):
 
         @property
         def limited(self) -> bool:
-            """Whether experts drop what they have no room for."""
+            """True if experts drop tokens over their capacity."""
             return self.capacity is not None or self.capacity_factor is not None
 
     e_score_correction_bias: Tensor | None
@@ -231,7 +231,7 @@ class Router(Float32Buffers, Layer):
         return logits, routing, load
 
     def drop(self, routing: Routing, token_mask: Tensor | None = None) -> tuple[Routing, Tensor]:
-        """The routing without what finds no room, and how much that was."""
+        """The routing without the assignments over capacity, and their number."""
         c = self.config
         groups = routing
         if not c.capacity_per_sequence:

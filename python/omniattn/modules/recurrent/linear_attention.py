@@ -261,7 +261,7 @@ class GatedLinearAttention(RecurrentMixer):
 
         Args:
             gate_rank: width between the two layers of the decay.
-            gate_normaliser: what ln sigmoid is divided by.
+            gate_normaliser: divisor of ln sigmoid.
         """
 
         shrink: ClassVar[int] = 2

@@ -1,4 +1,4 @@
-"""Mamba: a selective scan behind a causal convolution, with a gate."""
+"""Mamba: a selective scan after a causal convolution, with a gate."""
 
 from __future__ import annotations
 

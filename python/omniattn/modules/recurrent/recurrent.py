@@ -46,7 +46,7 @@ class RecurrentConfig(LayerConfig):
         init_std, backend: as in Attention.
     """
 
-    #: The default of head_dim is dim // (num_heads * shrink), that of v_head_dim expand * head_dim.
+    #: Defaults: head_dim = dim // (num_heads * shrink), v_head_dim = expand * head_dim.
     shrink: ClassVar[int] = 1
     expand: ClassVar[int] = 1
 
@@ -109,7 +109,7 @@ class RecurrentMixer(StateMixer):
     whatever their number.
     """
 
-    #: Whether SiLU takes the place of the convolutions where there are none.
+    #: Whether SiLU replaces the convolutions if the config has none.
     activates = True
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Layers of RWKV: what they share, RWKV-4, and the channel mix of all versions."""
+"""Layers of RWKV: the base classes, RWKV-4, and the channel mix of all versions."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As BlinkDL's code begins: with a receptance that of RWKV-4 to 6, else RWKV-7."""
+        """Initialises as BlinkDL's code does: as in RWKV-4 to 6 with a receptance, else RWKV-7."""
         c = self.config
         for part in self.parts:
             power = c.height if c.receptance else c.height**4

@@ -148,7 +148,7 @@ class S4D(_SSM):
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; those of the system are fp32 in half layers.
+        device, dtype: of the parameters; in half layers the system's parameters are fp32.
 
     Shape:
         x (B, T, dim) -> the same. Parameters log_dt (dim), log_A_real, A_imag (dim, N / 2),
@@ -218,7 +218,7 @@ class S4(_SSM):
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; those of the system are fp32 in half layers.
+        device, dtype: of the parameters; in half layers the system's parameters are fp32.
 
     Shape:
         x (B, T, dim) -> the same. Parameters log_dt (dim), log_A_real, A_imag (dim, N / 2), P, B, C

@@ -1,4 +1,4 @@
-"""Attention to the last keys, and to hubs or representatives of what is before them."""
+"""Attention to the last keys, and to hubs or representatives of earlier keys."""
 
 from __future__ import annotations
 

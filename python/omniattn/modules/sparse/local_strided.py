@@ -32,7 +32,7 @@ class LocalStridedAttention(SparseAttention):
         residual_inside.
 
     Reference:
-        No paper; the patterns are those of Child et al., Generating Long Sequences with Sparse
+        No paper; the patterns come from Child et al., Generating Long Sequences with Sparse
         Transformers, 2019, arXiv 1904.10509.
 
     Example:

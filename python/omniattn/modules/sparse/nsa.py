@@ -56,8 +56,8 @@ class Compression(nn.Module):
             return x[:, :0]
         if c.compress == "mean":
             return x.unfold(1, c.compress_size, c.compress_stride).mean(-1)
-        # Heads beside the batch, and a copy: with views, or products of four dimensions, torch
-        # exports for one length.
+        # Folds heads into the batch, and copies. With views or 4-D products torch would export
+        # for one length only.
         windows = x.unfold(1, c.compress_size, c.compress_stride).permute(0, 2, 1, 4, 3)
         windows = windows.clone(memory_format=torch.contiguous_format).flatten(-2)
         rows = windows.flatten(0, 1) + self.position.flatten()
@@ -312,7 +312,7 @@ class NSA(Mixer):
         )
 
     def _compressed(self, k: Tensor, v: Tensor, state: NSAState | None) -> tuple[Tensor, Tensor]:
-        """Compressed keys and values of all tokens; a state keeps what earlier tokens gave."""
+        """Compressed keys and values of all tokens; a state keeps those of earlier calls."""
         if state is None:
             return self.k_compression(k), self.v_compression(v)
         first = state.compressed.length * self.config.compress_stride

@@ -162,7 +162,7 @@ class SwinBlock(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """The attention and what surrounds it."""
+        """Config of the attention and of the rest of the block."""
 
         attention: WindowAttention.Config
         mlp_ratio: float = 4.0

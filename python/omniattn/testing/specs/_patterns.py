@@ -51,7 +51,7 @@ LONG_PATTERNS: dict[str, masks.Mask] = {
     ),
 }
 
-#: A mask that is made for one size: no longer than what is compared with fp64.
+#: A mask that is made for one size, small enough for comparison with fp64.
 LOCAL_AND_FIRST = masks.from_predicate(
     lambda b, h, q, k: (k <= q) & ((q - k < 64) | (k % 64 < 8)), 320, 320
 )

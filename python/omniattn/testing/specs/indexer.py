@@ -162,7 +162,7 @@ def _lse(case: Case, made: dict[str, Tensor]) -> Tensor:
 
 
 def _loss_flops(case: Case, pass_: Pass) -> float:
-    """Products of both, and twice those of the indexer again in the backward."""
+    """Counts the products of both; the backward repeats the indexer's twice."""
     s = case.sizes
     pairs = s["B"] * s["Tq"] * s["n"] if s["n"] else _pairs(case)
     own, target = 2.0 * s["HI"] * s["DI"], 2.0 * s["H"] * s["D"]
