@@ -123,7 +123,7 @@ def require_float(op: str, name: str, x: Tensor) -> None:
 
 def has_own_ops(x: Tensor) -> bool:
     """True if `x` is a wrapper of other tensors (quantised, sharded), which defines torch's ops for
-    itself and does not know those of this package."""
+    itself but does not know the ops of this package."""
     return type(x) not in _PLAIN and hasattr(x, "__tensor_flatten__") and not x.is_nested
 
 
@@ -212,8 +212,8 @@ def same_values(copy: Tensor, t: Tensor) -> bool:
 
 
 def makes_graph() -> bool:
-    """Whether a call becomes part of a graph, in which tensors have no values that Python could
-    read, or only those of the example."""
+    """True if a call becomes part of a graph, in which tensors have no values that Python can read,
+    or only the example's values."""
     modes = torch._C._TorchDispatchModeKey
     return (
         torch.compiler.is_compiling()
@@ -374,7 +374,7 @@ def require_seed(op: str, seed: Tensor | None, x: Tensor, name: str = "seed") ->
 
 
 def is_one_of(size: Any, *sizes: Any) -> bool:
-    """`size in sizes`, which torch.compile takes for False where one of them is symbolic."""
+    """`size in sizes`, which torch.compile evaluates to False if a size is symbolic."""
     return any(size == other for other in sizes)
 
 
@@ -397,7 +397,7 @@ def require_shape(op: str, name: str, t: Tensor, shape: tuple[int, ...]) -> None
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast casts to on the device of x, None where it is off; meta has no autocast."""
+    """Autocast's dtype on the device of x; None if it is off, or on meta, which has no autocast."""
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -405,7 +405,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Where products are not rounded, also under autocast."""
+    """Context that disables autocast, so that products keep the precision of their operands."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if device != "meta" else contextlib.nullcontext()
 

@@ -44,7 +44,7 @@ def same_boundaries(a: Any, b: Any) -> bool:
 
 
 def longest(nested: Any) -> int:
-    """Length of the longest sequence: what the nested tensor knows of it, or else is read."""
+    """Length of the longest sequence, read from the offsets if it is not cached."""
     length: int | None = nested._maybe_max_seqlen
     if length is None:
         length = nested._get_max_seqlen()
@@ -53,14 +53,15 @@ def longest(nested: Any) -> int:
 
 
 def length_bound(nested: Any) -> int:
-    """The same; all tokens in a compiled graph that would have to be left to read it."""
+    """Upper bound of the sequence lengths: `longest`, or the number of tokens in a compiled graph
+    that does not know it, where reading the offsets would break the graph."""
     if is_compiling() and nested._maybe_max_seqlen is None:
         return len(nested.values())
     return longest(nested)
 
 
 def with_boundaries(values: Tensor, like: Any) -> Tensor:
-    """These values as a nested tensor with the boundaries of `like`, and what it knows of them."""
+    """Wraps `values` in a nested tensor with the offsets and cached lengths of `like`."""
     return torch.nested.nested_tensor_from_jagged(
         values,
         like.offsets(),
@@ -74,10 +75,10 @@ def token_wise(
 ) -> Callable[[F], F]:
     """Makes a function that treats each token alone take jagged nested tensors too.
 
-    It is given the values of its first argument, of `others` and of `numbers`, which must be of the
-    same sequences: (total, ...), or with `batched` (1, total, ...). Those of `numbers` may be one
-    number for each token. What it returns for each token gets their boundaries; a number is of all
-    tokens.
+    The function gets the values of its first argument, of `others` and of `numbers`, which must be
+    of the same sequences: (total, ...), or with `batched` (1, total, ...). Arguments in `numbers`
+    may have one number per token. Results per token get the same boundaries; a result that is a
+    number covers all tokens.
     """
 
     def decorate(function: F) -> F:
@@ -91,9 +92,9 @@ def token_wise(
 def over_sequences(*tokens: str, either: Sequence[str] = ()) -> Callable[[F], F]:
     """Makes a function of packed sequences take jagged nested tensors in place of cu_seqlens.
 
-    It is given cu_seqlens and the values (1, total, ...) of the arguments `tokens`, which must be
-    of the same sequences; those of `either` may also be ordinary tensors. Its output gets their
-    boundaries. A state that it returns as well has one entry for each sequence.
+    The function gets cu_seqlens and the values (1, total, ...) of the arguments `tokens`, which
+    must be of the same sequences; arguments in `either` may also be ordinary tensors. The output
+    gets the same boundaries. A returned state has one entry for each sequence.
     """
 
     def decorate(function: F) -> F:

@@ -1,4 +1,4 @@
-"""Rows of packed sequences: what a function over time asks of them."""
+"""Rows of packed sequences: checks and helpers of functions over time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from omniattn.checks.arguments import is_traced, shown
 def document_ids(position_ids: Tensor) -> Tensor:
     """Number of the document of each token, counted from 0 in each row, by its position.
 
-    A document starts where the count breaks: where a position is not the one before it plus 1. So
-    it may start at any position, like those of RoBERTa, which start at 2.
+    A document starts where a position is not the previous one plus 1. So it may start at any
+    position, such as 2 in RoBERTa.
 
     Args:
         position_ids: (..., T), any integer dtype.
@@ -49,7 +49,7 @@ def require_all_tokens(
 
 
 class Packed:
-    """Which sequence each token of a packed row is in, where they are packed."""
+    """Maps each token of a packed row to its sequence, if sequences are packed."""
 
     def __init__(self, q: Tensor, count: int, cu_seqlens: Tensor | None) -> None:
         self.count, self.bounds = count, cu_seqlens

@@ -1,10 +1,10 @@
-"""Functions of other libraries under their names, with their arguments and results, by ours.
+"""Functions of other libraries, with the names, arguments and results that they have there.
 
-``from omniattn.compat import chunk_gla`` takes the place of ``from fla.ops.gla import chunk_gla``.
-They run wherever ours run, on the CPU too, and are differentiable. An option that ours cannot
-honour raises, and names itself; one that changes speed alone, such as a chunk size, changes
-nothing. The `*_update` functions write states in place and are for inference. The losses of Liger
-are in `omniattn.modules` under their names.
+``from omniattn.compat import chunk_gla`` replaces ``from fla.ops.gla import chunk_gla``. The
+functions call `omniattn.functional`, so they run on the CPU too, and are differentiable. An option
+that `omniattn.functional` cannot honour raises an error that names it; an option that affects only
+speed, such as a chunk size, is accepted and has no effect. The `*_update` functions write states in
+place and are for inference. The losses of Liger are in `omniattn.modules` under their names.
 """
 
 from omniattn.compat.causal_conv1d import (

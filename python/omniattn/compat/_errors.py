@@ -1,4 +1,4 @@
-"""What the aliases of other libraries share: errors under their own names."""
+"""Shared by the aliases of other libraries: errors that name the alias and its arguments."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)
 
 @contextmanager
 def errors_of(op: str, **names: str) -> Iterator[None]:
-    """Errors of functions of ours are those of the alias `op`; `names` are its own for the
-    arguments that it names differently."""
+    """Rewrites errors of `omniattn.functional` to name the alias `op`; `names` maps arguments to
+    the alias's names where they differ."""
     try:
         yield
     except _ERRORS as error:
@@ -61,7 +61,7 @@ def require_numbers(op: str, **tensors: Tensor) -> None:
 
 
 def require_writable(op: str, name: str, t: Tensor) -> None:
-    """No elements of `t`, which is written in place, share memory, as those of expanded tensors."""
+    """Requires that no elements of `t` share memory, as in expanded tensors: it is written to."""
     if any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape, strict=True)):
         raise ValueError(
             f"{op}: {name} must have memory for each element, got {name}.stride()={t.stride()}"
@@ -69,7 +69,7 @@ def require_writable(op: str, name: str, t: Tensor) -> None:
 
 
 def require_form(op: str, name: str, t: Tensor, form: str) -> None:
-    """The dimensions of `t` are those that `form`, such as "B, D, T", names."""
+    """Requires that `t` has the number of dimensions of `form`, such as "B, D, T"."""
     if t.ndim != form.count(",") + 1:
         raise ValueError(
             f"{op}: {name} must have shape ({form}), got {name}.shape={tuple(t.shape)}"

@@ -1,4 +1,4 @@
-"""What the functions of fla share: options, states and gates in fla's form."""
+"""Shared by the fla functions: options, states and gates in fla's form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omniattn.reference.precision import widen
 from omniattn.suggestions import did_you_mean
 
 Result: TypeAlias = tuple[Tensor, Tensor | None]
-# What computes an fla function: one of `omniattn.functional`, and its tensors (B, T, ..).
+# A function of `omniattn.functional` that computes an fla function, and its tensors (B, T, ..).
 Call: TypeAlias = tuple[Callable[..., tuple[Tensor, Tensor]], tuple[Tensor, ...]]
 Theirs = ParamSpec("Theirs")
 
@@ -70,7 +70,7 @@ def fla_function(
 
 
 def require_inputs(op: str, scale: object, **tensors: Any) -> None:
-    """What is computed with before a function of ours checks it."""
+    """Checks arguments that an alias computes with before it calls `omniattn.functional`."""
     for name, t in tensors.items():
         require_tensor(op, name, t)
     if scale is not None:

@@ -87,7 +87,7 @@ def chunk_linear_attn(
     """:func:`functional.linear_attention` of features q and k.
 
     With `normalize` states are pairs: (N, H, K, V) and the sum of the keys (N, 1, H, K). The
-    denominator is at least 1e-10 in size, where fla adds that.
+    denominator has a magnitude of at least 1e-10; fla adds 1e-10 instead.
     """
     state = (initial_state, output_final_state)
     return _linear("chunk_linear_attn", q, k, v, scale, *state, normalize, cu_seqlens)

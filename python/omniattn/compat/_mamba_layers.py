@@ -25,7 +25,7 @@ from omniattn.compat.causal_conv1d import convolved
 
 __all__ = ["mamba_inner_fn", "mamba_split_conv1d_scan_combined"]
 
-#: Of x_proj_weight, delta_proj_weight, out_proj_weight and A.
+#: Dimensions of x_proj_weight, delta_proj_weight, out_proj_weight and A.
 _FORMS = ("M, D", "D, R", "E, D", "D, N")
 
 
@@ -67,22 +67,23 @@ def mamba_inner_fn(
         delta_proj_weight: (D, R) of xz's dtype.
         out_proj_weight: (E, D) of xz's dtype.
         out_proj_bias: (E,) of xz's dtype, or None.
-        A, B, C, D, delta_bias, delta_softplus: of `selective_scan_fn`.
+        A, B, C, D, delta_bias, delta_softplus: as in `selective_scan_fn`.
         B_proj_bias, C_proj_bias: (M,), where B and C are not given.
-        checkpoint_lvl: 0 or 1, what the backward of mamba-ssm computes again; changes nothing.
-        b_rms_weight, c_rms_weight: (N,), of RMS norms of B and C, with a real A and one group.
-        dt_rms_weight: (D,), of an RMS norm of delta.
-        b_c_dt_rms_eps: of these norms.
+        checkpoint_lvl: 0 or 1, the recomputation level of mamba-ssm; has no effect here.
+        b_rms_weight, c_rms_weight: (N,), weights of RMS norms of B and C, with a real A and one
+            group.
+        dt_rms_weight: (D,), weight of an RMS norm of delta.
+        b_c_dt_rms_eps: eps of these norms.
 
     Returns:
-        out (B, T, E) of xz's dtype. Under autocast the products, and out, have that of autocast.
+        out (B, T, E) of xz's dtype. Under autocast the products and out have autocast's dtype.
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices and values that do not fit.
         NotImplementedError: no native kernel for the device.
 
     Note:
-        Gradients flow to all tensors, in mamba-ssm not through the norms.
+        Gradients flow to all tensors; in mamba-ssm they do not flow through the norms.
 
     Reference:
         Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
@@ -236,13 +237,13 @@ def mamba_split_conv1d_scan_combined(
             convolution starts anew in each sequence of seq_idx, too, and from zeros.
         return_final_states: whether to return (out, final states) in place of out.
         activation: of the convolution: None, "silu" or "swish".
-        rmsnorm_weight: (H P,), floating-point: the norm of each of the G parts of a row.
-        rmsnorm_eps: of this norm.
+        rmsnorm_weight: (H P,), floating-point: weight of the norm of each of the G parts of a row.
+        rmsnorm_eps: eps of this norm.
         outproj_weight: (E, M + H P) of zxbcdt's dtype.
         outproj_bias: (E,) of zxbcdt's dtype, with outproj_weight.
         headdim: P.
         ngroups: G, which divides H.
-        norm_before_gate: whether the gate multiplies the norm's result, or what it normalises.
+        norm_before_gate: whether the gate multiplies the norm's output, or its input.
 
     Returns:
         out (B, T, E), or (B, T, M + H P) without outproj_weight, of zxbcdt's dtype; and the final

@@ -48,8 +48,9 @@ def selective_scan_fn(
     Args:
         u, delta, z: (B, D, T); steps next to each other in memory are copied.
         A: (D, N), real or complex.
-        B, C: (B, N, T), (B, G, N, T) or (D, N); with a complex A the last dimension of those that
-            vary is 2 T, real and imaginary parts in turn. Where both vary, they have the same G.
+        B, C: (B, N, T), (B, G, N, T) or (D, N). With a complex A the last dimension of a B or C
+            that varies over time is 2 T, with real and imaginary parts interleaved. If both vary,
+            they have the same G.
         D, delta_bias: (D,).
         delta_softplus: whether dt is softplus(delta + delta_bias).
         return_last_state: whether to return (y, last state) in place of y, both with gradients.
@@ -103,7 +104,7 @@ def selective_state_update(
 
     Args:
         state: (B, D, N), or (B, H, D, N) with heads; of any floating-point dtype. With
-            `state_batch_indices` its first size is that of a pool.
+            `state_batch_indices` its first dimension is the size of a pool.
         x, dt, z: (B, D), or (B, H, D).
         A: (D, N), or (H, D, N).
         B, C: (B, N), or (B, G, N) with heads, of which head h reads group h // (H / G).

@@ -59,13 +59,13 @@ def mamba_chunk_scan_combined(
             are not read without `return_varlen_states`. Where seq_idx is given, it must change at
             them.
         return_final_states: whether to return the states at the ends of the rows.
-        return_varlen_states: whether to return those of the sequences of `cu_seqlens`, each of
-            which starts from zeros; then without `initial_states`.
+        return_varlen_states: whether to return the final states of the sequences of `cu_seqlens`,
+            each of which starts from zeros; then without `initial_states`.
         state_dtype: of the returned states; None for fp32 (fp64 for fp64), whatever x is.
 
     Returns:
-        y (B, T, H, P) of x's dtype, or a tuple of it, the final states (B, H, P, N) and those of
-        the sequences (S, H, P, N), the latter two where they are asked for.
+        y (B, T, H, P) of x's dtype, or a tuple of y, the final states (B, H, P, N) and the final
+        states of the sequences (S, H, P, N), the latter two if requested.
     """
     op = "mamba_chunk_scan_combined"
     require_flags(
@@ -107,8 +107,9 @@ def mamba_chunk_scan_combined(
 def _promoted(
     op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, z: Tensor | None
 ) -> dict[str, Tensor | None]:
-    """Those of `functional.ssd` by name, with x, B, C and z in one dtype, after checks of what has
-    steps."""
+    """Returns the arguments of `functional.ssd` by name, with x, B, C and z promoted to one dtype.
+
+    First checks the tensors that have a time dimension."""
     given = {"x": x, "B": B, "C": C} | ({} if z is None else {"z": z})
     require_real(op, **given, dt=dt)
     require_heads(op, x, B, C)
@@ -180,7 +181,7 @@ def _of_sequences(op: str, states: Tensor, bounds: Tensor, cu_seqlens: Tensor) -
 
 
 def final_states(states: Tensor, bounds: Tensor | None, x: Tensor) -> Tensor:
-    """Of the states of `scan_rows` those at the ends of the rows of x (B, T, ...)."""
+    """Selects the states of `scan_rows` at the ends of the rows of x (B, T, ...)."""
     return states if bounds is None else states[torch.searchsorted(bounds, _ends(x)) - 1]
 
 

@@ -19,8 +19,8 @@ PRODUCTS = 1 << 22
 
 
 class _Part(NamedTuple):
-    """Some queries (B, t, ., .), and the keys that they may see: all (B, s, .) or those of their
-    lists (B, t, s, .)."""
+    """A part of the queries (B, t, ., .) and the keys that they may see: all (B, s, .), or the keys
+    of their lists (B, t, s, .)."""
 
     queries: slice
     q_idx: Tensor

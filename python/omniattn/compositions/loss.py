@@ -155,7 +155,7 @@ def _with_gradients(
     reduction: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reduced loss and its gradients; `kept` is what the mean divides by.
+    """Computes the reduced loss and its gradients; `kept` is the divisor of the mean.
 
     Gradients of half logits are divided by the number of tokens only at the end: they could
     underflow earlier.
@@ -280,7 +280,7 @@ def soft_cross_entropy(
     options = (-1, 0.0, 0.0, 0.0, 1.0, REDUCTIONS["none"])
     nearest = cross_entropy(x, index.squeeze(-1), None, *options)
     gap = top - x
-    gap = gap.masked_fill(gap.isinf() & (q == 0), 0)  # what is impossible and was not wanted
+    gap = gap.masked_fill(gap.isinf() & (q == 0), 0)  # impossible classes with q = 0
     loss = nearest * q.sum(-1) + (q * gap).sum(-1)
     if z_loss > 0:
         loss = loss + z_loss * p.sum(-1) * (nearest + top.squeeze(-1)).square()

@@ -40,15 +40,15 @@ class MaskKind(IntEnum):
 LAYOUTS = (MaskKind.PACKED, MaskKind.CACHED, MaskKind.PAGED)
 #: Kinds for a part of a larger call; also first rules. Everything else refers to the larger call.
 PARTS = (MaskKind.QUERIES, MaskKind.KEYS)
-#: Of one call, the layout included (kMaxMaskRules of csrc/semantics/mask.h).
+#: Most rules of a call, the layout included (kMaxMaskRules of csrc/semantics/mask.h).
 MAX_RULES = 8
 #: Queries and keys of a block of MaskKind.BLOCKS.
 BLOCK = 64
-#: Of MaskKind.FIXED b is columns, and shift = 0; or b = columns + n 2^COLUMN_BITS, and head h has
-#: shift = (h % n) columns.
+#: MaskKind.FIXED encodes b = columns, for shift = 0; or b = columns + n 2^COLUMN_BITS, where head h
+#: has shift = (h % n) columns.
 COLUMN_BITS = 28
 
-#: Of MaskKind.CHUNK b = near + far 2^CHUNK_BITS, where this far is unbounded.
+#: MaskKind.CHUNK encodes b = near + far 2^CHUNK_BITS; far = ANY_FAR means unbounded.
 CHUNK_BITS = 19
 ANY_FAR = (1 << CHUNK_BITS) - 1
 #: Bits of sizes and of windows in GridAxis.
@@ -106,10 +106,10 @@ def chunk_range(b: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a call that asks for a mask, and where its tensors are.
+    """Sizes and device of a call for which a mask is encoded.
 
-    In packed and cached batches tq and tk are those of the longest sequence. There `lengths` has
-    Tk - Tq and Tk of the sequences, each a number or integers (N, 1, 1, 1).
+    In packed and cached batches tq and tk are the lengths of the longest sequence, and `lengths`
+    holds Tk - Tq and Tk of the sequences, each a number or integers (N, 1, 1, 1).
     """
 
     tq: int
@@ -129,8 +129,8 @@ class Sizes:
         return self.tk if self.lengths is None else self.lengths[1]
 
     def positions(self, queries: tuple[int, int] | None) -> Tensor:
-        """Of these queries [first, last), or of all, among the keys: (rows, 1), or (N, 1, rows, 1)
-        where sequences differ."""
+        """Positions of the queries [first, last), or of all, among the keys: (rows, 1), or
+        (N, 1, rows, 1) where the lengths of sequences differ."""
         rows = slice(0, self.tq) if queries is None else slice(*queries)
         return torch.arange(self.tq, device=self.device)[rows, None] + self.offset
 
@@ -161,7 +161,7 @@ class Rules(EncodedMask):
 
 
 def cut(t: Tensor, n: int, rows: int, columns: int) -> Tensor:
-    """What sequence n reads of a tensor broadcastable to (B, H, rows, columns) of longest ones."""
+    """Slice for sequence n of a tensor broadcastable to (B, H, longest rows, longest columns)."""
     t = t[(None,) * (4 - t.dim())]
     t = t[n : n + 1] if t.shape[0] > 1 else t
     t = t[:, :, :rows] if t.shape[2] > 1 else t

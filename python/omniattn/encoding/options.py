@@ -2,8 +2,8 @@
 
 Each option is written once: type checkers and editors read the TypedDicts, calls become an
 `Options`, which has the defaults, and `spelled_out` shows both in help(). `functional.attention`
-says what each option means. The definitions of transforms, normalisers and tables here are those of
-`reference`; csrc/semantics/score_rules.h has the same for kernels.
+documents each option. The definitions of transforms, normalisers and tables here serve `reference`;
+csrc/semantics/score_rules.h has their counterparts for kernels.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class EncodedRows:
         return self._products(q, self._row(q.shape[2], tk, q.device))
 
     def times_keys(self, k: Tensor, tq: int) -> Tensor:
-        """The same of k (B, Hq, Tk, D)."""
+        """k (B, Hq, Tk, D) times the row of each pair, (B, Hq, Tq, Tk)."""
         return self._products(k, self._row(tq, k.shape[2], k.device).T).transpose(-1, -2)
 
     def _row(self, tq: int, tk: int, device: torch.device) -> Tensor:
@@ -166,7 +166,7 @@ class PairMod:
 
 
 class WeightOptions(TypedDict, total=False):
-    """What decides the weights of keys."""
+    """Options that determine the attention weights."""
 
     causal: bool
     window_size: tuple[int, int]
@@ -185,7 +185,7 @@ class WeightOptions(TypedDict, total=False):
 
 
 class AttentionOptions(WeightOptions, total=False):
-    """All of them."""
+    """Options of the attention weights and of dropout."""
 
     dropout_p: float
     seed: Tensor | None
@@ -226,7 +226,7 @@ def transform_of(options: Options) -> tuple[str, float] | None:
 
 
 def pack(op: str, options: WeightOptions, names: type = AttentionOptions) -> Options:
-    """The options of a call of `op`, which takes those of `names`."""
+    """Packs the options of a call of `op`, which accepts the options that `names` annotates."""
     if not options.keys() <= names.__annotations__.keys():
         unknown = next(name for name in options if name not in names.__annotations__)
         hint = did_you_mean(unknown, names.__annotations__)
@@ -249,7 +249,7 @@ def _with_mask_mod(options: Options) -> Options:
 
 
 def _seen(mask: MaskMod, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """What the mask says of a pair: a bool that depends on it."""
+    """Calls the mask function on a pair; requires a bool result."""
     try:
         seen = mask(b, h, q, k)
     except TypeError:

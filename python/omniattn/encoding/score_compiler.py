@@ -1,7 +1,7 @@
-"""From the nodes of a traced score_mod to a program: what torch computes before, the steps of the
-kernels, and the adjoint of these.
+"""Compiles the nodes of a traced score_mod to a program: tables that torch computes beforehand, the
+steps of the kernels, and the adjoint of these steps.
 
-A node is (op, arguments): those of encoding/score_program.py, and
+A node is (op, arguments): an op of encoding/score_program.py, or
 
 - ("input", name) of score, b, h, q and k; ("number", x) and ("integer", n)
 - ("affine", a, c, n): a q + c k + n, which all sums of positions become
@@ -78,7 +78,8 @@ class _Trace(Graph):
         return (0, 0, node[1]) if node[0] == "integer" else None
 
     def _simpler(self, node: Node) -> Node:
-        """Sums of positions as one node, and comparisons of them as those of a difference."""
+        """Folds sums and multiples of positions into one node; turns a comparison of two into a
+        comparison of their difference with zero."""
         op, x, y = node
         a, b = self._affine(x), self._affine(y)
         if a is None or b is None:
@@ -249,7 +250,7 @@ class _Compiler:
         return self.lowered[output]
 
     def _arguments(self, n: int) -> tuple[int, ...]:
-        """What is lowered before a node: nothing of what torch computes before."""
+        """Nodes to lower before node n; empty if torch evaluates n before the kernel runs."""
         if self._fact(n).axis in _ONE_AXIS or n in self.by_position:
             return ()
         return arguments_of(self.graph.nodes[n])

@@ -117,7 +117,7 @@ def _mod(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b == 0, 0, a.remainder(torch.where(b == 0, 1, b)))
 
 
-#: What ops make of the lanes they read. Truth values are bool here.
+#: Eager definition of each op on the lanes that it reads. Truth values are bool here.
 MEANING: dict[str, Callable[..., Tensor]] = {
     "neg": torch.neg,
     "abs": torch.abs,
@@ -163,7 +163,7 @@ MEANING: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class Program(PairMod):
-    """A program with what it reads, as the op takes it."""
+    """A program with its constants and tables, in the form that the op takes."""
 
     code: tuple[int, ...]  # see csrc/ops/attention_program.cpp
     constants: tuple[float, ...]
@@ -171,7 +171,7 @@ class Program(PairMod):
     domain: Domain
 
     def of_pairs(self, score: Tensor, first_batch: int, first_q: int) -> Tensor:
-        """Of all pairs of score (B, Hq, Tq, Tk), whose first query stands at first_q."""
+        """Runs the program on all pairs of score (B, Hq, Tq, Tk), whose first query is first_q."""
         code = list(self.code)
         kinds = code[1 : 1 + code[0]]
         result, count = code[3 + code[0] : 5 + code[0]]
@@ -186,7 +186,7 @@ class Program(PairMod):
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the steps of a program read beside registers."""
+    """Inputs of a program's steps other than registers."""
 
     program: Program
     kinds: Sequence[int]
@@ -268,7 +268,7 @@ def place(before: Tensor, index: Tensor, shape: Sequence[int], dim: int) -> Tens
 
 
 def gather(t: Tensor, at: Tensor) -> Tensor:
-    """The elements at these places: NaN, or 0 of integers, where there is none."""
+    """Elements of t at the places `at`; NaN, or 0 for integers, where a place is -1."""
     outside: Any = math.nan if t.is_floating_point() else 0
     if t.numel() == 0:
         return torch.full(at.shape, outside, dtype=t.dtype, device=t.device)
@@ -277,7 +277,7 @@ def gather(t: Tensor, at: Tensor) -> Tensor:
     return torch.where(at < 0, torch.full_like(found, outside), found)
 
 
-#: op, arguments: ids of earlier nodes, or what the op says
+#: op, arguments: ids of earlier nodes, or constants of the op
 Node = tuple[Any, ...]
 
 

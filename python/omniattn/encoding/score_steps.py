@@ -1,7 +1,7 @@
 """The steps of a program as nodes: their adjoint, and the registers that they get.
 
-A node is (op, arguments): ops of encoding/score_program.py with ids of earlier nodes, tables and
-constants as they are, and ("score",), ("gradient",), that of the value, and ("detach", id).
+A node is (op, arguments): an op of encoding/score_program.py with ids of earlier nodes, tables and
+constants as they are; or ("score",), ("gradient",), the gradient of the result, or ("detach", id).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Give = tuple[str, int, int, int]
 
 @dataclass
 class Adjoint:
-    """What follows a program: the gradient of the score, and what tables get."""
+    """Backward steps of a program: the gradient of the score, and contributions to tables."""
 
     gradient: int
     gives: list[Give]
@@ -66,7 +66,7 @@ class Adjoint:
 
 
 def adjoint_of(steps: Graph, result: int, tables: dict[int, int]) -> Adjoint:
-    """By the gradient of `result`."""
+    """Differentiates the steps in reverse, from the gradient of node `result`."""
     matters: set[int] = set()
     for n in range(result + 1):
         node = steps.nodes[n]
@@ -91,7 +91,7 @@ def adjoint_of(steps: Graph, result: int, tables: dict[int, int]) -> Adjoint:
 def _turn(
     steps: Graph, n: int, gradients: dict[int, int], matters: set[int], tables: dict[int, int]
 ) -> list[Give]:
-    """Turns the gradient of node n into those of its arguments, or gives it to a table."""
+    """Propagates the gradient of node n to its arguments, or gives it to a table."""
     g, (op, *args) = gradients[n], steps.nodes[n]
     if n in tables:
         if op == "read":
@@ -105,7 +105,7 @@ def _turn(
 
 
 def _parts(s: Graph, y: int, g: int) -> list[tuple[int, int]]:
-    """The arguments of node y with what they get of its gradient g."""
+    """Arguments of node y, each with its contribution from the gradient g of y."""
     op, *args = s.nodes[y]
     add, number = s.add, s.number
     x = args[0] if args else -1
@@ -170,7 +170,7 @@ def _slope(s: Graph, op: str, x: int, y: int) -> int | None:
 
 
 Step = tuple[int, int, int, int, int]
-#: A node to be computed, maybe once more; what a table gets; or ("result", node) of a run.
+#: A node to compute, possibly again; a contribution to a table; or ("result", node) of a run.
 Entry = int | Give | tuple[str, int]
 
 

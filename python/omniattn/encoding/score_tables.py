@@ -26,7 +26,7 @@ from omniattn.encoding.score_program import (
 
 @dataclass(frozen=True)
 class Extents:
-    """What the values of nodes are for, and how they are made."""
+    """Sizes, dtype and device with which nodes are evaluated."""
 
     batch: int
     heads: int
@@ -94,9 +94,10 @@ def _constant(op: str, args: Sequence[Any], extents: Extents) -> Tensor:
 
 
 def as_table(value: Tensor, axis: str, dtype: torch.dtype) -> Tensor:
-    """(B | 1, Hq | 1, Q | 1, Tk | 1), or (B | 1, Hq | 1, 1, Q + Tk - 1), of what `evaluate` gives.
+    """Shapes a value of `evaluate` as (B | 1, Hq | 1, Q | 1, Tk | 1) or
+    (B | 1, Hq | 1, 1, Q + Tk - 1).
 
-    `axis`: what it depends on, b and h apart: "1" (nothing), "q", "k" or "d", which is k - q.
+    `axis` names its dependence other than on b and h: "1" (none), "q", "k" or "d", which is k - q.
     """
     if value.dtype == torch.int64 and dtype == torch.float32:
         value = value.to(torch.int32)  # the integers of a program that computes in float32

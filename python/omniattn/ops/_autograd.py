@@ -83,7 +83,7 @@ class Op:
         return tuple(len(a) if i in self.tensor_lists else None for i, a in enumerate(args))
 
     def _set_up(self, ctx: Any, inputs: Arguments, output: Any) -> None:
-        """What autograd is told of a call; the names are those that torch.library calls it by."""
+        """Marks all outputs as not differentiable; torch.library passes the arguments by name."""
         ctx.mark_non_differentiable(*tree_leaves(output))
 
 
@@ -97,17 +97,17 @@ class DifferentiableOp(Op):
 
     Args:
         name: name in the `omniattn` namespace.
-        fakes: rules for outputs that are not like the first argument, and those of `backward_op`
-            where that is not given.
-        private: outputs, at the end, that calls do not return: statistics for the backward.
-        backward: from the values that its parameters name to gradients by the names of their
-            arguments; `*arguments` are all arguments of `backward_op`. The gradient of an unused
-            output is None; gradients that nobody needs may be left out. None: the gradients from
+        fakes: rules for outputs that are not like the first argument, and the rules of
+            `backward_op` if none is given.
+        private: trailing outputs that calls do not return: statistics for the backward.
+        backward: function from the values that its parameters name to gradients by argument name;
+            `*arguments` are all arguments of `backward_op`. The gradient of an unused output is
+            None; gradients that are not needed may be left out. None for the gradients of
             `backward_op`.
-        backward_op: `<name>_backward`, where neither is given.
-        unsaved: function of named arguments: what the backward of this call does not read, although
-            the backward of other calls does.
-        formula: see Op; its outputs are those of calls.
+        backward_op: `<name>_backward` if neither is given.
+        unsaved: function of named arguments that returns the names of values which the backward of
+            this call does not read, although the backward of other calls does.
+        formula: see Op; it returns the same outputs as a call.
         higher_derivatives: whether second and forward-mode derivatives go through the formula.
         restored: rules for arguments of `formula` that are not saved.
         differentiable_backward: `backward` calls differentiable functions only, so that second
@@ -153,8 +153,8 @@ class DifferentiableOp(Op):
             backward_op = BackwardOp(f"{name}_backward", fakes=fakes, fold=own)
         through_formula = higher_derivatives and not differentiable_backward
         self.plan = Plan(self.schema, backward, backward_op, restored or {}, through_formula)
-        #: The tensors among the arguments, lists of them at the end; and the inverse, from a value
-        #: for each tensor and one for all other arguments to one for each argument.
+        #: Picks the tensors among the arguments, lists of tensors last; and the inverse, which maps
+        #: a value for each tensor and one for all other arguments to a value for each argument.
         arguments, inputs = self.schema.arguments, self.plan.inputs
         self._tensors = picker([arguments.index(n) for n in self.schema.tensors])
         self._inputs = picker([arguments.index(n) for n in inputs])

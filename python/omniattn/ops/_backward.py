@@ -1,4 +1,4 @@
-"""The backward of an op, declared by names: what it saves, reads and computes."""
+"""The backward of an op, declared by names: saved values, arguments and gradients."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class BackwardOp:
     def __init__(self, name: str, *, fakes: Rules | None = None, fold: Fold | None = None) -> None:
         schema = Schema(name)
         self.call = private_op(name)
-        #: What it takes and gives, by the names of the op whose backward it is.
+        #: Names of the arguments and outputs, in terms of the op whose backward this is.
         self.takes, self.gives, self.optional = schema.required, schema.outputs, schema.optional
         register_fake(name)(gradients_like(schema, fakes or {}))
         register_vmap(name, fold)
 
     def of(self, **names: str) -> BackwardOp:
-        """The same op, as the backward of an op with other names."""
+        """Copy of this op, as the backward of an op with other names."""
         other = copy(self)
         other.takes = tuple(names.get(n, n) for n in self.takes)
         other.gives = tuple(names.get(n, n) for n in self.gives)
@@ -62,7 +62,7 @@ class BackwardOp:
 
 
 class Plan:
-    """What a call saves and how its backward reads that, as subscripts.
+    """Values that a call saves and how its backward reads them, as subscripts.
 
     A backward reads from one tuple: None, whether each of `inputs` needs a gradient as one value
     (`wanted`), the saved tensors, the lists of tensors, the other arguments, the needs one by one,
@@ -92,7 +92,7 @@ class Plan:
             needed |= {n for n in schema.arguments if n not in restored}
         self.saved = [n for n in (*schema.tensors, *schema.outputs) if n in needed]
         kept = [n for n in schema.arguments if n not in self.inputs]
-        #: The names of what a backward reads; flags have priority over arguments of their names.
+        #: Names of the values that a backward reads; a flag hides an argument of the same name.
         self.readable = [
             *("", "wanted", *self.saved, *schema.tensor_lists, *kept),
             *(f"{n}_grad" for n in self.inputs),
@@ -132,7 +132,7 @@ class Plan:
         return (None, needs, *saved, *ctx.kept, *needs, *grads)
 
     def group(self, flat: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
-        """Values one by one, those of lists at the end: the lists put together."""
+        """Reassembles the lists of tensors from a flat sequence that ends with their elements."""
         count = len(flat) - sum(lengths)
         rest = iter(flat[count:])
         return [*flat[:count], *(list(islice(rest, n)) for n in lengths)]
@@ -152,7 +152,7 @@ class Plan:
 
 
 def _names_taken(backward: Backward | None, op: BackwardOp | None) -> list[str]:
-    """What a backward takes; `*arguments` of a function are all those of its op."""
+    """Names of a backward's arguments; `*arguments` of a function stand for all of its op."""
     if backward is None:
         assert op is not None
         return list(op.takes)
@@ -169,7 +169,7 @@ def _names_taken(backward: Backward | None, op: BackwardOp | None) -> list[str]:
 def _by_inputs(
     inputs: Sequence[str], backward: Backward | None, op: BackwardOp | None
 ) -> Callable[..., Iterable[Any]]:
-    """A function to the gradients in the order of `inputs`, None for what is not found."""
+    """Returns a function that computes the gradients in the order of `inputs`, None if missing."""
     if backward is not None:
         return lambda *values: map(backward(*values).get, inputs)
     assert op is not None

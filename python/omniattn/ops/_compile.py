@@ -1,4 +1,4 @@
-"""What torch.compile is told about functions, without loading it: that takes seconds."""
+"""Annotations of functions for torch.compile that avoid importing it, which takes seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processor, by what Linux says of it."""
+"""CPU family, read from /proc/cpuinfo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAME_CORES = {"sapphire_rapids": "emerald_rapids", "emerald_rapids": "sapphire_
 
 
 def cpuinfo(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """What Linux lists of the first processor; empty on other systems."""
+    """Entries of /proc/cpuinfo for the first processor; empty where the file does not exist."""
     entries: dict[str, str] = {}
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         key, _, value = line.partition(":")
@@ -40,5 +40,5 @@ def cpu_family(entries: dict[str, str] | None = None) -> str:
 
 
 def record_of_family(records: dict[str, Any], family: str) -> Any:
-    """What was measured on a family, or on one with the same cores; None: nothing."""
+    """Measurements of a CPU family, or of one with the same cores; None if there are none."""
     return records.get(family, records.get(_SAME_CORES.get(family, "")))

@@ -90,7 +90,7 @@ def _check_torch() -> None:
         )
 
 
-#: The public functions of an op whose name is another one.
+#: Public functions of the ops that have another name than their function.
 _PUBLIC: dict[str, tuple[str, ...]] = {
     "activate": ("mlp",),
     "add_norm": ("rms_norm", "layer_norm"),
@@ -114,7 +114,8 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "rope": ("apply_rotary",),
 }
-#: Which of them a call is of; those that no call is said to be of are not told from others.
+#: Index in `_PUBLIC` of the public function that a call's arguments identify. Functions without an
+#: index here are reported under the name of another function of the op.
 _WHICH: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "add_norm": lambda given: bool(given.get("center")),
     "gated_norm": lambda given: given.get("z") is not None,

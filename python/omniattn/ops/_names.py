@@ -70,7 +70,7 @@ def like(t: Tensor) -> Tensor:
 
 
 def like_or_wide(t: Tensor | None, first: Tensor) -> Tensor:
-    """Like t; where that is None, empty and of the dtype that sums of `first` have."""
+    """Tensor like t; if t is None, an empty one of the compute dtype of `first`."""
     return first.new_empty(0, dtype=compute_dtype(first)) if t is None else like(t)
 
 

@@ -1,11 +1,11 @@
-"""In how many pieces of bf16 fp32 products are multiplied on AMX tiles: by torch's switches and one
-of ours.
+"""Number of bf16 pieces in which fp32 operands are multiplied on AMX tiles, by torch's settings and
+one of ours.
 
 `torch.set_float32_matmul_precision("high")` allows products less accurate than fp32. On the CPU it
-is `torch.backends.mkldnn.matmul.fp32_precision = "tf32"`, and so are the other ways to set that;
-we make three products of two pieces of it. `omniattn.config.FP32_PIECES = 3` asks for six products
-of three, which are as accurate as fp32. Without tiles neither changes anything, as torch's own
-switch does nothing on most CPUs; "medium", a plain bf16 product, is left to torch.
+sets `torch.backends.mkldnn.matmul.fp32_precision = "tf32"`, as other settings of torch do; it
+selects three products of two pieces each. `omniattn.config.FP32_PIECES = 3` selects six products of
+three pieces, which are as accurate as fp32. Without AMX tiles neither changes anything, as torch's
+own setting does nothing on most CPUs; "medium", a plain bf16 product, is left to torch.
 """
 
 from __future__ import annotations

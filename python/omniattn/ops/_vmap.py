@@ -25,19 +25,19 @@ Layout = tuple[int | None, ...] | None
 
 @dataclass(frozen=True)
 class Fold:
-    """What may be mapped over in one call.
+    """Names the arguments that vmap may map over in one call.
 
-    The first dimension of these arguments is a batch of problems that an op solves one by one, and
-    that of all outputs is the same batch. This holds for incoming gradients (`grad_y`) too, but not
-    where a call finds the gradient of another argument, which is one per element.
+    The first dimension of these arguments, of all outputs and of incoming gradients (`grad_y`) is a
+    batch of independent problems. A call that finds the gradient of another argument cannot be
+    folded, since vmap needs one gradient per element.
     """
 
     names: tuple[str, ...]
-    #: Of other arguments, by their names: whether they are the same for the whole batch.
+    #: Predicate on named arguments; True if the other arguments are the same for the whole batch.
     when: Callable[..., bool] | None = None
 
     def places(self, schema: Schema, args: Sequence[Any]) -> list[int]:
-        """The places of what this call may be mapped over."""
+        """Indices of the arguments that this call may be mapped over."""
         values = schema.by_name(args, {})
         others = [n for n in schema.arguments if n.removesuffix("_grad") not in self.names]
         if any(n.endswith("_grad") and values[n] for n in others):
@@ -69,8 +69,8 @@ def map_batch(
 ) -> tuple[Any, int]:
     """The results of `call` on a batch of arguments, and their batch dimension.
 
-    `dims` tells for each tensor of `args` which dimension is the batch, None where all share it;
-    `places` are those of arguments that one call may have all elements of.
+    `dims` gives the batch dimension of each tensor of `args`, None if the whole batch shares it.
+    `places` are the indices of the arguments that may be folded into one call.
     """
     if size == 0:
         raise ValueError(f"{name}: vmap must be over at least one element, got a batch size of 0")
@@ -86,7 +86,7 @@ def map_batch(
     batches = {i: batch(args[i], dims[i]) for i in places}
     mapped = {i for i, dim in enumerate(dims) if any(d is not None for d in tree_leaves(dim))}
     if mapped <= batches.keys() and all(t.dim() > 2 for t in batches.values()):
-        # Ops want memory of their own of what they have saved: expanded batches of one are views.
+        # An expanded batch is a view, but ops require contiguous saved tensors.
         folded = (
             batches[i].flatten(0, 1).contiguous() if i in batches else a for i, a in enumerate(args)
         )

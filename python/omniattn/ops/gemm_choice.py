@@ -1,11 +1,11 @@
-"""Which kernel `linear` runs on when it is free to choose: this package's or torch's.
+"""Choice of the kernel of `linear` where the caller names none: this package's or torch's.
 
-`benchmarks/linear_choice.py --record` measures it on a family of CPUs and writes to
-gemm_crossings.json, by dtype, the numbers of multiply-adds between which ours is the faster one
-forward and backward, and the numbers of rows of x between which it is in a call without gradients,
-as decoding makes them. On a family without a record the first rule that fits decides. The figures
-of rules are gains, torch's time over ours, from an Intel Ice Lake server and torch 2.13, over 256^3
-to 1024^3 and 1 to 32 rows.
+`benchmarks/linear_choice.py --record` measures a CPU family and writes two ranges per dtype to
+gemm_crossings.json: the numbers of multiply-adds for which our kernel is faster forward and
+backward, and the numbers of rows of x for which it is faster without gradients, as in decoding. On
+a family without a record the first rule that fits decides. The figures of rules are speedups,
+torch's time over ours, from an Intel Ice Lake server and torch 2.13, over 256^3 to 1024^3 and 1 to
+32 rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rule:
 
     @property
     def products(self) -> str:
-        """Whose they are, for `omniattn info`."""
+        """Library that computes the products, for `omniattn info`."""
         return "omniattn" if self.native else "torch"
 
 
@@ -95,8 +95,10 @@ UNBOUNDED = 1 << 62
 
 @dataclass(frozen=True)
 class Crossings:
-    """Ours is faster for products of `least` to `most` multiply-adds, never where most < least;
-    without gradients also for x of `rows` rows, from the first to the last."""
+    """Ranges in which this package's kernel is faster than torch's.
+
+    It is faster for `least` to `most` multiply-adds, none if most < least; without gradients also
+    for x of `rows[0]` to `rows[1]` rows."""
 
     least: int
     most: int
@@ -105,12 +107,12 @@ class Crossings:
 
     @property
     def native(self) -> bool:
-        """Whether it is with gradients, for any size."""
+        """True if this package's kernel is faster with gradients for some size."""
         return self.least <= self.most
 
     @property
     def products(self) -> str:
-        """Whose they are, for `omniattn info`."""
+        """Library that computes the products, for `omniattn info`."""
         if not self.native:
             return "torch"
         few, many = self.least > 0, self.most < UNBOUNDED
@@ -129,7 +131,7 @@ class Crossings:
 
 
 def _recorded(family: str, isa: str, records: dict[str, Any]) -> dict[torch.dtype, Crossings]:
-    """What was measured on the family with these kernels."""
+    """Measured crossings of the CPU family at this ISA level, by dtype."""
     record = record_of_family(records, family)
     if record is None or record["isa"] != isa:
         return {}
@@ -151,20 +153,20 @@ def _choose() -> dict[torch.dtype, Rule | Crossings]:
     return rules | _recorded(cpu_family(), CPU_ISAS[isa], json.loads(RECORDS.read_text()))
 
 
-#: What holds on this machine, by dtype.
+#: Rule or measured crossings that apply on this machine, by dtype.
 CHOICE = _choose()
 
 _TORCH_READS_ON: bool = torch.ops.omniattn.detected_cpu_isa() >= CPU_ISAS.index("amx_bf16")
 
 
 def native_is_faster(x: Tensor, weight: Tensor, pieces: int = 0) -> bool:
-    """Whether x weight^T, and its gradients, are faster on this package's kernel.
+    """True if x weight^T and its gradients should run on this package's kernel.
 
-    Those of bf16 with an odd number of terms are made here on AMX, where oneDNN reads on into the
-    next row (torch 2.13): NaN there would reach the result.
+    On AMX this includes bf16 products with an odd inner dimension: oneDNN reads past the row there
+    (torch 2.13), and a NaN in the next row would reach the result.
 
-    Those of fp32 in `pieces` of bf16 (_precision.py) are made here whatever the size: they are
-    asked for, and torch has none.
+    It also includes fp32 products in `pieces` of bf16 (_precision.py) of any size, which the user
+    asked for and torch does not offer.
     """
     if x.device.type != "cpu":
         return False

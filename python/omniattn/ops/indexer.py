@@ -15,7 +15,7 @@ from omniattn.reference.precision import compute_dtype
 
 __all__ = ["dsa_indexer", "dsa_indexer_loss"]
 
-#: Numbers of a query that the backward needs besides p (kernels/indexer/indexer_loss.h).
+#: Statistics per query that the backward needs in addition to p (kernels/indexer/indexer_loss.h).
 _KEPT = 2
 
 

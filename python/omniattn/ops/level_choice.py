@@ -1,15 +1,15 @@
-"""From how much work on attention and experts use a level of products (csrc/runtime/isa.h).
+"""Problem size from which attention and MoE use a matmul-only ISA level (csrc/runtime/isa.h).
 
-Dot products and tiles must be filled: a small problem may be faster on the fp32 vectors of
-the level below. `benchmarks/level_choice.py --record` measures from how many multiply-adds of a kv
-head, or of an expert's share of the tokens, a level is faster than those below it, and writes them
-to level_crossings.json by family of CPUs; importing this module hands them to the native library,
-which looks them up in every call. On a family without a record the best level is always used. Few
-queries (decoding) and experts with at most four tokens stay on vectors in any case.
+A small problem does not fill dot products and tiles, and may be faster on the fp32 vectors of the
+level below. `benchmarks/level_choice.py --record` measures the number of multiply-adds of a kv
+head, or of an expert's tokens, from which a level is faster than the levels below it. It writes the
+thresholds to level_crossings.json by CPU family; importing this module passes them to the native
+library, which looks them up in every call. On a family without a record the best level is always
+used. Few queries (decoding) and experts with at most four tokens always run on vectors.
 
-torch is no choice here, as it is for `linear`, whose result is one sum. What attention and experts
-promise beyond that (statistics of rows, dropout of the same bits on all devices, gradients that are
-rounded once) would depend on the machine. The records show the gain over torch at every shape.
+Unlike `linear`, whose result is one sum, attention and MoE never fall back to torch: their further
+guarantees (row statistics, the same dropout bits on all devices, gradients that are rounded once)
+would then depend on the machine. The records show the speedup over torch at every shape.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["NEVER", "OPS", "RECORDS", "describe", "install", "product_levels", "
 #: Records by family of CPUs.
 RECORDS = Path(__file__).with_name("level_crossings.json")
 
-#: By their numbers in the native library (runtime/measured_isa.h).
+#: Ops in the order of their numbers in the native library (runtime/measured_isa.h).
 OPS = ("attention", "moe_experts")
 
-#: As a number of multiply-adds: nothing has so many.
+#: Threshold in multiply-adds that no problem reaches.
 NEVER = 1 << 62
 
-#: The levels that have products only, and of what.
+#: Levels that provide matrix products only, and the dtype of their operands.
 _PRODUCTS = {
     "avx512_bf16": torch.bfloat16,
     "amx_bf16": torch.bfloat16,
@@ -80,7 +80,7 @@ def describe(record: dict[str, Any] | None) -> list[str]:
 
 
 def record_of(family: str) -> dict[str, Any] | None:
-    """What was measured on the family."""
+    """Measured thresholds of the CPU family; None if there are none."""
     found: dict[str, Any] | None = record_of_family(json.loads(RECORDS.read_text()), family)
     return found
 

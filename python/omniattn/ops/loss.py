@@ -25,7 +25,7 @@ _STATISTICS = 5
 
 
 def loss_like(x: Tensor, reduction: int) -> Tensor:
-    """Of logits or hidden states x (..., n)."""
+    """Empty loss of logits or hidden states x (..., n)."""
     return x.new_empty(() if reduction else x.shape[:-1], dtype=compute_dtype(x))
 
 

@@ -49,8 +49,9 @@ def _formula(*args: Any) -> tuple[Tensor, Tensor]:
 
 #: (q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens, scale, delta,
 #: feature_map, normalize, eps, wide) -> (o, final_state), as reference.recurrence: beta multiplies
-#: v, or with `delta` what the state lacks of it; skip * v is added to outputs; `normalize` divides
-#: them by sums of weights, with `least` and eps; `wide` outputs are in float32 for half types.
+#: v, or with `delta` the difference of v and the state's prediction; skip * v is added to outputs;
+#: `normalize` divides them by sums of weights, with `least` and eps; `wide` outputs are in float32
+#: for half types.
 recurrence = DifferentiableOp(
     "recurrence",
     fakes={

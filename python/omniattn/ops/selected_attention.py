@@ -55,7 +55,7 @@ def _formula(
     )
 
 
-#: The lists of a batch are those of its entries: functions expand a list that all entries share.
+#: Every batch entry has its own list: functions expand a list that all entries share.
 _BATCH = ("q", "k", "v", "indices")
 
 

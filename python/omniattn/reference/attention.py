@@ -62,8 +62,8 @@ def attention_varlen(
     """q (Nq,Hq,D), k (Nk,Hkv,D), v (Nk,Hkv,Dv) -> O (Nq,Hq,Dv) [, lse (Hq,Nq)].
 
     Each sequence n is a separate problem with the rows cu_seqlens_q[n] .. cu_seqlens_q[n + 1] of q
-    and cu_seqlens_k[n] .. cu_seqlens_k[n + 1] of k and v. Masks and biases are those of a batch (N,
-    Hq, max_seqlen_q, max_seqlen_k).
+    and cu_seqlens_k[n] .. cu_seqlens_k[n + 1] of k and v. Masks and biases have the shape of a
+    batch (N, Hq, max_seqlen_q, max_seqlen_k).
     """
     require_not_mapped("attention_varlen", "cu_seqlens_q", cu_seqlens_q)
     require_not_mapped("attention_varlen", "cu_seqlens_k", cu_seqlens_k)
@@ -94,7 +94,8 @@ def attention_cached(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` where sequence b has the first cache_seqlens[b] of the Tk keys, its Tk.
 
-    With block_table (B,N) k and v are pages (pages,size,Hkv,.), and sequence b has those of row b.
+    With block_table (B,N) k and v are pages (pages,size,Hkv,.), and row b lists the pages of
+    sequence b.
     """
     require_not_mapped("attention_cached", "cache_seqlens", cache_seqlens)
     if block_table is not None:

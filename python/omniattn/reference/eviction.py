@@ -80,7 +80,7 @@ def _one_head(
 
 
 def _kept(policy: str, received: Received, seen: int, length: int, **sizes: Any) -> Received:
-    """What is left after a call that saw tokens `seen` to `length`."""
+    """Tokens kept after a call that appended tokens `seen` to `length`."""
     if policy == "threshold":
         return _above(received, seen, length, **sizes)
     left = dict(received)
@@ -122,7 +122,7 @@ def _above(
     recent: int,
     rho: float = 0.9,
 ) -> Received:
-    """The tokens whose statistic is not below eps, and those that are not tested."""
+    """Keeps the tokens whose statistic is not below eps, and the tokens that are not tested."""
     left = Received()
     for p, weight in received.items():
         age, before = length - 1 - p, seen - 1 - p

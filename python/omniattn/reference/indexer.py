@@ -87,11 +87,11 @@ def dsa_indexer_loss(
     activation: Activation = "relu",
     key_padding: Tensor | None = None,
 ) -> Tensor:
-    """KL(p || softmax I) of each query (B,Tq), over the keys seen, or those of indices (B,Tq,n).
+    """KL(p || softmax I) of each query (B,Tq), over the keys seen, or the keys in indices (B,Tq,n).
 
     I as in `dsa_indexer` of q_idx (B,Tq,HI,DI), k_idx (B,Tk,DI), w (B,Tq,HI); p is the sum over
     heads of softmax(scale q k^T), q (B,Tq,Hq,D), k (B,Tk,Hkv,D), divided by its own sum. `lse`
-    (B,Hq,Tq) is that of the softmax. No gradient to q, k and lse; 0 for a query that sees no key.
+    (B,Hq,Tq) belongs to the softmax. No gradient to q, k and lse; 0 for a query that sees no key.
     """
     seen = visible_keys(q, k, causal, key_padding)
     if indices is not None:

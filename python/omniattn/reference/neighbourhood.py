@@ -45,9 +45,10 @@ def na2d(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """query (B,Y,X,H,D), key (B,Y,X,Hkv,D), value (B,Y,X,Hkv,Dv) -> O (B,Y,X,H,Dv) [, lse].
 
-    A token sees those that every axis shows it: of the coordinates in steps of `dilation` from its
-    own the `kernel_size` around it, as near as the ends of the axis allow. Causal: the ones up to
-    its own. Groups of `stride` coordinates take the window of their middle, or of their last.
+    A token sees the tokens whose coordinates are in its window along every axis: the `kernel_size`
+    nearest coordinates in steps of `dilation` from its own, shifted inwards at the ends of the
+    axis. Causal: the coordinates up to its own. Groups of `stride` coordinates share the window of
+    their middle one, or of their last one if causal.
     """
     options = kernel_size, stride, dilation, is_causal
     return _neighbourhood(query, key, value, *options, scale, return_lse)

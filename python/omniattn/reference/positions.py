@@ -112,8 +112,8 @@ def interpolate_grid(
 def alibi_slopes(
     num_heads: int, *, max_exponent: float = 8.0, device: torch.device | None = None
 ) -> Tensor:
-    """(H,) fp32: 2^(-max_exponent (h + 1) / H) for a power of two; otherwise those of the power c
-    below H, followed by every other one of 2c."""
+    """(H,) fp32: 2^(-max_exponent (h + 1) / H) for a power of two; otherwise the slopes for the
+    power of two c below H, followed by every other slope for 2c."""
 
     def powers(count: int) -> Tensor:
         exponent = torch.arange(1, count + 1, dtype=torch.float64, device=device) / count

@@ -9,10 +9,11 @@ def widen(x: torch.Tensor) -> torch.Tensor:
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """What sums over elements of x are accumulated in: fp32, fp64 for fp64."""
+    """Dtype in which sums over elements of x accumulate: fp64 for fp64, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def complex_dtype(x: torch.Tensor) -> torch.dtype:
-    """The same of complex numbers; torch.compile does not know `torch.dtype.to_complex`."""
+    """Complex counterpart of `compute_dtype`; torch.compile does not support
+    `torch.dtype.to_complex`."""
     return torch.complex128 if x.dtype == torch.float64 else torch.complex64

@@ -36,15 +36,15 @@ def recurrence(
     """o_t = scale (S_t^T q_t + skip * v_t), S_t = diag(exp(g_t)) S_{t-1} + k_t u_t^T; the final
     states.
 
-    u_t = beta_t v_t, or with `delta` of what the decayed state S' lacks: beta_t (v_t - S'^T k_t).
+    u_t = beta_t v_t, or with `delta` and the decayed state S' u_t = beta_t (v_t - S'^T k_t).
     With a and b, b_t (S_{t-1}^T a_t)^T is added to S_t. With a bonus, o_t = scale R^T q_t of
     R = S_{t-1} + diag(bonus) k_t u_t^T. q, k, a and b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv)
     or (B, T, Hv, K), beta (B, T, Hv), bonus (N, Hv, K), skip (N, Hv, V), states (N, Hv, K, V). With
     cu_seqlens the one row holds N sequences, each with a state of its own.
 
-    The features of q and k take their place. With `normalize` outputs are divided by the `divisor`
-    of the sum of their weights, which is the output of a last column of v of ones, and of states.
-    `wide` outputs are not rounded to v's dtype.
+    A feature map replaces q and k by their features. `normalize` appends a column of ones to v,
+    whose output is the sum of the weights, and divides outputs by the `divisor` of this sum; states
+    keep the column. `wide` outputs are not rounded to v's dtype.
     """
     dtype = compute_dtype(q)
     o_dtype = dtype if wide else v.dtype
@@ -102,8 +102,8 @@ def recurrence(
 
 
 def divisor(sums: Tensor, least: Tensor | None, eps: float) -> Tensor:
-    """The size of a sum of weights, at least `least`, plus eps; or where that is None the sum, with
-    a size of at least eps."""
+    """Magnitude of a sum of weights, at least `least`, plus eps; if `least` is None, the sum with a
+    magnitude of at least eps."""
     if least is not None:
         return torch.maximum(sums.abs(), least) + eps
     sign = 1 - 2 * (sums < 0).to(sums.dtype)  # where(sums < 0, -eps, eps) would be float32
@@ -128,7 +128,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
 }
 
-#: Those whose products may be negative, so that dividing by their sum is no mean.
+#: Feature maps whose products may be negative, so that dividing by their sum gives no mean.
 SIGNED = frozenset(("identity",))
 
 
@@ -208,10 +208,11 @@ def retention(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same with exp(g) = gamma_h, by default 1 - 2^(-5 - h).
+    """`recurrence` with the constant decay exp(g) = gamma_h, by default 1 - 2^(-5 - h).
 
     With `normalize` o is divided by sqrt(p_t), p_t = gamma p_{t-1} + 1, and then by the size of the
-    sum of its weights, at least 1. The state is that of v with a column of ones, and p below it.
+    sum of its weights, at least 1. The state is of v with a column of ones; a row below has p in
+    its last element.
     """
     if gamma is None:
         heads = torch.arange(v.shape[2], dtype=compute_dtype(v), device=v.device)

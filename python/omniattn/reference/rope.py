@@ -44,7 +44,7 @@ def axial_frequencies(
 
 
 def mrope_axes(sections: Sequence[int], *, interleaved: bool = False) -> tuple[int, ...]:
-    """Which coordinate (0 t, 1 h, 2 w) rotates pair i: consecutive sections, or every third."""
+    """Coordinate (0 t, 1 h, 2 w) that rotates pair i: consecutive sections, or every third."""
     if not interleaved:
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
     return tuple(

@@ -45,7 +45,7 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor of cos and sin."""
         return 1.0
 
     def apply(self, theta: Tensor, *, base: float, seq_len: int | Tensor | None) -> Tensor:
@@ -122,7 +122,7 @@ class YarnScaling(RopeScaling):
 
     @property
     def magnitude(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor of cos and sin."""
 
         def scale(m: float) -> float:
             return 0.1 * m * math.log(self.factor) + 1 if self.factor > 1 else 1.0
@@ -204,7 +204,7 @@ class LongRopeScaling(RopeScaling):
 
     @property
     def magnitude(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor of cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1:

@@ -84,8 +84,8 @@ def with_own(r: Tensor, ends: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
 
 def block_shares(weights: Tensor, heads: int, query_block: int, block_size: int) -> Tensor:
-    """Of weights (B,Hq,Tq,Tk), the share (B,heads,lists,blocks) that each block has in those of a
-    list and of the query heads of one head."""
+    """Share (B,heads,lists,blocks) of each block in the weights (B,Hq,Tq,Tk), summed over the
+    queries of a list and the query heads of a head."""
     tq, tk = weights.shape[-2:]
     pad = torch.nn.functional.pad
     weights = pad(weights, (0, -tk % block_size, 0, -tq % query_block))

@@ -197,7 +197,7 @@ def selective_scan(
     """h_t = e^(dt A) h_{t-1} + dt B_t u_t, y_t = (C_t . h_t + D u_t) silu(z_t), and the last h.
 
     u, delta, z (B, T, D), A (D, N), B, C (B, T, N), (B, T, G, N) or (D, N), states (N, D, N). dt =
-    delta + delta_bias, or softplus of it. Of complex h, y has 2 Re(C . h).
+    delta + delta_bias, or softplus(delta + delta_bias). For complex h, y has 2 Re(C . h).
     """
     dtype = compute_dtype(u)
     wide = complex_dtype(u) if A.is_complex() else dtype

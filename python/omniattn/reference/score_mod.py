@@ -30,10 +30,10 @@ _CLAMPS: dict[Any, Callable[..., Tensor]] = {
 
 
 class _Definition(TorchFunctionMode):
-    """Changes two functions of torch for what is computed from a pair.
+    """Overrides two functions of torch for values computed from a pair.
 
-    t[i] with a 0-d tensor i would read its value, which vmap does not have. The slope of clamp at a
-    limit depends on the version of torch.
+    t[i] with a 0-d tensor i would read its value, which does not exist under vmap. The slope of
+    clamp at a limit depends on the version of torch.
     """
 
     def __torch_function__(

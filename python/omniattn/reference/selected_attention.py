@@ -28,10 +28,10 @@ def select_attention(
     window_size: tuple[int, int] = (-1, -1),
     mask: Tensor | EncodedMask | None = None,
 ) -> Tensor:
-    """v of the key with the least energy, the first of equal ones: O (B,Tq,Hq,Dv).
+    """v of the key with the least energy, the first of equal keys: O (B,Tq,Hq,Dv).
 
     ``E = scale |q - k|^2 / 2``, or ``-scale q.k``; 0 where E exceeds theta or no key is allowed.
-    The gradient of q and k is that of softmax(-E / tau) v, or nothing; v's is that of the choice.
+    q and k get the gradient of softmax(-E / tau) v, or none; v gets the gradient of the selection.
     """
     (tq, heads, dim), (tk, kv_heads) = q.shape[1:], k.shape[1:3]
     qw, kw, vw = (widen(t).transpose(1, 2) for t in (q, k, v))

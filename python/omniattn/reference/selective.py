@@ -28,9 +28,9 @@ def selective_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv) -> O (B,Tq,Hq,Dv) [, F (B,Tk) afterwards].
 
-    ``F_i = penalty + sum_{r < i} S_r`` is subtracted from the logits of all heads, S the positive
-    part of those of head 0, 0 for the key 0 and for a query's own. With `budget` a query sees that
-    many keys of the smallest F, the later of equal ones.
+    ``F_i = penalty + sum_{r < i} S_r`` is subtracted from the logits of all heads. S is the
+    positive part of the logits of head 0, and 0 for key 0 and for a query's own key. With `budget`
+    a query sees that many keys with the smallest F, on ties the later keys.
     """
     tq, tk = q.shape[1], k.shape[1]
     first = None if head_scale is None else head_scale[:1]

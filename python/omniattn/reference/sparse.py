@@ -33,7 +33,7 @@ def longformer_attention(
 ) -> Tensor:
     """q (B,T,Hq,D), k, v (B,T,Hkv,.) -> O (B,T,Hq,Dv).
 
-    A token sees the keys at most window / 2 steps of `dilation` away and those of global_index
+    A token sees the keys at most window / 2 steps of `dilation` away and the keys in global_index
     (B,G), a global token all keys by the second projections; key_padding (B,T) hides keys and rows.
     """
     batch, length, heads = q.shape[:3]
@@ -75,9 +75,9 @@ def bigbird_random_blocks(
 ) -> Tensor:
     """Random key blocks (H, blocks - 2, r) int64 of the query blocks 1 .. blocks - 2, -1 for none.
 
-    Each row draws r different ones of the blocks that are neither its neighbours nor the first or
-    the last, if causal only of those before: pick m is at place floor(u n / 2^32) of the n that are
-    left, in ascending order at first; the last one takes its place. u is the first word of
+    Each row draws r different blocks that are neither its neighbours nor the first or the last, if
+    causal only from the blocks before it. Pick m is at place floor(u n / 2^32) of the n blocks that
+    are left, in ascending order at first; the last one takes its place. u is the first word of
     Philox(key = seed, counter = (4096 draw + m, I, h, 0xB16B1D)).
     """
     rows = range(1, blocks - 1)
@@ -287,7 +287,7 @@ def detsa_attention(
 def _kept(
     q: Tensor, counts: tuple[int, int], dropout_p: float, seed: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Which weights of so many keys and means (B,Hq,Tq,.) dropout keeps."""
+    """Dropout masks (B,Hq,Tq,.) of the weights of counts[0] keys and of counts[1] means."""
     if dropout_p == 0:
         return None, None
     assert seed is not None
@@ -307,8 +307,10 @@ def _number_of_mean(
     anchor: str,
     levels: tuple[tuple[int, int], ...] | None,
 ) -> int:
-    """Absolute means are counted; of relative ones those of each size, the smallest first, begin at
-    each key where one fits in, and after them are those of the first 1, 2, ... keys."""
+    """Index of a mean. Absolute means are numbered consecutively.
+
+    Relative means are ordered by size, the smallest first, with one mean from each key at which
+    the size fits. After them follow the means of the first 1, 2, ... keys."""
     if anchor == "absolute":
         return group[0] // stride
     sizes = {stride} if levels is None else {size for _, size in levels}

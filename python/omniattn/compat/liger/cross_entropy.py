@@ -37,7 +37,7 @@ _Statistics = tuple[Tensor, Tensor]
 
 
 class _CrossEntropy(nn.Module):
-    """What both cross entropies have."""
+    """Base class of both cross entropies: their options."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What all forms of attention do with their options: they check and encode them and call the op."""
+"""Shared by all attention functions: check and encode options, call the op."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def _check_parts(
     full: tuple[int, ...],
     computed: bool = False,
 ) -> None:
-    """Of a mask that is computed from others, which must fit as if they were alone."""
+    """Checks the operands of a combined mask as if each were passed alone."""
     computed = computed or isinstance(mask, Computed)
     for part in mask.parts():
         _check_parts(op, part, sizes, q, full, computed)
@@ -307,7 +307,7 @@ def require_broadcastable(
 
 
 def _mask_of_keys(t: Tensor, full: tuple[int, ...]) -> str:
-    """What to do with a mask or bias of the keys, or of each sequence, for an error."""
+    """Advice for an error: how to pass a mask or bias of the keys, or one per sequence."""
     batch, _, tq, tk = full[-4:] if len(full) >= 4 else (0, 0, 0, 0)
     shape = tuple(t.shape)
     if shape in ((batch, tk), (batch, 1, tk)):
@@ -320,7 +320,7 @@ def _mask_of_keys(t: Tensor, full: tuple[int, ...]) -> str:
 
 
 def _four_dims(t: Tensor, full: tuple[int, ...]) -> Tensor:
-    """As four dimensions, all of them except the last still broadcast."""
+    """View of t with four dimensions; all except the last may still broadcast."""
     t = t[(None,) * (4 - t.dim())]
     return t if t.shape[3] == full[3] else t.expand(*t.shape[:3], full[3])
 

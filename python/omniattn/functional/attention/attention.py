@@ -72,7 +72,7 @@ def attention(
             last one is not 1. Under autocast q, k and v are cast to its dtype.
         k: (B, Tk, Hkv, D) of q's dtype; Hq must be a multiple of Hkv.
         v: (B, Tk, Hkv, Dv) of q's dtype; Dv may differ from D. All three may be jagged nested
-            tensors (B, j, H, D), sequences of any lengths; the call is then that of
+            tensors (B, j, H, D), sequences of any lengths; the call is then equivalent to
             :func:`attention_varlen`, with results of q's boundaries.
         causal: query i sees keys up to i + Tk - Tq (bottom-right aligned). Off unless asked for;
             the module :class:`omniattn.modules.Attention` is causal unless told otherwise.
@@ -103,16 +103,16 @@ def attention(
         normaliser: how logits become weights: "softmax", or each logit by itself with "sigmoid"
             (pass its bias -ln Tk as `bias`) or "relu2", relu(logit)^2 (with scale = 1 / Tk).
         score_mod: f(score, b, h, q, k) of 0-d tensors as torch's flex_attention takes it: the new
-            score. It sees what all options above make of the score, then masks hide. Each call runs
-            it once, with values that record what it does to them, and the kernels run that over the
+            score. It gets the score after all options above, and masks apply after it. Each call
+            runs it once, with values that record its operations, and the kernels run these over the
             rows of a tile: no (Tq, Tk) tensor is made. It may use arithmetic, comparisons, & | ^ ~,
             where, most pointwise functions, and captured tensors indexed by integers made of b, h,
             q and k, which get gradients. For floats a // b is floor(a / b) and a % b is a - floor(a
             / b) b: where a / b rounds to an integer, torch, which computes both exactly, may give
-            the one below. q and k are row numbers; in packed batches those of the sequence, in
+            the one below. q and k are row indices, in packed batches within the sequence; in
             caches q is the position among the keys. Floats are of the compute type, integers have
             32 bits (64 for float64), in which captured ones must fit and beyond which arithmetic
-            wraps around; what lies outside a tensor is NaN, or 0 of integers. Hidden pairs add
+            wraps around; reads outside a tensor give NaN, or 0 for integers. Hidden pairs add
             nothing to any gradient, whatever tensors hold there. But torch computes and
             differentiates before what depends on one of q, k and k - q alone: if only hidden pairs
             read t[k] = 0, the gradient of log(t[k]) there is 0 / 0, NaN, as in torch.

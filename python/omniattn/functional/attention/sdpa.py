@@ -110,7 +110,7 @@ def scaled_dot_product_attention(
 def _of_jagged(
     op: str, query: Any, key: Any, value: Any, enable_gqa: bool, options: dict[str, Any]
 ) -> Tensor:
-    """Of nested query, key and value (B, H, j, D)."""
+    """Attention of jagged nested query, key and value (B, H, j, D)."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         jagged = t.is_nested and t.layout == torch.jagged
         if not jagged or t.dim() != 4 or t._ragged_idx != 2:

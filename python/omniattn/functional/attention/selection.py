@@ -38,7 +38,7 @@ def select_attention(
     mask: Tensor | Mask | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The value of the one key with the least energy; nothing is normalised.
+    """Value of the single key with the least energy, without normalisation.
 
     ``O_i = v_j*`` with ``j* = argmin_j E_ij`` over the allowed keys, the first of equal ones, and 0
     where ``E_ij* > theta`` or is +inf. ``E_ij = scale |q_i - k_j|^2 / 2`` ("l2") or

@@ -200,7 +200,7 @@ def clamped_swiglu(
     """Gated linear unit of gpt-oss, whose inputs are clamped.
 
     ``y = g * sigmoid(alpha * g) * (u + 1)`` with ``g = min(gate, limit)`` and u = up within
-    [-limit, limit]; what is clamped has a derivative of 0.
+    [-limit, limit]; clamped elements have a derivative of 0.
 
     Args:
         gate: see :func:`swiglu`. gpt-oss's weights have columns of gate and up in turn: pass

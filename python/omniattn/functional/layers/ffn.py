@@ -76,9 +76,10 @@ def glu_mlp(
         NotImplementedError: no native kernel for the device.
 
     Note:
-        Keeps the two projections, not the activation nor the hidden layer: half of what the eager
-        form keeps. Half inputs round the projections, the hidden layer and y, as three linear
-        layers do. Second and forward-mode derivatives go through the eager definition.
+        Saves the two projections, but neither the activation nor the hidden layer: half the memory
+        of the eager form. With half-precision inputs the projections, the hidden layer and y are
+        rounded, as in three linear layers. Second and forward-mode derivatives go through the eager
+        definition.
 
     Reference:
         Shazeer, GLU Variants Improve Transformer, 2020, arXiv:2002.05202.

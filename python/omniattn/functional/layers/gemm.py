@@ -33,8 +33,8 @@ def linear(
     Args:
         x: (..., K), float64, float32, bfloat16 or float16, any strides; or a jagged nested tensor
             (B, j, ..., K), and then so is y. Under autocast all tensors are cast to its dtype.
-        weight: (N, K) of x's dtype; or a subclass of torch.Tensor whose data are those of other
-            tensors, such as a quantised weight, for torch's linear, which calls its own.
+        weight: (N, K) of x's dtype; or a subclass of torch.Tensor that wraps other tensors, such as
+            a quantised weight, which goes to torch's linear and so to the subclass's own.
         bias: (N,) of x's dtype, or None.
         backend: None for the kernel that was measured to be faster on this kind of machine, this
             package's or torch's (`omniattn.ops.gemm_choice`, printed by `omniattn info`); "cpu" for

@@ -226,7 +226,9 @@ def _norm(
 
 
 def _promote(op: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in one dtype, or a 16-bit x with an fp32 residual; autocast promotes others."""
+    """Returns x and residual in one dtype, or a 16-bit x with an fp32 residual.
+
+    Promotes other combinations under autocast and refuses them elsewhere."""
     require_float(op, "x", x)
     require_float(op, "residual", residual)
     if x.dtype == residual.dtype or (x.dtype.itemsize == 2 and residual.dtype == torch.float32):

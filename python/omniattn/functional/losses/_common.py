@@ -34,7 +34,7 @@ def check_linear(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, prefix
 
 
 def wanted_gradients(reduction: str, *tensors: Tensor | None) -> list[bool]:
-    """Which gradients are to be found with the loss."""
+    """Whether the forward computes each tensor's gradient together with the loss."""
     now = reduction != "none" and torch.is_grad_enabled()
     return [now and t is not None and may_need_gradient(t) for t in tensors]
 

@@ -55,7 +55,7 @@ def cross_entropy(
         label_smoothing: e in [0, 1].
         z_loss: weight of lse^2, at least 0.
         softcap: c > 0 replaces the logits by ``c tanh(logit / c)`` (Gemma 2); 0 is off.
-        temperature: what the logits are divided by, after the cap; above 0.
+        temperature: divisor of the logits, after the cap; above 0.
         reduction: "mean", which divides the sum by the w_y of the kept targets, without class
             weights and with probabilities by their number (0 if there are none, where torch gives
             NaN), "sum" or "none".
@@ -74,9 +74,9 @@ def cross_entropy(
 
     Note:
         The forward reads the logits once and keeps two numbers per row; the backward reads them
-        once more and writes the gradient, rounded once. Loss and gradient of large equal logits
-        are right too: lse is kept as the maximum and what is above it. With probabilities torch
-        adds up the rows around the kernel, with some (..., V) tensors in fp32.
+        once more and writes the gradient, rounded once. Loss and gradient are accurate for large
+        equal logits too: lse is kept as the maximum and lse minus the maximum. With probabilities
+        torch sums the rows outside the kernel, with some (..., V) tensors in fp32.
 
     Reference:
         Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, arXiv:1805.02867.

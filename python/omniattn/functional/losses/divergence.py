@@ -45,7 +45,7 @@ def jsd(
     """Generalised Jensen-Shannon divergence of a student's from a teacher's distribution.
 
     ``beta KL(P || M) + (1 - beta) KL(Q || M)`` with ``M = beta P + (1 - beta) Q``,
-    ``Q = softmax(student / temperature)`` and P that of the teacher; the forward
+    ``Q = softmax(student / temperature)`` and ``P = softmax(teacher / temperature)``; the forward
     ``KL(P || Q) = sum_v P_v (ln P_v - ln Q_v)`` at beta = 0, the reverse ``KL(Q || P)`` at 1.
 
     Args:
@@ -58,7 +58,7 @@ def jsd(
         temperature: above 0; the loss is not multiplied by its square.
         ignore_index: rows with this target give 0 and are not counted by the mean.
         log_probs: student and teacher are ln Q and ln P, as in `torch.nn.functional.kl_div` and
-            Liger; the gradient is that of ln Q.
+            Liger; the gradient is with respect to ln Q.
         reduction: "mean" over the kept rows, "sum" over them, or "none".
         backend: see :func:`omniattn.functional.cross_entropy`.
 
@@ -102,7 +102,7 @@ def jsd(
 
 
 def _promoted(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the wider dtype under autocast, which promotes the inputs of torch's losses too."""
+    """Promotes both to the wider dtype under autocast, as autocast does for torch's losses."""
     fits = isinstance(teacher, Tensor) and teacher.dtype in FLOATS
     if not fits or teacher.dtype == student.dtype or autocast_dtype(student) is None:
         return student, teacher

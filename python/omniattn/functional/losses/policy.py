@@ -28,7 +28,7 @@ GRPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "ves
 
 
 class PolicyLoss(NamedTuple):
-    """A loss, and what is to be logged with it."""
+    """A loss and its statistics for logging."""
 
     loss: Tensor
     kl: Tensor  # mean over the tokens of the penalty's estimate; 0 without a penalty

@@ -80,7 +80,8 @@ def _discopop(margin: Tensor, tau: float) -> Tensor:
 
 
 _ln = nnf.logsigmoid
-#: Of the margin beta (chosen - rejected), beta times both log-ratios, beta and label_smoothing.
+#: Losses as functions of the margin beta (chosen - rejected), beta times the chosen and the
+#: rejected log-ratio, beta and label_smoothing.
 _DPO: dict[str, Callable[[Tensor, Tensor, Tensor, float, float], Tensor]] = {
     "sigmoid": lambda m, c, r, b, e: -(1 - e) * _ln(m) - e * _ln(-m),
     "robust": lambda m, c, r, b, e: (-(1 - e) * _ln(m) + e * _ln(-m)) / (1 - 2 * e),
@@ -110,8 +111,8 @@ def dpo_loss(
 ) -> Tensor:
     """Direct preference optimisation and its relatives, per pair.
 
-    With ``c = beta (chosen - ref_chosen)``, r that of the rejected, ``m = c - r``, s the sigmoid
-    and e = label_smoothing:
+    With ``c = beta (chosen - ref_chosen)``, ``r = beta (rejected - ref_rejected)``, ``m = c - r``,
+    s the sigmoid and e = label_smoothing:
 
     ==========  ========================================================================
     sigmoid     ``-(1 - e) ln s(m) - e ln s(-m)`` (e > 0: conservative DPO)

@@ -1,12 +1,12 @@
 """Attention masks as small values: each encodes itself as rules for kernels; & | ~ combine them.
 
 Positions: query q is at position i = q + Tk - Tq of the keys, so that the last query is aligned
-with the last key (bottom-right alignment), unless a mask says otherwise; in packed and cached
-batches those of each sequence.
+with the last key (bottom-right alignment), unless a mask says otherwise. In packed and cached
+batches positions count within each sequence.
 
-Masks that `|` and `~` make become blocks of 64 x 64 for the sizes of a call, and keep those of the
-last ones. Where the sequences of a batch differ, their lengths are among these sizes, for which a
-GPU is waited for.
+Masks made by `|` and `~` become blocks of 64 x 64 for the sizes of a call, and cache the blocks of
+the last sizes. If the sequences of a batch differ in length, these sizes include the lengths, and
+reading them synchronises a GPU.
 
 A new rule on (query, key) indices needs a dataclass here, a struct in csrc/semantics/mask_rules.h
 and a case in encoding/masks.py; no schema, fake kernel or gradient changes.

@@ -1,4 +1,4 @@
-"""What all masks can do: combine, and say how much they allow."""
+"""Base class of masks: combination by & | ~, encoding as rules, density."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Mask(EncodedMask):
         return Mask.negation(self)
 
     def rules_of_call(self, sizes: Sizes, layout: Rule | None = None) -> list[Rule]:
-        """Rules for one call; masks that are not made of rules have some for each."""
+        """Rules for one call; masks that are not made of rules compute theirs from the sizes."""
         return self.rules()
 
     def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
@@ -46,11 +46,11 @@ class Mask(EncodedMask):
         return visible(self.rules(), sizes, queries)
 
     def parts(self) -> tuple[Mask, ...]:
-        """The masks that it is made of."""
+        """Masks from which this one is combined."""
         return ()
 
     def by_keys(self) -> bool:
-        """Whether what a query sees depends on Tk, and not only on where it is among the keys."""
+        """True if the keys that a query sees depend on Tk, not only on the query's position."""
         return any(kind == MaskKind.NEIGHBOURS for kind, *_ in self.rules())
 
     def of_sequence(self, n: int, tq: int, tk: int) -> Mask:
@@ -180,7 +180,7 @@ def require_masks(name: str, masks: object) -> None:
 
 
 def common_device(masks: Sequence[Mask]) -> torch.device:
-    """Of their tensors, the CPU where there are none."""
+    """Device of the masks' tensors; the CPU if no mask has a tensor on another device."""
     found = [mask._device() for mask in masks]
     return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
 

@@ -206,8 +206,8 @@ def from_predicate(
 
 
 def from_block_mask(block_mask: BlockMask) -> Blocks:
-    """The mask of flex_attention's BlockMask: the blocks that it lists; in those that it does not
-    list as full, its mask_mod decides."""
+    """Converts flex_attention's BlockMask: full blocks are visible, and mask_mod decides in the
+    other blocks that it lists."""
     if not hasattr(block_mask, "mask_mod"):
         raise TypeError(
             f"from_block_mask: block_mask must be a BlockMask, got block_mask={shown(block_mask)}"

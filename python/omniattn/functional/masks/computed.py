@@ -46,9 +46,9 @@ Known = tuple[list[Tensor], dict[tuple[object, ...], Blocks]]
 def blocks_by_size(known: list[Known], tensors: list[Tensor]) -> dict[tuple[object, ...], Blocks]:
     """The blocks of a mask with these tensors, by size, in the order of their last use.
 
-    `known` has those of the last values, or nothing. Values are compared with a copy, since the
-    version of a tensor does not tell: numpy, `.data`, DLPack and other processes write without
-    raising it.
+    `known` has the blocks for the last values of the tensors, or nothing. Values are compared with
+    a copy, since the version counter of a tensor misses writes by numpy, `.data`, DLPack and other
+    processes.
     """
     for copies, blocks in known:
         if len(copies) == len(tensors) and all(map(same_values, copies, tensors)):
@@ -71,7 +71,7 @@ def lengths_of(layout: Rule, sizes: Sizes, by_keys: bool) -> tuple[int | Tensor,
     )
     if not same:
         return keys - ends_q.diff()[:, None, None, None], keys
-    # Of self-attention all queries are at their own numbers: one mask serves all sequences.
+    # In self-attention every query is at its own index, so one mask serves all sequences.
     return 0, keys if by_keys else sizes.tk
 
 

@@ -150,7 +150,7 @@ class Chunked(Mask):
 
 @dataclass(frozen=True)
 class PooledKeys(Mask):
-    """Keys that stand for several tokens each, once the query is at the last of them or after it.
+    """Keys that stand for several tokens each, visible from the query at the last of these on.
 
     Key k stands for the `size` tokens from k `stride` on, as the compressed keys of
     :func:`nsa_attention` do, and query q is token `first` + q. Queries are not aligned with the
@@ -187,8 +187,8 @@ class Documents(Mask):
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> Documents:
-        """Packed sequences (B, T) of Hugging Face: a document starts wherever a position is not
-        the one before it plus 1."""
+        """Documents of Hugging Face's packed sequences (B, T): one starts where a position is not
+        the previous one plus 1."""
         require_integers("Documents", "position_ids", position_ids)
         if position_ids.dim() == 0:
             raise ValueError(

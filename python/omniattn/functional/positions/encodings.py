@@ -1,7 +1,7 @@
 """Position tables other than rotary: sinusoidal, 2-D sin-cos, resized learned tables, ALiBi.
 
-None of them needs a kernel: tables are small, made once, and added to the tokens, or to the scores
-as the `bias` of :func:`omniattn.functional.attention`. All work on every device.
+No function needs a kernel: tables are small, computed once, and added to the tokens, or to the
+scores as the `bias` of :func:`omniattn.functional.attention`. All functions run on every device.
 """
 
 from __future__ import annotations
@@ -291,8 +291,8 @@ def alibi_slopes(
 ) -> Tensor:
     """Slopes of the heads for attention with linear biases.
 
-    ``m_h = 2^(-8 (h + 1) / H)`` for a power of two H. Otherwise those of the power of two c below
-    H, followed by the first H - c of every other slope of 2c.
+    ``m_h = 2^(-8 (h + 1) / H)`` for a power of two H. Otherwise the slopes for the power of two c
+    below H, followed by the first H - c of every other slope for 2c.
 
     Args:
         num_heads: H > 0, of the whole model: a tensor-parallel rank takes its part of the result.
@@ -337,7 +337,7 @@ def alibi_bias(slopes: Tensor, q_len: int, k_len: int, *, form: str = "distance"
         TypeError, ValueError: slopes, lengths or a form that do not fit.
 
     Reference:
-        See :func:`alibi_slopes`; the other form is that of the BLOOM models, arXiv:2211.05100.
+        See :func:`alibi_slopes`; the BLOOM models use the other form, arXiv:2211.05100.
 
     Example:
         >>> alibi_bias(torch.tensor([0.5]), 1, 3)

@@ -51,7 +51,7 @@ def apply_rotary(
         q: (B, T, Hq, D), float64, float32, bfloat16 or float16. Any strides; copied only where the
             last stride is not 1.
         k: (B, T, Hkv, D) of q's dtype, to which autocast brings it, or None. Both may be jagged
-            nested tensors (B, j, H, D) of the same boundaries: T tokens are then those of
+            nested tensors (B, j, H, D) of the same boundaries: T is then the number of tokens in
             q.values(), and B is 1 for the tables.
         cos: (T, Dr / 2) or (B, T, Dr / 2), one row for each token; with `positions` (P, Dr / 2).
             Any floating-point dtype, see :func:`rotary_tables`. Dr may be less than D.

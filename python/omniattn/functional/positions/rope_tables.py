@@ -135,7 +135,7 @@ def axial_frequencies(
 
 
 def mrope_axes(sections: Sequence[int], *, interleaved: bool = False) -> tuple[int, ...]:
-    """Which coordinate of (time, height, width) rotates each pair in M-RoPE.
+    """Coordinate of (time, height, width) that rotates each pair in M-RoPE.
 
     Args:
         sections: pairs of each coordinate, Dr / 2 together; (16, 24, 24) in Qwen2-VL.

@@ -187,8 +187,9 @@ def run(
 
 
 def _copies(heads: int, v_heads: int) -> int:
-    """Of each key head where they are few, for parts of its value heads: the backward gives a
-    thread all value heads of a key head."""
+    """Number of copies of each key head, each with a part of its value heads, if key heads are few.
+
+    The backward assigns all value heads of a key head to one thread, so copies add parallelism."""
     group = v_heads // max(1, heads)
     enough = (n for n in range(1, group) if group % n == 0 and heads * n >= _KEY_HEADS)
     return next(enough, max(1, group)) if heads < _KEY_HEADS else 1

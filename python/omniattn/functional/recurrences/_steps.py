@@ -1,7 +1,8 @@
-"""Single tokens of the recurrences of Mamba in eager inference, with states updated in place.
+"""Single-token steps of Mamba's recurrences in eager inference, with states updated in place.
 
-In decoding, checks of arguments and copies of states cost more than a token does. Layers, which
-know what they pass, call the ops themselves: these check what could reach memory.
+In decoding, argument checks and copies of states cost more than the token itself. Layers, whose
+arguments are known to be valid, call the ops directly; the ops still check sizes and indices that
+memory accesses depend on.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def in_place(*tensors: Tensor) -> bool:
-    """Whether an eager call without gradients may update states: those and what they meet are
-    tensors of the CPU, no subclasses such as DTensor."""
+    """True if an eager call without gradients may update states in place.
+
+    States and inputs must be plain CPU tensors, not subclasses such as DTensor."""
     if torch.is_grad_enabled() or not _PRESENT or forward_ad._current_level >= 0:
         return False
     for t in tensors:

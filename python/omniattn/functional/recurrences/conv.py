@@ -75,8 +75,8 @@ def causal_conv1d(
     weight for the present input, as in torch.nn.Conv1d and causal-conv1d.
 
     Args:
-        x: (B, T, D), float64, float32, bfloat16 or float16. Any strides; copied only where that of
-            the channels is not 1. Channels last, where causal-conv1d has time last.
+        x: (B, T, D), float64, float32, bfloat16 or float16. Any strides; copied only if the stride
+            of the channels is not 1. Channels are last; causal-conv1d has time last.
         weight: (D, K) of x's dtype, any K >= 1; models have 4, which is the fastest. Under autocast
             weight, bias and initial_state are cast to x's dtype.
         bias: (D,) of x's dtype, or None.

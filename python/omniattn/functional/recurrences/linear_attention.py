@@ -60,8 +60,8 @@ def linear_attention(
     """Attention with the kernel ``phi(q) . phi(k)`` in place of ``exp(q . k)``.
 
     ``o_t = sum_s (phi(q_t) . phi(k_s)) v_s / sum_s phi(q_t) . phi(k_s)`` over s <= t, or over all s
-    if not causal; without the denominator if not `normalize`. In O(T) time and memory, from the
-    state ``S_t = S_{t-1} + phi(k_t) [v_t, 1]^T``, whose last column is for the denominator. With
+    if not causal; without the denominator if not `normalize`. Takes O(T) time and memory, by the
+    state ``S_t = S_{t-1} + phi(k_t) [v_t, 1]^T``, whose last column gives the denominator. With
     gates ``S_t = diag(exp(g_t)) S_{t-1} + (beta_t * phi(k_t)) [v_t, 1]^T``.
 
     Args:
@@ -213,9 +213,9 @@ def gated_linear_attention(
         Steps are computed as products of matrices, 16 and more at a time. So a NaN or infinity may
         also reach outputs of up to 31 steps before its own; finite inputs have no such effect.
 
-        On the CPU a g above 0, by which states would grow, is an error. It is not looked for on a
-        GPU, which would have to be waited for, nor while a call is traced or compiled. NaN is no
-        error: results show it.
+        On the CPU a g above 0, by which states would grow, is an error. This is not checked on a
+        GPU, where the check would synchronise, or while a call is traced or compiled. NaN raises no
+        error, but appears in the results.
 
     Reference:
         Yang et al., Gated Linear Attention Transformers, 2023, arXiv:2312.06635.
@@ -255,10 +255,11 @@ def retention(
         scale: default K^-0.5.
         normalize: the weights ``R_ts = scale (q_t . k_s) gamma^(t - s)`` are divided by the root of
             ``sum_s gamma^(t - s)``, and then o_t by ``max(|sum_s R_ts|, 1)``, a constant for
-            gradients, as in the paper's section 2.2. A norm of o, but for its eps, undoes that.
+            gradients, as in the paper's section 2.2. A norm of o undoes these divisions, up to its
+            eps.
         initial_state: (N, Hv, K, V), as in `gated_linear_attention`. With `normalize` (N, Hv,
-            K + 1, V + 1): the sums of keys follow in the last column, and below them is the sum of
-            the powers of gamma, beside zeros.
+            K + 1, V + 1): the last column has the sums of keys, and the last row has the sum of the
+            powers of gamma in its last element and zeros elsewhere.
 
     Returns:
         o (B, T, Hv, V) of q's dtype, and the state after the last token, like initial_state.
@@ -306,7 +307,7 @@ def retention(
 def _features(
     op: str, phi: Callable[[Tensor], Tensor], q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """phi of q and k, after checks of what a function of the caller gives."""
+    """Returns phi(q) and phi(k), after checks of the caller's function's results."""
     results = phi(q), phi(k)
     for x in results:
         if not isinstance(x, Tensor):

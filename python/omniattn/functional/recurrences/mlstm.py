@@ -71,8 +71,9 @@ def mlstm(
         The gates of all tokens come from a scan, and the states from the kernels of
         `gated_linear_attention`. Gradients are exact and flow to all tensors, from h and from the
         final state; the kernels of NX-AI treat the denominator as a constant. They do not depend on
-        the number of threads. Where m is below -80 (-700 for float64) e^-m is that of -80, so that
-        gradients stay finite. Second and forward-mode derivatives go through the eager definition.
+        the number of threads. e^-m is computed with m clamped to at least -80 (-700 for float64),
+        so that gradients stay finite. Second and forward-mode derivatives go through the eager
+        definition.
 
         States are computed as products of blocks of steps: a NaN or infinity may also reach outputs
         of up to 31 steps before its own.

@@ -205,24 +205,25 @@ def random_feature_attention(
     """Softmax attention estimated in O(T) by products of random features: Performer, RFA.
 
     ``o_t = sum_s (phi(q_t) . phi(k_s)) v_s / sum_s phi(q_t) . phi(k_s)`` over s <= t, or over all s
-    if not causal, with the phi of `random_features`. No exponential of a positive number is taken:
-    each feature of the keys is divided by the exponential of its largest exponent M so far (of all
-    tokens if not causal), as which the state decays where M grows, and each query by that of its
-    largest after times e^M. So positive features have a denominator of at least 1.
+    if not causal, with the phi of `random_features`. No exponential of a positive number is taken.
+    Each feature of the keys is divided by e^M, where M is the feature's largest exponent so far (of
+    all tokens if not causal); when M grows, the state decays accordingly. The features of a query
+    are multiplied by e^M and then divided by the exponential of their largest exponent. So positive
+    features have a denominator of at least 1.
 
     Args:
         q: (B, T, H, K), float64, float32, bfloat16 or float16.
         k, v: (B, T, H, K) and (B, T, H, V), of q's dtype.
         weight: (m, K), Gaussian rows, see `orthogonal_gaussian`.
-        kind, scale: of features, as in `random_features`.
-        causal: whether tokens see earlier ones and themselves only.
-        eps: the least size of the denominator of "trigonometric" and "gaussian" features, whose
+        kind, scale: kind and scale of features, as in `random_features`.
+        causal: whether tokens see only themselves and earlier tokens.
+        eps: least magnitude of the denominator of "trigonometric" and "gaussian" features, whose
             products may be negative; smaller ones keep their sign. The denominator is the sum of
             products of features that have been divided as above, without their 1 / sqrt(count).
-        feature_eps: is added to features that have been divided; only if not causal, since a sum of
-            such features does not follow a later M. Queries are then divided by the exponential of
-            their largest W y, without -|y|^2 / 2, and all keys of a sequence by that of their
-            largest one, which is M, as in performer-pytorch, where feature_eps is 1e-4.
+        feature_eps: added to features after the division; only if not causal, since a sum of such
+            features cannot be rescaled to a later M. Queries are then divided by the exponential of
+            their largest W y, without -|y|^2 / 2, and all keys of a sequence by the exponential of
+            their largest W y, which is M, as in performer-pytorch, where feature_eps is 1e-4.
         initial_state: (S, M), only if causal: S (N, H, K', V + 1), the sum of the keys' features,
             without their 1 / sqrt(count), and [v, 1] divided by e^M; M (N, H, K'), or (N, H, 1) of
             kinds with signs, -inf before the first token, where S is 0. N is B, or the number of
@@ -242,8 +243,8 @@ def random_feature_attention(
         ValueError: a shape, device or value that does not fit.
 
     Note:
-        What is divided cancels, and is a constant for gradients, which flow to q, k, v, the weight
-        and S.
+        The divisors of features cancel and are constants in the backward. Gradients flow to q, k,
+        v, the weight and S.
 
     Reference:
         Choromanski et al., Rethinking Attention with Performers, 2020, arXiv:2009.14794.

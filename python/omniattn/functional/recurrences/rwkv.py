@@ -108,7 +108,7 @@ def rwkv7(
     """The recurrence of RWKV-7: `dplr_delta_rule` in its order of arguments.
 
     ``S_t = diag(exp(w_t)) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T``,
-    ``o_t = scale * S_t^T r_t``. Of the normalised key kk and the learning rate alpha of RWKV-7,
+    ``o_t = scale * S_t^T r_t``. With the normalised key kk and the learning rate alpha of RWKV-7,
     a is -kk and b is kk * alpha.
 
     Args:

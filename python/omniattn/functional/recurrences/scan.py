@@ -139,8 +139,8 @@ def slstm(
         final state; they do not depend on the number of threads. The backward keeps 7 numbers per
         element of h in fp32. Second and forward-mode derivatives go through the eager definition.
 
-        The work of a step depends on that of the one before it. The CPU multiplies up to 8
-        sequences with R together, so that larger batches cost less per token.
+        Steps are sequential. The CPU multiplies up to 8 sequences with R together, so that larger
+        batches cost less per token.
 
     Reference:
         Beck et al., xLSTM: Extended Long Short-Term Memory, 2024, arXiv:2405.04517.

@@ -1,4 +1,4 @@
-"""Default vectors: what the router learns of experts that it did not choose."""
+"""Default vectors, which stand in for experts that were not chosen, in the router's gradient."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def default_vector_gradient(
 
     Args:
         y: (..., d), the weighted sum of the chosen experts.
-        routing: of (..., k), made with router_grad="default_vector". Tokens without any expert,
+        routing: (..., k), computed with router_grad="default_vector". Tokens without any expert,
             like padding, get no gradient.
         vectors: (E, d), moved by :func:`update_default_vectors`.
-        scale: that of the router.
+        scale: the scale given to the router.
 
     Returns:
         y, of its shape and dtype.
@@ -34,7 +34,7 @@ def default_vector_gradient(
 
     Note:
         The chosen experts' scores learn by the weights, straight through a renormalisation. The
-        forward is that of the chosen experts alone.
+        forward uses the chosen experts alone.
 
     Reference:
         Panda et al., Dense Backpropagation Improves Training for Sparse Mixture-of-Experts, 2025,

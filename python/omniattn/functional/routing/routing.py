@@ -1,4 +1,4 @@
-"""What a router decides, and how often it chose each expert."""
+"""Decisions of a router, and the load of each expert."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from omniattn.functional.routing._checks import (
 
 
 class Routing(NamedTuple):
-    """What a router decided.
+    """Decisions of a router.
 
     Attributes:
         experts: (..., k) int64, the expert of each slot, -1 for none.

@@ -38,9 +38,9 @@ def _kept(made: Compiled, extents: Extents) -> dict[int, Tensor]:
 
 
 def _untied(made: Compiled, extents: Extents) -> dict[int, Tensor]:
-    """What depends on no tensor, kept between calls if it is small.
+    """Values of the nodes that depend on no tensor, cached between calls if they are small.
 
-    Not if it is part of a trace, nor on CUDA, where it could be in the memory of a graph.
+    Never cached in a trace, or on CUDA, where their memory could belong to a CUDA graph.
     """
     domain = extents.domain
     if (
@@ -127,7 +127,7 @@ def _unwrapped(t: Tensor) -> Tensor:
 def _is_by_position(
     nodes: Sequence[Node], node: Node, tensors: Sequence[Tensor], extents: Extents
 ) -> bool:
-    """Whether a tensor is read at bare positions that all lie in it, each of them once."""
+    """True if a tensor is indexed by bare positions, each at most once, all within its bounds."""
     names = [bare(nodes[n]) for n in node[2:]]
     if not names or "" in names or len(set(names)) < len(names):
         return False

@@ -1,8 +1,8 @@
-"""Values that act as 0-d tensors and write down what is done to them.
+"""Values that act as 0-d tensors and record the operations applied to them.
 
-Operators, methods and functions of torch that are given one become nodes, as
-encoding/score_compiler.py takes them; captured tensors become reads. torch.compile traces through
-this as it traces any Python, so that captured tensors are inputs of its graph.
+Operators, methods and functions of torch that are called on such a value become nodes for
+encoding/score_compiler.py; captured tensors become reads. torch.compile traces through this as
+through any Python code, so that captured tensors are inputs of its graph.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from omniattn.checks.arguments import shown
 from omniattn.encoding.score_program import Node
 
-#: What functions of torch do to values, by their names (_traced.py).
+#: Handlers of torch functions called on traced values, by function name (traced.py).
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
 class Trace:
-    """What a function did."""
+    """Graph of the operations of a traced function, and the tensors that it captured."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class Trace:
 
 
 class Traced:
-    """What torch's functions are told to hand over to a trace."""
+    """Base class of traced values: redirects torch functions and methods to the trace."""
 
     trace: Trace
 

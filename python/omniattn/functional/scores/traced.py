@@ -1,6 +1,6 @@
-"""A score_mod or mask_mod, called once: what each function of torch does to the values it sees.
+"""Tracing of a score_mod or mask_mod by one call, and the handlers of torch's functions.
 
-Those of torch.nn.functional are in _traced_nn.py.
+traced_nn.py has the handlers of torch.nn.functional.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Indexing(TorchFunctionMode):
 def trace_function(
     name: str, function: Callable[..., Any], dtype: torch.dtype, arguments: Sequence[str]
 ) -> tuple[Trace, Value]:
-    """What `function` does with `arguments`, names of score, b, h, q and k."""
+    """Traces `function` called with `arguments`, some of the names score, b, h, q and k."""
     trace = Trace(name, dtype)
     inputs = [trace.add("f" if n == "score" else "i", "input", n) for n in arguments]
     try:
@@ -84,7 +84,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _pair(trace: Trace, a: Any, b: Any) -> tuple[Value, Value]:
-    """Both as floats, or as integers."""
+    """Lifts a and b to traced values, both as floats if either is a float."""
     if _is_float(a) or _is_float(b):
         return _float(trace, a), _float(trace, b)
     return lift(trace, a), lift(trace, b)

@@ -1,4 +1,4 @@
-"""What the activations of torch.nn.functional do to the values of a trace (_traced.py)."""
+"""Handlers of torch.nn.functional's activations for traced values (traced.py)."""
 
 from __future__ import annotations
 

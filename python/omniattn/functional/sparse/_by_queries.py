@@ -19,14 +19,14 @@ from omniattn.functional.attention._common import autocast, check_shapes, checke
 from omniattn.functional.attention.attention import attention
 from omniattn.ops import attention as ops
 
-#: A bias of so many elements for each batch entry and head is made at once.
+#: Elements of the bias that are computed at once, for each batch entry and head.
 _ELEMENTS = 512 * 512
-#: The fewest queries of a part: the products are slower with less.
+#: Least number of queries of a part: products of fewer rows are slower.
 _LEAST = 256
 
-#: bias_of(first, last, keys, carry) is the bias (B, Hq, last - first, keys) of queries first ..
-#: last - 1 and the first `keys` keys, and what the queries after `last` need: `carry` is what the
-#: earlier ones have left.
+#: bias_of(first, last, keys, carry) returns the bias (B, Hq, last - first, keys) of the queries
+#: first .. last - 1 and the first `keys` keys, and the carry for later queries. `carry` comes from
+#: the earlier queries.
 CarriedBiasOf = Callable[[int, int, int, Tensor], tuple[Tensor, Tensor]]
 
 

@@ -1,4 +1,4 @@
-"""What the compositions of attention have in common: checks of token sets, and rows of tokens."""
+"""Shared by the compositions of attention: checks of token sets, gather and scatter of tokens."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def bigbird_attention(
             none, as transformers keeps them.
         count_duplicates: a block that R lists c times, or that is among the others, counts as often
             as it is listed: its logits get + ln of that, as in transformers.
-        num_global_tokens: so many tokens come before the blocks, attend to all and are seen by all
-            (BigBird-ETC).
+        num_global_tokens: number of tokens before the blocks that attend to all tokens and are seen
+            by all (BigBird-ETC).
         key_padding: (B, T) of bool, True = real; the rows of other tokens are 0.
         causal: only keys up to the query, and random blocks from those before (not in the paper).
         length: T for counting blocks; a longer one keeps the pattern of a text while it grows.
@@ -282,7 +282,7 @@ def _blocks_of(length: int, block: int, front: int, device: torch.device) -> Ten
 
 
 def _mask(listed: Tensor, at: Tensor, block: int, tq: int, front: int, causal: bool) -> Mask:
-    """Of the blocks (H, blocks, blocks) that are listed, for the last tq of the tokens in them."""
+    """Mask of the `listed` blocks (H, blocks, blocks), for queries that are the last tq tokens."""
     mask: Mask
     tk = at.shape[0]
     if is_traced() or listed.is_meta or tq < tk:  # the number of partial blocks is a value

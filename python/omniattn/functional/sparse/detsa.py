@@ -1,4 +1,4 @@
-"""Deterministic sparse attention: a window, representatives of what is before it, global tokens."""
+"""Deterministic sparse attention: a window, representatives of earlier keys, global tokens."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def detsa_attention(
     """Causal attention to the last keys, to one of each `stride` before them, and to global tokens.
 
     ``O_i = sum_j softmax_j(scale q_i . k_j) v_j`` over ``i - window <= j <= i``, representatives of
-    the keys before them, and the global keys j <= i. Before the window the keys are in groups of
-    `stride`, counted from the window back or, "absolute", from the first key on, and of these only
-    complete ones. A group's representative is its first token (absolute: its last), or the means of
-    its keys and of its values; of the group before which there are no more, those of what it has.
+    the keys before them, and the global keys j <= i. Before the window the keys form groups of
+    `stride`, counted from the window back or, if "absolute", from the first key on; only complete
+    absolute groups count. A group's representative is its first token (absolute: its last), or the
+    means of its keys and of its values; an earliest relative group of fewer keys has their means.
 
     Args:
         q: (B, Tq, Hq, D), float64, float32, bfloat16 or float16.
@@ -67,7 +67,7 @@ def detsa_attention(
         v: (B, Tk, Hkv, Dv).
         window: keys before the query that are seen one by one.
         stride: keys of a group.
-        global_index: keys that are seen one by one wherever they are.
+        global_index: keys that are seen one by one at any distance.
         anchor: "relative" or "absolute"; the groups of the latter are the same for all queries.
         representative: "token" or "mean".
         count_bias: the logit of a mean gets + ln of the number of its keys.
@@ -168,10 +168,11 @@ def _kept(groups: _Groups) -> _Groups:
 
 @dataclass(frozen=True)
 class _Groups(OfPositions):
-    """Which means a query sees.
+    """Mask of the means that a query sees.
 
     Column j of a size s is the mean of the keys j .. j + s - 1, or aligned, of s j .. s j + s - 1.
-    After those of all sizes, column r is that of the first r + 1 keys, for groups that are cut.
+    After the columns of all sizes, column r is the mean of the first r + 1 keys, for groups that
+    begin before the first key.
 
     Args:
         keys: Tk.

@@ -60,8 +60,8 @@ def dual_chunk_attention(
 
     ``O_i = sum_j softmax_j(scale RoPE(q_i, p_q) . RoPE(k_j, p_k)) v_j`` over all j <= i. With
     c = chunk_size - local_window the key has p_k = j mod c, and the query, of chunk I = floor(i/c)
-    and place r = i mod c, has p_q = r for the keys of its own chunk, min(r + c, chunk_size) for
-    those of the chunk before and min(2 c - 1, chunk_size) for all before that. Distances within
+    and place r = i mod c, has p_q = r for the keys of its own chunk, min(r + c, chunk_size) for the
+    keys of the previous chunk and min(2 c - 1, chunk_size) for all earlier keys. Distances within
     local_window, and within a chunk, are exact.
 
     Args:

@@ -171,7 +171,7 @@ def dsa_indexer_loss(
 
     ``loss_t = KL(p_t || softmax_s I_ts) = sum_s p_ts (ln p_ts - I_ts) + ln sum_s exp I_ts``, with I
     of :func:`dsa_indexer` and p_t the sum over heads of ``exp(scale q_th . k_s - lse_th)``, divided
-    by its own sum. s runs over all keys that query t sees (dense warm-up), or over those of
+    by its own sum. s runs over all keys that query t sees (dense warm-up), or over the keys in
     `indices` (sparse stage). No (Tq, Tk) tensor is kept.
 
     Args:

@@ -244,7 +244,8 @@ def _with_global_rows(
     causal: bool,
     how: dict[str, Any],
 ) -> Tensor:
-    """The same for queries that stay where they are: blocks without a global one are skipped."""
+    """Like `_with_global_queries`, without gathering the global queries, since dropout depends on
+    their positions. Blocks without a global query are skipped."""
     batch, length = index.shape[0], out.shape[1]
     target = torch.where(index >= 0, index, length)
     marked = torch.zeros(batch, length + 1, dtype=torch.bool, device=out.device)

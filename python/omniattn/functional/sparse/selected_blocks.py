@@ -153,8 +153,8 @@ def nsa_attention(
             key.
         k: (B, Tk, Hkv, D), the keys of selected blocks.
         v: (B, Tk, Hkv, Dv).
-        k_compressed: (B, N, Hkv, D), for any N; means of the keys or what a network makes of them,
-            see :class:`omniattn.modules.NSA`.
+        k_compressed: (B, N, Hkv, D), for any N; means of the keys or the outputs of a network, see
+            :class:`omniattn.modules.NSA`.
         v_compressed: (B, N, Hkv, Dv).
         gates: (B, Tq, Hq, 3) of compressed keys, selected blocks and window, of q's dtype.
         k_window, v_window: the same shapes as k and v; None for k and v.
@@ -275,7 +275,7 @@ def chosen(
     """Lists of the topk blocks with the largest scores(queries, their positions, their places), of
     q (B, lists, heads, .) at the positions `ends` (lists,).
 
-    `elements` are what the scores of a query need.
+    `elements` is the number of elements in memory that the scores of a query need.
     """
     batch, tq = q.shape[:2]
     found = []
@@ -292,8 +292,9 @@ def chosen(
 
 
 def parts_of(count: int, elements: int) -> Iterator[slice]:
-    """Slices of `count`, at least one, each of so many that SCORES elements are in memory at a time
-    where one needs `elements`; one of all where these are no numbers yet."""
+    """Splits `count` into slices, at least one, of about SCORES elements each.
+
+    Each item needs `elements`. A single slice has all items if the sizes are symbolic."""
     if isinstance(count, torch.SymInt) or isinstance(elements, torch.SymInt):
         yield slice(0, count)
         return

@@ -152,7 +152,7 @@ def selective_attention(
         )
     if q.shape[2] == 0:
         raise ValueError(f"{op}: q must have heads, got q.shape={tuple(q.shape)}")
-    # Of halves, gradients of parts would be rounded before they are added up.
+    # In half precision, gradients of the parts would be rounded before they are summed.
     given = (q, k, v, penalty, sinks, head_scale)
     wide = any(t is not None and may_need_gradient(t) for t in given)
     rows = (widen(q), widen(k), widen(v)) if wide else (q, k, v)
@@ -174,7 +174,7 @@ def _penalties(
     head_scale: Tensor | None,
     budget: int | None,
 ) -> CarriedBiasOf:
-    """-F of some of the queries, from F of the first of them."""
+    """Computes -F of consecutive queries from F of the first."""
     before = k.shape[1] - q.shape[1]
     rows = widen(q[:, :, 0]) * (default_scale(q.shape[3]) if scale is None else scale)
     if head_scale is not None:

@@ -1,4 +1,4 @@
-"""Of S4 and S4D: states, step by step and many tokens at a time; checks of arguments."""
+"""Shared by S4 and S4D: state updates, per step and per chunk of tokens; argument checks."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def real_system_kernel(system: RealSystem, length: int) -> Tensor:
 def real_system_states(
     x: Tensor, system: RealSystem, initial_state: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """What the initial state adds to y (B, T, H), and the final state (B, H, N)."""
+    """Contribution of the initial state to y (B, T, H), and the final state (B, H, N)."""
     growth, square, bb, c = system
     batch, _, channels = x.shape
     inputs, whole = _krylov(growth, square, bb, CHUNK)  # Ab^j Bb

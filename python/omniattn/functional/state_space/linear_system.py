@@ -103,7 +103,7 @@ def ssm_recurrence(
 
 
 def ssm_kernel(A: Tensor, B: Tensor, C: Tensor, length: int) -> Tensor:
-    """What a linear system makes of one impulse: ``K_l = C A^l B``.
+    """Impulse response of a linear system: ``K_l = C A^l B``.
 
     Without an initial state, `ssm_recurrence` is the convolution ``y_t = sum_{j<=t} K_{t-j} u_j``;
     `delayed`, it is ``sum_{j<t} K_{t-j-1} u_j``.

@@ -41,8 +41,8 @@ def fft_conv(
 ) -> Tensor:
     """Causal convolution of each channel with a filter as long as the sequence, by FFT.
 
-    ``y[t] = sum_{j <= t} kernel[:, j] u[t - j] + D u[t]``, or of all inputs with those of each
-    output, ``y[t] = sum_{j <= t} kernel[j] u[t - j] + D u[t]``.
+    ``y[t] = sum_{j <= t} kernel[:, j] u[t - j] + D u[t]``, or with a filter for each pair of output
+    and input ``y[t] = sum_{j <= t} kernel[j] u[t - j] + D u[t]``.
 
     Args:
         u: (B, T, H), float64, float32, bfloat16 or float16.
@@ -288,7 +288,7 @@ def s4_kernel(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor, lengt
         Lambda: (H, N) complex64 or complex128: of each pair of conjugates one, its real part at
             most 0, which is not checked on CUDA or in a trace.
         P, B, C: (H, N) of Lambda's dtype. C is conjugated, as in the paper; state-spaces/s4 has the
-            conjugate of it.
+            conjugate of C.
         dt: (H,) float32 (float64 for complex128), the step sizes, at least 0, checked like Lambda.
         length: L.
 

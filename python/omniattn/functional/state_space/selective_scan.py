@@ -44,7 +44,7 @@ def selective_scan(
     """The scan of Mamba: a diagonal state-space model whose step, input and output vary by token.
 
     For each channel d of group g and state n, with ``dt = delta + delta_bias`` or, with
-    ``delta_softplus``, softplus of it:
+    ``delta_softplus``, ``dt = softplus(delta + delta_bias)``:
 
     ``h_t[d, n] = e^(dt_t[d] A[d, n]) h_{t-1}[d, n] + dt_t[d] B_t[g, n] u_t[d]``
 

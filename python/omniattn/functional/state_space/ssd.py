@@ -84,8 +84,8 @@ def ssd(
         Runs the kernels of `gated_linear_attention` with q = C, k = B, v = x and g = dt A, which
         also multiply v by dt and add D x. As there, a NaN or infinity in x or dt may also reach
         outputs of up to 31 steps before its own. y is rounded once. Gradients flow to all tensors,
-        from y and from the final state. Only the gate silu(z) is torch's, whose last bits, and so
-        those of gradients, may depend on the number of threads; without z nothing does. Second and
+        from y and from the final state. torch computes the gate silu(z), so the last bits of y and
+        of gradients may depend on the number of threads; without z they do not. Second and
         forward-mode derivatives go through the eager definition.
 
     Reference:

@@ -26,8 +26,8 @@ def vandermonde(c: Tensor, x: Tensor, length: int, *, backend: str | None = None
     Args:
         c: (H, N) complex128 or complex64, or the same numbers as pairs (real, imaginary): (H, N, 2)
             float64 or float32, as torch.view_as_real gives them. Any strides.
-        x: of c's shape and dtype: logarithms of the ratios, whose real parts are <= 0 where the
-            powers shall not grow.
+        x: of c's shape and dtype, logarithms of the ratios; the powers do not grow if the real
+            parts are <= 0.
         length: L, the number of powers, below 2^31.
         backend: None for the native kernel of c's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
