@@ -47,7 +47,7 @@ def enlarged(case: Case) -> Case:
 def subsets(names: Iterable[str], seed: str, drawn: int = 3) -> Iterator[tuple[str, ...]]:
     """Each name alone, all but one, and `drawn` random subsets of 2 or more; none of them twice."""
     names = tuple(names)
-    found = {(name,): None for name in names}
+    found: dict[tuple[str, ...], None] = {(name,): None for name in names}
     found |= {tuple(n for n in names if n != left_out): None for left_out in names}
     draw = random.Random(seed)
     if len(names) > 4:
