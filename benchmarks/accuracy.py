@@ -42,7 +42,7 @@ def long_case(spec: OpSpec, tokens: int) -> Case:
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
-    """In the mean of squares."""
+    """Relative error, as a root mean square."""
     found = found.double()
     return ((found - exact).square().mean() / exact.square().mean()).sqrt().item()
 

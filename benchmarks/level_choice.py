@@ -138,7 +138,7 @@ def measure(problem: Problem, seconds: float) -> Measured:
 
 
 def least_madds(measured: list[Measured], name: str) -> int:
-    """From where on the level gains most in total; NEVER if it gains nowhere."""
+    """Returns the size from which the level gains most in total; NEVER if it gains nowhere."""
     order = sorted(measured, key=lambda m: m.madds)
     best, least = 0.0, level_choice.NEVER
     for m in order:

@@ -1,4 +1,4 @@
-"""Attention: torch's kernels with the layouts and options of ours."""
+"""Attention: torch's kernels with our layouts and options."""
 
 from __future__ import annotations
 

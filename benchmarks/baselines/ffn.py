@@ -27,7 +27,7 @@ def gated(activation: Function) -> dict[str, Function]:
 def clamped_swiglu(
     gate: Tensor, up: Tensor | None = None, *, alpha: float = 1.702, limit: float = 7.0
 ) -> Tensor:
-    """As in transformers' GptOssExperts."""
+    """Computes the activation of transformers' GptOssExperts."""
     if up is None:
         gate, up = gate.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -1,6 +1,6 @@
 """Rows of goals.py for the scans of Mamba and Mamba-2: against a loop in torch and transformers.
 
-What bounds the selective scan is the rate of exponentials: one for each state and token, and
+The rate of exponentials bounds the selective scan: one for each state and token, and
 another one in the backward, which computes the states again.
 """
 

@@ -419,7 +419,7 @@ def machine(options: Options) -> Iterator[Item]:
     yield Item({}, describe, "", options.timeout)
 
 
-#: In the order in which they run: what the others need comes first.
+#: Steps in the order in which they run; prerequisites come first.
 STEPS = {f.__name__: f for f in (wrappers, specs, graphs, timing, sanitizers, profile)}
 #: Steps that share the GPU among processes.
 SHARED = ("wrappers", "specs", "graphs", "sanitizers")

@@ -38,7 +38,7 @@ def test_help_does_not_import_torch(way, arguments):
 
 
 def test_help_is_fast():
-    """In seconds of CPU time, which other processes change least."""
+    """Measured in CPU seconds, which other processes affect least."""
 
     def seconds() -> float:
         return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])

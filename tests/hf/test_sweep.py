@@ -128,7 +128,7 @@ def results(model) -> dict[str, list[Tensor]]:
         sum((x * torch.randn(x.shape, generator=generator)).sum() for x in outputs).backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         found["gradients"] = list(grads.values())
-    # Not of all models.
+    # Some models give no attention weights.
     with contextlib.suppress(TypeError, ValueError, NotImplementedError), torch.no_grad():
         given, _ = next(iter(cases(model).values()))
         found["weights"] = weights(model(**given, output_attentions=True))

@@ -94,7 +94,7 @@ def test_denormals_of_fp32_are_zero(isa):
 
 @in_software
 def test_a_pair_without_second_term_is_no_denormal(isa):
-    """Both halves of the pair, read as one fp32 number, form a denormal."""
+    """The two halves of the pair, read as one fp32 number, form a denormal."""
     a, b = np.zeros((16, 32), np.uint16), np.zeros((32, 16), np.uint16)
     a[:, 0], b[0] = as_bits(3.0, dtype_of(isa)), as_bits(5.0, dtype_of(isa))
     assert (multiply(isa, a, b, np.zeros((16, 16), np.float32)) == 15).all()

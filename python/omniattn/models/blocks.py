@@ -11,7 +11,7 @@ from omniattn.models.decoder import Decoder
 from omniattn.modules import DecoderBlock, LearnedPositional, RotaryEmbedding
 from omniattn.modules.base.layer import LayerConfig
 
-#: By name, which layers attend to a window ("swa") and which to all tokens ("full"), repeated from
+#: Named patterns of layers that attend to a window ("swa") or to all tokens ("full"), repeated from
 #: the first layer on. gpt3: Brown et al. 2020, arXiv 2005.14165; gemma2: Gemma Team 2024, arXiv
 #: 2408.00118; gemma3: Gemma Team 2025, arXiv 2503.19786.
 SCHEDULES: dict[str, tuple[str, ...]] = {

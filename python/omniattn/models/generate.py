@@ -42,7 +42,7 @@ class Generator(Protocol):
         """(B, dim) -> logits (B, vocab_size)."""
 
     def train(self, mode: bool = True, /) -> Any:
-        """As of torch.nn.Module."""
+        """Sets the mode, as torch.nn.Module does."""
 
 
 def sample(

@@ -24,8 +24,8 @@ class Conversion:
     """Options that have another form in transformers.
 
     Args:
-        to_hf: from a config of ours to options of theirs.
-        from_hf: from a config of theirs to options of ours.
+        to_hf: makes their options from our config.
+        from_hf: makes our options from their config.
     """
 
     to_hf: Callable[[Any], dict[str, Any]]
@@ -43,8 +43,8 @@ class Counterpart:
             ours. Our weights that get the same name are stacked into one of theirs. A name with
             `{a,b}` stands for two of their weights.
         transposed: pattern of their weights that are (in, out).
-        fixed: further options of theirs with the value that ours computes, or with a function that
-            gives it for a config of ours.
+        fixed: further options of theirs, with the value that our model implies or a function that
+            computes it from our config.
         conversions: of the other options.
     """
 
@@ -69,14 +69,14 @@ class Counterpart:
         return named | fixed
 
     def to_hf(self, ours: Any) -> dict[str, Any]:
-        """All options of theirs for a config of ours."""
+        """Returns all of their options for our config."""
         values = self.required(ours)
         for conversion in self.conversions:
             values |= conversion.to_hf(ours)
         return values
 
     def from_hf(self, theirs: PreTrainedConfig) -> dict[str, Any]:
-        """Options of ours for a config of theirs."""
+        """Returns our options for their config."""
         values = {ours: getattr(theirs, name) for ours, name in self.options.items()}
         for conversion in self.conversions:
             values |= conversion.from_hf(theirs)

@@ -71,7 +71,7 @@ class Model(nn.Module):
         return 0.0
 
     def further_losses(self) -> dict[str, float]:
-        """By name, the parts of the auxiliary loss before their weights, for display."""
+        """Returns the unweighted parts of the auxiliary loss by name, for display."""
         return {}
 
     @classmethod
@@ -194,10 +194,10 @@ class ModelConfig(ABC):
         return getattr(transformers, self.counterpart.model)(self.to_hf())
 
     def to_hf(self) -> PreTrainedConfig:
-        """To a config of transformers. Options of our training alone are left out.
+        """Converts to a config of transformers, without options that concern our training alone.
 
-        Fields of theirs that do not change what is computed are not kept by `from_hf`, except the
-        ids of special tokens; here they are the defaults of transformers.
+        `from_hf` drops their fields that do not affect the computation, except the ids of special
+        tokens; here those fields get transformers' defaults.
 
         Raises:
             NotImplementedError: for an architecture or option that transformers does not have.
@@ -207,7 +207,7 @@ class ModelConfig(ABC):
 
     @classmethod
     def from_hf(cls, config: PreTrainedConfig) -> Self:
-        """From a config of transformers.
+        """Converts a config of transformers.
 
         Raises:
             NotImplementedError: for a config of another architecture, or an option that ours does

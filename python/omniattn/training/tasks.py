@@ -275,7 +275,7 @@ class SpanCorruption(TextTask):
 class Digits(Task):
     """Tell handwritten digits apart: images (B, 1, 8, 8) in [0, 1] and labels (B,).
 
-    The 1 797 images of scikit-learn, of which every fifth is held out.
+    The 1 797 images of scikit-learn; every fifth is held out.
 
     Reference:
         Kaynak, "Methods of combining multiple classifiers", 1995 (UCI repository).

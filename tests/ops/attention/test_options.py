@@ -43,7 +43,7 @@ def softmax_with_sink(row, h):
 
 
 def distance(i, j):
-    """From query i, whose place is i + Tk - Tq, to key j."""
+    """Distance from query i, at position i + Tk - Tq, to key j."""
     return j - (i + 2)
 
 

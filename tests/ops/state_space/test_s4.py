@@ -17,7 +17,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor:
 
 
 def both(t: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """With the conjugates."""
+    """Appends the conjugates."""
     return torch.cat((t, t.conj()), dim)
 
 

@@ -214,7 +214,7 @@ class MultiHeadLatentAttention(Mixer):
         return latents[0], latents[-1], rope
 
     def _up_weights(self) -> tuple[Tensor, Tensor]:
-        """From latents to keys (H, qk_nope_dim, rank) and values (H, v_dim, rank)."""
+        """Weights from latents to keys (H, qk_nope_dim, rank) and values (H, v_dim, rank)."""
         c = self.config
         if c.separate_kv_latents:
             k, v = weight_of(self.k_b_proj), weight_of(self.v_b_proj)

@@ -99,12 +99,12 @@ class MultiheadAttention(Layer):
 
     @property
     def batch_first(self) -> bool:
-        """As in the config: torch's Transformer layers ask for it."""
+        """Value in the config; torch's Transformer layers read it."""
         return self.config.batch_first
 
     @property
     def num_heads(self) -> int:
-        """As in the config: torch's Transformer layers ask for it."""
+        """Value in the config; torch's Transformer layers read it."""
         return self.config.num_heads
 
     #: Keeps torch's Transformer layers from taking the weights to fused kernels of their own.
@@ -185,7 +185,7 @@ class MultiheadAttention(Layer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As torch.nn.MultiheadAttention.forward.
+        """Computes the same as torch.nn.MultiheadAttention.forward.
 
         Args:
             query, key, value: see Shape.

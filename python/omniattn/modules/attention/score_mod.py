@@ -43,7 +43,7 @@ def with_positions(
 
 
 def _moved(score_mod: ScoreMod, first: Tensor) -> ScoreMod:
-    """For queries and keys that are counted from position first[b] on."""
+    """Returns score_mod with queries and keys counted from position first[b]."""
 
     def moved(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score_mod(score, b, h, q + first[b], k + first[b])

@@ -52,13 +52,13 @@ class Sequences:
         )
 
     def entries(self, t: Tensor) -> Tensor:
-        """For each token of t (1, total, ...) the number of its sequence (total,)."""
+        """Index (total,) of each token's sequence, for t (1, total, ...)."""
         offsets = self.nested.offsets()
         tokens = torch.arange(t.shape[1], dtype=offsets.dtype, device=t.device)
         return torch.searchsorted(offsets[1:-1], tokens, right=True)
 
     def lengths(self, t: Tensor) -> Tensor:
-        """For each token of t (1, total, ...) the length of its sequence (1, total)."""
+        """Length (1, total) of each token's sequence, for t (1, total, ...)."""
         return self.nested.offsets().diff()[self.entries(t)][None]
 
     def positions(self, t: Tensor) -> Tensor:

@@ -342,7 +342,7 @@ def parts_of(state: Any) -> Sequence[State]:
 def restored_on_error(states: Sequence[Any] | None) -> contextlib.AbstractContextManager[None]:
     """Takes the tokens of a call that fails back out of the states.
 
-    What cannot forget them, such as a recurrence, stays ahead, and a model refuses it in the next
+    A state that cannot forget them (a recurrence) stays ahead, and a model refuses it in the next
     call.
     """
     if states is None or torch.compiler.is_compiling():

@@ -16,7 +16,7 @@ __all__ = ["ExpertParallel"]
 
 
 class ExpertParallel(DefaultVectors):
-    """The experts of a :class:`omniattn.modules.MoE`, of which each rank holds E / ranks.
+    """The experts of a :class:`omniattn.modules.MoE`, split over ranks: each holds E / ranks.
 
     Every rank routes its own tokens; a row travels to the rank of its expert and its result back
     (two all-to-alls forward, two backward), where it is weighted and summed in the order of the

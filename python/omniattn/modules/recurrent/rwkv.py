@@ -243,7 +243,7 @@ class RWKV4TimeMix(TimeMix):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As BlinkDL's code begins."""
+        """Initialises as BlinkDL's code does."""
         c = self.config
         reset_old_shifts(self)
         n = ramp(c.dim, last=True)

@@ -122,7 +122,7 @@ class RWKV5TimeMix(_HeadsTimeMix):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As BlinkDL's code begins."""
+        """Initialises as BlinkDL's code does."""
         reset_old_shifts(self)
         _reset_decay_and_bonus(self)
 
@@ -192,7 +192,7 @@ class RWKV6TimeMix(_HeadsTimeMix):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As BlinkDL's code begins."""
+        """Initialises as BlinkDL's code does."""
         reset_old_shifts(self)
         _reset_decay_and_bonus(self)
         for weights in ("time_maa", "time_decay"):
@@ -325,7 +325,7 @@ class RWKV7TimeMix(_HeadsTimeMix):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As BlinkDL's code begins."""
+        """Initialises as BlinkDL's code does."""
         c = self.config
         powers = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
         for part, power in powers.items():

@@ -183,7 +183,7 @@ class MLSTM(_XLSTM):
         super().__init__()
         self.config = c = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        # As the official code begins: "small init" and Wang's.
+        # Initialises as the official code does: "small init" and Wang's.
         small, last = math.sqrt(0.4 / c.dim), 2 / c.num_layers / math.sqrt(c.dim)
         self.proj_up = _linear(c, c.dim, 2 * c.inner, small, **factory)
         for name in ("q_proj", "k_proj", "v_proj"):

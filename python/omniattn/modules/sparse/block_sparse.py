@@ -47,7 +47,7 @@ class BlockSparseAttention(SparseAttention):
         """The fields of `SparseConfig`, and the pattern.
 
         Args:
-            block_size: tokens of a block, of which the last one may have fewer.
+            block_size: tokens of a block; the last block may have fewer.
             global_index: tokens that all see and that see all, where no mask is given.
             causal: query i sees keys up to its own position.
         """

@@ -45,7 +45,7 @@ def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _flops(case: Case, pass_: Pass) -> float:
-    """As of attention, by the pairs that the mask allows."""
+    """Counts attention's FLOPs on the pairs that the mask allows."""
     names = ("kernel_size", "stride", "dilation", "is_causal")
     options = {name: case.options[name] for name in names if name in case.options}
     mask, s = masks.GridNeighbourhood(_shape(case), **options), case.sizes

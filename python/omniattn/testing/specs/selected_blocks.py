@@ -55,7 +55,7 @@ def _selected(
 
 
 def _selected_flops(case: Case, pass_: Pass) -> float:
-    """As attention_flops, of the selected pairs; lists of "past" blocks hold their query's."""
+    """Counts attention's FLOPs on the selected pairs; lists of "past" blocks hold their query's."""
     s, size = case.sizes, case.options["block_size"]
     position = torch.arange(s["Tq"]) + s["Tk"] - s["Tq"]
     most = torch.full_like(position, s["n"] * size)

@@ -88,7 +88,7 @@ def _chunks(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _as_mask(mask_of: Callable[[Case], masks.Mask]) -> Callable[[Case, Pass], float]:
-    """As of attention, by the pairs of a mask."""
+    """Counts attention's FLOPs on the pairs that a mask allows."""
 
     def flops(case: Case, pass_: Pass) -> float:
         plain = Case(case.label, case.sizes, (), {"mask": mask_of(case)})
