@@ -65,7 +65,7 @@ def implementation(op: str, backend: str | None, x: Tensor, native: Op) -> Calla
 
 
 def shown(value: Any) -> str:
-    """A value in an error: of tensors and arrays the sizes, of anything else one line."""
+    """Text of a value in an error: the sizes of tensors and arrays, one line of anything else."""
     if isinstance(value, Tensor) and value.is_nested:
         return f"a nested tensor of {value.dtype}"
     if _is_array(value) and (math.prod(value.shape) > 4 or value.dtype == object):
@@ -105,7 +105,7 @@ def require_tensor(op: str, name: str, x: Tensor) -> None:
 
 
 def is_causal_bias(x: object) -> TypeIs[CausalBias]:
-    """By its name: the import of the class loads the whole of torch.compile (2 s)."""
+    """True for torch's CausalBias, by class name: importing it loads all of torch.compile (2 s)."""
     return type(x).__name__ == "CausalBias"
 
 
@@ -135,7 +135,7 @@ def refuse_nested(op: str, name: str, x: Tensor) -> None:
 
 
 def require_strided(op: str, name: str, x: Tensor) -> None:
-    """Where native ops, which refuse other layouts themselves, are not called with `x` as it is."""
+    """Requires a strided layout, where `x` does not itself go to a native op that checks it."""
     if x.is_nested:
         refuse_nested(op, name, x)
     if x.layout != torch.strided:

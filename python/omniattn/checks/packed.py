@@ -61,7 +61,9 @@ class Packed:
         self.index = (found - 1).clamp(0, max(0, count - 1))
 
     def running_max(self, x: Tensor) -> Tensor:
-        """Over time, (B, T, ...), within each sequence: in log2(T) sweeps where there are some."""
+        """Running maximum over time of (B, T, ...); within each sequence if packed.
+
+        Packed sequences take log2(T) sweeps."""
         if self.bounds is None:
             return x.cummax(1).values
         back = 1

@@ -31,9 +31,9 @@ def fla_function(
 ) -> Callable[[Callable[Theirs, Call]], Callable[Theirs, Result]]:
     """Makes an fla function of one that has its signature and returns a `Call`.
 
-    What these functions share is read from the signature: scale, l2norm, states, boundaries and
-    direction. Options that only affect speed, and those `without_effect`, are ignored; others must
-    be None or False.
+    Shared options are read from the signature: scale, l2norm, states, boundaries and direction.
+    Options that only affect speed, and the options `without_effect`, are ignored; others must be
+    None or False.
     """
 
     def decorate(choose: Callable[Theirs, Call]) -> Callable[Theirs, Result]:

@@ -133,7 +133,7 @@ def _require_inner(
     B: Tensor | None,
     C: Tensor | None,
 ) -> int:
-    """Shapes of what `mamba_inner_fn` cuts, multiplies or turns; M."""
+    """Checks shapes of tensors that `mamba_inner_fn` cuts, multiplies or transposes; returns M."""
     require_real(op, xz=xz, conv1d_weight=conv1d_weight, **weights)
     require_numbers(op, A=A, **({} if B is None else {"B": B}), **({} if C is None else {"C": C}))
     require_form(op, "xz", xz, "B, 2 D, T")
@@ -341,7 +341,7 @@ def _sizes(
 def _gated_norm(
     op: str, y: Tensor, z: Tensor, weight: Tensor, eps: float, before_gate: bool, groups: int
 ) -> Tensor:
-    """In the wider dtype of y and the weight."""
+    """Gated RMS norm, in the wider dtype of y and the weight."""
     require_real(op, rmsnorm_weight=weight)
     require_shape(op, "rmsnorm_weight", weight, (y.shape[-1],))
     dtype = torch.promote_types(y.dtype, weight.dtype)

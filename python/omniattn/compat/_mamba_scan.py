@@ -280,7 +280,7 @@ def scan(
     state: Tensor | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """functional.selective_scan of (B, T, D), in the widest dtype of what varies."""
+    """functional.selective_scan of (B, T, D), in the widest dtype of the time-varying tensors."""
     delta_softplus = False if delta_softplus is None else delta_softplus  # mamba-ssm passes None
     given = (u, delta, B, C, *(() if z is None else (z,)))
     dtype = reduce(torch.promote_types, (t.dtype for t in given if _varies(t)))

@@ -166,7 +166,7 @@ def _scan(
 
 
 def _of_sequences(op: str, states: Tensor, bounds: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The states of the sequences at `cu_seqlens`, from all those at `bounds`."""
+    """Selects the states of the sequences at `cu_seqlens` from the states at `bounds`."""
     wanted = cu_seqlens.to(bounds)
     if not is_traced():
         inside = bounds[(bounds >= wanted[0]) & (bounds <= wanted[-1])]

@@ -98,7 +98,7 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """The steps x that follow those in `conv_state`, which is updated in place: for inference.
+    """Convolves the steps x that follow `conv_state`, which is updated in place: for inference.
 
     Args:
         x: (B, D), or (B, D, T).
@@ -221,7 +221,7 @@ def convolved(
     names: dict[str, str],
 ) -> Tensor:
     """The convolution of x (B, T, D), whose checked seq_idx (B, T) separates sequences; `names`
-    are those of the alias for x, weight and bias."""
+    has the alias's names of x, weight and bias."""
     wide, weight, bias = _promoted(op, x.mT, weight, bias, names)
     rows, bounds = wide.mT, None
     if seq_idx is not None:

@@ -2,8 +2,7 @@
 
 All return (o, final_state), the latter None without `output_final_state`. `cu_seqlens_cpu`,
 `chunk_indices`, `chunk_size` and `disable_recompute` only affect the speed of fla; they are
-accepted and ignored. Formulas, shapes and dtypes are those of the functions that the docstrings
-name.
+accepted and ignored. The functions that the docstrings name define formulas, shapes and dtypes.
 """
 
 from omniattn.compat._fla_delta import (

@@ -46,8 +46,8 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, beta: int = 0) -> None:
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, out=out)
 
 
-#: From a slice of the tokens and their logits to losses, and to a function from weights of the rows
-#: to gradients of the logits in the dtype of x.
+#: Maps a slice of the tokens and their logits to losses, and to a function that maps weights of the
+#: rows to gradients of the logits in the dtype of x.
 _Rows = Callable[[slice, Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 

@@ -281,7 +281,7 @@ def masked_by(mask: MaskMod, score_mod: ScoreMod | None) -> ScoreMod:
 
 
 def spelled_out(names: type) -> Callable[[F], F]:
-    """For a function with `**options: Unpack[names]`: help() shows each with its default."""
+    """Makes help() show each of a function's `**options: Unpack[names]`, with its default."""
 
     def show(function: F) -> F:
         signature = inspect.signature(function)

@@ -37,7 +37,7 @@ from omniattn.encoding.score_steps import (
 
 _LINEAR = {"int_add", "int_sub", "int_mul"}
 _COMPARISONS = {"int_less", "int_less_equal", "int_equal"}
-#: Axes of what torch computes before the kernels run.
+#: Axes of values that torch computes before the kernels run.
 _ONE_AXIS = ("1", "q", "k", "d")
 
 
@@ -56,9 +56,9 @@ class Compiled:
 
 
 class _Fact(NamedTuple):
-    """About a node of the trace."""
+    """Properties of a node of the trace."""
 
-    axis: str  # what it depends on, b and h apart: "1" nothing, "q", "k", "d", "2" or "s", score
+    axis: str  # dependence other than on b and h: "1" none, "q", "k", "d", "2" or "s", score
     trained: bool  # whether it depends on a tensor that `wants`
     width: int  # registers that are enough to compute it
 
@@ -234,8 +234,10 @@ class _Compiler:
         return _Fact(axis, trained or (op == "tensor" and self.wants[args[0]]), width)
 
     def _lower(self, output: int) -> int:
-        """`output` and what it needs as nodes of steps; of the arguments of a step the one that
-        needs the most registers comes first (Sethi and Ullman, 1970, doi:10.1145/321607.321620).
+        """Lowers `output` and its dependencies to nodes of steps.
+
+        Of the arguments of a step the one that needs the most registers is first (Sethi and Ullman,
+        1970, doi:10.1145/321607.321620).
         """
         left = [output]
         while left:

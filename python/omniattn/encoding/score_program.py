@@ -1,8 +1,8 @@
 """A score_mod as a program, in plain torch; csrc/semantics/score_program.h is the same for kernels.
 
 Steps are (op, to, a, b, c) over registers that hold a value for each key of a row. A program reads
-the score, constants and tables; what depends on b, h and one of q, k and k - q alone is a table
-that torch has computed before (`evaluate`).
+the score, constants and tables. Values that depend on b, h and only one of q, k and k - q are
+tables that torch computes beforehand (`evaluate`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ProgramOp(IntEnum):
     NUMBER = 63  # constant a
     INTEGER = 64  # constant a
     READ = 65  # of table a, by position
-    PLACE = 66  # place a, or 0 for -1, plus that of index b in dimension c % 4 of table c / 4
+    PLACE = 66  # place a (0 for -1) plus the offset of index b in dimension c % 4 of table c / 4
     GATHER = 67  # of table b at place a
     GIVE = 68  # adds a to the gradient of table b
     GIVE_AT = 69  # the same at place b, of table c

@@ -166,7 +166,7 @@ def _slope(s: Graph, op: str, x: int, y: int) -> int | None:
     if op == "erf":
         bell = add("exp", add("neg", add("mul", x, x)))
         return add("mul", number(2 / math.sqrt(math.pi)), bell)
-    return None  # floor, round, trunc, sign, detach and what makes integers
+    return None  # floor, round, trunc, sign, detach and ops with integer results
 
 
 Step = tuple[int, int, int, int, int]
@@ -177,10 +177,10 @@ Entry = int | Give | tuple[str, int]
 def backward_order(
     order: Sequence[int], of_node: dict[int, list[Entry]], at_once: int
 ) -> list[Entry]:
-    """The nodes in `order`, then what belongs to each, from the last to the first.
+    """Orders the nodes in `order`, then the entries of each, from the last to the first.
 
-    No more than `at_once` nodes wait for what belongs to them: the first half of the others is
-    computed again when the second half is done, and so on, so that a chain of n nodes keeps
+    No more than `at_once` nodes wait for their entries: the first half of the others is
+    recomputed when the second half is done, and so on, so that a chain of n nodes keeps
     `at_once` + log2(n) values (Griewank, 1992, doi:10.1080/10556789208805505).
     """
     if len(order) <= max(at_once, 1):
@@ -226,7 +226,7 @@ class Runs:
 def allocate(
     nodes: Sequence[Node], entries: Sequence[Entry], constants: Constants, first_free: int
 ) -> Runs:
-    """Gives registers to values for as long as they are needed, and leaves out what nothing needs.
+    """Allocates registers to values for as long as they are needed, and removes unused values.
 
     Registers before `first_free` belong to the score and its gradient.
     """

@@ -1,7 +1,7 @@
-"""The tables of a score_mod's program: what torch computes before the kernels run.
+"""The tables of a score_mod's program, which torch computes before the kernels run.
 
-They hold what depends on b, h and one of q, k and k - q alone, by the nodes of a trace as
-encoding/score_compiler.py has them.
+Tables hold values that depend on b, h and only one of q, k and k - q, computed from the nodes of
+encoding/score_compiler.py.
 """
 
 from __future__ import annotations

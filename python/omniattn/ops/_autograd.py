@@ -1,4 +1,4 @@
-"""From one forward and one backward op to a differentiable function.
+"""Makes a differentiable function of one forward and one backward op.
 
 A call takes the cheapest of four paths that is correct for it:
 
@@ -44,7 +44,7 @@ class Op:
     Args:
         name: name in the `omniattn` namespace.
         fakes: rules for outputs that are not like the first argument.
-        formula: the op in plain torch, from its arguments: what `backend="reference"` runs.
+        formula: the op in plain torch, a function of its arguments; `backend="reference"` runs it.
         fold: how vmap may run it in one call; None where it never does.
     """
 
@@ -280,7 +280,7 @@ def _one_by_one(values: Sequence[Any], lists: int) -> tuple[list[Any], list[int]
 
 class _EagerOp(torch.autograd.Function):
     """Eager calls with gradients. Tensors are passed one by one for autograd to see them, and all
-    arguments as one tuple: what autograd looks at costs 0.2 us each."""
+    arguments as one tuple: each argument that autograd inspects costs 0.2 us."""
 
     @staticmethod
     def forward(ctx: Any, op: DifferentiableOp, args: Arguments, *tensors: Tensor | None) -> Any:
@@ -320,7 +320,7 @@ class _TransformedOp(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Arguments, *inputs: Any) -> Any:
-        """In Python: the dispatcher does not look for a batch in lists that may be None."""
+        """Implements vmap in Python: the dispatcher finds no batch in lists that may be None."""
         op, layout, levels, *flat = inputs
 
         def call(*args: Any) -> Any:
@@ -358,7 +358,7 @@ def _second_order_flat(ctx: Any, *grads: Any) -> Any:
 
 
 def _flat(ctx: Any, derive: Callable[..., Any], grads: Sequence[Tensor | None]) -> Any:
-    """From flags and to gradients of all arguments, as `flatten` gives them."""
+    """Calls `derive` with the needs of the inputs; returns gradients of all flat arguments."""
     op: DifferentiableOp = ctx.op
     needs = op._inputs(unflatten(ctx.layout, ctx.needs_input_grad[3:]))
     return tuple(flatten(ctx.layout, op._spread((*derive(ctx, needs, grads), None))))

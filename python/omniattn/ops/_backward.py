@@ -18,7 +18,7 @@ from omniattn.ops._vmap import Fold, register_vmap
 
 __all__ = ["Backward", "BackwardOp", "Plan", "private_op"]
 
-#: From named values to gradients by the names of their arguments.
+#: Maps named values to gradients by the names of their arguments.
 Backward = Callable[..., Mapping[str, Any]]
 
 _implementations = torch.library.Library("omniattn", "IMPL")
@@ -28,8 +28,8 @@ _implementations = torch.library.Library("omniattn", "IMPL")
 def private_op(name: str) -> Callable[..., Any]:
     """An op without autograd formula that only this package calls, as the cheapest callable.
 
-    It skips what an OpOverload does in Python and for `__torch_function__` (1.7 of 4.5 us for small
-    norms), and the autograd key of the dispatcher, whose fallback looks at every argument (0.2 us).
+    It skips the Python and `__torch_function__` overhead of an OpOverload (1.7 of 4.5 us for small
+    norms), and the dispatcher's autograd key, whose fallback inspects every argument (0.2 us).
     """
     _implementations.impl(name, torch.library.fallthrough_kernel, "Autograd")
     handle = torch._C._dispatch_find_schema_or_throw(f"omniattn::{name}", "")

@@ -47,7 +47,7 @@ def _load(device: str, name: str) -> None:
 
 
 def paths(device: str) -> dict[str, list[str]]:
-    """By op, the ways that its calls can run on a device, best first."""
+    """Ways in which calls of each op can run on a device, best first."""
     lines = getattr(torch.ops.omniattn, f"paths_{device}")().splitlines()
     return {op: names.split(", ") for op, names in (line.split(": ") for line in lines)}
 
@@ -178,7 +178,7 @@ def _has_kernel(name: str, device: str) -> bool:
 
 
 def compose(name: str, function: Callable[..., Any]) -> None:
-    """Makes `function`, of torch's ops and ours, the kernel of an op where no library has one."""
+    """Registers `function`, a composition of ops, as an op's kernel where no library has one."""
     for device, key in _KEYS.items():
         if device in loaded and not _has_kernel(name, device):
             _kernels.impl(name, function, key)

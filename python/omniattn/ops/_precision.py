@@ -24,10 +24,10 @@ _HAS_TILES: bool = torch.ops.omniattn.detected_cpu_isa() >= _AMX
 
 
 def pieces_of(x: Tensor) -> int:
-    """The pieces of each element in products with x: 2, 3, or 0 for elements as they are.
+    """Number of bf16 pieces of each element in products with x: 2, 3, or 0 for no splitting.
 
-    Compiled code follows `torch.set_float32_matmul_precision` and our switch, which torch.compile
-    guards. Of the other names of torch's switch it keeps what was set when it was compiled.
+    Compiled code follows `torch.set_float32_matmul_precision` and `FP32_PIECES`, which
+    torch.compile guards. It keeps torch's other settings as they were when it was compiled.
     """
     if type(config.FP32_PIECES) is not int or config.FP32_PIECES not in (0, 3):
         raise ValueError(

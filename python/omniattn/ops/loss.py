@@ -30,7 +30,7 @@ def loss_like(x: Tensor, reduction: int) -> Tensor:
 
 
 def _named(names: Sequence[str], options: Sequence[Any]) -> dict[str, Any]:
-    """Options by name, the reduction after them; what follows is not for a formula."""
+    """Options by name, followed by the reduction; a formula takes no later arguments."""
     *values, reduction = options[: len(names) + 1]
     return dict(zip(names, values, strict=True)) | {"reduction": _NAMES[reduction]}
 
@@ -176,7 +176,7 @@ def _backward_of(op: BackwardOp) -> Any:
 
 
 def _unread(reduction: int) -> tuple[str, ...]:
-    """With a reduction the inputs, because the gradients are found already; without one nothing."""
+    """Inputs that the backward does not read: with a reduction the forward has the gradients."""
     return () if reduction == _NONE else ("x", "weight", "bias", "target", "class_weight")
 
 

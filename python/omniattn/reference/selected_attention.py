@@ -120,7 +120,7 @@ def require_entries(op: str, indices: Tensor, blocks: int, kind: str = "block") 
 
 
 def require_lists(op: str, indices: Tensor, blocks: int, kind: str = "block") -> None:
-    """And no number twice."""
+    """Requires entries in range, and no number twice in a list."""
     require_entries(op, indices, blocks, kind)
     ordered = indices.sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)

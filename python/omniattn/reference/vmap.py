@@ -16,7 +16,7 @@ def is_mapped(t: torch.Tensor) -> bool:
 
 
 def require_not_mapped(op: str, name: str, t: torch.Tensor) -> None:
-    """For tensors whose values decide sizes."""
+    """Requires that vmap does not map over t, for tensors whose values determine sizes."""
     if is_mapped(t):
         raise NotImplementedError(
             f"{op}: {name} must not be mapped over by vmap in the eager definition, which forward-"

@@ -23,7 +23,7 @@ _BLOCK_LOGITS = 1 << 24
 
 @dataclass(frozen=True)
 class CrossEntropyOutput:
-    """A loss, and what was asked for with it, which gets no gradient."""
+    """A loss and the requested statistics, which get no gradient."""
 
     loss: Tensor
     z_loss: Tensor | None = None  # its part of the loss, in the dtype of the input
@@ -84,9 +84,9 @@ class _CrossEntropy(nn.Module):
         *others: Tensor | None,
         factor: Tensor | float = 1.0,
     ) -> Tensor | CrossEntropyOutput:
-        """The loss, with what was asked for of logits x, or of x, weight and bias.
+        """The loss and the requested statistics of logits x, or of x, weight and bias.
 
-        `factor`: that of the loss of each token.
+        `factor` multiplies the loss of each token.
         """
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss

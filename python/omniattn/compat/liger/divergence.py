@@ -148,7 +148,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
     :func:`omniattn.functional.linear_jsd`, each a mean over the kept tokens.
 
     Args:
-        weight_hard_loss, weight_soft_loss: numbers; what has weight 0 is not computed.
+        weight_hard_loss, weight_soft_loss: numbers; a loss of weight 0 is not computed.
         beta, ignore_index, temperature: see :class:`LigerFusedLinearJSD`.
         compiled, chunk_size: change nothing.
         return_soft_hard_loss: also return both losses, without a gradient.

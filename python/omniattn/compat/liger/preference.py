@@ -2,8 +2,7 @@
 compositions of `functional.linear_log_prob` and `functional.preference`.
 
 Inputs are hidden states (2 B, T, K) with targets (2 B, T), the chosen completions first. `compiled`
-and `chunk_size` change nothing. With the loss each returns what is to be logged, without a
-gradient.
+and `chunk_size` have no effect. Each loss also returns statistics for logging, without a gradient.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ def mean_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Paired(nn.Module):
-    """A loss of pairs: alpha times the cross entropy of the chosen tokens + that of the pairs.
+    """A loss of pairs: alpha times the cross entropy of the chosen tokens + the preference loss.
 
     Shape:
         lin_weight (V, K), _input (2 B, T, K), target (2 B, T), bias (V,) ->
         loss, (chosen_logps (B,), rejected_logps (B,), chosen_logits_mean, rejected_logits_mean,
-        nll_loss, and what the class adds).
+        nll_loss, and statistics of the class).
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class _Paired(nn.Module):
         arguments: tuple[Tensor, Tensor, Tensor, Tensor | None],
         nll: Tensor | None = None,
     ) -> tuple[Tensor, Logged]:
-        """The loss of (lin_weight, _input, target, bias), and what Liger logs of every class."""
+        """The loss of (lin_weight, _input, target, bias), and the statistics that Liger logs."""
         weight, x, target, bias = arguments
         tokens, chosen, rejected = pairs
         if nll is None:

@@ -98,7 +98,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     Args:
         use_ref_model: whether `ref_per_token_logps`, or `ref_input` and `ref_weight`, are given.
         compiled, chunk_size: change nothing.
-        temperature: what the logits are divided by.
+        temperature: divisor of the logits.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: (k, l) of vespo.
         beta, epsilon_low, epsilon_high, loss_type, max_completion_length: see the function.
         importance_sampling_level, delta, use_bias_correction_kl: see the function.

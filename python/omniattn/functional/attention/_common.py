@@ -48,7 +48,7 @@ from omniattn.reference.precision import compute_dtype
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
 
-_LARGEST_FACTOR = torch.finfo(torch.float32).max / 2  # log2(e) of it is below infinity
+_LARGEST_FACTOR = torch.finfo(torch.float32).max / 2  # finite times log2(e)
 LONGEST = 2**40 - 1  # below kMaskParamLimit of csrc/semantics/mask.h
 
 

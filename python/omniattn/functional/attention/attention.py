@@ -82,8 +82,8 @@ def attention(
             `functional.masks`, or f(b, h, q, k) of 0-d tensors, which becomes part of score_mod: no
             (Tq, Tk) tensor is made, no tile is skipped (`masks.from_predicate` makes a mask whose
             hidden tiles cost nothing). k and v of hidden keys must be finite, since 0 * NaN is NaN:
-            only what lies beyond lengths (`masks.KeyLengths`, caches, packed batches) is not read.
-            Everything is ANDed.
+            only keys beyond lengths (`masks.KeyLengths`, caches, packed batches) are not read. All
+            masks are ANDed.
         bias: added to the logits after scale and softcap, broadcastable to (B, Hq, Tq, Tk), of any
             floating dtype not wider than q's accumulator. Its gradient has its own shape and dtype.
             -inf hides a key, whose k and v must be finite; a finite value does not: if all keys of
@@ -114,8 +114,8 @@ def attention(
             32 bits (64 for float64), in which captured ones must fit and beyond which arithmetic
             wraps around; reads outside a tensor give NaN, or 0 for integers. Hidden pairs add
             nothing to any gradient, whatever tensors hold there. But torch computes and
-            differentiates before what depends on one of q, k and k - q alone: if only hidden pairs
-            read t[k] = 0, the gradient of log(t[k]) there is 0 / 0, NaN, as in torch.
+            differentiates values that depend on only one of q, k and k - q beforehand: if only
+            hidden pairs read t[k] = 0, the gradient of log(t[k]) there is 0 / 0, NaN, as in torch.
         dropout_p: probability of dropping an attention weight; kept ones are multiplied by
             1 / (1 - dropout_p).
         seed: int64 (2,), [seed, offset] of the dropout mask, which is a function of
@@ -141,7 +141,7 @@ def attention(
         backward do not depend on the number of threads. The backward takes O as it was rounded:
         where the values of half inputs share a mean many times their spread, gradients of q and k
         have the error of that rounding, as in FlashAttention. Gradients flow to q, k, v, bias,
-        alibi_slopes, the table of `relative`, rows of distances, sinks, head_scale and what
+        alibi_slopes, the table of `relative`, rows of distances, sinks, head_scale and tensors that
         score_mod captures, each of its own shape and dtype, through O and lse; second and
         forward-mode derivatives recompute through the eager definition. softmax(s / T) with a
         temperature T is scale = 1 / T.

@@ -172,7 +172,7 @@ def _leading_shape(
 
 
 def _mask_of_batch(mask: Tensor, full: tuple[int, ...]) -> Tensor:
-    """A mask broadcastable to (..., H, Tq, Tk) as one to (prod(...), H, Tq, Tk)."""
+    """Reshapes a mask broadcastable to (..., H, Tq, Tk) to broadcast to (prod(...), H, Tq, Tk)."""
     mask = mask[(None,) * (len(full) - mask.dim())]
     return mask if len(full) == 4 else _of_batch(mask, full[:-3])
 

@@ -203,8 +203,8 @@ def attention_cached(
         q: (B, Tq, Hq, D), as in :func:`attention`.
         k: (B, capacity, Hkv, D), or with a block table (pages, page size, Hkv, D).
         v: (B, capacity, Hkv, Dv), or (pages, page size, Hkv, Dv).
-        cache_seqlens: (B,) int32 or int64, the number of keys of each sequence, those of its
-            queries included.
+        cache_seqlens: (B,) int32 or int64, the number of keys of each sequence, including the keys
+            of its queries.
         block_table: (B, N) int32 or int64: key t of sequence b is row ``t % page size`` of page
             ``block_table[b, t // page size]``, and the capacity is ``N * page size``. Sequences may
             share pages; entries after a sequence's last page are not read.
@@ -222,7 +222,7 @@ def attention_cached(
             cache_seqlens exceed the capacity or the block table names a page that does not exist.
 
     Note:
-        With few queries (decoding) pages are read in place, and results equal those of
+        With few queries (decoding) pages are read in place, and results equal the results of
         contiguous keys bit for bit; with many, and in the backward, pages are gathered first.
 
     Example:

@@ -58,8 +58,8 @@ def moe_experts(
         index: (..., k), int64 or int32: experts of each token, -1 for a slot that adds nothing. k
             may be anything up to and beyond E; an expert chosen twice counts twice.
         weights: (..., k), floating point: routing weights, used in fp32 (fp64 for fp64).
-        up: (E, 2F, d) of x's dtype, in each expert the rows of the gate before those of up; (E, F,
-            d) for an activation without a gate. For weights that are stored as (E, d, 2F) pass
+        up: (E, 2F, d) of x's dtype, in each expert the rows of the gate before the rows of up; (E,
+            F, d) for an activation without a gate. For weights that are stored as (E, d, 2F) pass
             `.mT`: views with unit stride along either dimension are not copied, and gradients come
             in the same layout.
         down: (E, d, F) of x's dtype, or `.mT` of (E, F, d).
@@ -89,7 +89,7 @@ def moe_experts(
     Note:
         Sums are taken in fp32 (fp64 for fp64), the slots of a token in their order, and rounded
         once; half inputs round the pre-activations that are kept for the backward. Results and
-        gradients do not depend on the number of threads, nor on `recompute`. Gradients reach x,
+        gradients do not depend on the number of threads or on `recompute`. Gradients reach x,
         weights, both projections and both biases; experts without tokens get zeros. Second and
         forward-mode derivatives go through the eager definition. With AMX, fp32 products of
         experts with more than four tokens are made of bf16 pieces where

@@ -83,7 +83,7 @@ def rms_norm(
         offset: added to the weight: 1.0 for the Gemma form, whose weights start at 0.
         casting: where half inputs are rounded: "fp32" once, at the end (Gemma, OLMo 2, gpt-oss);
             "llama" before the weight multiplies, too (Llama, Mistral, Qwen, DeepSeek). It has no
-            effect in fp32 and fp64, nor on gradients, which ignore the rounding.
+            effect in fp32 and fp64, or on gradients, which ignore the rounding.
         residual: of x's shape, and of x's dtype or, with bfloat16 or float16, float32: the stream
             of a pre-norm model in full precision (flash-attn's and Mamba's residual_in_fp32; in
             front of the first layer it is ``x.float()``). ``h`` is rounded to the residual's dtype

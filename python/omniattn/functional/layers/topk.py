@@ -34,8 +34,8 @@ def top_k(
         scores: (..., n), float64, float32, bfloat16 or float16, any strides.
         k: in [0, n].
         mask: (..., n) bool, False where an element must not be chosen, or None.
-        sorted_by_index: those k in the order of their indices instead, an index of -1 last: what
-            gathers read along memory.
+        sorted_by_index: return the k elements in the order of their indices instead, -1 last, so
+            that gathers read memory in order.
         backend: None for the native kernel of the device, "cpu" to insist on it, "reference" for
             the eager definition.
 

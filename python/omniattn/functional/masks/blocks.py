@@ -1,4 +1,4 @@
-"""Masks in blocks of 64 x 64, of which hidden ones cost nothing, and those made of a predicate."""
+"""Masks in blocks of 64 x 64, whose hidden blocks cost nothing, and masks from a predicate."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Blocks(Mask):
         block_size: int | tuple[int, int] = BLOCK,
         size: tuple[int, int] | None = None,
     ) -> Blocks:
-        """From a bool (B | 1, Hq | 1, blocks of queries, blocks of keys) of whole blocks.
+        """Mask of whole blocks from a bool (B | 1, Hq | 1, blocks of queries, blocks of keys).
 
         Args:
             block_mask: True = attend; blocks are counted from the first query and the first key.
@@ -100,7 +100,7 @@ class Blocks(Mask):
         *,
         block_size: int | tuple[int, int] = BLOCK,
     ) -> Blocks:
-        """From compressed rows: the query block I sees the key blocks
+        """Mask from compressed sparse rows: the query block I sees the key blocks
         ``col_idx[row_ptr[I] : row_ptr[I + 1]]``.
 
         Args:
@@ -249,8 +249,8 @@ def blocks_of_rows(
         if codes is None:
             codes = row.new_empty(*row.shape[:2], -(-tq // BLOCK), row.shape[2])
         codes[:, :, first // BLOCK] = row
-        # Few large blocks of memory: small ones between what each row computes with would leave
-        # holes in the heap, which then grows like Tq Tk.
+        # Grows by doubling: small allocations between the temporaries of each row would fragment
+        # the heap, which would then grow like Tq Tk.
         if partials + len(partial) > len(bits):
             grown = bits.new_empty(2 * len(bits) + len(partial), BLOCK)
             grown[:partials] = bits[:partials]

@@ -77,8 +77,8 @@ def lengths_of(layout: Rule, sizes: Sizes, by_keys: bool) -> tuple[int | Tensor,
 
 @dataclass(frozen=True)
 class Computed(Mask):
-    """A mask that is kept as blocks for the last sizes that it was asked for, until a tensor that
-    it reads is changed."""
+    """A mask that caches its blocks for the last requested sizes, until a tensor that it reads
+    changes."""
 
     known: list[Known] = field(default_factory=list, init=False, repr=False, compare=False)
 

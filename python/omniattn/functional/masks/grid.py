@@ -23,13 +23,13 @@ class GridNeighbourhood(Mask):
     Token p is at the coordinates of p in `shape`, row by row. Along each axis a query sees the
     `kernel_size` coordinates around its own; for an even size one more before than after. At the
     ends the window is shifted inwards, not cut, so that every query sees the same number of keys.
-    With `is_causal` it is instead the query's coordinate and those before it, and cut at the start.
-    Only coordinates that differ by multiples of `dilation` count. The queries of a group of
-    `stride` share the window of the one in the middle, right of it if there are two, and of the
-    last if causal, without the keys after each.
+    With `is_causal` the window is instead the query's coordinate and the coordinates before it, cut
+    at the start. Only coordinates that differ by multiples of `dilation` count. The queries of a
+    group of `stride` share the window of their middle one, the right one of two, or if causal of
+    their last one, without the keys after each query.
 
     Args:
-        shape: of the grid, (length,), (height, width) or (depth, height, width).
+        shape: shape of the grid, (length,), (height, width) or (depth, height, width).
         kernel_size, stride, dilation, is_causal: for each axis, or one for all;
             stride <= kernel_size, kernel_size * dilation <= shape.
 

@@ -200,7 +200,7 @@ class Documents(Mask):
     def from_cu_seqlens(cls, cu_seqlens: Tensor, total: int | None = None) -> Documents:
         """One row of documents [cu_seqlens[n], cu_seqlens[n + 1]), `total` tokens together.
 
-        With `total` a GPU is not waited for, and the call can be part of a compiled or exported
+        With `total` the call does not synchronise a GPU, and can be part of a compiled or exported
         program.
         """
         op = "Documents"

@@ -110,7 +110,7 @@ class GlobalTokens(OfPositions):
 
 @dataclass(frozen=True)
 class Representatives(OfPositions):
-    """Single keys that stand for those before the window of `window` keys before the query.
+    """Single keys that represent the keys before the window of `window` keys before the query.
 
     They are anchored to the query, i - window - stride m for m = 1, 2, ..., or "absolute", the last
     keys of the blocks of `stride`. `levels` = ((n1, s1), (n2, s2), ...), for the relative anchor,
@@ -128,7 +128,7 @@ class Representatives(OfPositions):
         )
 
     def distances(self) -> list[int]:
-        """From the window to the representatives of `levels`."""
+        """Distances of the representatives of `levels` from the window."""
         found, at = [], 0
         for count, stride in self.levels or ():
             found += [at + stride * m for m in range(1, count + 1)]

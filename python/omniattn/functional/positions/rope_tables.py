@@ -40,8 +40,8 @@ def rope_frequencies(
         rotary_dim: Dr, the number of rotated dimensions; even.
         base: > 0; a larger one gives longer wavelengths.
         scaling: for contexts longer than trained on: `LinearScaling`, `NTKScaling`,
-            `DynamicNTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`, or what
-            Hugging Face calls it, `{"rope_type": "yarn", "factor": 4.0, ...}`, as
+            `DynamicNTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`, or Hugging
+            Face's dictionary, `{"rope_type": "yarn", "factor": 4.0, ...}`, as
             :func:`scaling_from_hf` reads it. Pass its `magnitude` to :func:`rotary_tables`.
         seq_len: length of the whole context, cached tokens included, for the dynamic and LongRoPE
             scalings: an int, or a 0-d tensor, which needs no wait for a GPU. None: not longer than
@@ -80,7 +80,7 @@ def rope_frequencies(
 
 
 def rope_scaling(op: str, scaling: object) -> RopeScaling | None:
-    """`scaling` as one of ours."""
+    """Converts `scaling` to a `RopeScaling`."""
     if isinstance(scaling, Mapping):
         return scaling_from_hf(scaling)
     if scaling is not None and not isinstance(scaling, RopeScaling):
@@ -186,8 +186,8 @@ def rotary_tables(
         theta: (Dr / 2,), as :func:`rope_frequencies` gives it.
         positions: (...,), any integer dtype, any sign, on theta's device: offset while decoding,
             :func:`packed_positions` for packed sequences. (A, ...) with `axes`.
-        dtype: of the tables. float32 (float64 for float64 q) is what :func:`apply_rotary` computes
-            with; it converts others at each call.
+        dtype: dtype of the tables. :func:`apply_rotary` computes in float32 (float64 for float64
+            q), and converts tables of other dtypes at each call.
         axes: which of A coordinates rotates each pair, from :func:`mrope_axes` or
             :func:`axial_frequencies`.
         magnitude: factor of cos and sin, `RopeScaling.magnitude`.

@@ -44,5 +44,5 @@ def in_place(*tensors: Tensor) -> bool:
 
 
 def decay_rates(A_log: Tensor) -> Tensor:
-    """A of its logarithm, without gradient."""
+    """Computes A from its logarithm, without gradient."""
     return -A_log.detach().exp()

@@ -92,7 +92,7 @@ def causal_conv1d(
 
     Returns:
         y of x's shape and dtype; with return_final_state the pair (y, final_state), the latter like
-        initial_state: the last K - 1 of the inputs, those before x included.
+        initial_state: the last K - 1 inputs, including inputs before x.
 
     Raises:
         TypeError: a dtype that is unsupported or differs from x's.

@@ -1,4 +1,4 @@
-"""Delta rules: recurrences whose update depends on what the state holds."""
+"""Delta rules: recurrences whose update depends on the state's prediction."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def dplr_delta_rule(
     """A recurrence whose transition is a diagonal matrix plus one of rank one.
 
     ``S_t = diag(exp(g_t)) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T``,
-    ``o_t = scale * S_t^T q_t``. What `a` asks for is in the state before it decays.
+    ``o_t = scale * S_t^T q_t``. `a` reads the state before it decays.
 
     Args:
         q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.

@@ -127,8 +127,8 @@ def random_features(
         ValueError: a shape or option that does not fit.
 
     Note:
-        The exponentials of long x overflow. The layer Performer divides what cancels in its mean
-        out before it takes them.
+        The exponentials overflow for x of large norm. The layer Performer subtracts exponents that
+        cancel in its mean before it takes the exponentials.
 
     Reference:
         Choromanski et al., Rethinking Attention with Performers, 2020, arXiv:2009.14794.

@@ -21,7 +21,7 @@ def require_integers_on(op: str, name: str, t: Tensor, x: Tensor, x_name: str) -
 
 
 def require_mask(op: str, token_mask: Tensor, x: Tensor, x_name: str) -> None:
-    """A bool for each row of x."""
+    """Requires a bool for each row of x."""
     if not isinstance(token_mask, Tensor) or token_mask.dtype != torch.bool:
         got = getattr(token_mask, "dtype", type(token_mask).__name__)
         raise TypeError(f"{op}: token_mask must be a bool tensor, got {got}")

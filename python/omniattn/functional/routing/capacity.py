@@ -136,7 +136,7 @@ def drop_second_at_random(routing: Routing, seed: Tensor) -> Routing:
         seed: [seed, offset] (2,) int64 of the Philox noise.
 
     Returns:
-        The routing with index -1 and weight 0 for what was dropped.
+        The routing with index -1 and weight 0 for dropped assignments.
 
     Raises:
         ValueError: a routing of k != 2.

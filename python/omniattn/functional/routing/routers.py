@@ -277,7 +277,7 @@ def check_groups(op: str, experts: int, groups: int, top_groups: int, k: int = 0
 
 
 def checked_logits(op: str, logits: Tensor, k: int) -> Tensor:
-    """In fp32 (fp64 for fp64)."""
+    """Checks logits and k; returns the logits in fp32 (fp64 for fp64)."""
     require_float(op, "logits", logits)
     require_int(op, "k", k)
     if logits.dim() == 0 or not 1 <= k <= logits.shape[-1]:

@@ -26,7 +26,7 @@ class Routing(NamedTuple):
     Attributes:
         experts: (..., k) int64, the expert of each slot, -1 for none.
         weights: (..., k) in the compute dtype.
-        scores: (..., E) in the compute dtype, what the losses average: softmax or sigmoid.
+        scores: (..., E) in the compute dtype, softmax or sigmoid, which the losses average.
     """
 
     experts: Tensor

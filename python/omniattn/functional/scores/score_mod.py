@@ -25,8 +25,8 @@ from omniattn.reference.precision import compute_dtype
 _ARGUMENTS = ("score", "b", "h", "q", "k")
 
 
-#: A program by what its function did in this call. Nothing that is known before the function runs
-#: could be the key: it may read globals, attributes and numbers that change between two calls.
+#: Compiled programs by the trace of their function. The function itself cannot be the key, since it
+#: may read globals, attributes and numbers that change between two calls.
 _cached = lru_cache(maxsize=256)(compile_program)
 
 
@@ -96,7 +96,7 @@ def encode_score_mod(
 
 
 def _readable(op: str, t: Tensor, dtype: torch.dtype) -> Tensor:
-    """In a dtype that kernels read."""
+    """Converts a captured tensor to a dtype that kernels read."""
     if t.dtype == torch.float64 and dtype == torch.float32:
         return t.to(dtype)
     if t.dtype == torch.int64 and dtype == torch.float32 and t.numel() > 0:

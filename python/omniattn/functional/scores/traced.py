@@ -266,7 +266,7 @@ def _filled(value: float) -> Handler:
     )
 
 
-#: By the names of methods and functions of torch.
+#: Handlers by the names of torch's methods and functions.
 _NAMED: dict[str, Handler] = {
     "abs": _absolute,
     "neg": _negative,
@@ -322,7 +322,7 @@ _NAMED: dict[str, Handler] = {
     "ones_like": _filled(1),
     "full_like": lambda trace, a, value, **_: _float(trace, value),
 }
-#: By other names of these, and of operators.
+#: Handlers by aliases of these names, and by the names of operators.
 _OTHER_NAMES: dict[str, Handler] = {
     "absolute": _absolute,
     "negative": _negative,

@@ -40,11 +40,11 @@ def attention_with_carry(
     backend: str | None = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]:
-    """``attention(q, k, v, bias=bias_of(0, Tq, Tk, carry)[0], **options)`` in O(T) memory, and what
-    the last queries leave.
+    """Computes ``attention(q, k, v, bias=bias_of(0, Tq, Tk, carry)[0], **options)`` in O(T) memory.
 
-    Parts of the queries are computed one after another, and once more in the backward. Masks, terms
-    and dropout see the whole call. With `causal` a part has the keys up to its last query.
+    Returns the final carry too. Parts of the queries are computed in turn, and recomputed in the
+    backward. Masks, terms and dropout refer to the whole call. With `causal` a part reads the keys
+    up to its last query.
     """
     tq, tk = q.shape[1], k.shape[1]
     size = tq if tq * tk <= _ELEMENTS else max(_LEAST, _ELEMENTS // tk // 64 * 64)
@@ -68,7 +68,7 @@ def attention_with_carry(
         rows = q[:, first:last], k[:, :keys], v[:, :keys]
         return attend(*rows, own, seed, rules, score, params)[0], carry
 
-    # torch.func allows no hooks on what is saved.
+    # torch.func allows no hooks on saved tensors.
     again = torch.is_grad_enabled() and peek_interpreter_stack() is None
     outs = []
     for first in range(0, tq, size):

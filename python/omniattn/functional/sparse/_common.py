@@ -32,8 +32,10 @@ def score_options(
     seed: Tensor | None,
     seed_name: str = "seed",
 ) -> dict[str, Any]:
-    """Options of :func:`attention` for each part of a composition, checked. The seed is drawn once:
-    dropout is a function of the positions, so that parts drop what the whole drops."""
+    """Checked options of :func:`attention` for each part of a composition.
+
+    The seed is drawn once: dropout is a function of the positions, so that all parts drop the same
+    pairs as the whole."""
     if scale is not None:
         require_number(op, "scale", scale)
     require_number(op, "softcap", softcap, 0)

@@ -38,8 +38,8 @@ def bigbird_random_blocks(
 ) -> Tensor:
     """The random key blocks of BigBird, a function of the seed.
 
-    Query block I draws `n_random` different ones of the blocks 1 .. blocks - 2 that are not I - 1,
-    I or I + 1, if causal only of those before; all where there are fewer. Pick m is at place
+    Query block I draws `n_random` different blocks from 1 .. blocks - 2 except I - 1, I and I + 1,
+    if causal only from the blocks before it; all if there are fewer. Pick m is at place
     ``floor(u n / 2^32)`` of the n blocks that are left, in ascending order at first; the last one
     then takes its place. u is the first word of Philox with the seed as its key and the counter
     (4096 draw + m, I, h, 0xB16B1D).
@@ -136,7 +136,7 @@ def bigbird_attention(
         num_global_tokens: number of tokens before the blocks that attend to all tokens and are seen
             by all (BigBird-ETC).
         key_padding: (B, T) of bool, True = real; the rows of other tokens are 0.
-        causal: only keys up to the query, and random blocks from those before (not in the paper).
+        causal: only keys up to the query, and only earlier random blocks (not in the paper).
         length: T for counting blocks; a longer one keeps the pattern of a text while it grows.
         scale: None is 1 / sqrt(D).
         softcap, dropout_p: see :func:`attention`.
@@ -239,8 +239,8 @@ def _with_counts(
     causal: bool,
     how: dict[str, Any],
 ) -> Tensor:
-    """With each block (H, blocks, blocks) as often as `counts` says, if `several`, or else once;
-    the first `tokens` are global."""
+    """Attention to each block `counts` (H, blocks, blocks) times if `several`, else to each listed
+    block once; the first `tokens` are global."""
     # Dropout is by positions: then the global tokens stay where they are, as a block in front.
     front = tokens if how["dropout_p"] > 0 else 0
     tokens -= front

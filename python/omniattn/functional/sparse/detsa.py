@@ -146,7 +146,7 @@ def detsa_attention(
     bias = None
     if count_bias:
         bias = torch.tensor(counts, device=q.device).to(widen(q).dtype).log()[None, None, None]
-    if options["seed"] is not None:  # the numbers of means are not those of keys
+    if options["seed"] is not None:  # distinct dropout bits for means and keys
         options["seed"] = options["seed"] + options["seed"].new_tensor([0, 1])
     far = attention(q, keys, values, mask=_kept(groups), bias=bias, return_lse=True, **options)
     return merge_attention(*zip(near, far, strict=True))[0]
@@ -162,7 +162,7 @@ def _single_keys(window: int, global_index: tuple[int, ...]) -> Mask:
 
 @functools.lru_cache(maxsize=64)
 def _kept(groups: _Groups) -> _Groups:
-    """An equal mask that has its blocks already."""
+    """Returns an equal mask from the cache, whose blocks may be computed already."""
     return groups
 
 

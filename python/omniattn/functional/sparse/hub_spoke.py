@@ -55,8 +55,8 @@ def hub_spoke_attention(
         v: (B, Tk, Hkv, Dv).
         q_global, k_global, v_global: second projections, as q, k and v, for `dual`.
         window: keys before the query, and if not causal after it.
-        global_index, global_every: the hubs, positions and multiples of a number; those beyond
-            the keys are none.
+        global_index, global_every: the hubs, as positions and as multiples of a number; positions
+            beyond the keys are ignored.
         causal: only keys up to the query.
         dual: "disjoint", "longformer" or None.
         scale: None is 1 / sqrt(D).
@@ -128,6 +128,6 @@ def hub_spoke_attention(
 
 
 def _kinds(hubs: GlobalTokens, window: int, causal: bool) -> tuple[Mask, Mask]:
-    """The pairs without a hub, and those with one."""
+    """Masks of the pairs without a hub, and of the pairs with one."""
     spokes = SlidingWindow(window, 0 if causal else window) & Not(hubs)
     return spokes, hubs & Causal() if causal else hubs

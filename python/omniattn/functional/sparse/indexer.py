@@ -176,13 +176,13 @@ def dsa_indexer_loss(
 
     Args:
         q_idx: (B, Tq, HI, DI), k_idx (B, Tk, DI) and w (B, Tq, HI) or None, as q, k and w of
-            :func:`dsa_indexer`. Detach what they are made of from the trunk, if it is to be trained
-            by the language model's loss alone.
+            :func:`dsa_indexer`. Detach their inputs from the trunk to train it by the language
+            model's loss alone.
         k_idx, w: see q_idx.
         q: (B, Tq, Hq, D) and k (B, Tk, Hkv, D) of the attention, as in :func:`attention`.
         k: see q.
-        lse: (B, Hq, Tq) float32 (float64 for float64), what :func:`attention`, or in the sparse
-            stage :func:`selected_attention`, returned for them; None computes it.
+        lse: (B, Hq, Tq) float32 (float64 for float64), as returned for them by :func:`attention`,
+            or in the sparse stage :func:`selected_attention`; None computes it.
         indices: (B, Tq, n) int32 or int64: the keys of each query, each at most once, -1 for none.
             None for all.
         scale: factor on q k^T; None is 1 / sqrt(D).

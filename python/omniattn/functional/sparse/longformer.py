@@ -57,7 +57,7 @@ def longformer_attention(
         q: (B, T, Hq, D), float64, float32, bfloat16 or float16.
         k: (B, T, Hkv, D), Hkv a divisor of Hq; also of the global keys that local tokens see.
         v: (B, T, Hkv, Dv).
-        q_global, k_global, v_global: second projections, as q, k and v; without them those.
+        q_global, k_global, v_global: second projections, as q, k and v, which are their defaults.
         window: even, window / 2 tokens on each side.
         global_index: (B, G) of integers, the global tokens of each sequence, -1 for none.
         key_padding: (B, T) of bool, True = real; the rows of other tokens are 0.

@@ -112,7 +112,7 @@ def routed_block_attention(
 
     Queries I attend to their own block of keys and to the topk - 1 blocks J before it with the
     largest ``r_IJ = router_q_I . router_k_J / sqrt(Dr)``, the first of equal ones, in one softmax.
-    What trains the router:
+    The router is trained by:
 
     - "none": nothing;
     - "gate": ``ln sigmoid(r_IJ)`` is added to the logits of all keys of a chosen block before the

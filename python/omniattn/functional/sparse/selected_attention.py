@@ -149,12 +149,11 @@ def selected_attention(
 
     Note:
         On the CPU the rows (query, head) of many lists that name a block are multiplied with it at
-        once, if blocks have 16 keys or more, an even number; otherwise those that share a list:
-        products run at the rate of :func:`attention` from about 6 rows on. Where queries share a
+        once, if blocks have 16 keys or more, an even number; otherwise the rows that share a list.
+        Products run at the rate of :func:`attention` from about 6 rows on. Where queries share a
         list, a NaN in a key that is hidden from some of them may reach these. Gradients flow to q,
         k, v and sinks through O and lse; they and the results do not depend on the number of
-        threads. Besides the results, memory is O(T D): one packed copy of the keys, and dK and dV
-        in fp32.
+        threads. Additional memory is O(T D): one packed copy of the keys, and dK and dV in fp32.
 
     Reference:
         Yuan et al., Native Sparse Attention, 2025, arXiv:2502.11089; Lu et al., MoBA, 2025,

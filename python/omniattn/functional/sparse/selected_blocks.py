@@ -227,7 +227,7 @@ def nsa_attention(
     ends = positions(tq, tk, q.device)
     options["backend"] = backend
     seen: PooledKeys | None = None
-    if tq == 1 and not is_traced():  # a step sees a range: what is not seen is not read
+    if tq == 1 and not is_traced():  # a step sees a range: hidden keys are not read
         last = min(count, max(0, (tk - compress_size) // compress_stride + 1))
         k_compressed, v_compressed = k_compressed[:, :last], v_compressed[:, :last]
         if dropout_p == 0:

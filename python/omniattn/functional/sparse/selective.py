@@ -81,17 +81,17 @@ def selective_attention(
 
     ``O = softmax(logits - F) v`` with ``F_ij = penalty_j + sum_{r < i} S_rj`` in all heads, and
     ``S = relu(logits of head 0)``, but 0 for the first key and for a query's own key. There are no
-    parameters: head 0 says what is no longer needed. Memory is O(T): F is a running sum for each
-    key, made for some of the queries at a time and again in the backward.
+    parameters: head 0 decides which tokens are no longer needed. Memory is O(T): F is a running sum
+    for each key, computed for parts of the queries in turn and again in the backward.
 
     Args:
         q: (B, Tq, Hq, D), float64, float32, bfloat16 or float16. The queries are the last Tq of the
             Tk tokens.
         k: (B, Tk, Hkv, D) of q's dtype; Hq must be a multiple of Hkv.
         v: (B, Tk, Hkv, Dv) of q's dtype.
-        penalty: (B, Tk), F of the first query: what earlier calls returned, 0 for new keys. float32
-            (float64 for float64). None is 0.
-        budget: a query sees this many of its keys, those with the smallest F, the later of equal
+        penalty: (B, Tk), F of the first query, as returned by earlier calls, 0 for new keys.
+            float32 (float64 for float64). None is 0.
+        budget: number of keys that a query sees: the keys with the smallest F, on ties the later
             ones, so that it sees its own.
         return_penalty: also return F of the query after the last.
         scale, softcap, sinks, head_scale, dropout_p, seed, backend: as in :func:`attention`; S is

@@ -73,7 +73,7 @@ def final_state(x: Tensor, log_ab: Tensor, bb: Tensor, initial_state: Tensor | N
 class RealSystem(NamedTuple):
     """A bilinear step over the real and imaginary parts of a state.
 
-    Ab itself would lose the digits of a tiny or huge dt, of which its powers are made.
+    Stores Ab - 1: Ab itself would lose the digits of a tiny or huge dt, which its powers need.
     """
 
     growth: Tensor  # Ab - 1, (H, 2 N, 2 N)
@@ -83,7 +83,8 @@ class RealSystem(NamedTuple):
 
 
 def real_system(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor) -> RealSystem:
-    """Over both conjugates ``P* s`` is 2 Re(conj(P) s), and ``C* s`` is 2 Re(conj(C) s)."""
+    """Builds the real system: summed over both conjugates ``P* s`` is 2 Re(conj(P) s), and
+    ``C* s`` is 2 Re(conj(C) s)."""
     re, im = torch.diag_embed(Lambda.real), torch.diag_embed(Lambda.imag)
     p, b, c = (torch.cat((t.real, t.imag), -1) for t in (P, B, C))
     a = torch.cat((torch.cat((re, -im), -1), torch.cat((im, re), -1)), -2)
@@ -96,7 +97,8 @@ def real_system(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor) -> 
 
 
 def real_system_kernel(system: RealSystem, length: int) -> Tensor:
-    """``C Ab^l Bb`` (H, length): of ``l = i n + j`` the powers i n go with C, those j with Bb."""
+    """``C Ab^l Bb`` (H, length): with ``l = i n + j``, C is multiplied by the powers i n and Bb by
+    the powers j."""
     width = 1 << (length.bit_length() + 1) // 2
     columns, grown = _krylov(system.growth, system.square, system.bb, width)
     rows, _ = _krylov(grown.mT, None, system.c, -(-length // width))

@@ -30,7 +30,7 @@ _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 def discretize(
     A: Tensor, B: Tensor, dt: Tensor | float, rule: str = "zoh"
 ) -> tuple[Tensor, Tensor]:
-    """From the system h' = A h + B u to the steps h_t = Ab h_{t-1} + Bb u_t of size dt.
+    """Discretises the system h' = A h + B u to the steps h_t = Ab h_{t-1} + Bb u_t of size dt.
 
     ============  =======================================  ====================================
     rule          Ab                                       Bb
@@ -41,8 +41,8 @@ def discretize(
     "mamba"       ``exp(dt A)``                            ``dt B``
     ============  =======================================  ====================================
 
-    "zoh" holds u over a step and is exact for such inputs, also where A has no inverse; "mamba" is
-    what Mamba computes. "euler" grows where ``|1 + dt A| > 1``, though Re A may be below 0.
+    "zoh" holds u over a step and is exact for such inputs, also where A has no inverse. "mamba" is
+    Mamba's rule. "euler" grows where ``|1 + dt A| > 1``, even if Re A is below 0.
 
     Args:
         A: (..., N), the diagonal of a matrix, or (..., N, N), complex128, complex64, float64 or
@@ -137,7 +137,7 @@ def expm1(x: Tensor) -> Tensor:
 
 
 def _dense(a: Tensor, b: Tensor, rule: str) -> tuple[Tensor, Tensor]:
-    """From dt A and dt B."""
+    """Discretises a dense system, given dt A and dt B."""
     size = a.shape[-1]
     one = torch.eye(size, dtype=a.dtype, device=a.device)
     lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-1])

@@ -242,7 +242,7 @@ def s4d(
 
     Note:
         In "conv" an initial state adds ``2 Re sum_n C_n Ab_n^{t+1} s_n``, by :func:`vandermonde`.
-        torch.export of it with states restricts T, where torch.compile takes any. Where Ab is 0
+        With states torch.export restricts T, while torch.compile takes any. Where Ab is 0
         (dt A is -1 with "euler", -2 with "bilinear") only "recurrent" has second derivatives.
 
     Reference:
@@ -353,7 +353,7 @@ def s4(
 
     Note:
         A step costs O(N) by Woodbury's identity. In "conv" states go in and out by dense powers,
-        64 tokens at a time; torch.export of it with states fixes T, torch.compile does not.
+        64 tokens at a time. With states torch.export fixes T; torch.compile does not.
 
     Reference:
         As :func:`s4_kernel`.

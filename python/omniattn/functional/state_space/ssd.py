@@ -51,7 +51,7 @@ def ssd(
 
     Args:
         x: (B, T, H, P), float64, float32, bfloat16 or float16, any strides.
-        dt: (B, T, H), floating-point: the step sizes, or what softplus makes them of. Steps,
+        dt: (B, T, H), floating-point: the step sizes, or the argument of their softplus. Steps,
             decays and states are computed in float32 (float64 for float64).
         A: (H,), floating-point, at most 0, since states that grow would overflow. Not checked on
             CUDA or in a trace.
