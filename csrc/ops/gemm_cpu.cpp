@@ -226,7 +226,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_y, const T
   return {dx.tensor(), dweight.tensor(), dbias.tensor()};
 }
 
-// Both products are summed in the compute type, which is rounded once.
+// Sum of the two products in the compute type, rounded once.
 Tensor sum_of_input_gradients(const Tensor& grad_a, const Tensor& weight_a, const Tensor& grad_b,
                               const Tensor& weight_b, int64_t pieces) {
   constexpr const char* op = "linear_backward";

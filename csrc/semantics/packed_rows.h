@@ -1,4 +1,4 @@
-// What the boundaries of packed sequences must be, for kernels that alone can read them.
+// Requirements on the boundaries of packed sequences, for kernels that alone can read them.
 #pragma once
 
 #include <cstdint>
