@@ -41,6 +41,9 @@ CONTENTS = {
         "hf",
         "hybrids",
         "own_variant",
+        "fast",
+        "finetune",
+        "deploy",
         "state_space",
         "caches",
         "distributed",
@@ -49,7 +52,16 @@ CONTENTS = {
     ],
     "API": ["functional", "masks", "modules", "models", "training", "hf", "compat", "reference"],
     "Support and speed": [
-        *("ops", "variants", "benchmarks", "goals", "accuracy", "cuda", "cuda_resources")
+        *(
+            "ops",
+            "variants",
+            "benchmarks",
+            "hf_models",
+            "goals",
+            "accuracy",
+            "cuda",
+            "cuda_resources",
+        )
     ],
     "Development": ["architecture", "adding", "/CONTRIBUTING"],
 }

@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+import byte_llama
 import libraries
 import pytest
 import torch
@@ -36,7 +37,9 @@ def test_distributed():
     run(__file__, "distributed", 2)
 
 
-@pytest.mark.parametrize("page", ["caches", "export", "hybrids", "own_variant", "state_space"])
+@pytest.mark.parametrize(
+    "page", ["caches", "deploy", "export", "fast", "hybrids", "own_variant", "state_space"]
+)
 def test_pages_of_layers(page, one_thread):
     run_page(f"docs/{page}.md")
 
@@ -57,6 +60,17 @@ def test_hf(one_thread):
     names = run_page("docs/hf.md")
     assert names["model"].config._attn_implementation == "omniattn"
     assert names["swapped"]["linear"] == 8
+
+
+def test_finetune():
+    """LoRA and packing with TRL, on a patched model."""
+    for package in ("datasets", "peft", "trl"):
+        pytest.importorskip(package)
+    names = {"__name__": "finetune", "small_model": byte_llama.small_model}
+    trainer = run_page("docs/finetune.md", names)["trainer"]
+    logged = trainer.state.log_history
+    assert trainer.state.global_step == 2
+    assert all(0 < entry["loss"] < 10 for entry in logged if "loss" in entry)
 
 
 ROW = re.compile(r"^\| `([^`]+)` \| `([^`]+)` \|$", re.MULTILINE)

@@ -1,0 +1,159 @@
+"""Settings of a process and of a model: time and memory of a training step with each.
+
+    python benchmarks/fast.py [--rounds 9] [--quick]
+
+Every setting runs in a process of its own, and the steps of all take turns. Writes
+benchmarks/results/fast.csv and the table of docs/fast.md; --quick only prints. Allocators are
+measured where their libraries are installed (Debian: libjemalloc2, libtcmalloc-minimal4).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes.util
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from report import RESULTS, ROOT, commit
+from turns import serve, take_turns
+
+from omniattn.ops._cpu import cpu_family, cpuinfo
+from omniattn.testing.table import replace_block
+
+RECORD = RESULTS / "fast.csv"
+PAGE = ROOT / "docs" / "fast.md"
+BATCH, TOKENS = 8, 256
+
+
+def preload(name: str) -> dict[str, str] | None:
+    """The environment that loads an allocator; None where it is not installed."""
+    library = ctypes.util.find_library(name)
+    return None if library is None else {"LD_PRELOAD": library}
+
+
+#: Setting: what a reader writes, the environment, the options of `step_of`.
+SETTINGS: dict[str, tuple[str, Mapping[str, str] | None, list[str]]] = {
+    "as it comes": ("", {}, []),
+    "one thread": ("`torch.set_num_threads(1)`", {}, ["one-thread"]),
+    "autocast": ('`torch.autocast("cpu", torch.bfloat16)`', {}, ["autocast"]),
+    "weights in bf16": ("`model.to(torch.bfloat16)`", {}, ["bf16"]),
+    "compiled": ("`torch.compile(model)`", {}, ["compile"]),
+    "definitions": ('`backend="reference"` of the config', {}, ["reference"]),
+    "logits": ("a loss of `model(tokens)`, not of `model(tokens, targets)`", {}, ["logits"]),
+    "jemalloc": ("`LD_PRELOAD=libjemalloc.so.2`", preload("jemalloc"), []),
+    "tcmalloc": (
+        "`LD_PRELOAD=libtcmalloc_minimal.so.4`",
+        preload("tcmalloc_minimal"),
+        [],
+    ),
+    "threads bound": ("`OMP_PROC_BIND=true`", {"OMP_PROC_BIND": "true"}, []),
+    "threads asleep": ("`OMP_WAIT_POLICY=passive`", {"OMP_WAIT_POLICY": "passive"}, []),
+}
+
+
+def step_of(options: list[str]) -> Callable[[], None]:
+    """A step of the preset "llama" without an optimizer."""
+    from dataclasses import replace
+
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from omniattn.models import PRESETS
+
+    if "one-thread" in options:
+        torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = PRESETS["llama"]
+    if "reference" in options:
+        config = replace(config, backend="reference")
+    model: Any = config.build()
+    if "bf16" in options:
+        model = model.to(torch.bfloat16)
+    if "compile" in options:
+        model = torch.compile(model)
+    tokens = torch.randint(256, (BATCH, TOKENS + 1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in options):
+            if "logits" in options:
+                loss = cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+            else:
+                loss = model(inputs, targets)
+        loss.backward()
+
+    return step
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """One section for each family of CPUs."""
+    parts = []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        own = [row for row in rows if row["family"] == family]
+        first, busy = own[0], max(float(row["load"]) for row in own)
+        shared = f" The machine was shared: its load average was {busy:.1f}." if busy > 0.5 else ""
+        lines = [
+            f"### {family}\n\n{first['cpu']}, {first['threads']} threads, torch {first['torch']}, "
+            f"{first['date']}.{shared}\n",
+            "| setting | how | time of a step | of the first | memory |\n|---|---|---|---|---|",
+        ]
+        for row in own:
+            share = float(row["ms"]) / float(first["ms"])
+            how = SETTINGS[row["setting"]][0]
+            lines.append(
+                f"| {row['setting']} | {how} | {float(row['ms']):.0f} ms | {share:.2f} | "
+                f"{row['mib']} MiB |"
+            )
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="print, write nothing")
+    parser.add_argument("--worker", nargs="*", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker is not None:
+        serve(step_of(args.worker))
+        return
+    import torch
+
+    machine = {
+        "family": cpu_family(),
+        "cpu": cpuinfo().get("model name", ""),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),  # of others, before the first step
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
+    commands = {
+        name: ([__file__, "--worker", *options], env)
+        for name, (_, env, options) in SETTINGS.items()
+        if env is not None
+    }
+    rows: list[dict[str, Any]] = []
+    for name, turns in take_turns(commands, args.rounds).items():
+        measured = {"setting": name, "ms": round(turns.seconds * 1e3, 1), "mib": round(turns.mib)}
+        rows.append({"family": machine["family"], **measured, **machine})
+        print(measured, flush=True)
+    if args.quick:
+        return
+    before = list(csv.DictReader(RECORD.open())) if RECORD.exists() else []
+    every = [row for row in before if row["family"] != machine["family"]] + rows
+    with RECORD.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(sorted(every, key=lambda row: row["family"]))
+    with RECORD.open() as file:
+        written = table(list(csv.DictReader(file)))
+    PAGE.write_text(replace_block(PAGE.read_text(encoding="utf-8"), "settings", written))
+
+
+if __name__ == "__main__":
+    main()
