@@ -86,10 +86,9 @@ class Drawn:
     count: Count
 
     def __str__(self) -> str:
-        level = testing.isas()[torch.ops.omniattn.cpu_isa()]
         options = {n: v for n, v in self.case.options.items() if isinstance(v, (int, float, str))}
         layouts = {n: (*t.shape, t.stride()) for n, t in self.call.tensors.items()}
-        return f"{self.spec.name}[{self.case.name}] {self.dtype} {level} {options} {layouts}"
+        return f"{self.spec.name}[{self.case.name}] {self.dtype} {options} {layouts}"
 
     def run(self, call: Call | None = None) -> Results:
         self.count.calls += 1
@@ -105,8 +104,12 @@ class Drawn:
         used = [i for i, o in enumerate(outputs) if o.requires_grad]
         if used and leaves.leaves:
             grads = grads or output_gradients(outputs)
+            # An input of no tokens may have no part in the results.
             found = torch.autograd.grad(
-                [outputs[i] for i in used], leaves.leaves, [grads[i] for i in used]
+                [outputs[i] for i in used],
+                leaves.leaves,
+                [grads[i] for i in used],
+                materialize_grads=True,
             )
         return (*(o.detach() for o in outputs), *found)
 
