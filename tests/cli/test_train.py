@@ -395,7 +395,7 @@ NUMBER = 1
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     """Configs with a mixer that a file of the same folder defines."""
-    support = Path(__file__).parents[1] / "support"
+    support = Path(__file__).parents[1] / "support" / "small"
     (tmp_path / "neighbour.py").write_text((support / "average_mixer.py").read_text())
     path = tmp_path / "own_configs.py"
     path.write_text(CONFIG_FILE)

@@ -187,7 +187,7 @@ block = DecoderBlock.Config(Average.Config(8), None, RMSNorm.Config(8))
 save_model(BlocksConfig(dim=8, num_layers=1, blocks=(block,)).build(), {path!r})
 """
     path = str(tmp_path / "average")
-    support = str(Path(__file__).parents[1] / "support")
+    support = str(Path(__file__).parents[1] / "support" / "small")
     run([sys.executable, "-c", code.format(support=support, path=path)], check=True)
     code = f"from omniattn.models import load_model; load_model({path!r})"
     failed = run([sys.executable, "-c", code], capture_output=True, text=True)
