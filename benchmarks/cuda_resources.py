@@ -42,19 +42,18 @@ def release() -> str:
 
 
 def checksum(source: Path) -> str:
-    """Returns the checksum of a file and of all files that it includes."""
+    """Digest of the code of a file and of all that it includes, without comments and paths."""
     todo, seen = [source], {}
     while todo:
         file = todo.pop()
         if file in seen:
             continue
-        seen[file] = file.read_bytes()
-        included = re.findall(r'#include "(.+)"', seen[file].decode())
-        todo += [path for path in (ROOT / "csrc" / name for name in included) if path.exists()]
-    digest = hashlib.sha256()
-    for file, text in sorted(seen.items()):
-        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + text)
-    return digest.hexdigest()[:12]
+        text = file.read_text()
+        todo += [ROOT / "csrc" / name for name in re.findall(r'#include "(.+)"', text)]
+        todo = [path for path in todo if path.exists()]
+        code = (re.sub(r"//.*|#include .*", "", line).strip() for line in text.splitlines())
+        seen[file] = "\n".join(filter(None, code))
+    return hashlib.sha256("\0".join(sorted(seen.values())).encode()).hexdigest()[:12]
 
 
 def heading() -> str:
