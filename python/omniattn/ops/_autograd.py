@@ -25,7 +25,6 @@ from torch._C._functorch import TransformType, get_interpreter_stack, peek_inter
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
-from torch.jit import is_tracing
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -180,7 +179,7 @@ class DifferentiableOp(Op):
         torch.library.register_autograd(f"omniattn::{name}", backward, setup_context=self._set_up)
 
     def __call__(self, *args: Any) -> Any:
-        if is_compiling() or is_tracing():
+        if is_compiling():
             return self._public(self.registered(*args))
         if has_torch_function(args):
             return handle_torch_function(self, args, *args)
