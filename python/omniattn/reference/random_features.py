@@ -29,7 +29,7 @@ def random_feature_attention(
     phi(k_t) [v_t, 1]^T of features divided by e^M_t, M_t = max(M_{t-1}, exponents of k_t).
 
     If not causal, all tokens of a sequence read its last S and M. M is a constant for gradients.
-    With feature_eps exponents lose the largest ones without -|y|^2 / 2, as in performer-pytorch.
+    With feature_eps exponents lose the largest W y, without ``-|y|^2 / 2``: performer-pytorch.
     """
     (a_q, f_q), (a_k, f_k) = (_exponents(x, weight, kind, scale) for x in (q, k))
     wide = torch.cat((widen(v), widen(v).new_ones(*v.shape[:3], 1)), -1)

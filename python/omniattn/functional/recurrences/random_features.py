@@ -222,8 +222,8 @@ def random_feature_attention(
             products of features that have been divided as above, without their 1 / sqrt(count).
         feature_eps: added to features after the division; only if not causal, since a sum of such
             features cannot be rescaled to a later M. Queries are then divided by the exponential of
-            their largest W y, without -|y|^2 / 2, and all keys of a sequence by the exponential of
-            their largest W y, which is M, as in performer-pytorch, where feature_eps is 1e-4.
+            their largest W y, without ``-|y|^2 / 2``, and all keys of a sequence by the exponential
+            of their largest W y, which is M, as in performer-pytorch, where feature_eps is 1e-4.
         initial_state: (S, M), only if causal: S (N, H, K', V + 1), the sum of the keys' features,
             without their 1 / sqrt(count), and [v, 1] divided by e^M; M (N, H, K'), or (N, H, 1) of
             kinds with signs, -inf before the first token, where S is 0. N is B, or the number of
