@@ -49,6 +49,11 @@ SETTINGS: dict[str, tuple[str, Mapping[str, str] | None, list[str]]] = {
         preload("tcmalloc_minimal"),
         [],
     ),
+    "glibc keeps memory": (
+        "`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`",
+        {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**32)},
+        [],
+    ),
     "threads bound": ("`OMP_PROC_BIND=true`", {"OMP_PROC_BIND": "true"}, []),
     "threads asleep": ("`OMP_WAIT_POLICY=passive`", {"OMP_WAIT_POLICY": "passive"}, []),
 }
