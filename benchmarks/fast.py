@@ -28,10 +28,10 @@ PAGE = ROOT / "docs" / "fast.md"
 BATCH, TOKENS = 8, 256
 
 
-def preload(name: str) -> dict[str, str] | None:
+def preload(name: str, **options: str) -> dict[str, str] | None:
     """The environment that loads an allocator; None where it is not installed."""
     library = ctypes.util.find_library(name)
-    return None if library is None else {"LD_PRELOAD": library}
+    return None if library is None else {"LD_PRELOAD": library, **options}
 
 
 #: Setting: what a reader writes, the environment, the options of `step_of`.
@@ -44,6 +44,11 @@ SETTINGS: dict[str, tuple[str, Mapping[str, str] | None, list[str]]] = {
     "definitions": ('`backend="reference"` of the config', {}, ["reference"]),
     "logits": ("a loss of `model(tokens)`, not of `model(tokens, targets)`", {}, ["logits"]),
     "jemalloc": ("`LD_PRELOAD=libjemalloc.so.2`", preload("jemalloc"), []),
+    "jemalloc that keeps memory": (
+        "also `MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1`",
+        preload("jemalloc", MALLOC_CONF="dirty_decay_ms:-1,muzzy_decay_ms:-1"),
+        [],
+    ),
     "tcmalloc": (
         "`LD_PRELOAD=libtcmalloc_minimal.so.4`",
         preload("tcmalloc_minimal"),
@@ -99,11 +104,10 @@ def table(rows: list[dict[str, str]]) -> str:
     parts = []
     for family in dict.fromkeys(row["family"] for row in rows):
         own = [row for row in rows if row["family"] == family]
-        first, busy = own[0], max(float(row["load"]) for row in own)
-        shared = f" The machine was shared: its load average was {busy:.1f}." if busy > 0.5 else ""
+        first = own[0]
         lines = [
             f"### {family}\n\n{first['cpu']}, {first['threads']} threads, torch {first['torch']}, "
-            f"{first['date']}.{shared}\n",
+            f"{first['date']}, load average before it {first['load']}.\n",
             "| setting | how | time of a step | of the first | memory |\n|---|---|---|---|---|",
         ]
         for row in own:

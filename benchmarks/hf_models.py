@@ -108,14 +108,10 @@ def table(rows: list[dict[str, str]]) -> str:
     for family, dtype in dict.fromkeys((row["family"], row["dtype"]) for row in rows):
         own = [row for row in rows if (row["family"], row["dtype"]) == (family, dtype)]
         first = own[0]
-        busy = max(float(row["load"]) for row in own)
-        shared = (
-            f" The machine was shared: its load average was up to {busy:.1f}." if busy > 0.5 else ""
-        )
         parts.append(
             f"### {family}, {dtype}\n\n"
             f"{first['cpu']}, {first['threads']} threads, torch {first['torch']}, transformers "
-            f"{first['transformers']}, {first['date']}.{shared}\n\n"
+            f"{first['transformers']}, {first['date']}, load average before it {first['load']}.\n\n"
             "| model | parameters | transformers | patched | speed-up | transformers | patched | "
             "memory |\n|---|---|---|---|---|---|---|---|"
         )
