@@ -109,7 +109,7 @@ def table(rows: list[dict[str, str]]) -> str:
         own = [row for row in rows if (row["family"], row["dtype"]) == (family, dtype)]
         first = own[0]
         parts.append(
-            f"### {family}, {dtype}\n\n"
+            f"## {family}, {dtype}\n\n"
             f"{first['cpu']}, {first['threads']} threads, torch {first['torch']}, transformers "
             f"{first['transformers']}, {first['date']}, load average before it {first['load']}.\n\n"
             "| model | parameters | transformers | patched | speed-up | transformers | patched | "
