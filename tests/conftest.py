@@ -58,7 +58,8 @@ def run_with_library() -> Callable[..., None]:
         )
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", selection]
         command += ["-o", "empty_parameter_set_mark=fail_at_collect"]  # of OMNIATTN_TEST_SPECS
-        command += [*options, *(str(ROOT / "tests/ops" / f"{f}.py") for f in files)]
+        paths = [next((ROOT / "tests/ops").rglob(f"{f}.py")) for f in files]
+        command += [*options, *map(str, paths)]
         env = os.environ | {"OMNIATTN_CPU_LIBRARY": library} | env
         result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]

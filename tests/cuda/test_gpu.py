@@ -232,10 +232,10 @@ functional.top_k = crashes
 """
 #: Fails as CUDA does in a forked child of a process that used it; a new process fails too.
 POISONED = """
-import gpu_steps
+from gpu_steps import steps
 def ready(*args):
     raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
-gpu_steps.ready = ready
+steps.ready = ready
 """
 
 

@@ -64,8 +64,7 @@ def test_kernels_pass_the_specs(run_with_library, group, level):
 @needs_software
 def test_tiles_pass_their_own_tests(run_with_library):
     skip_where_it_runs("amx_fp16")
-    files = "test_tiles", "test_tiles_by_size", "test_tiles_fp16"
-    files += ("recurrences/test_recurrence_tiles",)
+    files = "test_tiles", "test_tiles_by_size", "test_tiles_fp16", "test_recurrence_tiles"
     run_with_library(LIBRARY, "", *files, OMNIATTN_CPU_ISA="amx_fp16")
 
 
