@@ -1,8 +1,9 @@
 """Registers and shared memory of every CUDA kernel, as ptxas reports them; needs nvcc but no GPU.
 
-Writes docs/cuda_resources.md, or compares with it: an unintended increase shows in review. Another
-release of nvcc than the one of the page allocates differently and is not compared. Compiling all
-takes minutes: files whose checksum in the page is theirs are left out, except with --all.
+Writes benchmarks/results/cuda_resources.md and its summary docs/cuda_resources.md. With --check it
+compares with the first, so that an unintended increase shows in review. Registers depend on the
+release of nvcc: a page of another release is not compared. Compiling all kernels takes minutes:
+files whose checksum stands in the page are not compiled again, except with --all.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/cuda_resources.md"
+PAGE = ROOT / "benchmarks/results/cuda_resources.md"
+SUMMARY = ROOT / "docs/cuda_resources.md"
 KERNELS = ROOT / "csrc/kernels"
 ARCHS = ("sm_80", "sm_90a")
 LONGEST_COMPILATION = 60.0 * len(ARCHS)
@@ -57,13 +59,42 @@ def checksum(source: Path) -> str:
 
 
 def heading() -> str:
+    return f"""# Registers and shared memory of each CUDA kernel
+
+Registers per thread / bytes of static shared memory per block. The checksum after a file's name
+covers its code and all that it includes. Written by `python benchmarks/cuda_resources.py`
+with nvcc {release()}; summary: [docs/cuda_resources.md](../../docs/cuda_resources.md).
+"""
+
+
+def summary(sections: dict[str, Section]) -> str:
+    """Returns docs/cuda_resources.md: the greatest values in each folder of kernels."""
+    folders: dict[str, list[list[str]]] = {}
+    for file, section in sections.items():
+        folders.setdefault(file.split("/")[0], []).extend(section.rows.values())
+    lines = []
+    for folder, rows in folders.items():
+        columns = (
+            [[int(n) for n in cell.split(" / ")] for cell in c] for c in zip(*rows, strict=True)
+        )
+        greatest = [f"{max(r for r, _ in c)} / {max(b for _, b in c)}" for c in columns]
+        lines.append(f"| `{folder}` | {len(rows)} | {' | '.join(greatest)} |")
     return f"""# Registers and shared memory of the CUDA kernels
 
-Registers per thread / bytes of static shared memory per block; tiles lie in dynamic shared memory,
-whose size is a struct next to each kernel and at most the 163 KiB of sm_80. No kernel spills: the
-script and the development build fail where one does. Written by
-`python benchmarks/cuda_resources.py` with nvcc {release()}; next to each file is a checksum of
-it and of what it includes.
+The greatest number of registers per thread / bytes of static shared memory per block among the
+kernels of each folder of `csrc/kernels`, as ptxas reports them.
+[Values of each kernel](../benchmarks/results/cuda_resources.md).
+
+No kernel spills registers: the script and the development build fail if one does. Tiles lie in
+dynamic shared memory. A struct next to each kernel defines their size, at most the 163 KiB per
+block of sm_80.
+
+`python benchmarks/cuda_resources.py` writes both pages after a change of a kernel. It needs nvcc,
+but no GPU.
+
+| folder | kernels | {" | ".join(ARCHS)} |
+|---|---|{"---|" * len(ARCHS)}
+{chr(10).join(lines)}
 """
 
 
@@ -168,6 +199,7 @@ def main() -> None:
     found = measure_changed(known if same_nvcc and not args.all else {})
     if not args.check:
         PAGE.write_text(heading() + "".join(section.page(f) for f, section in found.items()))
+        SUMMARY.write_text(summary(found))
         return
     changed = False
     for file in {**known, **found}:

@@ -3,9 +3,9 @@
     python benchmarks/family.py [--quick] [--steps run goals linear levels] [--threads 2] [--force]
 
 Runs run.py, goals.py (with memory returned and kept), linear_choice.py and level_choice.py one
-after another, each adding its records to those of other families, and writes docs/benchmarks.md and
-docs/goals.md. Takes hours; what a stopped run has measured stays in the records. --quick shortens
-run.py's rounds, and tries the others without recording.
+after another. Each adds its records to those of other families; report.py then writes the pages.
+Takes hours. A run that is stopped keeps its records. --quick shortens run.py's rounds, and tries
+the others without recording.
 """
 
 from __future__ import annotations

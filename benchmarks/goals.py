@@ -6,7 +6,7 @@
 A row is a call and a yardstick, timed in turns by harness.interleave: the dense call times the
 share of the area that its mask visits, the kernel without the term, the contiguous cache, torch.
 The goal is the most that the call may take of the yardstick's time, or add of its memory. Results
-are merged by name and CPU family into benchmarks/results/goals.csv, which docs/goals.md shows.
+are merged by name and CPU family into goals.csv in benchmarks/results; goals.md shows them.
 
 glibc gives blocks of more than 32 MiB back to the system when they are freed, which clears the
 pages of the next ones. --keep-memory keeps them, as jemalloc and tcmalloc do, for both sides of

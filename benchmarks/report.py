@@ -1,9 +1,10 @@
-"""Records of benchmark runs: JSON and CSV, and from the JSON a figure and docs/benchmarks.md.
+"""Records of benchmark runs as JSON and CSV, and the pages and figures made of them.
 
     python benchmarks/report.py [--check]
 
-writes that page and the figures from all benchmarks/results/*.json, and docs/goals.md from
-goals.csv, or checks that they are current.
+In benchmarks/results, each record <name>.json has a figure and a page <name>.md of all its rows,
+and goals.csv the page goals.md. docs/benchmarks.md and docs/goals.md summarize them. --check
+reports those that are out of date and writes none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +128,16 @@ def by_family(rows: list[Row]) -> dict[tuple[str, str], list[float]]:
     for row in rows:
         if row["provider"] == "ours":
             continue
-        op, provider = row["op"], row["provider"]
-        family = registry()[op].family if op in registry() else op
-        title = TITLES.get(op, TITLES.get(family, family))
+        provider = row["provider"]
         kind = next((kind for kind, names in KINDS.items() if provider in names), provider)
-        found.setdefault((title, kind), []).append(row["ratio"])
+        found.setdefault((title(row["op"]), kind), []).append(row["ratio"])
     return found
+
+
+def title(op: str) -> str:
+    """Returns the family of ops under which an op is shown."""
+    family = registry()[op].family if op in registry() else op
+    return TITLES.get(op, TITLES.get(family, family))
 
 
 def read(name: str) -> dict[str, Any]:
@@ -210,17 +216,18 @@ def machine_line(info: dict[str, Any]) -> str:
     return ", ".join(str(part) for part in [*parts, info.get("date")] if part)
 
 
-def section(name: str) -> str:
-    """The part of the page for one record."""
+def record_page(name: str) -> str:
+    """Returns benchmarks/results/<name>.md, which shows every row of a record."""
     record = read(name)
     rows = record["rows"]
     lines = [
-        f"## `{name}`: {machine_line(record['machine'])}",
+        f"# `{name}`: {machine_line(record['machine'])}",
         "",
-        f"Ceilings probed in the same process: {_ceilings(rows, 'compute')} GFLOP/s, "
-        f"{_ceilings(rows, 'memory')} GB/s. Record: `benchmarks/results/{name}.json`.",
+        f"Written by `python benchmarks/report.py` from `{name}.json`; [the columns](README.md). "
+        f"Ceilings of this machine: {_ceilings(rows, 'compute')} GFLOP/s, "
+        f"{_ceilings(rows, 'memory')} GB/s.",
         "",
-        f"![Speed-up of each family over its baselines](../benchmarks/results/{name}.png)",
+        f"![Speed-up of each family over its baselines]({name}.png)",
         "",
         "| family | baseline | cases | median | least | greatest |",
         "|---|---|---|---|---|---|",
@@ -235,9 +242,7 @@ def section(name: str) -> str:
         "| op, case | dtype | pass | time | rate | of ceiling | fastest baseline | speed-up |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for ours in (row for row in rows if row["provider"] == "ours"):
-        others = [r for r in rows if label(r) == label(ours) and r is not ours]
-        best = min(others, key=lambda r: r["ratio"], default=None)
+    for ours, best in with_fastest(rows):
         against = (
             f"{best['provider']} | {best['ratio']:.2f} [{best['ratio_low']:.2f}, "
             f"{best['ratio_high']:.2f}]"
@@ -248,7 +253,14 @@ def section(name: str) -> str:
             f"| {ours['op']} {ours['case']} | {ours['dtype']} | {SHORT_PASS[ours['pass']]} | "
             f"{ours['milliseconds']:.3g} ms | {_rate(ours)} | {_share(ours)} | {against} |"
         )
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
+
+
+def with_fastest(rows: list[Row]) -> Iterator[tuple[Row, Row | None]]:
+    """Yields our row of each case with the row of its fastest baseline, if it has one."""
+    for ours in (row for row in rows if row["provider"] == "ours"):
+        others = (row for row in rows if label(row) == label(ours) and row is not ours)
+        yield ours, min(others, key=lambda row: row["ratio"], default=None)
 
 
 def _ceilings(rows: list[Row], bound: str) -> str:
@@ -269,10 +281,27 @@ def _share(row: Row) -> str:
     return f"{row['of_ceiling']:.0%}" if row["of_ceiling"] else "-"
 
 
-def page() -> str:
-    """docs/benchmarks.md with a section for each record."""
-    sections = [section(path.stem) for path in sorted(RESULTS.glob("*.json"))]
-    return replace_block(PAGE.read_text(), "records", "\n\n".join(sections))
+def headline(names: list[str]) -> str:
+    """Returns the table of docs/benchmarks.md: a row for each family of ops, a column a record."""
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for name in names:
+        for ours, best in with_fastest(read(name)["rows"]):
+            if best:
+                ratios.setdefault(title(ours["op"]), {}).setdefault(name, []).append(best["ratio"])
+    lines = [
+        f"| ops | {' | '.join(f'`{name}`' for name in names)} |",
+        "|---|" + "---|" * len(names),
+    ]
+    for family, columns in ratios.items():
+        cells = (_median(columns.get(name, [])) for name in names)
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _median(ratios: list[float]) -> str:
+    if not ratios:
+        return "-"
+    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}], {len(ratios)}"
 
 
 def goals() -> list[Row]:
@@ -284,18 +313,54 @@ def goals() -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def goals_page() -> str:
-    """docs/goals.md with a table for each family of CPUs."""
-    rows = goals()
-    blocks = [_goals_of(family, rows) for family in sorted({row["family"] for row in rows})]
-    return replace_block(GOALS_PAGE.read_text(), "goals", "\n\n".join(blocks))
+#: Yardsticks of goals by kind; the other yardsticks are calls of torch or of transformers.
+OTHER_CALLS = "torch's ops, transformers, loops"
+YARDSTICKS = {
+    "sparse attention against dense": ("dense ",),
+    "cost per token or pair as sizes grow": ("the same ", "one sequence", "2 windows on"),
+    "an option against the call without it": (
+        *("a copy of", "as many in", "avx512", "contiguous", "gated_delta_rule", "no function"),
+        *("no term", "softmax", "the option", "two calls"),
+    ),
+}
+
+
+def _yardstick(row: Row) -> str:
+    return next(
+        (k for k, names in YARDSTICKS.items() if row["against"].startswith(names)), OTHER_CALLS
+    )
+
+
+def goals_headline(rows: list[Row]) -> str:
+    """Returns the table of docs/goals.md: goals met by kind of yardstick and family of CPUs."""
+    families = sorted({row["family"] for row in rows})
+    lines = [f"| yardstick | {' | '.join(f'`{f}`' for f in families)} |"]
+    lines.append("|---|" + "---|" * len(families))
+    for kind in (OTHER_CALLS, *YARDSTICKS, "all"):
+        found = [row for row in rows if kind in (_yardstick(row), "all")]
+        cells = (_met([row for row in found if row["family"] == family]) for family in families)
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _met(rows: list[Row]) -> str:
+    return f"{sum(row['met'] == 'True' for row in rows)} of {len(rows)}" if rows else "-"
+
+
+def goals_rows(rows: list[Row]) -> str:
+    """Returns benchmarks/results/goals.md with a table for each family of CPUs."""
+    families = sorted({row["family"] for row in rows})
+    head = (
+        "# Goals by family of CPUs\n\nWritten by `python benchmarks/report.py` from `goals.csv`; "
+        "[the columns](README.md).\n\n"
+    )
+    return head + "\n\n".join(_goals_of(family, rows) for family in families) + "\n"
 
 
 def _goals_of(family: str, rows: list[Row]) -> str:
     own = [row for row in rows if row["family"] == family]
-    met = sum(row["met"] == "True" for row in own)
     lines = [
-        f"## `{family}`: {met} of {len(own)} met",
+        f"## `{family}`: {_met(own)} met",
         "",
         "| row | dtype | pass | time | rate | of bound | memory | against | ratio | goal | met |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -329,12 +394,23 @@ def _time(milliseconds: float) -> str:
     return f"{milliseconds:.3g} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.3g} s"
 
 
+def pages() -> dict[Path, str]:
+    """Returns the text of each page that shows records."""
+    names = sorted(path.stem for path in RESULTS.glob("*.json"))
+    rows = goals()
+    return {
+        **{RESULTS / f"{name}.md": record_page(name) for name in names},
+        RESULTS / "goals.md": goals_rows(rows),
+        PAGE: replace_block(PAGE.read_text(), "headline", headline(names)),
+        GOALS_PAGE: replace_block(GOALS_PAGE.read_text(), "headline", goals_headline(rows)),
+    }
+
+
 def stale() -> list[Path]:
-    """The pages and the figures that do not show the records."""
+    """Returns the pages and the figures that do not show the records."""
     from PIL import Image
 
-    pages = {PAGE: page(), GOALS_PAGE: goals_page()}
-    found = [path for path, text in pages.items() if path.read_text() != text]
+    found = [p for p, text in pages().items() if not p.exists() or p.read_text() != text]
     for path in sorted(RESULTS.glob("*.json")):
         figure = path.with_suffix(".png")
         drawn = Image.open(figure).info.get("Source") if figure.exists() else None
@@ -344,8 +420,8 @@ def stale() -> list[Path]:
 
 
 def publish() -> None:
-    PAGE.write_text(page())
-    GOALS_PAGE.write_text(goals_page())
+    for path, text in pages().items():
+        path.write_text(text)
 
 
 def main() -> None:

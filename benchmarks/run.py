@@ -3,8 +3,8 @@
     python benchmarks/run.py [--op attention ...] [--quick] [--threads 2] [--name NAME] [--keep]
 
 Every provider is first held against the fp64 reference; a wrong one is not timed. Results go to
-benchmarks/results/<name>.{json,csv,png}, named by the family of the CPU; --publish also writes
-docs/benchmarks.md.
+benchmarks/results/<name>.{json,csv,png}, named by the family of the CPU; --publish also writes the
+pages that report.py makes of them.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def main() -> None:
         "--name", default=cpu_family(), help="of the files in benchmarks/results: the CPU family"
     )
     parser.add_argument("--keep", action="store_true", help="keep the record's rows of other ops")
-    parser.add_argument("--publish", action="store_true", help="write docs/benchmarks.md")
+    parser.add_argument("--publish", action="store_true", help="write the pages too")
     parser.add_argument("--force", action="store_true", help="run although the machine is busy")
     args = parser.parse_args()
     from tqdm import tqdm

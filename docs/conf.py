@@ -5,6 +5,7 @@ python -m sphinx -W -c docs . build/site
 
 from importlib import import_module
 from inspect import isclass
+from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -15,7 +16,10 @@ from omniattn import functional
 project = "omniattn"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 # The source folder is the repository, so that relative links work here and on the forge.
-include_patterns = ["README.md", "CONTRIBUTING.md", "docs/*.md", "docs/api/*.rst"]
+include_patterns = [
+    *("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/api/*.rst"),
+    "benchmarks/results/*.md",
+]
 root_doc = "README"
 html_theme = "furo"
 html_title = "omniattn"
@@ -35,6 +39,7 @@ myst_heading_anchors = 3
 # An inherited __init__ names the nested Config of its base, which no longer is in scope.
 suppress_warnings = ["ref.python"]
 
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 CONTENTS = {
     "Guides": [
         "migration",
@@ -52,18 +57,13 @@ CONTENTS = {
     ],
     "API": ["functional", "masks", "modules", "models", "training", "hf", "compat", "reference"],
     "Support and speed": [
-        *(
-            "ops",
-            "variants",
-            "benchmarks",
-            "hf_models",
-            "goals",
-            "accuracy",
-            "cuda",
-            "cuda_resources",
-        )
+        *("ops", "variants", "benchmarks", "hf_models", "goals", "accuracy", "cuda"),
+        "cuda_resources",
     ],
     "Development": ["architecture", "adding", "/CONTRIBUTING"],
+    "Benchmark records": [
+        f"/benchmarks/results/{path.stem}" for path in sorted(RESULTS.glob("*.md"))
+    ],
 }
 
 

@@ -1,4 +1,4 @@
-"""The record of the benchmarks, its page and its figure."""
+"""Records of the benchmarks, their pages and figures."""
 
 import json
 import re
@@ -25,8 +25,8 @@ def test_figure_of_another_record_is_stale(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(report, "GOALS_PAGE", tmp_path / "goals.md")
-    report.PAGE.write_text("<!-- records: begin -->\n<!-- records: end -->\n")
-    report.GOALS_PAGE.write_text("<!-- goals: begin -->\n<!-- goals: end -->\n")
+    for page in (report.PAGE, report.GOALS_PAGE):
+        page.write_text("<!-- headline: begin -->\n<!-- headline: end -->\n")
     for change in (1, 2):
         record["rows"][1]["ratio"] *= change
         (tmp_path / "ice_lake.json").write_text(json.dumps(record))
@@ -37,8 +37,9 @@ def test_figure_of_another_record_is_stale(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", report.KINDS)
-def test_page_says_what_the_baselines_of_a_kind_are(kind):
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", report.PAGE.read_text(), re.MULTILINE)
+def test_columns_say_what_the_baselines_of_a_kind_are(kind):
+    page = (report.RESULTS / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page, re.MULTILINE)
     on_page = {name for name, of in rows if of == kind}
     timed = {row["provider"] for row in report.read("ice_lake")["rows"]}
     assert set(report.KINDS[kind]) & timed <= on_page <= set(report.KINDS[kind])

@@ -1,4 +1,4 @@
-"""The tables of docs/ops.md and docs/variants.md.
+"""Writes the tables of docs/ops.md and docs/variants.md, or checks that they are current.
 
 python -m omniattn.testing.table [--check] [docs]
 """
@@ -6,36 +6,81 @@ python -m omniattn.testing.table [--check] [docs]
 from __future__ import annotations
 
 import argparse
+import inspect
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+import omniattn
+from omniattn import functional
 from omniattn.testing.autocast import MEANING, rule_of
 from omniattn.testing.registry import registry, variants
-from omniattn.testing.spec import SHORT_DTYPE, OpSpec, Variant
+from omniattn.testing.spec import FLOATS, SHORT_DTYPE, OpSpec, Variant
 
-__all__ = ["replace_block", "support_table", "variant_table"]
+__all__ = ["COMMON_CUDA", "exception_table", "op_table", "replace_block", "variant_table"]
 
-_HEAD = """\
-| op | dtypes | autocast | forward | backward | second order | CPU | CUDA | paper |
-|---|---|---|---|---|---|---|---|---|"""
+#: State of the CUDA kernels that docs/ops.md states once; other states are exceptions.
+COMMON_CUDA = "emulated"
+_PACKAGE = Path(omniattn.__file__).parent
+_LINKS = {"arXiv": "https://arxiv.org/abs/", "doi": "https://doi.org/"}
 
 
-def support_table() -> str:
-    """One row per OpSpec."""
-    rows = [_row(spec) for spec in registry().values()]
-    return "\n".join([_HEAD, *rows])
+def op_table() -> str:
+    """Returns the ops of each family by their rule of autocast, linked to docstring and paper."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for spec in registry().values():
+        cells.setdefault((spec.family, _autocast(spec)), []).append(_op(spec))
+    rows = [f"| {family} | {rule} | {', '.join(ops)} |" for (family, rule), ops in cells.items()]
+    return "\n".join(["| family | autocast | ops |", "|---|---|---|", *rows])
+
+
+def _op(spec: OpSpec) -> str:
+    function = inspect.unwrap(getattr(functional, spec.name))
+    path = Path(inspect.getfile(function)).relative_to(_PACKAGE)
+    return f"[`{spec.name}`](../python/omniattn/{path.as_posix()}) ({_paper(spec.paper)})"
+
+
+def _paper(paper: str) -> str:
+    """Returns a paper's authors and year as a link, or all of it where it has no link."""
+    found = re.fullmatch(r"(.+), (arXiv|doi) (\S+)", paper)
+    return f"[{found[1]}]({_LINKS[found[2]]}{found[3]})" if found else paper
+
+
+def _autocast(spec: OpSpec) -> str:
+    return rule_of(spec.name) if torch.bfloat16 in spec.dtypes else "-"
+
+
+def exception_table() -> str:
+    """Returns a row for each op that differs from the properties which docs/ops.md states once."""
+    found = ((spec.name, "; ".join(_exceptions(spec))) for spec in registry().values())
+    rows = [f"| `{name}` | {text} |" for name, text in found if text]
+    return "\n".join(["| op | exception |", "|---|---|", *rows])
+
+
+def _exceptions(spec: OpSpec) -> Iterator[str]:
+    if spec.dtypes != FLOATS:
+        yield f"dtypes: {', '.join(SHORT_DTYPE[dtype] for dtype in spec.dtypes)} only"
+    if _autocast(spec) == "-":
+        yield "not changed by autocast"
+    if not spec.differentiable:
+        yield "no derivatives"
+    elif not spec.second_order:
+        yield "second and forward-mode derivatives raise an error"
+    if spec.cuda != COMMON_CUDA:
+        yield f"CUDA: {spec.cuda}"
 
 
 def rule_table() -> str:
-    """One row per rule of autocast."""
+    """Returns a row for each rule of autocast."""
     rows = [f"| {rule} | {meaning} |" for rule, meaning in MEANING.items()]
     return "\n".join(["| autocast | floating-point arguments |", "|---|---|", *rows])
 
 
 def variant_table() -> str:
-    """One row per published form."""
+    """Returns a row for each published form."""
     rows = [_variant_row(variant) for variant in variants()]
     return "\n".join(
         ["| form | functions, modules, masks, terms, scalings | paper |", "|---|---|---|", *rows]
@@ -47,23 +92,8 @@ def _variant_row(variant: Variant) -> str:
     return f"| {variant.form} | {names} | {variant.paper} |"
 
 
-def _row(spec: OpSpec) -> str:
-    cells = (
-        f"`{spec.name}`",
-        ", ".join(SHORT_DTYPE[d] for d in spec.dtypes),
-        rule_of(spec.name) if torch.bfloat16 in spec.dtypes else "-",
-        "yes",
-        "yes" if spec.differentiable else "-",
-        ("yes" if spec.second_order else "raises") if spec.differentiable else "-",
-        "yes",
-        spec.cuda,
-        spec.paper,
-    )
-    return f"| {' | '.join(cells)} |"
-
-
 def replace_block(text: str, name: str, block: str) -> str:
-    """`text` with new lines between `<!-- <name>: begin -->` and `<!-- <name>: end -->`."""
+    """Returns `text` with new lines between `<!-- <name>: begin -->` and `<!-- <name>: end -->`."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     if begin not in text or end not in text:
         raise ValueError(f"replace_block: text must have the markers {begin} and {end}")
@@ -77,7 +107,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit 1 if a page is out of date")
     args = parser.parse_args()
     for page, name, table in (
-        ("ops.md", "support table", support_table()),
+        ("ops.md", "ops", op_table()),
+        ("ops.md", "exceptions", exception_table()),
         ("ops.md", "autocast", rule_table()),
         ("variants.md", "variant table", variant_table()),
     ):
