@@ -50,7 +50,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "varlen": goal_rows.varlen_rows,
     "scores": goal_rows.score_rows,
     "score_mod": goal_rows.score_mod_rows,
-    "normalisers": goal_rows.normaliser_rows,
+    "normalizers": goal_rows.normalizer_rows,
     "mla": goal_rows.mla_rows,
     "caches": goal_rows.cache_rows,
     "eviction": goal_caches.eviction_rows,

@@ -63,7 +63,7 @@ def sdpa_attention(
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """The definition, for options that torch's kernel lacks."""
     lacking = ("softcap", "sinks", "head_scale", "score_mod", "dropout_p", "relative_keys")
-    if "normaliser" not in options and not any(name in options for name in lacking):
+    if "normalizer" not in options and not any(name in options for name in lacking):
         raise NotImplementedError("torch has a kernel")
     return reference.attention(q, k, v, **options)
 

@@ -17,18 +17,18 @@ _WINDOW = ("kernel_size", "stride", "dilation", "is_causal")
 
 
 @functools.cache
-def _neighbourhood(shape: tuple[int, ...], options: tuple[tuple[str, Any], ...]) -> Tensor:
+def _neighborhood(shape: tuple[int, ...], options: tuple[tuple[str, Any], ...]) -> Tensor:
     tokens = math.prod(shape)
-    return masks.GridNeighbourhood(shape, **dict(options)).dense(tokens, tokens)
+    return masks.GridNeighborhood(shape, **dict(options)).dense(tokens, tokens)
 
 
-def masked_neighbourhood(
+def masked_neighborhood(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, **options: Any
 ) -> Tensor:
     lacks(lse=options.pop("return_lse", False))
     last = query.dim() - 3
     shape = tuple(query.shape[1 : last + 1])
-    mask = _neighbourhood(shape, tuple((n, options[n]) for n in _WINDOW if n in options))
+    mask = _neighborhood(shape, tuple((n, options[n]) for n in _WINDOW if n in options))
     q, k, v = (t.flatten(1, last) for t in (query, key, value))
     return sdpa_attention(q, k, v, mask=mask.to(q.device), scale=scale).unflatten(1, shape)
 
@@ -60,7 +60,7 @@ def masked_representatives(
 
 
 BASELINES = {
-    **{name: {"aten": masked_neighbourhood} for name in ("na1d", "na2d", "na3d")},
+    **{name: {"aten": masked_neighborhood} for name in ("na1d", "na2d", "na3d")},
     "longformer_attention": {"eager": reference.longformer_attention},
     "bigbird_attention": {"eager": reference.bigbird_attention},
     "hub_spoke_attention": {"aten": masked_hubs, "eager": reference.hub_spoke_attention},

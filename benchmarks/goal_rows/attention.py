@@ -64,7 +64,7 @@ def mask_rows() -> Iterator[Row]:
     starts = torch.tensor([0, 300, 1000, 1100, 1900, 2400, 3000, 3800])
     found = {
         "window 256": masks.SlidingWindow(255, 0),
-        "neighbourhood 255": masks.Neighbourhood(255),
+        "neighborhood 255": masks.Neighborhood(255),
         "dilated 4 x 64": masks.Dilated(4, 63),
         "strided 64": masks.Strided(64, 64),
         "fixed 128": masks.Fixed(128, 16),
@@ -212,7 +212,7 @@ def score_mod_rows() -> Iterator[Row]:
             )
 
 
-def normaliser_rows() -> Iterator[Row]:
+def normalizer_rows() -> Iterator[Row]:
     """Sigmoid and relu^2 no slower than softmax; differential at most 1.1 of two calls."""
     length, heads, dim = 2048, 4, 64
     qkv = self_attention(1, length, heads, dim)
@@ -221,7 +221,7 @@ def normaliser_rows() -> Iterator[Row]:
         pairs = heads * length * (length + 1) / 2
         flops = 2.0 * pairs * dim * PRODUCTS[pass_]
         for name in ("sigmoid", "relu2"):
-            run = provider(pass_, qkv, functional.attention, causal=True, normaliser=name)
+            run = provider(pass_, qkv, functional.attention, causal=True, normalizer=name)
             yield Row(f"{name} N{length} D{dim}", pass_, run, softmax, "softmax", 1.0, flops=flops)
 
     layer = DifferentialAttention(DifferentialAttention.Config(dim=512, num_heads=4, depth=3))

@@ -119,7 +119,7 @@ def patterns() -> dict[str, Pattern]:
         ),
         "na2d 13 x 13": Pattern(
             _na2d,
-            lambda t: [masks.GridNeighbourhood((64, t // 64), kernel_size=13)],
+            lambda t: [masks.GridNeighborhood((64, t // 64), kernel_size=13)],
             {"kernel_size": 13},
         ),
     }

@@ -29,13 +29,13 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
         *(("attention", "causal"), ("attention", "prefix"), ("attention", "chunked")),
     ),
     "relative keys and queries: rows of distances": (("attention", "distances"),),
-    "sliding windows, neighbourhoods": (("attention", "window"), ("attention", "neighbours")),
+    "sliding windows, neighborhoods": (("attention", "window"), ("attention", "neighbours")),
     "dilated, strided, fixed and every k-th key": (
         *(("attention", "dilated"), ("attention", "strided"), ("attention", "fixed")),
         ("attention", "everykth"),
     ),
     "block-sparse: any size of blocks, as a mask or compressed rows": (("attention", "blocks"),),
-    "neighbourhood attention in 1-D to 3-D: dilated, strided, causal": (
+    "neighborhood attention in 1-D to 3-D: dilated, strided, causal": (
         *(("na1d", "window"), ("na2d", "nat"), ("na2d", "dinat"), ("na3d", "video")),
     ),
     "blocks and global tokens": (("attention", "blockslocalglobal"),),

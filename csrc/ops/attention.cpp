@@ -290,8 +290,8 @@ Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, Op
 // Score for logits that are only compared: scale q.k, which a factor of log2(e) would round.
 Score in_natural_units(const Score& s, double scale) {
   return s.transform == ScoreKind::none
-             ? Score{scale, 0.0, 1.0, true, s.transform, s.normaliser}
-             : Score{s.pre, s.chain, s.chain, true, s.transform, s.normaliser};
+             ? Score{scale, 0.0, 1.0, true, s.transform, s.normalizer}
+             : Score{s.pre, s.chain, s.chain, true, s.transform, s.normalizer};
 }
 
 std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, OptTensors aux,

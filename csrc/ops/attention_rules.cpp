@@ -342,7 +342,7 @@ void decode_score(const Arguments& given, Call& call) {
         decode_program(given, at, call);
         at = score.size() - kScoreRuleInts;  // the rest of the code belongs to the program
         break;
-      case ScoreRole::normaliser:
+      case ScoreRole::normalizer:
         break;
     }
   }

@@ -30,7 +30,7 @@ struct Layer {
   int64_t act;
   const std::vector<double>& clamp;
   bool native;
-  int64_t pieces;
+  int64_t split_bf16;
 
   DType dtype() const { return dtype_of(op, "x", x); }
   const gemm::LinearProducts& products() const {
@@ -74,11 +74,11 @@ struct Layer {
     require(dropout_p == 0 || seed.has_value(), op,
             "dropout_p must be 0 without a seed, got dropout_p=", dropout_p);
     if (seed.has_value()) require_seed(op, *seed);
-    gemm::require_pieces(op, pieces);
+    gemm::require_split_bf16(op, split_bf16);
   }
 
   Tensor project(const Tensor& in, const Tensor& weight, const OptTensor& bias) const {
-    return products().forward(in, weight, bias, pieces);
+    return products().forward(in, weight, bias, split_bf16);
   }
   Tensor gate() const { return project(x, gate_weight, gate_bias); }
   OptTensor up() const {
@@ -106,10 +106,10 @@ std::tuple<Tensor, Tensor, Tensor> glu_mlp(const Tensor& x, const Tensor& gate_w
                                            const OptTensor& gate_bias, const OptTensor& up_bias,
                                            const OptTensor& down_bias, const OptTensor& seed,
                                            double dropout_p, int64_t act, std::vector<double> clamp,
-                                           bool recompute, bool native, int64_t pieces) {
+                                           bool recompute, bool native, int64_t split_bf16) {
   const DeviceScope scope(x);
   const Layer layer{"glu_mlp", x,    gate_weight, up_weight, down_weight, gate_bias, up_bias,
-                    down_bias, seed, dropout_p,   act,       clamp,       native,    pieces};
+                    down_bias, seed, dropout_p,   act,       clamp,       native,    split_bf16};
   layer.check();
   const Tensor gate = layer.gate();
   const OptTensor up = layer.up();
@@ -126,11 +126,11 @@ std::vector<Tensor> glu_mlp_backward(const Tensor& grad_y, const Tensor& kept_ga
                                      const OptTensor& gate_bias, const OptTensor& up_bias,
                                      const OptTensor& down_bias, const OptTensor& seed,
                                      double dropout_p, int64_t act, std::vector<double> clamp,
-                                     bool recompute, bool native, int64_t pieces) {
+                                     bool recompute, bool native, int64_t split_bf16) {
   const DeviceScope scope(x);
   const Layer layer{
       "glu_mlp_backward", x,    gate_weight, up_weight, down_weight, gate_bias, up_bias,
-      down_bias,          seed, dropout_p,   act,       clamp,       native,    pieces};
+      down_bias,          seed, dropout_p,   act,       clamp,       native,    split_bf16};
   layer.check();
   const bool two = up_weight.has_value();
   require(needs.size() == 8, layer.op, "needs must have one entry per tensor, 8, got ",
@@ -144,7 +144,7 @@ std::vector<Tensor> glu_mlp_backward(const Tensor& grad_y, const Tensor& kept_ga
   const Tensor gate = recompute ? layer.gate() : kept_gate;
   const OptTensor up = recompute ? layer.up() : two ? OptTensor(kept_up) : std::nullopt;
   OptTensor hidden = layer.hidden(gate, up);
-  auto [grad, ddown, ddown_bias] = products.backward(grad_y, *hidden, down_weight, pieces, true,
+  auto [grad, ddown, ddown_bias] = products.backward(grad_y, *hidden, down_weight, split_bf16, true,
                                                      needs[3], needs[6] && down_bias.has_value());
   const Tensor dhidden = layer.drop(grad);
   // The gradients of the projections overwrite dhidden and hidden.
@@ -156,14 +156,15 @@ std::vector<Tensor> glu_mlp_backward(const Tensor& grad_y, const Tensor& kept_ga
   } else {
     activation::activate_backward_inplace(dhidden, gate, act);
   }
-  auto [dx, dgate_weight, dgate_bias] = products.backward(
-      dgate, x, gate_weight, pieces, needs[0] && !two, needs[1], needs[4] && gate_bias.has_value());
+  auto [dx, dgate_weight, dgate_bias] =
+      products.backward(dgate, x, gate_weight, split_bf16, needs[0] && !two, needs[1],
+                        needs[4] && gate_bias.has_value());
   Tensor dup_weight = layer.none(), dup_bias = layer.none();
   if (two) {
     std::tie(std::ignore, dup_weight, dup_bias) = products.backward(
-        dup, x, *up_weight, pieces, false, needs[2], needs[5] && up_bias.has_value());
+        dup, x, *up_weight, split_bf16, false, needs[2], needs[5] && up_bias.has_value());
     if (needs[0]) {
-      dx = products.sum_of_input_gradients(dgate, gate_weight, dup, *up_weight, pieces);
+      dx = products.sum_of_input_gradients(dgate, gate_weight, dup, *up_weight, split_bf16);
     }
   }
   return {dx, dgate_weight, dup_weight, ddown, dgate_bias, dup_bias, ddown_bias};
@@ -171,20 +172,20 @@ std::vector<Tensor> glu_mlp_backward(const Tensor& grad_y, const Tensor& kept_ga
 
 // y = (act(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)) down_weight^T + down_bias;
 // without up_weight only the activation; with alpha and limit in clamp the clamped GLU of gpt-oss.
-// native: use this library's products, in `pieces` of bf16 (gemm.h), else torch's. keep: the kept
-// elements of the hidden layer, times scale. gate and up are empty with recompute.
+// native: use this library's products, split as split_bf16 says (gemm.h), else torch's. keep: the
+// kept elements of the hidden layer, times scale. gate and up are empty with recompute.
 const Registry registry([](Registry& ops) {
   ops.add<glu_mlp>(
       "glu_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight,"
       " Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, Tensor? seed, float dropout_p,"
-      " int act, float[] clamp, bool recompute, bool native, int pieces)"
+      " int act, float[] clamp, bool recompute, bool native, int split_bf16)"
       " -> (Tensor y, Tensor gate, Tensor up)",
       differentiable);
   ops.add<glu_mlp_backward>(
       "glu_mlp_backward(Tensor grad_y, Tensor gate, Tensor up, bool[] needs, Tensor x,"
       " Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias,"
       " Tensor? up_bias, Tensor? down_bias, Tensor? seed, float dropout_p, int act, float[] clamp,"
-      " bool recompute, bool native, int pieces) -> Tensor[]");
+      " bool recompute, bool native, int split_bf16) -> Tensor[]");
 });
 
 }  // namespace

@@ -65,11 +65,12 @@ Tensor sum_of_input_gradients(const Tensor& grad_a, const Tensor& weight_a, cons
   return dx;
 }
 
-// y = x weight^T + bias with x (..., K), weight (N, K). pieces: see gemm.h.
+// y = x weight^T + bias with x (..., K), weight (N, K). split_bf16: see gemm.h.
 const Registry registry([](Registry& ops) {
-  ops.define("linear(Tensor x, Tensor weight, Tensor? bias, int pieces) -> Tensor", differentiable);
+  ops.define("linear(Tensor x, Tensor weight, Tensor? bias, int split_bf16) -> Tensor",
+             differentiable);
   ops.define(
-      "linear_backward(Tensor grad_y, Tensor x, Tensor weight, int pieces, bool x_grad,"
+      "linear_backward(Tensor grad_y, Tensor x, Tensor weight, int split_bf16, bool x_grad,"
       " bool weight_grad, bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)");
 });
 

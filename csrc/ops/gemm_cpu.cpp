@@ -139,7 +139,7 @@ void multiply_each(std::span<const GemmParams> products) {
 }
 
 void multiply(const Operand& a, const Operand& b, const void* bias, void* c, DType c_dtype,
-              int64_t ldc, int64_t m, int64_t n, int64_t k, bool accumulate, int64_t pieces) {
+              int64_t ldc, int64_t m, int64_t n, int64_t k, bool accumulate, int64_t split_bf16) {
   const GemmParams p{.a_dtype = a.dtype,
                      .b_dtype = b.dtype,
                      .c_dtype = c_dtype,
@@ -156,7 +156,7 @@ void multiply(const Operand& a, const Operand& b, const void* bias, void* c, DTy
                      .a_transposed = a.transposed,
                      .b_transposed = b.transposed,
                      .accumulate = accumulate,
-                     .pieces = pieces};
+                     .pieces = split_bf16};
   multiply_each({&p, 1});
 }
 
@@ -196,31 +196,31 @@ struct Problem {
   }
 };
 
-Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, int64_t pieces) {
+Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, int64_t split_bf16) {
   const Problem p("linear", x, weight);
-  require_pieces(p.op, pieces);
+  require_split_bf16(p.op, split_bf16);
   const OptTensor shift = as_vector(p.op, "bias", bias, p.dtype, p.n);
   const Tensor y = empty_tensor(sizes_with_last(x, p.n), p.dtype);
   multiply(p.of(p.x), p.of(p.weight, true), data_or_null(shift), y.mutable_data_ptr(), p.dtype, p.n,
-           p.m, p.n, p.k, false, pieces);
+           p.m, p.n, p.k, false, split_bf16);
   return y;
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_y, const Tensor& x,
-                                                   const Tensor& weight, int64_t pieces,
+                                                   const Tensor& weight, int64_t split_bf16,
                                                    bool x_grad, bool weight_grad, bool bias_grad) {
   const Problem p("linear_backward", x, weight);
-  require_pieces(p.op, pieces);
+  require_split_bf16(p.op, split_bf16);
   const Rows grad = as_rows(p.op, "grad_y", grad_y, p.dtype, sizes_with_last(x, p.n));
   const Output dx(x_grad, x.sizes(), p.dtype), dweight(weight_grad, weight.sizes(), p.dtype);
   const Output dbias(bias_grad, {p.n}, p.dtype);
   if (x_grad) {
     multiply(p.of(grad), p.of(p.weight), nullptr, dx.data(), p.dtype, p.k, p.m, p.k, p.n, false,
-             pieces);
+             split_bf16);
   }
   if (weight_grad) {
     multiply(p.of(grad, true), p.of(p.x), nullptr, dweight.data(), p.dtype, p.k, p.n, p.k, p.m,
-             false, pieces);
+             false, split_bf16);
   }
   if (bias_grad) sum_columns(grad, p.dtype, dbias.data());
   return {dx.tensor(), dweight.tensor(), dbias.tensor()};
@@ -228,7 +228,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_y, const T
 
 // Sum of the two products in the compute type, rounded once.
 Tensor sum_of_input_gradients(const Tensor& grad_a, const Tensor& weight_a, const Tensor& grad_b,
-                              const Tensor& weight_b, int64_t pieces) {
+                              const Tensor& weight_b, int64_t split_bf16) {
   constexpr const char* op = "linear_backward";
   const DType dtype = dtype_of(op, "grad_y", grad_a), compute = accumulator(dtype);
   const Rows a = as_rows(op, "grad_y", grad_a), b = as_rows(op, "grad_y", grad_b);
@@ -237,7 +237,7 @@ Tensor sum_of_input_gradients(const Tensor& grad_a, const Tensor& weight_a, cons
   const auto add = [&](const Rows& grad, const Rows& weight, bool accumulate) {
     multiply({grad.data(), dtype, grad.stride}, {weight.data(), dtype, weight.stride}, nullptr,
              sums.mutable_data_ptr(), compute, weight.cols, grad.rows, weight.cols, grad.cols,
-             accumulate, pieces);
+             accumulate, split_bf16);
   };
   add(a, of_a, false);
   add(b, of_b, true);

@@ -17,7 +17,7 @@ void check(const char* op, const Tensor& x, const Tensor& weight) {
           weight.size(1));
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, int64_t pieces) {
+Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, int64_t split_bf16) {
   constexpr const char* op = "linear";
   const DeviceScope scope(x);
   check(op, x, weight);
@@ -25,18 +25,18 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, int6
     require_tensor(op, "bias", *bias, dtype_of(op, "x", x));
     require_sizes(op, "bias", *bias, {weight.size(0)});
   }
-  return kTorchProducts.forward(x, weight, bias, pieces);
+  return kTorchProducts.forward(x, weight, bias, split_bf16);
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_y, const Tensor& x,
-                                                   const Tensor& weight, int64_t pieces,
+                                                   const Tensor& weight, int64_t split_bf16,
                                                    bool x_grad, bool weight_grad, bool bias_grad) {
   constexpr const char* op = "linear_backward";
   const DeviceScope scope(x);
   check(op, x, weight);
   require_tensor(op, "grad_y", grad_y, dtype_of(op, "x", x));
   require_sizes(op, "grad_y", grad_y, sizes_with_last(x, weight.size(0)));
-  return kTorchProducts.backward(grad_y, x, weight, pieces, x_grad, weight_grad, bias_grad);
+  return kTorchProducts.backward(grad_y, x, weight, split_bf16, x_grad, weight_grad, bias_grad);
 }
 
 const Registry registry([](Registry& ops) {
@@ -49,8 +49,8 @@ const Registry registry([](Registry& ops) {
 constinit const LinearProducts kNativeProducts{
     linear, linear_backward,
     [](const Tensor& grad_a, const Tensor& weight_a, const Tensor& grad_b, const Tensor& weight_b,
-       int64_t pieces) {
-      return kTorchProducts.sum_of_input_gradients(grad_a, weight_a, grad_b, weight_b, pieces);
+       int64_t split_bf16) {
+      return kTorchProducts.sum_of_input_gradients(grad_a, weight_a, grad_b, weight_b, split_bf16);
     }};
 
 }  // namespace omniattn::ops::gemm

@@ -82,7 +82,7 @@ class WeightOutput {
 Problem::Problem(const char* op_, const Tensor& x_, const Tensor& index_, const Tensor& weights_,
                  const Tensor& up_, const OptTensor& up_bias_, const Tensor& down_,
                  const OptTensor& down_bias_, int64_t act, int64_t gate,
-                 const std::vector<double>& clamp, int64_t pieces_)
+                 const std::vector<double>& clamp, int64_t split_bf16_)
     : op(op_),
       dtype(dtype_of(op, "x", x_)),
       compute(accumulator(dtype)),
@@ -94,8 +94,8 @@ Problem::Problem(const char* op_, const Tensor& x_, const Tensor& index_, const 
       up(as_experts(op, "up", up_, dtype)),
       down(as_experts(op, "down", down_, dtype)),
       hidden(as_hidden(op, act, gate, clamp, down.in)),
-      pieces(pieces_) {
-  gemm::require_pieces(op, pieces);
+      split_bf16(split_bf16_) {
+  gemm::require_split_bf16(op, split_bf16);
   experts = up.experts;
   columns = hidden.columns();
   require(up.out == columns && up.in == dim, op, "up must have shape (E, ", columns, ", ", dim,
@@ -120,10 +120,10 @@ namespace {
 std::tuple<Tensor, Tensor> moe(const Tensor& x, const Tensor& index, const Tensor& weights,
                                const Tensor& up, const OptTensor& up_bias, const Tensor& down,
                                const OptTensor& down_bias, int64_t act, int64_t gate,
-                               std::vector<double> clamp, bool keep, int64_t pieces) {
+                               std::vector<double> clamp, bool keep, int64_t split_bf16) {
   const DeviceScope scope(x);
   const Problem p("moe_experts", x, index, weights, up, up_bias, down, down_bias, act, gate, clamp,
-                  pieces);
+                  split_bf16);
   const Tensor pre = empty_tensor({keep ? p.pairs() : 0, p.columns}, p.dtype);
   const Tensor y = empty_tensor(x.sizes(), p.dtype);
   run_forward(p, y.mutable_data_ptr(), keep ? pre.mutable_data_ptr() : nullptr);
@@ -133,12 +133,12 @@ std::tuple<Tensor, Tensor> moe(const Tensor& x, const Tensor& index, const Tenso
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> moe_backward(
     const Tensor& grad_y, const Tensor& x, const Tensor& index, const Tensor& weights,
     const Tensor& up, const OptTensor& up_bias, const Tensor& down, const OptTensor& down_bias,
-    const Tensor& pre, int64_t act, int64_t gate, std::vector<double> clamp, int64_t pieces,
+    const Tensor& pre, int64_t act, int64_t gate, std::vector<double> clamp, int64_t split_bf16,
     bool x_grad, bool weights_grad, bool up_grad, bool up_bias_grad, bool down_grad,
     bool down_bias_grad) {
   const DeviceScope scope(x);
   const Problem p("moe_experts_backward", x, index, weights, up, up_bias, down, down_bias, act,
-                  gate, clamp, pieces);
+                  gate, clamp, split_bf16);
   const Rows grad_rows = as_rows(p.op, "grad_y", grad_y, p.dtype, x.sizes());
   const bool kept = pre.dim() != 2 || pre.size(0) != 0;
   require_tensor(p.op, "pre", pre, p.dtype);
@@ -164,17 +164,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> moe_backward(
 // y (N, d) = sum over a token's slots of weights (N, k) times expert index (N, k), -1: none,
 // applied to x (N, d). up (E, F or 2F, d), down (E, d, F). act: Activation; gate: MoeGate; clamp:
 // alpha and limit of gpt-oss, or empty. pre (N k, F or 2F), sorted by expert, is kept for the
-// backward if `keep`, else empty. pieces: for fp32 on the CPU, see gemm.h.
+// backward if `keep`, else empty. split_bf16: for fp32 on the CPU, see gemm.h.
 const Registry registry([](Registry& ops) {
   ops.add<moe>(
       "moe(Tensor x, Tensor index, Tensor weights, Tensor up, Tensor? up_bias, Tensor down,"
-      " Tensor? down_bias, int act, int gate, float[] clamp, bool keep, int pieces)"
+      " Tensor? down_bias, int act, int gate, float[] clamp, bool keep, int split_bf16)"
       " -> (Tensor y, Tensor pre)",
       differentiable);
   ops.add<moe_backward>(
       "moe_backward(Tensor grad_y, Tensor x, Tensor index, Tensor weights, Tensor up,"
       " Tensor? up_bias, Tensor down, Tensor? down_bias, Tensor pre, int act, int gate,"
-      " float[] clamp, int pieces, bool x_grad, bool weights_grad, bool up_grad,"
+      " float[] clamp, int split_bf16, bool x_grad, bool weights_grad, bool up_grad,"
       " bool up_bias_grad, bool down_grad, bool down_bias_grad)"
       " -> (Tensor dx, Tensor dweights, Tensor dup, Tensor dup_bias, Tensor ddown,"
       " Tensor ddown_bias)");

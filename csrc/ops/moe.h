@@ -33,13 +33,13 @@ struct Problem {
   Experts up, down;
   OptTensor up_bias, down_bias;
   MoeHidden hidden;
-  int64_t columns;  // in a row of pre
-  int64_t pieces;   // number of bf16 pieces for fp32 products (ops/gemm.h)
+  int64_t columns;     // in a row of pre
+  int64_t split_bf16;  // number of bf16 pieces for fp32 products (ops/gemm.h)
 
   Problem(const char* op, const Tensor& x, const Tensor& index, const Tensor& weights,
           const Tensor& up, const OptTensor& up_bias, const Tensor& down,
           const OptTensor& down_bias, int64_t act, int64_t gate, const std::vector<double>& clamp,
-          int64_t pieces);
+          int64_t split_bf16);
 
   int64_t pairs() const { return tokens * slots; }
 };

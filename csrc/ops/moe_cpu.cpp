@@ -52,7 +52,7 @@ class Products {
   // rows: the largest number of rows of a wave.
   Products(const Problem& p, int64_t rows)
       : memory_(torch::stable::get_num_threads(), kernels_of(p).workspace_bytes(p.dtype)),
-        made_(p.pieces > 0 ? rows : 0, p.columns, p.compute) {}
+        made_(p.split_bf16 > 0 ? rows : 0, p.columns, p.compute) {}
 
   // Memory for a product that is computed in pieces before a kernel reads it.
   void* made() const { return made_.row(0); }
@@ -86,7 +86,7 @@ class Products {
 Blocks multiply_in_pieces(const Problem& p, const Routing& routing, const Wave& wave, const void* a,
                           int64_t k, const MoeMatrix& b, const OptTensor& bias, int64_t n,
                           void* c) {
-  if (p.pieces == 0 || p.dtype != DType::f32) return {{}, wave.blocks};
+  if (p.split_bf16 == 0 || p.dtype != DType::f32) return {{}, wave.blocks};
   const auto* const rows = static_cast<const float*>(a);
   const auto* const biases = static_cast<const float*>(data_or_null(bias));
   std::vector<GemmParams> products;
@@ -108,7 +108,7 @@ Blocks multiply_in_pieces(const Problem& p, const Routing& routing, const Wave& 
                         .a_transposed = false,
                         .b_transposed = b.k_stride == 1,
                         .accumulate = false,
-                        .pieces = p.pieces});
+                        .pieces = p.split_bf16});
   }
   const std::vector<bool> made = gemm::multiply_in_pieces(products);
   Blocks blocks;
@@ -205,7 +205,7 @@ void weight_grad(const Problem& p, const Routing& routing, const Wave& wave, con
                         .b_transposed = false,
                         .accumulate = false,
                         .c_transposed = in_first != w.transposed,
-                        .pieces = p.pieces});
+                        .pieces = p.split_bf16});
   }
   gemm::multiply_each(products);
 }

@@ -38,7 +38,7 @@ struct Problem : SequenceProblem {
   Steps q, k, v;
   bool channel_decay;
   OptSteps g, beta, a, b;
-  OptSteps least;
+  OptSteps min_denominator;
   OptTensor bonus, skip, initial_state;
   double scale;
   bool delta;
@@ -49,9 +49,9 @@ struct Problem : SequenceProblem {
 
   Problem(const char* op_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
           const OptTensor& g_, const OptTensor& beta_, const OptTensor& bonus_, const OptTensor& a_,
-          const OptTensor& b_, const OptTensor& skip_, const OptTensor& least_,
+          const OptTensor& b_, const OptTensor& skip_, const OptTensor& min_denominator_,
           const OptTensor& initial_state_, const OptTensor& cu_seqlens, double scale_, bool delta_,
-          int64_t features_, bool normalize_, double eps_, bool wide)
+          int64_t features_, bool normalize_, double eps_, bool fp32_output)
       : SequenceProblem(op_, "q", q_, 4, cu_seqlens),
         key_heads(q_.size(2)),
         value_heads(with_dims("v", v_, 4).size(2)),
@@ -66,7 +66,7 @@ struct Problem : SequenceProblem {
         features(static_cast<FeatureMap>(features_)),
         normalize(normalize_),
         eps(eps_),
-        o_dtype(wide ? acc : dtype) {
+        o_dtype(fp32_output ? acc : dtype) {
     require(key_heads > 0 ? value_heads % key_heads == 0 : value_heads == 0, op,
             "the heads of v must be a multiple of those of q and k, got ", value_heads, " and ",
             key_heads);
@@ -76,7 +76,7 @@ struct Problem : SequenceProblem {
     };
     of_heads(g, "g", g_, channel_decay ? 4 : 3);
     of_heads(beta, "beta", beta_, 3);
-    of_heads(least, "least", least_, 3);
+    of_heads(min_denominator, "min_denominator", min_denominator_, 3);
     initial_state = state("initial_state", initial_state_);
     const int updates = beta_.has_value() + bonus_.has_value() + a_.has_value();
     require(updates <= 1, op, "at most one of beta, bonus and a may be given, got ", updates);
@@ -90,7 +90,8 @@ struct Problem : SequenceProblem {
             "feature_map must be 0 with any of delta, bonus and a, got ", features_);
     require(!normalize || (plain && !skip_.has_value()), op,
             "normalize and any of delta, bonus, a and skip must not be given together");
-    require(normalize || !least_.has_value(), op, "least needs normalize, got normalize=false");
+    require(normalize || !min_denominator_.has_value(), op,
+            "min_denominator needs normalize, got normalize=false");
     require(eps >= 0 && std::isfinite(eps), op, "eps must be finite and >= 0, got ", eps);
     require(a_.has_value() == b_.has_value(), op, "a and b must be given together");
     require(channel_decay || !(bonus_.has_value() || a_.has_value()), op,
@@ -135,7 +136,7 @@ struct Problem : SequenceProblem {
             .skip = data_or_null(skip),
             .features = features,
             .normalize = normalize,
-            .least = view_or_null(least),
+            .min_denominator = view_or_null(min_denominator),
             .eps = eps,
             .initial_state = data_or_null(initial_state),
             .boundaries = packed.rows.q};
@@ -180,12 +181,12 @@ template <bool kSave>
 std::tuple<Tensor, Tensor, Tensor> recurrence(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& g, const OptTensor& beta,
     const OptTensor& bonus, const OptTensor& a, const OptTensor& b, const OptTensor& skip,
-    const OptTensor& least, const OptTensor& initial_state, const OptTensor& cu_seqlens,
-    double scale, bool delta, int64_t feature_map, bool normalize, double eps, bool wide) {
+    const OptTensor& min_denominator, const OptTensor& initial_state, const OptTensor& cu_seqlens,
+    double scale, bool delta, int64_t feature_map, bool normalize, double eps, bool fp32_output) {
   const DeviceScope scope(q);
   const std::string op = op_of(beta, bonus, a, delta, normalize);
-  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens,
-                  scale, delta, feature_map, normalize, eps, wide);
+  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, min_denominator, initial_state,
+                  cu_seqlens, scale, delta, feature_map, normalize, eps, fp32_output);
   const auto state = p.state_sizes();
   const Output o(true, p.v.tensor.sizes(), p.o_dtype);
   const Output final_state(true, {state.data(), state.size()}, p.acc);
@@ -261,15 +262,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, const Tensor& q,
                     const Tensor& k, const Tensor& v, const OptTensor& g, const OptTensor& beta,
                     const OptTensor& bonus, const OptTensor& a, const OptTensor& b,
-                    const OptTensor& skip, const OptTensor& least, const OptTensor& initial_state,
-                    const OptTensor& cu_seqlens, const Tensor& states, double scale, bool delta,
-                    int64_t feature_map, bool normalize, double eps, bool wide, bool g_grad,
-                    bool beta_grad, bool bonus_grad, bool skip_grad, bool least_grad,
+                    const OptTensor& skip, const OptTensor& min_denominator,
+                    const OptTensor& initial_state, const OptTensor& cu_seqlens,
+                    const Tensor& states, double scale, bool delta, int64_t feature_map,
+                    bool normalize, double eps, bool fp32_output, bool g_grad, bool beta_grad,
+                    bool bonus_grad, bool skip_grad, bool min_denominator_grad,
                     bool initial_state_grad) {
   const DeviceScope scope(q);
   const std::string op = op_of(beta, bonus, a, delta, normalize) + "_backward";
-  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens,
-                  scale, delta, feature_map, normalize, eps, wide);
+  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, min_denominator, initial_state,
+                  cu_seqlens, scale, delta, feature_map, normalize, eps, fp32_output);
   const Recurrence shared = p.params();
   OptSteps go;
   if (grad_o.has_value()) go.emplace(p.op, "grad_o", *grad_o, p.o_dtype, p.v.tensor.sizes());
@@ -288,7 +290,7 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
   const Sharded da(p, true, p.a, shards), db(p, true, p.b, shards);
   const Output dv = like(true, p.v, p.dtype);
   const Output dg = like(g_grad, p.g, p.acc), dbeta = like(beta_grad, p.beta, p.acc);
-  const Output dleast = like(least_grad, p.least, p.acc);
+  const Output dmin_denominator = like(min_denominator_grad, p.min_denominator, p.acc);
   const Output dbonus(bonus_grad && p.bonus, {state.data(), state.size() - 1}, p.acc);
   const Output dskip(skip_grad && p.skip, {p.sequences, p.value_heads, p.value_width}, p.acc);
   const Output dinitial(initial_state_grad, {state.data(), state.size()}, p.acc);
@@ -307,7 +309,7 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
                                         .dbeta = dbeta.data(),
                                         .dbonus = dbonus.data(),
                                         .dskip = dskip.data(),
-                                        .dleast = dleast.data(),
+                                        .dmin_denominator = dmin_denominator.data(),
                                         .dinitial_state = dinitial.data()};
   if constexpr (kOnCuda) {
     const Tensor memory =
@@ -319,29 +321,32 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
     run_items(params, p.sequences * ceil_div(all_parts, parts),
               kernels.bytes(shared, shards, parts), kernels.backward);
   }
-  return {dq.sum(), dk.sum(), dv.tensor(),    dg.tensor(),     dbeta.tensor(),   dbonus.tensor(),
-          da.sum(), db.sum(), dskip.tensor(), dleast.tensor(), dinitial.tensor()};
+  return {dq.sum(),         dk.sum(), dv.tensor(), dg.tensor(),    dbeta.tensor(),
+          dbonus.tensor(),  da.sum(), db.sum(),    dskip.tensor(), dmin_denominator.tensor(),
+          dinitial.tensor()};
 }
 
 // q, k, a, b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), bonus
-// (N, Hv, K), skip (N, Hv, V), least (B, T, Hv), states (N, Hv, K, V), or V + 1 columns with
-// normalize. wide: o is fp32 for half types. The last result of the forward holds the states at the
-// starts of chunks.
+// (N, Hv, K), skip (N, Hv, V), min_denominator (B, T, Hv), states (N, Hv, K, V), or V + 1 columns
+// with normalize. fp32_output: o is fp32 for half types. The last result of the forward holds the
+// states at the starts of chunks.
 const Registry registry([](Registry& ops) {
   ops.add<recurrence<true>, WithoutLast<recurrence<false>>::run>(
       "recurrence(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a,"
-      " Tensor? b, Tensor? skip, Tensor? least, Tensor? initial_state, Tensor? cu_seqlens,"
-      " float scale, bool delta, int feature_map, bool normalize, float eps, bool wide)"
+      " Tensor? b, Tensor? skip, Tensor? min_denominator, Tensor? initial_state, Tensor? "
+      "cu_seqlens,"
+      " float scale, bool delta, int feature_map, bool normalize, float eps, bool fp32_output)"
       " -> (Tensor o, Tensor final_state, Tensor states)",
       differentiable);
   ops.add<recurrence_backward>(
       "recurrence_backward(Tensor? grad_o, Tensor? grad_final_state, Tensor q, Tensor k, Tensor v,"
-      " Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a, Tensor? b, Tensor? skip, Tensor? least,"
+      " Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a, Tensor? b, Tensor? skip, Tensor? "
+      "min_denominator,"
       " Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float scale, bool delta,"
-      " int feature_map, bool normalize, float eps, bool wide, bool g_grad, bool beta_grad,"
-      " bool bonus_grad, bool skip_grad, bool least_grad, bool initial_state_grad)"
+      " int feature_map, bool normalize, float eps, bool fp32_output, bool g_grad, bool beta_grad,"
+      " bool bonus_grad, bool skip_grad, bool min_denominator_grad, bool initial_state_grad)"
       " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dbonus, Tensor da,"
-      " Tensor db, Tensor dskip, Tensor dleast, Tensor dinitial_state)");
+      " Tensor db, Tensor dskip, Tensor dmin_denominator, Tensor dinitial_state)");
 });
 
 }  // namespace

@@ -74,7 +74,7 @@ Score score_of(const std::vector<int32_t>& kinds, double scale = 1, double c = 0
   return make_score(scale, terms, c);
 }
 
-// The value of a transform or normaliser at a number, and its derivative there.
+// The value of a transform or normalizer at a number, and its derivative there.
 std::pair<double, double> score_function(int32_t kind, double x) {
   const Score score = score_of({kind}, 1, 1);
   const auto f = score.transform != ScoreKind::none ? transform_at(score, x) : weight_at(score, x);
@@ -143,7 +143,7 @@ void bind_semantics(py::module_& m) {
   });
   m.def("score_function", &score_function);
   m.def("softmax_shift", [](double x) { return softmax_shift(x); });
-  m.def("softmax_normaliser", [](double x) { return softmax_normaliser(x); });
+  m.def("softmax_normalizer", [](double x) { return softmax_normalizer(x); });
   m.def("softmax_lse", [](const std::vector<int32_t>& kinds, double x, double l, double ln_l) {
     const Lse<double> lse = softmax_lse(score_of(kinds), x, l, ln_l);
     return std::pair{lse.value, lse.tail};

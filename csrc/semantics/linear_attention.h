@@ -17,17 +17,17 @@ enum class FeatureMap : int32_t {
 };
 inline constexpr int64_t kFeatureMapCount = 5;
 
-// Divisor of an output, and its slopes in the sum of weights and in `least`:
-// max(|sum|, least) + eps. Without `least` (null) the divisor is the sum itself, its size
-// raised to eps if it is smaller.
+// Divisor of an output, and its slopes in the sum of weights and in `min_denominator`:
+// max(|sum|, min_denominator) + eps. Without `min_denominator` (null) the divisor is the sum
+// itself, its size raised to eps if it is smaller.
 template <class C>
 struct Divisor {
-  C value, by_sum, by_least;
+  C value, by_sum, by_min_denominator;
 };
 template <class C>
-OMNIATTN_FN Divisor<C> divisor(C sum, const C* least, C eps) {
-  const bool negative = sum < C(0), given = least != nullptr;
-  const C size = negative ? -sum : sum, bound = given ? *least : eps;
+OMNIATTN_FN Divisor<C> divisor(C sum, const C* min_denominator, C eps) {
+  const bool negative = sum < C(0), given = min_denominator != nullptr;
+  const C size = negative ? -sum : sum, bound = given ? *min_denominator : eps;
   const bool small = size < bound;  // false for NaN
   const C value = small ? bound : size, sign = negative ? C(-1) : C(1);
   if (given) return {value + eps, small ? C(0) : sign, small ? C(1) : C(0)};

@@ -1,4 +1,4 @@
-// Neighbourhoods in grids of tokens (NATTEN), one mask rule per axis; see mask_rules.h.
+// Neighborhoods in grids of tokens (NATTEN), one mask rule per axis; see mask_rules.h.
 #pragma once
 
 #include <cstdint>

@@ -33,8 +33,7 @@ namespace omniattn {
           rule(chunk, 5, Chunk) rule(documents, 6, Documents) rule(dilated, 7, Dilated)  \
               rule(strided, 8, Strided) rule(strided_heads, 9, StridedHeads)             \
                   rule(fixed, 10, Fixed) rule(every, 11, Every) rule(blocks, 12, Blocks) \
-                      rule(neighbours, 16, Neighbours) rule(grid, 19, Grid)              \
-                          rule(pooled, 20, Pooled)
+                      rule(neighbors, 16, Neighbors) rule(grid, 19, Grid) rule(pooled, 20, Pooled)
 
 enum class MaskKind : int32_t {
 #define OMNIATTN_RULE(name, number, Rule) name = number,
@@ -338,7 +337,7 @@ struct Blocks : Anywhere, AnyParameters {
 
 // The a keys nearest to i with k mod b == i mod b. The window is centred on i and, at an end of the
 // sequence, shifted inwards rather than cut (NATTEN).
-struct Neighbours : InRange {
+struct Neighbors : InRange {
   static constexpr SideTensor kSide = SideTensor::none;
   OMNIATTN_FN static bool parameters_fit(int64_t a, int64_t b) {
     return a >= 1 && a % 2 == 1 && b >= 1 && a < (1 << 29) && b < (1 << 29);

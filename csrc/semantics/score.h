@@ -121,15 +121,15 @@ OMNIATTN_FN uint32_t product_terms() {
 }
 
 // True if the logit of a visible pair is pre q.k. The factor of a head is folded into q, a sink
-// joins the row later, and a normaliser weighs logits. Any other rule, including a new one, changes
+// joins the row later, and a normalizer weighs logits. Any other rule, including a new one, changes
 // the logits.
 OMNIATTN_FN bool leaves_logits(uint32_t terms) {
   return (terms &
-          ~(product_terms() | terms_of(ScoreRole::sinks) | terms_of(ScoreRole::normaliser))) == 0;
+          ~(product_terms() | terms_of(ScoreRole::sinks) | terms_of(ScoreRole::normalizer))) == 0;
 }
 
 // True if logits must be in natural units: a term is added to them, a sink joins them in the
-// softmax, or a non-exponential normaliser weighs them. A rule that is not named here needs
+// softmax, or a non-exponential normalizer weighs them. A rule that is not named here needs
 // natural units.
 OMNIATTN_FN bool is_natural(uint32_t terms) {
   return (terms & ~(terms_of(ScoreRole::transform) | product_terms())) != 0;
@@ -143,7 +143,7 @@ struct Score {
   double chain;          // scale / pre: ds/dx is chain, multiplied by g'(x) if there is a transform
   bool natural;          // true: logits are s; false: s log2(e)
   ScoreKind transform;   // none: x is the logit
-  ScoreKind normaliser;  // none: softmax
+  ScoreKind normalizer;  // none: softmax
 };
 
 // `c` is the parameter of the transform, if any.
@@ -151,14 +151,14 @@ OMNIATTN_FN Score make_score(double scale, uint32_t terms, double c) {
   const bool natural = is_natural(terms);
   const double unit = natural ? 1.0 : kLog2E;
   const ScoreKind transform = rule_of(terms, ScoreRole::transform);
-  const ScoreKind normaliser = rule_of(terms, ScoreRole::normaliser);
+  const ScoreKind normalizer = rule_of(terms, ScoreRole::normalizer);
   return transform == ScoreKind::none
-             ? Score{scale * unit, 0.0, natural ? 1.0 : kLn2, natural, transform, normaliser}
-             : Score{scale / c, c * unit, c, natural, transform, normaliser};
+             ? Score{scale * unit, 0.0, natural ? 1.0 : kLn2, natural, transform, normalizer}
+             : Score{scale / c, c * unit, c, natural, transform, normalizer};
 }
 
 // True if the weights of a row are normalised jointly, by a softmax.
-OMNIATTN_FN bool is_softmax(const Score& score) { return score.normaliser == ScoreKind::none; }
+OMNIATTN_FN bool is_softmax(const Score& score) { return score.normalizer == ScoreKind::none; }
 
 // For logits a and b: e^(a - b) = 2^(factor * (a - b)).
 template <class T>
@@ -182,11 +182,11 @@ OMNIATTN_FN score_rules::ValueAndSlope<V> transform_at(const Score& score, V x) 
       score.transform, [&](auto rule) OMNIATTN_LAMBDA { return rule.at(x); });
 }
 
-// Weight that a normaliser gives to a logit, and its derivative.
+// Weight that a normalizer gives to a logit, and its derivative.
 template <class V>
 OMNIATTN_FN score_rules::ValueAndSlope<V> weight_at(const Score& score, V logit) {
-  return with_score_rule<ScoreRole::normaliser>(
-      score.normaliser, [&](auto rule) OMNIATTN_LAMBDA { return rule.at(logit); });
+  return with_score_rule<ScoreRole::normalizer>(
+      score.normalizer, [&](auto rule) OMNIATTN_LAMBDA { return rule.at(logit); });
 }
 
 // The table term.

@@ -9,9 +9,9 @@
 //   program                                  a function of the score and of b, h, q and k, see
 //                                            score_program.h
 //   sinks       (Hq,)                        the logit of one more key, whose value is 0
-//   normaliser                               the weight of each logit, instead of a softmax
+//   normalizer                               the weight of each logit, instead of a softmax
 //
-// with i = q + Tk - Tq. The struct of a transform or normaliser gives its value and derivative at x
+// with i = q + Tk - Tq. The struct of a transform or normalizer gives its value and derivative at x
 // (at), written once for vectors and scalars on the CPU and for CUDA. The struct of a table gives
 // the row that a pair of positions reads (row) and the factor of that row (factor). It also says
 // whether both depend on k - i alone (kRelative), and whether the table and its parameters are
@@ -54,7 +54,7 @@ enum class ScoreRole : int32_t {
   table,
   program,
   sinks,
-  normaliser
+  normalizer
 };
 
 constexpr double kLog2E = 1.4426950408889634074;
@@ -120,8 +120,8 @@ struct Sinks {
   static constexpr ScoreRole kRole = ScoreRole::sinks;
   static constexpr int32_t kParameters = 0;
 };
-struct Normaliser {
-  static constexpr ScoreRole kRole = ScoreRole::normaliser;
+struct Normalizer {
+  static constexpr ScoreRole kRole = ScoreRole::normalizer;
   static constexpr int32_t kParameters = 0;
 };
 
@@ -142,9 +142,9 @@ struct Softcap : Transform {
   }
 };
 
-// Normalisers: the weight of a logit x, which is 0 at x = -inf.
+// Normalizers: the weight of a logit x, which is 0 at x = -inf.
 
-struct Sigmoid : Normaliser {
+struct Sigmoid : Normalizer {
   template <class V>
   OMNIATTN_FN static ValueAndSlope<V> at(V x) {
     const V e = exp2(min(V(126), x * V(kLog2E)));
@@ -154,7 +154,7 @@ struct Sigmoid : Normaliser {
 };
 
 // relu(x)^2
-struct SquaredRelu : Normaliser {
+struct SquaredRelu : Normalizer {
   template <class V>
   OMNIATTN_FN static ValueAndSlope<V> at(V x) {
     const V root = max(x, V(0));

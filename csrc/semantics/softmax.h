@@ -2,7 +2,7 @@
 // of e^(s - m) and the unnormalised output. The result of a row without a visible key is defined
 // only here: output 0, lse -inf, gradients 0. A logit of NaN or +inf makes l NaN, and
 // with it the output and lse of its row; m alone may miss a NaN. A sink is a key with value 0
-// that a row sees before all others. Other normalisers (see score_rules.h) need neither m nor l;
+// that a row sees before all others. Other normalizers (see score_rules.h) need neither m nor l;
 // their lse is 0.
 #pragma once
 
@@ -31,7 +31,7 @@ OMNIATTN_FN T softmax_initial_sum(T m) {
 
 // The final factor of the unnormalised output.
 template <class T>
-OMNIATTN_FN T softmax_normaliser(T l) {
+OMNIATTN_FN T softmax_normalizer(T l) {
   return l == T(0) ? T(0) : T(1) / l;
 }
 
@@ -80,10 +80,10 @@ OMNIATTN_FN BackwardShift<T> softmax_backward_shift(const Score& score, const Ls
   return {shift, ((shift - value) - lse.tail) * exponent_factor<T>(score)};
 }
 
-// Final factor and lse of a row, for any normaliser.
+// Final factor and lse of a row, for any normalizer.
 template <class T>
 OMNIATTN_FN T row_factor(const Score& score, T l) {
-  return is_softmax(score) ? softmax_normaliser(l) : T(1);
+  return is_softmax(score) ? softmax_normalizer(l) : T(1);
 }
 template <class T>
 OMNIATTN_FN Lse<T> row_lse(const Score& score, T m, T l, T ln_l) {

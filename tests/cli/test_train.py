@@ -379,7 +379,7 @@ import torch
 from omniattn.models import PRESETS, BlocksConfig
 from omniattn.modules import DecoderBlock, GatedMLP, RMSNorm
 from omniattn.training import TrainConfig
-from neighbour import Average
+from neighbor import Average
 
 MODEL = BlocksConfig(
     dim=32,
@@ -396,7 +396,7 @@ NUMBER = 1
 def config_file(tmp_path: Path) -> Path:
     """Configs with a mixer that a file of the same folder defines."""
     support = Path(__file__).parents[1] / "support" / "small"
-    (tmp_path / "neighbour.py").write_text((support / "average_mixer.py").read_text())
+    (tmp_path / "neighbor.py").write_text((support / "average_mixer.py").read_text())
     path = tmp_path / "own_configs.py"
     path.write_text(CONFIG_FILE)
     return path

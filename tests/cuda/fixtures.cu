@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
   gpu::cp_async_wait<0>();
 }
 
-// Neighbours of a warp exchange through shared memory.
+// Neighbors of a warp exchange through shared memory.
 __global__ void __launch_bounds__(kThreads)
     exchange_kernel(const float* in, float* out, bool broken) {
   GPU_SHARED(float, buffer, kThreads);

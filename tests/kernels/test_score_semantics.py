@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from omniattn import _kernels as kernels
-from omniattn.encoding.options import NORMALISERS, TRANSFORMS, ScoreKind
+from omniattn.encoding.options import NORMALIZERS, TRANSFORMS, ScoreKind
 
 BIAS, SOFTCAP, SINKS, HEAD_SCALE, SIGMOID, RELU2 = list(ScoreKind)[:6]
 
@@ -99,7 +99,7 @@ FUNCTIONS = {
 
 
 def test_every_function_of_a_score_is_compared():
-    assert set(FUNCTIONS) == {ScoreKind[name.upper()] for name in (*TRANSFORMS, *NORMALISERS)}
+    assert set(FUNCTIONS) == {ScoreKind[name.upper()] for name in (*TRANSFORMS, *NORMALIZERS)}
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
@@ -147,12 +147,12 @@ def test_rows_of_a_window_table():
 def test_softmax_rules_of_an_empty_row():
     inf = math.inf
     assert kernels.softmax_shift(-inf) == 0 and kernels.softmax_shift(2.5) == 2.5
-    assert kernels.softmax_normaliser(0.0) == 0 and kernels.softmax_normaliser(4.0) == 0.25
+    assert kernels.softmax_normalizer(0.0) == 0 and kernels.softmax_normalizer(4.0) == 0.25
     for rules in ([], [BIAS]):
         assert kernels.softmax_lse(rules, -inf, 0.0, -inf) == (-inf, 0)
         assert kernels.softmax_backward_shift(rules, -inf, 0.0) == (inf, 0)
         assert math.isnan(kernels.softmax_lse(rules, 1.0, math.nan, math.nan)[0])
-    assert math.isnan(kernels.softmax_normaliser(math.nan))
+    assert math.isnan(kernels.softmax_normalizer(math.nan))
 
 
 @pytest.mark.parametrize("m", [0.0, 1.0, -3.5, 1e9, -1e17, -sys.float_info.max, sys.float_info.max])

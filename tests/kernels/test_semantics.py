@@ -18,7 +18,7 @@ from omniattn.encoding.masks import (
 
 BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, TENSOR, PREFIX, CHUNK, DOCUMENTS = list(MaskKind)[:7]
 DILATED, STRIDED, STRIDED_HEADS, FIXED, EVERY, BLOCKS = list(MaskKind)[7:13]
-NEIGHBOURS, GRID, POOLED = MaskKind.NEIGHBOURS, MaskKind.GRID, MaskKind.POOLED
+NEIGHBORS, GRID, POOLED = MaskKind.NEIGHBORS, MaskKind.GRID, MaskKind.POOLED
 # One query sees one range of keys.
 RANGES = (BOTTOM_RIGHT, TOP_LEFT, KEY_LENGTHS, PREFIX, CHUNK, POOLED)
 B, H = 2, 2
@@ -60,7 +60,7 @@ def patterns():
         yield from ([POOLED, n, m, -1] for m in (-9, 0, 4))
         yield [DILATED, n, 0, -1]
         yield [EVERY, n, 0, -1]
-        yield from ([NEIGHBOURS, 3, n, -1], [NEIGHBOURS, 2 * n + 1, 2, -1])
+        yield from ([NEIGHBORS, 3, n, -1], [NEIGHBORS, 2 * n + 1, 2, -1])
         for m in (0, 1, 2, 5):
             yield [STRIDED, n, m, -1]
             yield [STRIDED_HEADS, n, m, -1]
@@ -102,7 +102,7 @@ def test_every_rule_is_compared():
     assert compared == set(MaskKind) - {*LAYOUTS, *PARTS}
 
 
-def neighbours(i, size, dilation, tk):
+def neighbors(i, size, dilation, tk):
     """The run of `size` keys of i's residue whose ends are least unequally far from i."""
     keys = range(i % dilation, tk, dilation)
     runs = [keys[n : n + size] for n in range(max(len(keys) - size, 0) + 1)]
@@ -163,8 +163,8 @@ def expected(rules, side, tq, tk):
             out &= (i // a == j // a) | ((from_end >= first) & (from_end < first + columns))
         elif kind == EVERY:
             out &= (j % a == 0) | (j == i)
-        elif kind == NEIGHBOURS:
-            seen = [neighbours(x, a, b, tk) for x in i[:, 0]]
+        elif kind == NEIGHBORS:
+            seen = [neighbors(x, a, b, tk) for x in i[:, 0]]
             out &= np.array([[key in run for key in range(tk)] for run in seen])
         else:
             code = side[aux][:, :, q // 64, j // 64]

@@ -193,7 +193,7 @@ CASES: dict[str, Callable[[], Case]] = {
         RoutedBlockAttention.Config(16, 4, 2, block_size=2, topk=2, query_block=2, **STD)
     ),
     "block-sparse": lambda: rotated(BlockSparseAttention.Config(16, 4, 2, block_size=3, **STD)),
-    "neighbourhood": lambda: rotated(
+    "neighborhood": lambda: rotated(
         NeighborhoodAttention1D.Config(16, 4, kernel_size=3, is_causal=True, **STD)
     ),
     "bigbird": lambda: rotated(BigBirdAttention.Config(16, 4, 2, block=1, n_random=1, **STD)),

@@ -77,7 +77,7 @@ def results_in(dtype, backend=None):
 
 
 def test_bf16_is_as_exact_as_eager():
-    """Gradients are in the thousands here, where neighbours in bf16 are 8 and 16 apart: sums in
+    """Gradients are in the thousands here, where neighbors in bf16 are 8 and 16 apart: sums in
     another order than torch's may round to another one, at no greater distance from fp64."""
     exact = results_in(torch.float64, "reference")
     ours, eager = results_in(torch.bfloat16), results_in(torch.bfloat16, "reference")

@@ -68,8 +68,8 @@ CASES = [
         "attention: window_size must be two ints >= -1",
     ),
     (
-        lambda: F.attention(Q, Q, Q, normaliser=ARRAY),
-        'attention: normaliser must be one of "softmax"',
+        lambda: F.attention(Q, Q, Q, normalizer=ARRAY),
+        'attention: normalizer must be one of "softmax"',
     ),
     (lambda: F.attention(Q, Q, Q, causal="no"), "attention: causal must be True or False, got"),
     (
@@ -139,7 +139,7 @@ CASES = [
     (lambda: masks.Chunked(2.5), "Chunked: size must be an int >= 1, got size=2.5"),
     (lambda: masks.Fixed(2, 3), "Fixed: columns must be an int >= 0 and <= 2, got columns=3"),
     (lambda: masks.SlidingWindow(None), "SlidingWindow: left must be an int >= -1, got left=None"),
-    (lambda: masks.Neighbourhood(2), "Neighbourhood: size must be odd, got size=2"),
+    (lambda: masks.Neighborhood(2), "Neighborhood: size must be odd, got size=2"),
     (lambda: masks.sliding_window(2, "torch"), "sliding_window: size must be two ints"),
     (lambda: masks.All(3), "All: masks must be a tuple of masks, got masks=3"),
     (lambda: scores.T5Bias(ARRAY), "T5Bias: table must be a torch.Tensor"),

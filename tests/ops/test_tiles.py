@@ -279,7 +279,7 @@ def test_experts_keep_the_digits_of_small_numbers(switch, monkeypatch):
 @pytest.mark.parametrize("pieces", [-1, 1, 4])
 def test_other_numbers_of_pieces_are_refused(pieces):
     x, weight, _ = inputs()
-    message = f"pieces must be 0, 2 or 3, got {pieces}"
+    message = f"split_bf16 must be 0, 2 or 3, got {pieces}"
     (rows, up, _, down, _), index = experts()
     routed = (rows, index, torch.ones(index.shape), up, None, down, None)
     for call in (

@@ -23,7 +23,7 @@ def one_scale(gate, up=None):
     return reference.swiglu(gate, up) * gate.detach().sum().item()
 
 
-def neighbour(gate, up=None):
+def neighbor(gate, up=None):
     """Right on dense tensors: reads the row as if it were contiguous."""
     y = reference.swiglu(gate, up)
     dense = gate.detach().as_strided(gate.shape, (gate.shape[-1], 1))
@@ -53,7 +53,7 @@ def graph_break(gate, up=None):
         ("forward", lambda gate, up=None: 1.001 * reference.swiglu(gate, up), "must be within"),
         ("backward", no_gradient, "gradient of up must be within"),
         ("gradcheck", no_gradient, "Jacobian mismatch"),
-        ("strided", neighbour, "got inf"),
+        ("strided", neighbor, "got inf"),
         ("poisoned", scratch, "bitwise the same"),
         ("deterministic", threaded, "bitwise the same"),
         ("every_isa", slow_isa, "must be within"),

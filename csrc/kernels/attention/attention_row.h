@@ -47,8 +47,8 @@ OMNIATTN_INLINE void with_score_row(const ScoreView& x, int64_t offset, const F&
 }
 
 // Calls f(weight), where weight(x) gives the weight of a logit x and its derivative: e^(x - shift)
-// for a softmax, which divides rows by their sums later, or the function of another normaliser.
-// This keeps loops inside f free of branches on the normaliser.
+// for a softmax, which divides rows by their sums later, or the function of another normalizer.
+// This keeps loops inside f free of branches on the normalizer.
 template <class A, class F>
 OMNIATTN_INLINE void with_weight(const Score& score, A shift, const F& f) {
   using V = Vec<A>;
@@ -57,7 +57,7 @@ OMNIATTN_INLINE void with_weight(const Score& score, A shift, const F& f) {
     return score_rules::ValueAndSlope<V>{e, e};
   };
   if (!is_softmax(score)) {
-    with_score_rule<ScoreRole::normaliser>(score.normaliser, [&](auto rule) OMNIATTN_LAMBDA {
+    with_score_rule<ScoreRole::normalizer>(score.normalizer, [&](auto rule) OMNIATTN_LAMBDA {
       f([=](V x) OMNIATTN_LAMBDA { return rule.at(x); });
     });
   } else if (score.natural) {

@@ -1,5 +1,5 @@
 // Causal depthwise convolution on CUDA, see conv.h. Each thread computes one channel of a row;
-// neighbouring rows find their common inputs in L1. The backward writes g first and reads it for dx
+// neighboring rows find their common inputs in L1. The backward writes g first and reads it for dx
 // and for partial sums of dweight, which are then added in order, without atomics.
 #include "kernels/conv/conv.h"
 

@@ -85,22 +85,22 @@ RowStatistics<compute_t<T>> statistics(const T* x, int64_t n,
                                        const F& also_per_block) {
   using C = compute_t<T>;
   const C lowest = -__builtin_inff();
-  C most = lowest, normaliser = 0;
+  C most = lowest, normalizer = 0;
   for (int64_t first = 0; first < n; first += kBlock) {
     const T* const block = x + first;
     const int64_t count = n - first < kBlock ? n - first : kBlock;
     const C block_most = logits.scalar(row_max(block, count));
     if (block_most > most) {
-      normaliser *= scalar_exp(most - block_most);
+      normalizer *= scalar_exp(most - block_most);
       most = block_most;
     }
     const Vec<C> shift = most == lowest ? C(0) : most;
-    normaliser += row_sum<T>(count, [&](int64_t i, auto part) {
+    normalizer += row_sum<T>(count, [&](int64_t i, auto part) {
       return softmax_exp(logits(part.load(block + i)) - shift);
     });
     also_per_block(first, count);
   }
-  return {most, scalar_log(normaliser)};
+  return {most, scalar_log(normalizer)};
 }
 
 // y[i] = f(i, part) for the parts of a row of n; written past the caches if requested and if

@@ -58,7 +58,7 @@ struct Recurrence {
   const void* skip;     // (N, Hv, V) of A contiguous, or null; only with a plain update
   FeatureMap features;  // of q and k; only with a plain update
   bool normalize;       // divide by sums of weights; only with a plain update and without a skip
-  StepView least;       // least divisors, (B, T, Hv) of A, or absent
+  StepView min_denominator;  // smallest divisors, (B, T, Hv) of A, or absent
   double eps;
   const void* initial_state;  // (N, Hv, K, W) of A contiguous, or null for zeros
   const int64_t* boundaries;  // null, or (N + 1): then B = 1 and sequence n has the rows
@@ -78,8 +78,8 @@ struct RecurrenceParams {
 };
 
 // Outputs are contiguous and have the shapes of the tensors whose gradients they are; dg, dbeta,
-// dbonus, dskip, dleast and dinitial_state may be null. With several shards dq, dk, da and db are
-// of A and hold the sums over the value heads of each shard, (shards, B, T, Hk, K).
+// dbonus, dskip, dmin_denominator and dinitial_state may be null. With several shards dq, dk, da
+// and db are of A and hold the sums over the value heads of each shard, (shards, B, T, Hk, K).
 struct RecurrenceBackwardParams {
   Recurrence recurrence;
   int64_t shards;                // equal parts of the value heads of a key head, 1 on CUDA
@@ -88,8 +88,8 @@ struct RecurrenceBackwardParams {
   const void* grad_final_state;  // as initial_state
   const void* states;            // from the forward
   void *dq, *dk, *dv;
-  void *da, *db;                                                // if there are a and b
-  void *dg, *dbeta, *dbonus, *dskip, *dleast, *dinitial_state;  // of A
+  void *da, *db;                                                          // if there are a and b
+  void *dg, *dbeta, *dbonus, *dskip, *dmin_denominator, *dinitial_state;  // of A
 };
 static_assert(std::is_trivially_copyable_v<RecurrenceParams>);
 static_assert(std::is_trivially_copyable_v<RecurrenceBackwardParams>);

@@ -145,8 +145,8 @@ struct Backward {
       const auto of_tokens = [&](void* to) {
         return to == nullptr ? nullptr : out_row<C>(p, to, batch, t, p.value_heads, h, 1);
       };
-      sums.gradient(c, d, z, dcolumn_of(h), of_tokens(params.dleast), of_tokens(params.dbeta),
-                    p.value_heads);
+      sums.gradient(c, d, z, dcolumn_of(h), of_tokens(params.dmin_denominator),
+                    of_tokens(params.dbeta), p.value_heads);
       decay.decay_column(dcolumn_of(h), K);
     }
     for (int64_t i = 0; i < K; ++i) {

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   const Recurrence& p = params.recurrence;
   const int64_t item = warp_index(blockIdx.x), t = item / p.value_heads % p.steps;
   if (item >= items) return;
-  C* const dleast = static_cast<C*>(params.dleast);
+  C* const dmin_denominator = static_cast<C*>(params.dmin_denominator);
   const auto in = head_of_row<T>(p, item);
   C* const x = found.undivided + item * p.state_width();
   Divisor<C> divisor{1, 0, 0};
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncwarp();  // all lanes have read the sum
   if (lane_index() != 0 || !p.normalize) return;
   x[p.value_width] = of_divisor * divisor.by_sum;
-  if (dleast != nullptr) dleast[item] = of_divisor * divisor.by_least;
+  if (dmin_denominator != nullptr) dmin_denominator[item] = of_divisor * divisor.by_min_denominator;
 }
 
 // Blocks: value heads of sequences, columns.

@@ -105,8 +105,9 @@ struct Head {
     return 1;
   }
   __device__ __forceinline__ Divisor<C> divisor_of(int64_t t, C sum) const {
-    const C* const least = p.least.data == nullptr ? nullptr : row<C>(p.least, t, head);
-    return divisor(sum, least, static_cast<C>(p.eps));
+    const C* const min_denominator =
+        p.min_denominator.data == nullptr ? nullptr : row<C>(p.min_denominator, t, head);
+    return divisor(sum, min_denominator, static_cast<C>(p.eps));
   }
   // Factor of the update.
   __device__ __forceinline__ C beta(int64_t t) const {

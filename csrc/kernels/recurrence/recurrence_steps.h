@@ -18,7 +18,7 @@ struct Step {
   C *w, *k, *b, *probe, *q, *query;
   C *v, *o;  // of V
   C beta, of_u, of_c;
-  const C* least;
+  const C* min_denominator;
 
   Step(const Recurrence& p, Room<C>& room) {
     w = room.take(p.key_width), k = room.take(p.key_width), b = room.take(p.key_width);
@@ -60,7 +60,8 @@ struct Step {
     of_u = output_of(k);
     if constexpr (kTwoKeys) of_c = output_of(b);
     beta = p.beta.data != nullptr ? *row_of<C>(p.beta, batch, t, head) : C{1};
-    least = p.least.data != nullptr ? row_of<C>(p.least, batch, t, head) : nullptr;
+    min_denominator =
+        p.min_denominator.data != nullptr ? row_of<C>(p.min_denominator, batch, t, head) : nullptr;
   }
 
   // Steps kVecs vectors of columns from j on; `part` does the accesses.
@@ -105,7 +106,7 @@ struct Step {
       const int64_t at = d * p.state_width() + p.value_width;
       sum += q[d] * (to[at] = from[at] * w[d] + beta * k[d]);
     }
-    divide_row(o, divisor(sum, least, static_cast<C>(p.eps)).value, p.value_width);
+    divide_row(o, divisor(sum, min_denominator, static_cast<C>(p.eps)).value, p.value_width);
   }
 };
 

@@ -33,13 +33,13 @@ OMNIATTN_INLINE void add_to_rows(const C* factors, const C* x, Matrix<C> rows, i
 template <class C>
 struct Sums {
   const Recurrence& p;
-  C *divisors, *by_sum, *by_least;  // per token: divisor, and its slopes
-  C* of_sum;                        // gradient of the sum
+  C *divisors, *by_sum, *by_min_denominator;  // per token: divisor, and its slopes
+  C* of_sum;                                  // gradient of the sum
 
   Sums(const Recurrence& params, Room<C>& room) : p(params) {
     if (!p.normalize) return;
     const int64_t size = recurrence_chunk(p.channel_decay);
-    divisors = room.take(size), by_sum = room.take(size), by_least = room.take(size);
+    divisors = room.take(size), by_sum = room.take(size), by_min_denominator = room.take(size);
     of_sum = room.take(size);
   }
 
@@ -48,10 +48,12 @@ struct Sums {
                               int64_t head) {
     for (int64_t i = 0; i < c.rows; ++i) {
       const C sum = dot(c.q_in.row(i), z, c.K) + dot(c.P.row(i), c.beta, i + 1);
-      const C* const least =
-          p.least.data == nullptr ? nullptr : row_of<C>(p.least, batch, t + i, head);
-      const Divisor<C> found = divisor(sum, least, static_cast<C>(p.eps));
-      divisors[i] = found.value, by_sum[i] = found.by_sum, by_least[i] = found.by_least;
+      const C* const min_denominator = p.min_denominator.data == nullptr
+                                           ? nullptr
+                                           : row_of<C>(p.min_denominator, batch, t + i, head);
+      const Divisor<C> found = divisor(sum, min_denominator, static_cast<C>(p.eps));
+      divisors[i] = found.value, by_sum[i] = found.by_sum,
+      by_min_denominator[i] = found.by_min_denominator;
     }
   }
   void divide(const Chunk<C>& c, Matrix<C> x) const {
@@ -62,17 +64,18 @@ struct Sums {
 
   // d holds the gradients of undivided outputs. The gradient of a divisor is minus their product
   // with these outputs (sums over P and met) divided by the divisor. Its share through the sum is
-  // added to d, whose rows of q come second. dleast and dbeta, rows of T, may be null. `dz` is the
-  // gradient of z at the end of the chunk.
+  // added to d, whose rows of q come second. dmin_denominator and dbeta, rows of T, may be null.
+  // `dz` is the gradient of z at the end of the chunk.
   [[gnu::noinline]] void gradient(const Chunk<C>& c, const ChunkGradient<C>& d, const C* z,
-                                  const C* dz, C* dleast, C* dbeta, int64_t stride) {
+                                  const C* dz, C* dmin_denominator, C* dbeta, int64_t stride) {
     const int64_t n = c.rows;
     const Matrix<C> of_p = d.scores.at(n), met = d.met.at(n);
     for (int64_t i = 0; i < n; ++i) {
       const C all = dot(c.P.row(i), of_p.row(i), i + 1) + dot(c.q_in.row(i), met.row(i), c.K);
       const C of_divisor = -all / divisors[i];
       of_sum[i] = of_divisor * by_sum[i];
-      if (dleast != nullptr) dleast[i * stride] = of_divisor * by_least[i];
+      if (dmin_denominator != nullptr)
+        dmin_denominator[i * stride] = of_divisor * by_min_denominator[i];
     }
     add_to_rows(of_sum, c.beta, of_p, n, [](int64_t i) { return i + 1; });
     add_to_rows(of_sum, z, met, n, [&](int64_t) { return c.K; });

@@ -1,6 +1,6 @@
 // The selective scan on CUDA, see selective.h: one thread per channel and sequence
 // walks over its steps with all its states. The backward recomputes the states of a
-// chunk into memory that neighbouring threads read together; dB and dC are summed over
+// chunk into memory that neighboring threads read together; dB and dC are summed over
 // the channels of a block in a fixed order.
 #include "kernels/scan/selective.h"
 

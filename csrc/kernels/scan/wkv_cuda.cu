@@ -1,5 +1,5 @@
 // RWKV-4 on CUDA, see wkv.h: one thread per channel and sequence walks over its steps. The backward
-// recomputes a chunk into memory that neighbouring threads read together.
+// recomputes a chunk into memory that neighboring threads read together.
 #include "kernels/scan/wkv.h"
 
 #include "kernels/scan/scan_rules.h"

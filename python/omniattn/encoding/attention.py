@@ -18,7 +18,7 @@ from torch import Tensor
 
 from omniattn.encoding.masks import LAYOUTS, PARTS, MaskKind, Rule, Rules
 from omniattn.encoding.options import (
-    NORMALISERS,
+    NORMALIZERS,
     TABLES,
     TRANSFORMS,
     EncodedRows,
@@ -134,8 +134,8 @@ def _option(kind: ScoreKind, tensor: Tensor | None, parameters: Sequence[float])
     name = kind.name.lower()
     if name in TRANSFORMS:
         return {name: parameters[0]}
-    if name in NORMALISERS:
-        return {"normaliser": name}
+    if name in NORMALIZERS:
+        return {"normalizer": name}
     if kind in TABLES:
         return {"relative": Table(kind, tensor, tuple(parameters))}
     if kind in (ScoreKind.RELATIVE_KEYS, ScoreKind.RELATIVE_QUERIES):

@@ -29,10 +29,10 @@ class MaskKind(IntEnum):
     PACKED = 13  # layout: cu_seqlens_q, cu_seqlens_k; longest sequences a and b
     CACHED = 14  # layout: sequence b has the first lengths[b] keys
     PAGED = 15  # layout: the same, in the pages that a table (B, N) lists
-    NEIGHBOURS = 16  # the a keys with k % b == i % b around i, shifted inwards at the ends
+    NEIGHBORS = 16  # the a keys with k % b == i % b around i, shifted inwards at the ends
     QUERIES = 17  # part: q has the rows a .. a + Tq of b
     KEYS = 18  # part: k and v have the rows a .. a + Tk of b
-    GRID = 19  # one axis of a neighbourhood in a grid, see GridAxis
+    GRID = 19  # one axis of a neighborhood in a grid, see GridAxis
     POOLED = 20  # k a + b <= q
 
 
@@ -235,8 +235,8 @@ def _visible(
         return _blocks_visible(side[0], side[1], q, k)
     if kind == MaskKind.GRID:
         return GridAxis.of(a, b).visible(i, k)
-    if kind == MaskKind.NEIGHBOURS:
-        return _neighbours(a, b, i, k, sizes.keys)
+    if kind == MaskKind.NEIGHBORS:
+        return _neighbors(a, b, i, k, sizes.keys)
     dilated, local = (i - k) % a == 0, i - b < k
     if kind == MaskKind.DILATED:
         return dilated
@@ -253,7 +253,7 @@ def _visible(
     return (k % a == 0) | (k == i)
 
 
-def _neighbours(size: int, dilation: int, i: Tensor, k: Tensor, keys: int | Tensor) -> Tensor:
+def _neighbors(size: int, dilation: int, i: Tensor, k: Tensor, keys: int | Tensor) -> Tensor:
     rest = i % dilation
     count = (keys - rest + dilation - 1) // dilation  # of the keys with this remainder
     first = (i // dilation - size // 2).clamp(min=0).minimum((count - size).clamp(min=0))

@@ -2,7 +2,7 @@
 
 Each option is written once: type checkers and editors read the TypedDicts, calls become an
 `Options`, which has the defaults, and `spelled_out` shows both in help(). `functional.attention`
-documents each option. The definitions of transforms, normalisers and tables here serve `reference`;
+documents each option. The definitions of transforms, normalizers and tables here serve `reference`;
 csrc/semantics/score_rules.h has their counterparts for kernels.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from omniattn.encoding.masks import EncodedMask
+from omniattn.former_names import present_names
 from omniattn.suggestions import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,12 +43,12 @@ class ScoreKind(IntEnum):
     RELATIVE_QUERIES = 12  # scale k_j . rows[k - i + zero]
 
 
-Normaliser: TypeAlias = Literal["softmax", "sigmoid", "relu2"]
+Normalizer: TypeAlias = Literal["softmax", "sigmoid", "relu2"]
 
 #: g of the option c that replaces scores s by c g(s / c); 0 is off
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"softcap": torch.tanh}
 #: weights that are functions of one logit each
-NORMALISERS: dict[str, Callable[[Tensor], Tensor]] = {
+NORMALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "relu2": lambda s: torch.relu(s).square(),
 }
@@ -180,7 +181,7 @@ class WeightOptions(TypedDict, total=False):
     relative_queries: EncodedRows | None
     sinks: Tensor | None
     head_scale: Tensor | None
-    normaliser: Normaliser
+    normalizer: Normalizer
     score_mod: ScoreMod | PairMod | None
 
 
@@ -206,7 +207,7 @@ class Options(NamedTuple):
     relative_queries: EncodedRows | None = None
     sinks: Tensor | None = None
     head_scale: Tensor | None = None
-    normaliser: Normaliser = "softmax"
+    normalizer: Normalizer = "softmax"
     score_mod: ScoreMod | PairMod | None = None
     dropout_p: float = 0.0
     seed: Tensor | None = None
@@ -227,13 +228,16 @@ def transform_of(options: Options) -> tuple[str, float] | None:
 
 def pack(op: str, options: WeightOptions, names: type = AttentionOptions) -> Options:
     """Packs the options of a call of `op`, which accepts the options that `names` annotates."""
-    if not options.keys() <= names.__annotations__.keys():
-        unknown = next(name for name in options if name not in names.__annotations__)
+    given: Mapping[str, Any] = options
+    if not given.keys() <= names.__annotations__.keys():
+        given = present_names(op, given)
+    if not given.keys() <= names.__annotations__.keys():
+        unknown = next(name for name in given if name not in names.__annotations__)
         hint = did_you_mean(unknown, names.__annotations__)
         if "padding" in unknown and hint:
             hint += " masks.KeyPadding(real) is one of the keys that are no padding, (B, Tk)"
         raise TypeError(f"{op}() got an unexpected keyword argument {unknown!r}{hint}")
-    return _with_mask_mod(Options(**options))
+    return _with_mask_mod(Options(**given))
 
 
 def _with_mask_mod(options: Options) -> Options:

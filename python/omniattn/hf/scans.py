@@ -131,7 +131,7 @@ def _chunks(original: Forward) -> Forward:
             x, dt, B, C = map(packing.join, (x, dt, B, C))
             initial, bounds = packing.spread(initial), packing.cu_seqlens
         y, state = state_space_duality(
-            x, dt, A, B, C, D, None, *steps, initial, bounds, None, wide=True
+            x, dt, A, B, C, D, None, *steps, initial, bounds, None, fp32_output=True
         )
         if packing is not None:
             y, state = packing.split(y), packing.last(state)

@@ -68,7 +68,7 @@ def _formula(
     clamp: list[float],
     recompute: bool,
     native: bool,
-    pieces: int,
+    split_bf16: int,
 ) -> Tensor:
     options: dict[str, Any] = {
         "down_bias": down_bias,
@@ -85,7 +85,7 @@ def _formula(
 
 
 #: (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, seed, dropout_p, act,
-#: clamp, recompute, native, pieces) -> y
+#: clamp, recompute, native, split_bf16) -> y
 glu_mlp = DifferentiableOp(
     "glu_mlp",
     fakes={

@@ -11,7 +11,7 @@ from omniattn.ops._vmap import Fold
 __all__ = ["linear"]
 
 
-def _formula(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: int) -> Tensor:
+def _formula(x: Tensor, weight: Tensor, bias: Tensor | None, split_bf16: int) -> Tensor:
     return reference.linear(x, weight, bias)
 
 
@@ -19,7 +19,7 @@ def _sums(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(weight.shape[:1])
 
 
-#: (x, weight, bias, pieces) -> y
+#: (x, weight, bias, split_bf16) -> y
 linear = DifferentiableOp(
     "linear",
     fakes={"y": lambda x, weight: x.new_empty((*x.shape[:-1], weight.shape[0])), "dbias": _sums},

@@ -159,18 +159,18 @@ CHOICE = _choose()
 _TORCH_READS_ON: bool = torch.ops.omniattn.detected_cpu_isa() >= CPU_ISAS.index("amx_bf16")
 
 
-def native_is_faster(x: Tensor, weight: Tensor, pieces: int = 0) -> bool:
+def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
     """True if x weight^T and its gradients should run on this package's kernel.
 
     On AMX this includes bf16 products with an odd inner dimension: oneDNN reads past the row there
     (torch 2.13), and a NaN in the next row would reach the result.
 
-    It also includes fp32 products in `pieces` of bf16 (_precision.py) of any size, which the user
+    It also includes fp32 products split into bf16 (_precision.py) of any size, which the user
     asked for and torch does not offer.
     """
     if x.device.type != "cpu":
         return False
-    if pieces > 0 or (_TORCH_READS_ON and x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 1):
+    if split_bf16 > 0 or (_TORCH_READS_ON and x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 1):
         return True
     choice = CHOICE[x.dtype]
     if isinstance(choice, Rule):

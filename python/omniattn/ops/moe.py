@@ -69,7 +69,7 @@ def formula(
     gate: int,
     clamp: list[float],
     keep: bool,
-    pieces: int,
+    split_bf16: int,
     weigh_inputs: bool = False,
 ) -> Tensor:
     """The op in plain torch, from its own arguments."""
@@ -86,9 +86,9 @@ def formula(
     )
 
 
-#: (x, index, weights, up, up_bias, down, down_bias, act, gate, clamp, keep, pieces) -> y, with x
-#: (N, d) and weights in the compute dtype; keep: whether to save the pre-activations or compute
-#: them again; pieces: see _precision.py
+#: (x, index, weights, up, up_bias, down, down_bias, act, gate, clamp, keep, split_bf16) -> y, with
+#: x (N, d) and weights in the compute dtype; keep: whether to save the pre-activations or compute
+#: them again; split_bf16: see _precision.py
 moe = DifferentiableOp(
     "moe",
     fakes={

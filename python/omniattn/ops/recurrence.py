@@ -41,28 +41,30 @@ def _chunk_starts(
 
 
 def _formula(*args: Any) -> tuple[Tensor, Tensor]:
-    names = ("feature_map", "normalize", "eps", "wide")
+    names = ("feature_map", "normalize", "eps", "fp32_output")
     options = dict(zip(names, args[-4:], strict=True))
     options["feature_map"] = FEATURE_MAPS[options["feature_map"]]
     return reference.recurrence(*args[:-4], **options)
 
 
-#: (q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens, scale, delta,
-#: feature_map, normalize, eps, wide) -> (o, final_state), as reference.recurrence: beta multiplies
-#: v, or with `delta` the difference of v and the state's prediction; skip * v is added to outputs;
-#: `normalize` divides them by sums of weights, with `least` and eps; `wide` outputs are in float32
-#: for half types.
+#: (q, k, v, g, beta, bonus, a, b, skip, min_denominator, initial_state, cu_seqlens, scale, delta,
+#: feature_map, normalize, eps, fp32_output) -> (o, final_state), as reference.recurrence: beta
+#: multiplies v, or with `delta` the difference of v and the state's prediction; skip * v is added
+#: to outputs; `normalize` divides them by sums of weights, with `min_denominator` and eps;
+#: `fp32_output`: outputs of half types are in float32.
 recurrence = DifferentiableOp(
     "recurrence",
     fakes={
-        "o": lambda v, wide: v.new_empty(v.shape, dtype=compute_dtype(v) if wide else v.dtype),
+        "o": lambda v, fp32_output: v.new_empty(
+            v.shape, dtype=compute_dtype(v) if fp32_output else v.dtype
+        ),
         "final_state": _final_state,
         "states": _chunk_starts,
         "dg": lambda q, g: like_or_wide(g, q),
         "dbeta": lambda q, beta: like_or_wide(beta, q),
         "dbonus": lambda q, bonus: like_or_wide(bonus, q),
         "dskip": lambda q, skip: like_or_wide(skip, q),
-        "dleast": lambda q, least: like_or_wide(least, q),
+        "dmin_denominator": lambda q, min_denominator: like_or_wide(min_denominator, q),
         "dinitial_state": lambda q, v, cu_seqlens, normalize: _final_state(
             q, v, cu_seqlens, normalize
         ),
@@ -70,7 +72,7 @@ recurrence = DifferentiableOp(
     private=("states",),
     formula=_formula,
     fold=Fold(
-        ("q", "k", "v", "g", "beta", "bonus", "a", "b", "skip", "least", "initial_state"),
+        ("q", "k", "v", "g", "beta", "bonus", "a", "b", "skip", "min_denominator", "initial_state"),
         when=lambda cu_seqlens: cu_seqlens is None,
     ),
 )

@@ -40,7 +40,7 @@ from omniattn.reference.loss import (
     linear_log_prob,
 )
 from omniattn.reference.moe import moe_experts
-from omniattn.reference.neighbourhood import na1d, na2d, na3d
+from omniattn.reference.neighborhood import na1d, na2d, na3d
 from omniattn.reference.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
 from omniattn.reference.positions import (
     alibi_bias,

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from omniattn.encoding.masks import EncodedMask, cut
 from omniattn.encoding.options import (
-    NORMALISERS,
+    NORMALIZERS,
     TRANSFORMS,
     AttentionOptions,
     Options,
@@ -151,10 +151,10 @@ def _attention(
     if kv_heads != heads:
         vw = vw.repeat_interleave(heads // kv_heads, 1)
     s = _logits(q, k, options)
-    if options.normaliser == "softmax":
+    if options.normalizer == "softmax":
         p, lse = softmax(s, None if options.sinks is None else widen(options.sinks).to(s.dtype))
     else:
-        p = NORMALISERS[options.normaliser](s)
+        p = NORMALIZERS[options.normalizer](s)
         lse = s.new_zeros(batch, heads, tq)
     if options.seed is not None:
         drop, seed = options.dropout_p, options.seed.to(q.device)
@@ -241,12 +241,12 @@ def attention_weights(
     """
     record = pack("attention_weights", options, WeightOptions)
     s = _logits(q, k, record)
-    if record.normaliser == "softmax":
+    if record.normalizer == "softmax":
         nothing = lse == -math.inf
         p = torch.exp(s - lse.masked_fill(nothing, 0)[..., None])
         p = p.masked_fill(nothing[..., None], 0)
     else:
-        p = NORMALISERS[record.normaliser](s)
+        p = NORMALIZERS[record.normalizer](s)
     if group_sums:
         p = p.unflatten(1, (k.shape[2], q.shape[2] // max(k.shape[2], 1))).sum(2)
     if column_sums:

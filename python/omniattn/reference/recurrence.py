@@ -23,7 +23,7 @@ def recurrence(
     a: Tensor | None = None,
     b: Tensor | None = None,
     skip: Tensor | None = None,
-    least: Tensor | None = None,
+    min_denominator: Tensor | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float = 1.0,
@@ -31,7 +31,7 @@ def recurrence(
     feature_map: str = "identity",
     normalize: bool = False,
     eps: float = 0.0,
-    wide: bool = False,
+    fp32_output: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """o_t = scale (S_t^T q_t + skip * v_t), S_t = diag(exp(g_t)) S_{t-1} + k_t u_t^T; the final
     states.
@@ -44,10 +44,10 @@ def recurrence(
 
     A feature map replaces q and k by their features. `normalize` appends a column of ones to v,
     whose output is the sum of the weights, and divides outputs by the `divisor` of this sum; states
-    keep the column. `wide` outputs are not rounded to v's dtype.
+    keep the column. With `fp32_output` outputs are not rounded to v's dtype.
     """
     dtype = compute_dtype(q)
-    o_dtype = dtype if wide else v.dtype
+    o_dtype = dtype if fp32_output else v.dtype
     group = v.shape[2] // max(q.shape[2], 1)
     q, k = (FEATURE_MAPS[feature_map](t.to(dtype)) for t in (q, k))
     rows = [t.to(dtype).repeat_interleave(group, 2) for t in (q, k, a, b) if t is not None]
@@ -88,7 +88,7 @@ def recurrence(
             o = torch.where(inside, o, 0).sum(0, keepdim=True)
         outputs.append(o)
     if not outputs:  # gradients are zeros, not absent
-        gates = (t.to(dtype) for t in (g, beta, least) if t is not None)
+        gates = (t.to(dtype) for t in (g, beta, min_denominator) if t is not None)
         nothing = sum(t.sum() for t in (*rows, *gates))
         for of_heads in (bonus, skip):
             if of_heads is not None:
@@ -97,15 +97,17 @@ def recurrence(
     o = torch.stack(outputs, 1)
     if normalize:
         o, sums = o[..., :-1], o[..., -1:]
-        o = o / divisor(sums, None if least is None else least.to(dtype)[..., None], eps)
+        o = o / divisor(
+            sums, None if min_denominator is None else min_denominator.to(dtype)[..., None], eps
+        )
     return (scale * o).to(o_dtype), state
 
 
-def divisor(sums: Tensor, least: Tensor | None, eps: float) -> Tensor:
-    """Magnitude of a sum of weights, at least `least`, plus eps; if `least` is None, the sum with a
-    magnitude of at least eps."""
-    if least is not None:
-        return torch.maximum(sums.abs(), least) + eps
+def divisor(sums: Tensor, min_denominator: Tensor | None, eps: float) -> Tensor:
+    """Magnitude of a sum of weights, at least `min_denominator`, plus eps; without a
+    `min_denominator` (None), the sum with a magnitude of at least eps."""
+    if min_denominator is not None:
+        return torch.maximum(sums.abs(), min_denominator) + eps
     sign = 1 - 2 * (sums < 0).to(sums.dtype)  # where(sums < 0, -eps, eps) would be float32
     return torch.where(sums.abs() < eps, sign * eps, sums)
 

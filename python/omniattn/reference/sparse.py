@@ -75,7 +75,7 @@ def bigbird_random_blocks(
 ) -> Tensor:
     """Random key blocks (H, blocks - 2, r) int64 of the query blocks 1 .. blocks - 2, -1 for none.
 
-    Each row draws r different blocks that are neither its neighbours nor the first or the last, if
+    Each row draws r different blocks that are neither its neighbors nor the first or the last, if
     causal only from the blocks before it. Pick m is at place floor(u n / 2^32) of the n blocks that
     are left, in ascending order at first; the last one takes its place. u is the first word of
     Philox(key = seed, counter = (4096 draw + m, I, h, 0xB16B1D)).

@@ -1,4 +1,4 @@
-"""Where tensors lie: layouts with poisoned neighbours, poisoned new memory, far offsets."""
+"""Where tensors lie: layouts with poisoned neighbors, poisoned new memory, far offsets."""
 
 from __future__ import annotations
 

@@ -166,8 +166,8 @@ def test_dropout_acts_in_training_only():
         ({"dim": 8, "num_heads": 4, "gate_activation": "relu"}, "'relu'"),
         ({"dim": 8, "num_heads": 4, "softcap": -1.0}, "softcap=-1.0"),
         ({"dim": 8, "num_heads": 4, "dropout_p": 2.0}, "dropout_p=2.0"),
-        ({"dim": 8, "num_heads": 4, "normaliser": "relu"}, "'relu'"),
-        ({"dim": 8, "num_heads": 4, "normaliser": "sigmoid", "sinks": True}, "sinks need softmax"),
+        ({"dim": 8, "num_heads": 4, "normalizer": "relu"}, "'relu'"),
+        ({"dim": 8, "num_heads": 4, "normalizer": "sigmoid", "sinks": True}, "sinks need softmax"),
         ({"dim": 8, "num_heads": 4, "norm_n": 4}, "norm_n needs sigmoid, got norm_n=4"),
         ({"dim": 8, "num_heads": 4, "qk_norm_offset": 1.0}, "qk_norm=None, qk_norm_offset=1.0"),
         ({"dim": 8, "num_heads": 4, "window_size": (-3, 0)}, r"window_size=\(-3, 0\)"),
@@ -266,7 +266,7 @@ def test_nested_sequences_that_do_not_fit():
 @pytest.mark.parametrize("norm_n", [None, 1, 20])
 @pytest.mark.parametrize("cross", [False, True])
 def test_sigmoid_attention(cross, norm_n):
-    options = {"normaliser": "sigmoid", "norm_n": norm_n, "causal": not cross, "cross": cross}
+    options = {"normalizer": "sigmoid", "norm_n": norm_n, "causal": not cross, "cross": cross}
     layer = Attention(12, 3, init_std=0.5, **options, dtype=torch.float64)
     x, source = torch.randn(2, 5, 12).double(), torch.randn(2, 7, 12).double()
     seen = source if cross else x
@@ -286,7 +286,7 @@ def test_sigmoid_attention(cross, norm_n):
 @torch.no_grad()
 def test_sigmoid_attention_decodes(rolling):
     window = {"window_size": (3, -1)} if rolling else {}
-    layer = Attention(12, 3, normaliser="sigmoid", norm_n=16, init_std=0.5, **window)
+    layer = Attention(12, 3, normalizer="sigmoid", norm_n=16, init_std=0.5, **window)
     x = torch.randn(2, 9, 12)
     state = layer.new_state(2, 9, rolling=rolling)
     steps = [layer(part, state=state) for part in x.split([4, 1, 1, 3], 1)]
@@ -294,7 +294,7 @@ def test_sigmoid_attention_decodes(rolling):
 
 
 def test_sigmoid_attention_to_jagged_keys_counts_those_of_each_sequence():
-    layer = Attention(12, 3, normaliser="sigmoid", init_std=0.5, dtype=torch.float64)
+    layer = Attention(12, 3, normalizer="sigmoid", init_std=0.5, dtype=torch.float64)
     rows = [torch.randn(n, 12).double() for n in (5, 1, 9)]
     out = layer(torch.nested.nested_tensor(rows, layout=torch.jagged))
     for row, y in zip(rows, out.unbind(), strict=True):

@@ -69,7 +69,7 @@ def test_prefill_and_steps_equal_the_full_forward(kind, cuts):
 
 FUNCTIONS = {
     "attention": Attention.Config(24, 4, 2, qk_norm="rms", init_std=0.5),
-    "sigmoid": Attention.Config(24, 4, 2, normaliser="sigmoid", norm_n=9, init_std=0.5),
+    "sigmoid": Attention.Config(24, 4, 2, normalizer="sigmoid", norm_n=9, init_std=0.5),
     "differential": DifferentialAttention.Config(24, 4, 0, init_std=0.5),
     "latent": MultiHeadLatentAttention.Config(24, 4, 8, 8, 6, 0, 5, init_std=0.5),
     "gated-unit": GatedAttentionUnit.Config(24, key_dim=8, norm_n=9, init_std=0.5),

@@ -300,7 +300,7 @@ def test_errors_name_what_is_wrong():
         layer.new_state(1, 8, eviction=[Streaming(1, 2)] * 2 + [H2O(2, 2)] * 2)
     mixed = layer.new_state(1, 8, eviction=[H2O(2, 1)] * 2 + [H2O(2, 2)] * 2)
     assert mixed.capacity == 4
-    for change in ({"window_size": (3, 0)}, {"causal": False}, {"normaliser": "sigmoid"}):
+    for change in ({"window_size": (3, 0)}, {"causal": False}, {"normalizer": "sigmoid"}):
         other = Attention(replace(layer.config, **change))
         with pytest.raises(ValueError, match="eviction needs causal self-attention"):
             other.new_state(1, 8, eviction=H2O(2, 2))

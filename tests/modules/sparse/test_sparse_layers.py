@@ -171,7 +171,7 @@ def test_blocks_of_a_mask_in_place_of_the_pattern(csr):
         ),
     ],
 )
-def test_neighbourhood_layers_have_the_parameters_of_natten(kind, grid, options):
+def test_neighborhood_layers_have_the_parameters_of_natten(kind, grid, options):
     torch.manual_seed(0)
     layer = kind(dim=8, num_heads=2, init_std=0.5, **options).double()
     assert sorted(layer.state_dict()) == ["proj.bias", "proj.weight", "qkv.bias", "qkv.weight"]
@@ -188,7 +188,7 @@ def test_neighbourhood_layers_have_the_parameters_of_natten(kind, grid, options)
 
 
 @torch.no_grad()
-def test_texts_shorter_than_a_neighbourhood():
+def test_texts_shorter_than_a_neighborhood():
     layer = NeighborhoodAttention1D(dim=8, num_heads=2, kernel_size=5, is_causal=True)
     x = torch.randn(1, 9, 8)
     torch.testing.assert_close(layer(x[:, :3]), layer(x)[:, :3])

@@ -67,14 +67,14 @@ OPTIONS = {
     "slopes": {"alibi_slopes": torch.rand(4, dtype=F64), "softcap": 4.0},
     "documents": {"mask": masks.Documents(torch.arange(20) // 7, torch.arange(90) // 30)},
     "sinks": {"sinks": torch.randn(4, dtype=F64), "head_scale": torch.rand(4, dtype=F64)},
-    "sigmoid": {"normaliser": "sigmoid"},
+    "sigmoid": {"normalizer": "sigmoid"},
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_weights_times_values_are_the_output(options):
     q, k, v = (t.detach() for t in qkv())
-    softmax = options.get("normaliser", "softmax") == "softmax"
+    softmax = options.get("normalizer", "softmax") == "softmax"
     if softmax:
         out, lse = attention(q, k, v, return_lse=True, **options)
     else:

@@ -79,7 +79,7 @@ MEANING = {
     ),
     "sinks": (SINKS, {"weigh": softmax_with_sink}),
     "head_scale": (FACTORS, {"logit": lambda dot, b, h, i, j: FACTORS[h] * dot / 2}),
-    "normaliser": (
+    "normalizer": (
         "sigmoid",
         {"weigh": lambda row, h: {j: 1 / (1 + math.exp(-s)) for j, s in row.items()}},
     ),
@@ -132,7 +132,7 @@ def test_an_option_means_this(option, room):
 
     if option in WeightOptions.__annotations__:
         lse = torch.zeros(B, HEADS, TQ).double()
-        if option != "normaliser":
+        if option != "normalizer":
             _, lse = call(functional.attention, Q, K, V, return_lse=True, **{option: value})
         got = call(room.attention_weights, Q, K, lse, **{option: value})
         torch.testing.assert_close(got, weights)
@@ -144,7 +144,7 @@ def test_other_weights_and_the_lse_mean_this(room):
         return {j: max(s, 0) ** 2 for j, s in row.items()}
 
     out, _ = definition(weigh=relu2)
-    torch.testing.assert_close(room.attention(Q, K, V, normaliser="relu2"), out)
+    torch.testing.assert_close(room.attention(Q, K, V, normalizer="relu2"), out)
     _, lse = room.attention(Q, K, V, return_lse=True)
     total = sum(math.exp(float(Q[1, 2, 3] @ K[1, j, 1]) / 2) for j in range(TK))
     assert lse[1, 3, 2].item() == pytest.approx(math.log(total))

@@ -75,30 +75,30 @@ MASKS = {
         masks.EveryKth(13, causal=False),
         lambda b, h, q, k, i: (k % 13 == 0) | (k == i),
     ),
-    "neighbours": (
-        masks.Neighbourhood(21),
+    "neighbors": (
+        masks.Neighborhood(21),
         lambda b, h, q, k, i: ((i - 10).clamp(0, 108) <= k) & (k < (i - 10).clamp(0, 108) + 21),
     ),
-    "dilated neighbours": (  # those of 3 rounds; 129 = 18 * 7 + 3 keys
-        masks.Neighbourhood(3, dilation=7),
+    "dilated neighbors": (  # those of 3 rounds; 129 = 18 * 7 + 3 keys
+        masks.Neighborhood(3, dilation=7),
         lambda b, h, q, k, i: (
             (k % 7 == i % 7)
             & ((k // 7 - (i // 7).clamp(min=1).minimum(17 - (i % 7 >= 3).long())).abs() <= 1)
         ),
     ),
     "grid": (  # of 3 rows of 43: 2 of them, and 8 columns of which 4 are before
-        masks.GridNeighbourhood((3, 43), (2, 8)),
+        masks.GridNeighborhood((3, 43), (2, 8)),
         lambda b, h, q, k, i: (
             within(k // 43 - (i // 43 - 1).clamp(0, 1), 2)
             & within(k % 43 - (i % 43 - 4).clamp(0, 35), 8)
         ),
     ),
     "causal grid": (
-        masks.GridNeighbourhood((3, 43), (1, 9), is_causal=(False, True)),
+        masks.GridNeighborhood((3, 43), (1, 9), is_causal=(False, True)),
         lambda b, h, q, k, i: (k // 43 == i // 43) & (k <= i) & (i - k < 9),
     ),
     "dilated grid": (  # residues 0 .. 3 have 11 columns, others 10
-        masks.GridNeighbourhood((3, 43), (3, 10), dilation=(1, 4)),
+        masks.GridNeighborhood((3, 43), (3, 10), dilation=(1, 4)),
         lambda b, h, q, k, i: (
             (k % 43 % 4 == i % 43 % 4)
             & ~((i % 43 % 4 < 3) & (i % 43 // 4 > 5) & (k % 43 < 4))
@@ -106,7 +106,7 @@ MASKS = {
         ),
     ),
     "strided grid": (  # groups of 4 rows of 1, whose middle is the third
-        masks.GridNeighbourhood((129,), 7, stride=4),
+        masks.GridNeighborhood((129,), 7, stride=4),
         lambda b, h, q, k, i: within(k - (i // 4 * 4 - 1).clamp(0, 122), 7),
     ),
     "global tokens": (
@@ -267,7 +267,7 @@ def test_lengths_outside_the_keys_mean_all_or_none():
 
 def test_a_grid_that_is_generated_token_by_token():
     """With fewer keys a causal grid shows its last query what the whole grid shows it."""
-    mask = masks.GridNeighbourhood((6, 7), (3, 4), is_causal=True)
+    mask = masks.GridNeighborhood((6, 7), (3, 4), is_causal=True)
     whole = mask.dense(42, 42)
     for n in (1, 6, 8, 30):
         assert torch.equal(mask.dense(1, n)[0], whole[n - 1, :n])
@@ -350,7 +350,7 @@ WRONG = [
     (lambda: masks.Fixed(8, 3, 3), "columns must be an int >= 0 and <= 2, got columns=3"),
     (lambda: masks.Fixed(8, 3, 0), "patterns must be an int >= 1 and <= 2047, got patterns=0"),
     (lambda: masks.EveryKth(0), "k must be an int >= 1"),
-    (lambda: masks.Neighbourhood(4), "size must be odd, got size=4"),
+    (lambda: masks.Neighborhood(4), "size must be odd, got size=4"),
     (lambda: masks.GlobalTokens((1, -1)), "index must be an int >= 0, got index=-1"),
     (lambda: masks.GlobalTokens((1, 1)), "index must name no token twice"),
     (lambda: masks.GlobalTokens(), "index or every must be given"),
@@ -358,18 +358,18 @@ WRONG = [
     (lambda: masks.Representatives(3, 2, "last"), 'anchor must be one of "relative", "absolute"'),
     (lambda: masks.Representatives(3, 2, "absolute", ((1, 2),)), "levels need the relative"),
     (lambda: masks.Chunked(4, back=(2, 1)), "far of back must be an int >= 2"),
-    (lambda: masks.GridNeighbourhood((4, 5), 5), "kernel_size must be an int >= 1 and <= 4"),
+    (lambda: masks.GridNeighborhood((4, 5), 5), "kernel_size must be an int >= 1 and <= 4"),
     (
-        lambda: masks.GridNeighbourhood((5, 5), 3, dilation=2),
+        lambda: masks.GridNeighborhood((5, 5), 3, dilation=2),
         "kernel_size [*] dilation must be .* got kernel_size=3, dilation=2, tokens=5",
     ),
     (
-        lambda: masks.GridNeighbourhood((4, 5), 2, dilation=3),
+        lambda: masks.GridNeighborhood((4, 5), 2, dilation=3),
         r"kernel_size \* dilation must be .*, got kernel_size=2, dilation=3, tokens=4",
     ),
-    (lambda: masks.GridNeighbourhood((4, 5), (2, 2, 2)), "kernel_size must be one value or 2"),
-    (lambda: masks.GridNeighbourhood((4, 5), 2, stride=3), "stride must be an int >= 1 and <= 2"),
-    (lambda: masks.GridNeighbourhood((4, 0), 1), "shape must be an int >= 1"),
+    (lambda: masks.GridNeighborhood((4, 5), (2, 2, 2)), "kernel_size must be one value or 2"),
+    (lambda: masks.GridNeighborhood((4, 5), 2, stride=3), "stride must be an int >= 1 and <= 2"),
+    (lambda: masks.GridNeighborhood((4, 0), 1), "shape must be an int >= 1"),
 ]
 
 
@@ -381,7 +381,7 @@ def test_parameters_without_a_meaning(make, message):
 
 IDS = torch.arange(140).view(2, 70) // 25
 WRONG_SHAPES = [
-    (masks.GridNeighbourhood((8, 16), 3), r"Tq <= Tk <= 128 must hold"),
+    (masks.GridNeighborhood((8, 16), 3), r"Tq <= Tk <= 128 must hold"),
     (masks.PrefixLM(torch.arange(3)), r"lengths must have shape \(2,\)"),
     (masks.Documents(IDS_Q[:, 1:], IDS_K), r"documents of queries must have shape \(2, 100\)"),
     (masks.Documents(IDS_Q), r"documents of keys must have shape \(2, 129\)"),
@@ -401,7 +401,7 @@ WRONG_SHAPES = [
 
 @pytest.mark.parametrize("mask,message", WRONG_SHAPES)
 def test_shapes_that_do_not_fit_the_call(mask, message):
-    with pytest.raises(ValueError, match="(attention|GridNeighbourhood): .*" + message):
+    with pytest.raises(ValueError, match="(attention|GridNeighborhood): .*" + message):
         functional.attention(*qkv(), mask=mask)
 
 
@@ -494,19 +494,19 @@ def test_combined_masks_follow_writes_that_raise_no_version(name, write):
         lambda: masks.from_predicate(lambda b, h, q, k: q >= k, 70, 70),
         lambda: masks.KeyLengths(torch.tensor([3])),
         lambda: masks.Documents(torch.zeros(2, 9, dtype=torch.long)),
-        lambda: masks.GridNeighbourhood((4,), 2),
+        lambda: masks.GridNeighborhood((4,), 2),
     ],
 )
 def test_parts_of_combined_masks_must_fit(part):
     q, k, part = torch.randn(2, 3, 1, 8), torch.randn(2, 70, 1, 8), part()
     causal = masks.Causal()
     for mask in (part, part | causal, ~part, causal & ~(part | part), ~(part & causal)):
-        with pytest.raises(ValueError, match=r"^attention: |^GridNeighbourhood: "):
+        with pytest.raises(ValueError, match=r"^attention: |^GridNeighborhood: "):
             functional.attention(q, k, k, mask=mask)
 
 
 def test_sequences_have_no_more_keys_than_the_grid():
-    q, mask = torch.randn(6, 1, 8), masks.GridNeighbourhood((4,), 2)
+    q, mask = torch.randn(6, 1, 8), masks.GridNeighborhood((4,), 2)
     cu = torch.tensor([0, 1, 6])
-    with pytest.raises(ValueError, match=r"GridNeighbourhood: .* at most 4 keys .* got 5"):
+    with pytest.raises(ValueError, match=r"GridNeighborhood: .* at most 4 keys .* got 5"):
         functional.attention_varlen(q, q, q, cu, cu, 5, 5, mask=mask)

@@ -21,7 +21,7 @@ COMBINED = {
     "not": lambda row, tq, tk: ~masks.Chunked(17) & masks.Causal(),
     "heads": lambda row, tq, tk: masks.Strided(20, 6, True) | masks.Fixed(40, 3, patterns=2),
     "representatives": lambda row, tq, tk: WINDOW | masks.Representatives(10, 7),
-    "neighbours": lambda row, tq, tk: masks.Neighbourhood(21) | masks.GlobalTokens((3,)),
+    "neighbors": lambda row, tq, tk: masks.Neighborhood(21) | masks.GlobalTokens((3,)),
     "lengths": lambda row, tq, tk: ~masks.KeyLengths(COUNTS[row]) | WINDOW,
     "tensor": lambda row, tq, tk: ~(masks.BoolMask(ROOM[row, :, :tq, :tk]) | WINDOW),
 }
@@ -119,7 +119,7 @@ def test_a_function_is_a_mask_of_each_sequence():
 
 class Combined(torch.nn.Module):
     def forward(self, q, k, v, cu_q, cu_k, lengths):
-        mask = COMBINED["neighbours"](None, None, None)
+        mask = COMBINED["neighbors"](None, None, None)
         packed = attention_varlen(q, k, v, cu_q, cu_k, 130, 200, mask=mask)
         cached = attention_cached(q[None, :70], k[None], v[None], lengths, mask=mask)
         return packed, cached

@@ -80,16 +80,16 @@ def test_small_denominators_keep_their_sign():
     torch.testing.assert_close(o.item(), 1e-6)
 
 
-def divided(x, sums, least, eps):
-    if least is not None:
-        return x / (torch.maximum(sums.abs(), least[..., None]) + eps)
+def divided(x, sums, min_denominator, eps):
+    if min_denominator is not None:
+        return x / (torch.maximum(sums.abs(), min_denominator[..., None]) + eps)
     sign = 1 - 2 * (sums < 0).double()
     return x / torch.where(sums.abs() < eps, sign * eps, sums)
 
 
 @pytest.mark.parametrize("steps", [3, 70])
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
-@pytest.mark.parametrize("given", ["eps", "least"])
+@pytest.mark.parametrize("given", ["eps", "min_denominator"])
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 def test_divisors(feature_map, given, decay, steps):
     """Half of the sums of weights are too small; key heads are shared, and values have factors."""
@@ -105,20 +105,20 @@ def test_divisors(feature_map, given, decay, steps):
     sums = 8**0.5 * pairwise(phi_q, phi_k, ones, g)
     sizes = sums[..., -1].detach().abs()
     if given == "eps":
-        least, eps = None, 1.01 * sizes.median().item()
+        min_denominator, eps = None, 1.01 * sizes.median().item()
     else:
-        least, eps = sizes.median() * draw(2, 70, 4, seed=5)[:, :steps].exp(), 0.1
-        least.requires_grad_()
-    expected = 0.5 * divided(sums[..., :-1], sums[..., -1:], least, eps)
+        min_denominator, eps = sizes.median() * draw(2, 70, 4, seed=5)[:, :steps].exp(), 0.1
+        min_denominator.requires_grad_()
+    expected = 0.5 * divided(sums[..., :-1], sums[..., -1:], min_denominator, eps)
     to_end = (g.flip(1).cumsum(1).flip(1) - g).exp() * phi_k.repeat_interleave(2, 2)
     last = torch.einsum("bthk,bthv->bhkv", to_end, ones)
 
     options = {"feature_map": feature_map, "normalize": True, "eps": eps}
-    gates = {"beta": beta, "least": least}
+    gates = {"beta": beta, "min_denominator": min_denominator}
     given_rates = None if decay == "none" else rates
     o, state = run("op", q, k, v, given_rates, 0.5, None, None, None, **gates, **options)
     torch.testing.assert_close((o, state), (expected, last))
-    leaves = [t for t in (q, k, v, beta, least, given_rates) if t is not None]
+    leaves = [t for t in (q, k, v, beta, min_denominator, given_rates) if t is not None]
     ours, theirs = (
         torch.autograd.grad(x.square().sum() + (y * last.detach().sin()).sum(), leaves)
         for x, y in ((o, state), (expected, last))
@@ -224,8 +224,14 @@ def test_what_only_causal_calls_take(name):
         ({"feature_map": 1, "delta": True}, "feature_map must be 0 with any of delta"),
         ({"normalize": True, "delta": True}, "normalize and any of delta"),
         ({"normalize": True, "skip": torch.ones(2, 2, 5)}, "normalize and any of delta"),
-        ({"least": torch.ones(2, 70, 2)}, "least needs normalize, got normalize=false"),
-        ({"normalize": True, "least": torch.ones(2, 70, 1)}, "least must have shape"),
+        (
+            {"min_denominator": torch.ones(2, 70, 2)},
+            "min_denominator needs normalize, got normalize=false",
+        ),
+        (
+            {"normalize": True, "min_denominator": torch.ones(2, 70, 1)},
+            "min_denominator must have shape",
+        ),
         ({"normalize": True, "eps": -1.0}, "eps must be finite and >= 0, got -1"),
         ({"normalize": True, "eps": float("inf")}, "eps must be finite and >= 0, got inf"),
         ({"normalize": True, "initial_state": torch.zeros(2, 2, 8, 5)}, "initial_state must"),
@@ -234,7 +240,22 @@ def test_what_only_causal_calls_take(name):
 def test_errors_of_the_op(changed, message):
     q, k, v = (t.float() for t in qkv())
     given = {"q": q, "k": k, "v": v, "scale": 1.0, "delta": False, "feature_map": 0}
-    given |= {"normalize": False, "eps": 0.0, "wide": False, "beta": torch.ones(2, 70, 2)} | changed
-    names = ("g", "beta", "bonus", "a", "b", "skip", "least", "initial_state", "cu_seqlens")
+    given |= {
+        "normalize": False,
+        "eps": 0.0,
+        "fp32_output": False,
+        "beta": torch.ones(2, 70, 2),
+    } | changed
+    names = (
+        "g",
+        "beta",
+        "bonus",
+        "a",
+        "b",
+        "skip",
+        "min_denominator",
+        "initial_state",
+        "cu_seqlens",
+    )
     with pytest.raises(RuntimeError, match=message):
         torch.ops.omniattn.recurrence(**(dict.fromkeys(names) | given))

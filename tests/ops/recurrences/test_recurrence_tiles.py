@@ -40,9 +40,9 @@ UPDATES = {
 }
 
 
-def results(update, given, start, bounds, *, half, wide=False):
+def results(update, given, start, bounds, *, half, fp32_output=False):
     """o, the final state and the gradients of all inputs, of fp64 or of bf16 with fp32, which
-    `wide` outputs and their gradients are in, too."""
+    `fp32_output` outputs and their gradients are in, too."""
     delta, decayed, scaled, skipped = UPDATES[update]
     leaves = [t.bfloat16() if half and n < 3 else t.float() if half else t
               for n, t in enumerate((*given, start))]  # fmt: skip
@@ -52,12 +52,12 @@ def results(update, given, start, bounds, *, half, wide=False):
     o, final = run(
         "op", q, k, v, g if decayed else None, None, state, bounds, None if half else "reference",
         beta=beta if scaled else None, delta=delta,
-        skip=skip.expand(sequences, *skip.shape) if skipped else None, wide=wide,
+        skip=skip.expand(sequences, *skip.shape) if skipped else None, fp32_output=fp32_output,
     )  # fmt: skip
     used = [q, k, v, *([g] if decayed else []), *([beta] if scaled else []),
             *([skip] if skipped else []), state]  # fmt: skip
     weight, of_state = draw(*o.shape, seed=6).float(), draw(*final.shape, seed=7).float()
-    weight = weight if wide else weight.bfloat16()
+    weight = weight if fp32_output else weight.bfloat16()
     loss = (o.double() * weight.double()).sum() + (final.double() * of_state.double()).sum()
     return [o, final, *torch.autograd.grad(loss, used)]
 
@@ -94,21 +94,22 @@ def test_outputs_may_stay_in_fp32(update, steps):
     given = inputs(steps, 2, 4, 40, 24)
     start = draw(2, 4, 40, 24, seed=8).float().double()
     found, exact = (
-        results(update, given, start, None, half=half, wide=True) for half in (True, False)
+        results(update, given, start, None, half=half, fp32_output=True) for half in (True, False)
     )
     assert found[0].dtype == torch.float32
     assert_close(found, exact)
 
 
 @pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("wide", [False, True])
-def test_packed_sequences(update, wide):
+@pytest.mark.parametrize("fp32_output", [False, True])
+def test_packed_sequences(update, fp32_output):
     """Sequences have one token, none, few tokens and several chunks."""
     bounds = torch.tensor([0, 1, 1, 4, 70, 120])
     given = inputs(120, 2, 4, 20, 24, batch=1)
     start = draw(5, 4, 20, 24, seed=8).float().double()
     found, exact = (
-        results(update, given, start, bounds, half=half, wide=wide) for half in (True, False)
+        results(update, given, start, bounds, half=half, fp32_output=fp32_output)
+        for half in (True, False)
     )
     assert_close(found, exact)
 

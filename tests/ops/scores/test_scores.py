@@ -70,7 +70,7 @@ def assert_close(got, want, dtype):
 @pytest.mark.parametrize("tq,tk", [(100, 130), (2, 300)])
 def test_tables_match_fp64(name, dtype, tq, tk):
     inputs, make = inputs_for(name, dtype, tq, tk)
-    for options in ({"causal": True, "softcap": 4.0}, {"normaliser": "relu2", "scale": 0.1}):
+    for options in ({"causal": True, "softcap": 4.0}, {"normalizer": "relu2", "scale": 0.1}):
         got = gradients(attention, inputs, make, **options)
         want = gradients(reference.attention, [t.double() for t in inputs], make, **options)
         assert got[4].shape == inputs[3].shape and got[4].dtype == dtype
@@ -191,8 +191,8 @@ def test_masked_weights_are_exactly_zero():
     q, k = torch.randn(1, 40, 2, 8), torch.randn(1, 64, 2, 8)
     v = torch.eye(64).expand(1, 2, 64, 64).transpose(1, 2)
     seen = masks.Causal().dense(40, 64)
-    for normaliser in ("sigmoid", "relu2"):
-        weights = attention(q, k, v, causal=True, normaliser=normaliser).transpose(1, 2)
+    for normalizer in ("sigmoid", "relu2"):
+        weights = attention(q, k, v, causal=True, normalizer=normalizer).transpose(1, 2)
         assert (weights[..., ~seen] == 0).all()
 
 
@@ -208,9 +208,9 @@ WRONG = [
         r"\(4,\) or \(2, 4\), got alibi_slopes.shape=",
     ),
     ({"head_scale": torch.zeros(4).int()}, TypeError, "head_scale must be float64"),
-    ({"normaliser": "sparsemax"}, ValueError, "got normaliser='sparsemax'"),
-    ({"normaliser": "relu2", "sinks": torch.zeros(4)}, ValueError, "sinks need softmax"),
-    ({"normaliser": "sigmoid", "return_lse": True}, ValueError, "return_lse needs softmax"),
+    ({"normalizer": "sparsemax"}, ValueError, "got normalizer='sparsemax'"),
+    ({"normalizer": "relu2", "sinks": torch.zeros(4)}, ValueError, "sinks need softmax"),
+    ({"normalizer": "sigmoid", "return_lse": True}, ValueError, "return_lse needs softmax"),
     ({"relative": torch.zeros(3)}, TypeError, "relative must be a RelativeBias"),
     ({"relative_keys": torch.zeros(3)}, TypeError, "relative_keys must be DistanceRows"),
     (

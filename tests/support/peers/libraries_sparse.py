@@ -14,7 +14,7 @@ def _attend(q, k, v, seen, scale=None):
 
 
 def _near(length, kernel, dilation, causal):
-    """Returns the neighbourhood mask of one axis: True if a token sees another."""
+    """Returns the neighborhood mask of one axis: True if a token sees another."""
     seen = torch.zeros(length, length, dtype=torch.bool)
     for i in range(length):
         same = range(i % dilation, length, dilation)

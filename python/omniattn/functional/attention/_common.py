@@ -30,7 +30,7 @@ from omniattn.checks.arguments import (
 from omniattn.encoding.attention import Codes, encode
 from omniattn.encoding.masks import BLOCK, MAX_RULES, MaskKind, Rule, Sizes
 from omniattn.encoding.options import (
-    NORMALISERS,
+    NORMALIZERS,
     TRANSFORMS,
     Options,
     ScoreKind,
@@ -125,9 +125,9 @@ def run(
     """O and lse of a call of shape (B, Hq, Tq, Tk) `full`."""
     codes = checked_codes(op, q, full, options, layout)
     require_bool(op, "return_lse", return_lse)
-    if return_lse and options.normaliser != "softmax":
+    if return_lse and options.normalizer != "softmax":
         raise ValueError(
-            f"{op}: return_lse needs softmax, got normaliser={shown(options.normaliser)}"
+            f"{op}: return_lse needs softmax, got normalizer={shown(options.normalizer)}"
         )
     seed = require_seed(op, options.seed, q) if options.dropout_p > 0 else None
     attend = implementation(op, backend, q, ops.attention)
@@ -345,7 +345,7 @@ def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list
     """All score rules of a call, checked."""
     batch, heads, tq, tk = full
     alibi_slopes, relative = options.alibi_slopes, options.relative
-    sinks, normaliser = options.sinks, options.normaliser
+    sinks, normalizer = options.sinks, options.normalizer
     rules: list[ScoreRule] = []
     transform = transform_of(options)
     if transform is not None:
@@ -384,11 +384,11 @@ def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list
             )
         rules.append(rule)
     rules += _distance_rows(op, options, q)
-    require_choice(op, "normaliser", normaliser, ("softmax", *NORMALISERS))
-    if normaliser != "softmax":
+    require_choice(op, "normalizer", normalizer, ("softmax", *NORMALIZERS))
+    if normalizer != "softmax":
         if sinks is not None:
-            raise ValueError(f"{op}: sinks need softmax, got normaliser={shown(normaliser)}")
-        rules.append((ScoreKind[normaliser.upper()], None, ()))
+            raise ValueError(f"{op}: sinks need softmax, got normalizer={shown(normalizer)}")
+        rules.append((ScoreKind[normalizer.upper()], None, ()))
     return rules
 
 

@@ -100,7 +100,7 @@ def attention(
         sinks: (Hq,), a logit per head that takes part in the softmax with a value of 0: it is not
             scaled, capped, masked or dropped.
         head_scale: (Hq,), a factor of scale per head.
-        normaliser: how logits become weights: "softmax", or each logit by itself with "sigmoid"
+        normalizer: how logits become weights: "softmax", or each logit by itself with "sigmoid"
             (pass its bias -ln Tk as `bias`) or "relu2", relu(logit)^2 (with scale = 1 / Tk).
         score_mod: f(score, b, h, q, k) of 0-d tensors as torch's flex_attention takes it: the new
             score. It gets the score after all options above, and masks apply after it. Each call

@@ -45,7 +45,7 @@ def attention_weights(
         k: see q.
         lse: (B, Hq, Tq) as attention returned it, sinks included; read with softmax only.
         causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: as in that call.
-        relative_keys, relative_queries, sinks, head_scale, normaliser, score_mod: as in that call.
+        relative_keys, relative_queries, sinks, head_scale, normalizer, score_mod: as in that call.
         backend: as in that call.
         column_sums: return the sums over queries instead, the weight that each key received (the
             statistic of H2O, Zhang et al. 2023, arXiv:2306.14048); no (Tq, Tk) tensor is made.

@@ -43,7 +43,7 @@ def select_attention(
     ``O_i = v_j*`` with ``j* = argmin_j E_ij`` over the allowed keys, the first of equal ones, and 0
     where ``E_ij* > theta`` or is +inf. ``E_ij = scale |q_i - k_j|^2 / 2`` ("l2") or
     ``-scale q_i . k_j`` ("dot"). Its counterpart in which all relevant keys pass is
-    ``attention(normaliser="sigmoid")``.
+    ``attention(normalizer="sigmoid")``.
 
     Args:
         q: (B, Tq, Hq, D), float64, float32, bfloat16 or float16; as in :func:`attention`.

@@ -97,7 +97,7 @@ def attention_varlen(
             :func:`attention`. Tensors per batch entry or position have the shape of a batch
             (N, Hq, max_seqlen_q, max_seqlen_k).
         relative_keys, relative_queries: see :func:`attention`.
-        sinks, head_scale, normaliser, score_mod, dropout_p, seed, return_lse, backend: see
+        sinks, head_scale, normalizer, score_mod, dropout_p, seed, return_lse, backend: see
             :func:`attention`.
 
     Returns:
@@ -211,7 +211,7 @@ def attention_cached(
         causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: see
             :func:`attention`, with Tk the capacity in the shapes of mask and bias.
         relative_keys, relative_queries: see :func:`attention`.
-        sinks, head_scale, normaliser, score_mod, dropout_p, seed, return_lse, backend: see
+        sinks, head_scale, normalizer, score_mod, dropout_p, seed, return_lse, backend: see
             :func:`attention`.
 
     Returns:

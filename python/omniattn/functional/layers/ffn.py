@@ -224,7 +224,7 @@ def _run(
 ) -> Tensor:
     x = tensors[0]
     run = implementation(op, backend, x, ops.glu_mlp)
-    pieces = pieces_of(x)
-    native = native_is_faster(x, tensors[1], pieces) if backend is None else backend == "cpu"
-    y: Tensor = run(*tensors, seed, dropout_p, *codes, recompute, native, pieces)
+    split_bf16 = pieces_of(x)
+    native = native_is_faster(x, tensors[1], split_bf16) if backend is None else backend == "cpu"
+    y: Tensor = run(*tensors, seed, dropout_p, *codes, recompute, native, split_bf16)
     return y

@@ -78,9 +78,9 @@ def linear(
         require_strided("linear", "bias", bias)
         require_shape("linear", "bias", bias, weight.shape[:1])
     run = implementation("linear", backend, x, ops.linear)
-    pieces = pieces_of(x)
+    split_bf16 = pieces_of(x)
     strided = x.layout == weight.layout == torch.strided  # of others the native op says more
-    if backend is None and strided and not native_is_faster(x, weight, pieces):
+    if backend is None and strided and not native_is_faster(x, weight, split_bf16):
         return torch.nn.functional.linear(x, weight, bias)
-    y: Tensor = run(x, weight, bias, pieces)
+    y: Tensor = run(x, weight, bias, split_bf16)
     return y

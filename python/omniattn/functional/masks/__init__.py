@@ -15,7 +15,8 @@ and a case in encoding/masks.py; no schema, fake kernel or gradient changes.
 from omniattn.functional.masks.base import All, Mask
 from omniattn.functional.masks.blocks import Blocks, from_block_mask, from_predicate
 from omniattn.functional.masks.computed import AnyOf, Not
-from omniattn.functional.masks.grid import GridNeighbourhood
+from omniattn.functional.masks.grid import GridNeighborhood
+from omniattn.functional.masks.grid import GridNeighbourhood as GridNeighbourhood
 from omniattn.functional.masks.periodic import Dilated, EveryKth, Fixed, Strided
 from omniattn.functional.masks.rules import (
     BoolMask,
@@ -24,7 +25,7 @@ from omniattn.functional.masks.rules import (
     Documents,
     KeyLengths,
     KeyPadding,
-    Neighbourhood,
+    Neighborhood,
     PooledKeys,
     PrefixLM,
     SlidingWindow,
@@ -33,6 +34,7 @@ from omniattn.functional.masks.rules import (
     hub_spoke,
     sliding_window,
 )
+from omniattn.functional.masks.rules import Neighbourhood as Neighbourhood
 from omniattn.functional.masks.tokens import GlobalTokens, Representatives
 
 __all__ = [
@@ -47,11 +49,11 @@ __all__ = [
     "EveryKth",
     "Fixed",
     "GlobalTokens",
-    "GridNeighbourhood",
+    "GridNeighborhood",
     "KeyLengths",
     "KeyPadding",
     "Mask",
-    "Neighbourhood",
+    "Neighborhood",
     "Not",
     "PooledKeys",
     "PrefixLM",

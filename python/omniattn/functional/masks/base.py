@@ -51,7 +51,7 @@ class Mask(EncodedMask):
 
     def by_keys(self) -> bool:
         """True if the keys that a query sees depend on Tk, not only on the query's position."""
-        return any(kind == MaskKind.NEIGHBOURS for kind, *_ in self.rules())
+        return any(kind == MaskKind.NEIGHBORS for kind, *_ in self.rules())
 
     def of_sequence(self, n: int, tq: int, tk: int) -> Mask:
         """The mask of sequence n of a packed or cached batch, which has its own lengths."""

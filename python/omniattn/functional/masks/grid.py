@@ -1,4 +1,4 @@
-"""Neighbourhoods in grids of tokens of one to three, or more, dimensions."""
+"""Neighborhoods in grids of tokens of one to three, or more, dimensions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T", int, bool)
 
 
 @dataclass(frozen=True)
-class GridNeighbourhood(Mask):
+class GridNeighborhood(Mask):
     """The keys near a query in a grid of tokens, by NATTEN's rule and with its names.
 
     Token p is at the coordinates of p in `shape`, row by row. Along each axis a query sees the
@@ -52,7 +52,7 @@ class GridNeighbourhood(Mask):
     def axes(self) -> list[GridAxis]:
         """The rule of each axis, checked."""
         options = self.kernel_size, self.stride, self.dilation, self.is_causal
-        return grid_axes("GridNeighbourhood", self.shape, *options)
+        return grid_axes("GridNeighborhood", self.shape, *options)
 
     def rules(self) -> list[Rule]:
         return [axis.rule() for axis in self.axes()]
@@ -61,7 +61,7 @@ class GridNeighbourhood(Mask):
         tokens, tq, tk = math.prod(self.shape), sizes.tq, sizes.tk
         if layout is None and (tk > tokens or tq > tk):
             raise ValueError(
-                f"GridNeighbourhood: Tq <= Tk <= {tokens} must hold for shape={self.shape}, "
+                f"GridNeighborhood: Tq <= Tk <= {tokens} must hold for shape={self.shape}, "
                 f"got Tq={tq}, Tk={tk}"
             )
         if layout is not None:
@@ -70,10 +70,13 @@ class GridNeighbourhood(Mask):
                 most = int(keys.max()) if keys.numel() > 0 else 0
                 if most > tokens:
                     raise ValueError(
-                        f"GridNeighbourhood: a sequence must have at most {tokens} keys for "
+                        f"GridNeighborhood: a sequence must have at most {tokens} keys for "
                         f"shape={self.shape}, got {most}"
                     )
         return self.rules()
+
+
+GridNeighbourhood = GridNeighborhood  # the former spelling
 
 
 def grid_axes(
@@ -84,7 +87,7 @@ def grid_axes(
     dilation: int | tuple[int, ...],
     is_causal: bool | tuple[bool, ...],
 ) -> list[GridAxis]:
-    """The rule of each axis of a `GridNeighbourhood`, checked."""
+    """The rule of each axis of a `GridNeighborhood`, checked."""
     if not isinstance(shape, (tuple, list)) or not 1 <= len(shape) <= 8:
         raise TypeError(f"{op}: shape must be 1 to 8 ints, got shape={shown(shape)}")
     for n in shape:

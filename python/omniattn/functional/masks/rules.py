@@ -231,7 +231,7 @@ class Documents(Mask):
 
 
 @dataclass(frozen=True)
-class Neighbourhood(Mask):
+class Neighborhood(Mask):
     """The `size` keys nearest to the query, or those a multiple of `dilation` away.
 
     At the ends of the sequence the window is shifted inwards, not cut, so that every query sees the
@@ -242,13 +242,16 @@ class Neighbourhood(Mask):
     dilation: int = 1
 
     def __post_init__(self) -> None:
-        require_int("Neighbourhood", "size", self.size, 1)
-        require_int("Neighbourhood", "dilation", self.dilation, 1)
+        require_int("Neighborhood", "size", self.size, 1)
+        require_int("Neighborhood", "dilation", self.dilation, 1)
         if self.size % 2 == 0:
-            raise ValueError(f"Neighbourhood: size must be odd, got size={self.size}")
+            raise ValueError(f"Neighborhood: size must be odd, got size={self.size}")
 
     def rules(self) -> list[Rule]:
-        return [(MaskKind.NEIGHBOURS, self.size, self.dilation, ())]
+        return [(MaskKind.NEIGHBORS, self.size, self.dilation, ())]
+
+
+Neighbourhood = Neighborhood  # the former spelling
 
 
 def sliding_window(

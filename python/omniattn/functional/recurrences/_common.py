@@ -157,15 +157,16 @@ def run(
     a: Tensor | None = None,
     b: Tensor | None = None,
     skip: Tensor | None = None,
-    least: Tensor | None = None,
+    min_denominator: Tensor | None = None,
     delta: bool = False,
     feature_map: str = "identity",
     normalize: bool = False,
     eps: float = 0.0,
-    wide: bool = False,
+    fp32_output: bool = False,
     q_name: str = "q",
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence of checked tensors, and its final state; `wide` outputs are in fp32 (fp64)."""
+    """The recurrence of checked tensors, and its final state; `fp32_output`: outputs of half types
+    are in fp32."""
     sequences = sequence_count(op, q, cu_seqlens, q_name)
     if initial_state is not None:
         shape = (sequences, v.shape[2], q.shape[-1], v.shape[-1] + normalize)
@@ -180,8 +181,23 @@ def run(
         a, b = (t if t is None else repeated(t, count) for t in (a, b))
     call = implementation(op, backend, q, ops.recurrence)
     o, state = call(
-        *(q, k, v, g, beta, bonus, a, b, skip, least, initial_state, cu_seqlens, scale, delta),
-        *(ops.FEATURE_MAPS.index(feature_map), normalize, eps, wide),
+        *(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            bonus,
+            a,
+            b,
+            skip,
+            min_denominator,
+            initial_state,
+            cu_seqlens,
+            scale,
+            delta,
+        ),
+        *(ops.FEATURE_MAPS.index(feature_map), normalize, eps, fp32_output),
     )
     return o, state
 

@@ -293,7 +293,7 @@ def retention(
         initial_state = widened(op, "initial_state", initial_state, v, (shape,))
         powers, initial_state = initial_state[:, :, -1:, -1:], initial_state[:, :, :-1]
     values = torch.cat((v, v.new_ones(*v.shape[:3], 1)), -1)
-    o, s = run(op, q, k, values, g, scale, initial_state, cu_seqlens, backend, wide=True)
+    o, s = run(op, q, k, values, g, scale, initial_state, cu_seqlens, backend, fp32_output=True)
     # The sums of powers, which are the same for a whole batch without states.
     g = g if powers is not None else g[:1]
     one = torch.ones_like(g)[..., None]

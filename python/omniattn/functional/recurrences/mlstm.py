@@ -111,7 +111,7 @@ def mlstm(
     matrix, m = _parts(op, initial_state, q, (count, heads, size, v.shape[3]))
     gates = implementation(op, backend, q, ops.exponential_gates)
     decay, factor, maxima, m = gates(FORGET_GATES[forget_gate](f), i, m, cu_seqlens)
-    # Values and the ones of the normaliser take the factors of the keys, whose rows stay as they
+    # Values and the ones of the normalizer take the factors of the keys, whose rows stay as they
     # are.
     o, state = run(
         op,
@@ -124,7 +124,7 @@ def mlstm(
         cu_seqlens,
         backend,
         beta=factor * scale,
-        least=inverse_exp(maxima),
+        min_denominator=inverse_exp(maxima),
         normalize=True,
         eps=eps,
     )

@@ -148,7 +148,7 @@ def bigbird_attention(
 
     Raises:
         TypeError, ValueError, NotImplementedError: see :func:`attention`; random blocks outside of
-            the blocks, or without count_duplicates among the neighbours or named twice.
+            the blocks, or without count_duplicates among the neighbors or named twice.
 
     Note:
         O(T block (5 + n_random)) time: a mask of blocks, or one for each number of times that

@@ -1,4 +1,4 @@
-"""Neighbourhood attention in grids of tokens, under NATTEN's names."""
+"""Neighborhood attention in grids of tokens, under NATTEN's names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from omniattn.checks.arguments import require_bool, require_number, require_strided, use_reference
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention.attention import attention
-from omniattn.functional.masks import GridNeighbourhood
+from omniattn.functional.masks import GridNeighborhood
 from omniattn.functional.masks.grid import grid_axes
 
 __all__ = ["na1d", "na2d", "na3d"]
@@ -61,9 +61,9 @@ def na1d(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Found:
-    """Neighbourhood attention of a sequence: :func:`na2d` with query (B, X, H, D).
+    """Neighborhood attention of a sequence: :func:`na2d` with query (B, X, H, D).
 
-    Unlike `masks.Neighbourhood` it takes even sizes, strides and causal windows.
+    Unlike `masks.Neighborhood` it takes even sizes, strides and causal windows.
 
     Example:
         >>> x = torch.ones(1, 6, 2, 8)
@@ -71,7 +71,7 @@ def na1d(
         torch.Size([1, 6, 2, 8])
     """
     options = kernel_size, stride, dilation, is_causal
-    return _neighbourhood("na1d", 1, query, key, value, options, scale, return_lse, backend)
+    return _neighborhood("na1d", 1, query, key, value, options, scale, return_lse, backend)
 
 
 @overload
@@ -115,10 +115,10 @@ def na2d(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Found:
-    """Neighbourhood attention of a two-dimensional grid of tokens, with NATTEN's arguments.
+    """Neighborhood attention of a two-dimensional grid of tokens, with NATTEN's arguments.
 
     ``O_i = sum_j softmax_j(scale q_i . k_j) v_j`` over the keys j that
-    :class:`~omniattn.functional.masks.GridNeighbourhood` shows to token i.
+    :class:`~omniattn.functional.masks.GridNeighborhood` shows to token i.
 
     Args:
         query: (B, Y, X, H, D), float64, float32, bfloat16 or float16.
@@ -154,7 +154,7 @@ def na2d(
         torch.Size([1, 4, 5, 2, 8])
     """
     options = kernel_size, stride, dilation, is_causal
-    return _neighbourhood("na2d", 2, query, key, value, options, scale, return_lse, backend)
+    return _neighborhood("na2d", 2, query, key, value, options, scale, return_lse, backend)
 
 
 @overload
@@ -198,7 +198,7 @@ def na3d(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Found:
-    """Neighbourhood attention in three dimensions: :func:`na2d` with query (B, Z, Y, X, H, D).
+    """Neighborhood attention in three dimensions: :func:`na2d` with query (B, Z, Y, X, H, D).
 
     Example:
         >>> x = torch.ones(1, 2, 4, 5, 2, 8)
@@ -206,10 +206,10 @@ def na3d(
         torch.Size([1, 2, 4, 5, 2, 8])
     """
     options = kernel_size, stride, dilation, is_causal
-    return _neighbourhood("na3d", 3, query, key, value, options, scale, return_lse, backend)
+    return _neighborhood("na3d", 3, query, key, value, options, scale, return_lse, backend)
 
 
-def _neighbourhood(
+def _neighborhood(
     op: str,
     axes: int,
     query: Tensor,
@@ -239,7 +239,7 @@ def _neighbourhood(
     if scale is not None:
         require_number(op, "scale", scale)
     use_reference(op, backend, q)
-    mask = GridNeighbourhood(shape, *options)
+    mask = GridNeighborhood(shape, *options)
     out, lse = attention(q, k, v, mask=mask, scale=scale, return_lse=True, backend=backend)
     out = out.unflatten(1, shape)
     return (out, lse.transpose(1, 2).unflatten(1, shape)) if return_lse else out

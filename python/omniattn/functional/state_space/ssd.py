@@ -117,9 +117,9 @@ def state_space_duality(
     cu_seqlens: Tensor | None,
     backend: str | None,
     *,
-    wide: bool = False,
+    fp32_output: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`ssd` of tensors that are not jagged; `wide`: with y in float32 for half types."""
+    """`ssd` of tensors that are not jagged; `fp32_output`: with y in float32 for half types."""
     op = "ssd"
     require_float(op, "x", x)
     B, C = cast_like(op, "B", B, x, "x"), cast_like(op, "C", C, x, "x")
@@ -153,12 +153,12 @@ def state_space_duality(
         *(op, C, B, x, dt * A, 1.0, initial_state, cu_seqlens, backend),
         beta=dt,
         skip=D,
-        wide=wide or z is not None,  # y is rounded once, after the gate
+        fp32_output=fp32_output or z is not None,  # y is rounded once, after the gate
         q_name="C",
     )
     if z is not None:
         y = y * nnf.silu(widen(z))
-        y = y if wide else y.to(x.dtype)
+        y = y if fp32_output else y.to(x.dtype)
     return y, state.mT
 
 

@@ -97,7 +97,7 @@ class Attention(Mixer):
             backend: of all ops of this layer.
             qk_norm_offset: of "rms" and "rms_full", added to weights that then start at 1 - offset:
                 1.0 is the form 1 + w of Gemma 3 and Qwen3-Next.
-            normaliser: "softmax", or "sigmoid" of each score alone, with a bias of -ln n.
+            normalizer: "softmax", or "sigmoid" of each score alone, with a bias of -ln n.
             norm_n: n of "sigmoid"; None for the number of keys, with which decoding is not exact
                 and refused. 1 leaves the bias out.
         """
@@ -127,7 +127,7 @@ class Attention(Mixer):
         q_init_std: float | None = None
         backend: str | None = None
         qk_norm_offset: float = 0.0
-        normaliser: str = "softmax"
+        normalizer: str = "softmax"
         norm_n: int | None = None
 
         def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ class Attention(Mixer):
                 ("gate", self.gate, (None, "elementwise", "headwise")),
                 ("gate_activation", self.gate_activation, ("sigmoid", "silu")),
                 ("qk_norm", self.qk_norm, (None, "rms", "rms_full", "layer", "l2")),
-                ("normaliser", self.normaliser, ("softmax", "sigmoid")),
+                ("normalizer", self.normalizer, ("softmax", "sigmoid")),
             ):
                 if value not in known:
                     raise ValueError(
@@ -165,10 +165,10 @@ class Attention(Mixer):
                     'Attention: qk_norm_offset needs qk_norm "rms" or "rms_full", '
                     f"got qk_norm={shown(self.qk_norm)}, qk_norm_offset={self.qk_norm_offset}"
                 )
-            if self.normaliser == "softmax" and self.norm_n is not None:
+            if self.normalizer == "softmax" and self.norm_n is not None:
                 raise ValueError(f"Attention: norm_n needs sigmoid, got norm_n={self.norm_n}")
-            if self.normaliser == "sigmoid" and self.sinks:
-                raise ValueError("Attention: sinks need softmax, got normaliser='sigmoid'")
+            if self.normalizer == "sigmoid" and self.sinks:
+                raise ValueError("Attention: sinks need softmax, got normalizer='sigmoid'")
 
         @property
         def kv_heads(self) -> int:
@@ -344,7 +344,7 @@ class Attention(Mixer):
                 positional = any(term is not None for term in (bias, relative, alibi_slopes))
                 given = (mask, score_mod, attend)
                 mask, score_mod, attend = with_positions(cache, k, *given, positional)
-        if c.normaliser == "sigmoid":
+        if c.normalizer == "sigmoid":
             by_n = self._sigmoid_bias(q, k, keys, cache)
             bias = by_n if bias is None else bias + by_n
         out: Tensor = attend(
@@ -355,7 +355,7 @@ class Attention(Mixer):
             window_size=c.window_size,
             mask=mask,
             bias=bias,
-            normaliser=c.normaliser,
+            normalizer=c.normalizer,
             scale=c.scale if self.logit_scale is None else 1 / c.head_size,
             softcap=c.softcap,
             relative=relative,
@@ -414,12 +414,12 @@ def new_cache(
     """An empty cache; arguments as of `Attention.new_state`."""
     c, sizes = config, (config.kv_heads, config.head_size)
     if eviction is not None:
-        whole = c.causal and c.window_size == (-1, -1) and c.normaliser == "softmax"
+        whole = c.causal and c.window_size == (-1, -1) and c.normalizer == "softmax"
         if rolling or not whole:
             raise ValueError(
                 "Attention: eviction needs causal self-attention by softmax without a window, "
                 f"got causal={c.causal}, window_size={c.window_size}, "
-                f"normaliser={shown(c.normaliser)}, rolling={rolling}"
+                f"normalizer={shown(c.normalizer)}, rolling={rolling}"
             )
         policies = policies_of_groups("Attention", eviction, c.num_heads, c.kv_heads)
         if isinstance(policies, Window):

@@ -208,7 +208,7 @@ class GatedAttentionUnit(Mixer):
             scale=1 / max(n, 1) if c.attention == "relu2" else None,
             relative=self._relative(n),
             score_mod=score_mod,
-            normaliser="relu2" if c.attention == "relu2" else "softmax",
+            normalizer="relu2" if c.attention == "relu2" else "softmax",
             backend=c.backend,
         )
         if ratio is not None and c.bias_inside_n:

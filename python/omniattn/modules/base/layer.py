@@ -22,6 +22,7 @@ from omniattn.checks.arguments import (
     require_pair,
     shown,
 )
+from omniattn.former_names import accept_former_names, present_names
 from omniattn.functional._keywords import explain_init
 from omniattn.functional.layers.norm import CASTINGS
 from omniattn.suggestions import did_you_mean
@@ -121,6 +122,9 @@ class LayerConfig:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(present_names(type(self).__qualname__, state))
+
     def _require_multiple(self, name: str, of: str) -> None:
         """Raises ValueError unless the size `name` is a multiple of the size `of`."""
         size, unit = getattr(self, name), getattr(self, of)
@@ -195,6 +199,7 @@ class Layer(nn.Module):
                 f"Layer: names must be unique, got name={shown(name)} of {known.__module__}."
                 f"{known.__qualname__} and {cls.__module__}.{cls.__qualname__}"
             )
+        accept_former_names(cls.Config)
         explain_init(cls.Config)
         Layer.layers[name] = cls  # replaced when a notebook cell runs again
         cls.Config.layer = cls

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn.checks.arguments import require_choice, require_int, require_number, shown
+from omniattn.former_names import present_names
 
 
 class Slots(NamedTuple):
@@ -319,6 +320,6 @@ def require_plain(options: dict[str, Any]) -> None:
             "EvictingCache: attention must be causal and without a window, "
             f"got causal={causal}, window_size={window}"
         )
-    normaliser = options.get("normaliser", "softmax")
-    if normaliser != "softmax":
-        raise ValueError(f"EvictingCache: needs softmax, got normaliser={shown(normaliser)}")
+    normalizer = present_names("EvictingCache", options).get("normalizer", "softmax")
+    if normalizer != "softmax":
+        raise ValueError(f"EvictingCache: needs softmax, got normalizer={shown(normalizer)}")

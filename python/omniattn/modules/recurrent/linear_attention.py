@@ -261,14 +261,14 @@ class GatedLinearAttention(RecurrentMixer):
 
         Args:
             gate_rank: width between the two layers of the decay.
-            gate_normaliser: divisor of ln sigmoid.
+            gate_normalizer: divisor of ln sigmoid.
         """
 
         shrink: ClassVar[int] = 2
         expand: ClassVar[int] = 2
         conv_size: int = 0
         gate_rank: int = 16
-        gate_normaliser: float = 16.0
+        gate_normalizer: float = 16.0
 
     config: Config
 
@@ -283,7 +283,7 @@ class GatedLinearAttention(RecurrentMixer):
     def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
         c = self.config
         logits: Tensor = self.gk_proj(x).unflatten(-1, (c.v_heads, c.k_size))
-        g = log_sigmoid(logits.to(fp32(logits.dtype))) / c.gate_normaliser
+        g = log_sigmoid(logits.to(fp32(logits.dtype))) / c.gate_normalizer
         return functional.gated_linear_attention(q, k, v, g, **options)
 
 

@@ -1,4 +1,4 @@
-"""Neighbourhood attention in grids of one to three dimensions, with NATTEN's arguments."""
+"""Neighborhood attention in grids of one to three dimensions, with NATTEN's arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.checks.arguments import require_int, require_number, require_tensor
-from omniattn.functional.masks import GridNeighbourhood, Mask
+from omniattn.functional.masks import GridNeighborhood, Mask
 from omniattn.functional.masks.grid import each_axis
 from omniattn.modules.base import _signatures
 from omniattn.modules.base.dropout import Dropout
@@ -31,8 +31,8 @@ class NeighborhoodConfig(LayerConfig):
     Args:
         dim: width of x and y, `embed_dim` in NATTEN from 0.20 on.
         num_heads: a divisor of dim.
-        kernel_size, stride, dilation, is_causal: the neighbourhood, for each axis, or one for all:
-            see :class:`omniattn.functional.masks.GridNeighbourhood`.
+        kernel_size, stride, dilation, is_causal: the neighborhood, for each axis, or one for all:
+            see :class:`omniattn.functional.masks.GridNeighborhood`.
         qkv_bias: of the projection to q, k and v.
         qk_scale: of the scores, default 1 / sqrt(dim / num_heads).
         attn_drop, proj_drop: dropout of the attention weights and of y.
@@ -82,11 +82,9 @@ class NeighborhoodConfig(LayerConfig):
         """Dimensions of a head that a model rotates."""
         return self.dim // self.num_heads
 
-    def mask(self, shape: tuple[int, ...]) -> GridNeighbourhood:
-        """The neighbourhoods in a grid."""
-        return GridNeighbourhood(
-            shape, self.kernel_size, self.stride, self.dilation, self.is_causal
-        )
+    def mask(self, shape: tuple[int, ...]) -> GridNeighborhood:
+        """The neighborhoods in a grid."""
+        return GridNeighborhood(shape, self.kernel_size, self.stride, self.dilation, self.is_causal)
 
 
 class _Neighborhood(Layer):

@@ -204,7 +204,7 @@ class SwinBlock(Layer):
 
 
 class PatchMerging(Layer):
-    """Halves an image: four neighbours are joined, normed and mapped to twice the width.
+    """Halves an image: four neighbors are joined, normed and mapped to twice the width.
 
     Args:
         config: `dim` of x.

@@ -23,8 +23,8 @@ PATTERNS: dict[str, masks.Mask] = {
     "fixed": masks.Fixed(50, 3),
     "fixedheads": masks.Fixed(50, 3, patterns=3),
     "everykth": masks.EveryKth(30),
-    "neighbours": masks.Neighbourhood(41) & masks.KeyLengths(torch.tensor([160, 90])),
-    "dilatedneighbours": masks.Neighbourhood(9, 7),
+    "neighbours": masks.Neighborhood(41) & masks.KeyLengths(torch.tensor([160, 90])),
+    "dilatedneighbours": masks.Neighborhood(9, 7),
     "blocklocalglobal": masks.block_local_global(30, (0, 100), causal=True),
     "chunksbefore": masks.Chunked(30, back=(1, 2)),
     "blocks": masks.Blocks.from_block_mask(_BLOCKS, block_size=(48, 20), size=(160, 160)),
@@ -40,7 +40,7 @@ PATTERNS: dict[str, masks.Mask] = {
 LONG_PATTERNS: dict[str, masks.Mask] = {
     "prefix": masks.PrefixLM(torch.tensor([256])),
     "chunked": masks.Chunked(256),
-    "neighbours": masks.Neighbourhood(127),
+    "neighbours": masks.Neighborhood(127),
     "dilated": masks.Dilated(4, 63),
     "strided": masks.Strided(64, 64),
     "fixed": masks.Fixed(64, 8),
@@ -58,8 +58,8 @@ LOCAL_AND_FIRST = masks.from_predicate(
 LONG_OPTIONS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("sinks", ("sinks",), {}),
     ("headscale", ("head scale",), {}),
-    ("sigmoid", (), {"normaliser": "sigmoid"}),
-    ("relu2", (), {"normaliser": "relu2", "scale": 0.01}),
+    ("sigmoid", (), {"normalizer": "sigmoid"}),
+    ("relu2", (), {"normalizer": "relu2", "scale": 0.01}),
     ("dropout", ("seed",), {"dropout_p": 0.1}),
     *((name, (), {"mask": mask}) for name, mask in LONG_PATTERNS.items()),
 )

@@ -95,9 +95,9 @@ ATTENTION = OpSpec(
         qkv("sinks+", 1, 70, 63, 2, 1, 16, None, ("sinks", "mask"), causal=True),
         qkv("headscale", 2, 100, 100, 4, 2, 16, None, ("head scale",), softcap=3.0),
         qkv("terms", 2, 9, 150, 4, 2, 16, None, ("alibi", "sinks", "head scale"), causal=True),
-        qkv("sigmoid", 2, 100, 130, 4, 2, 16, None, ("bias", "alibi"), normaliser="sigmoid"),
-        qkv("relu2", 2, 100, 130, 4, 2, 16, None, ("bias",), normaliser="relu2", scale=0.1),
-        qkv("relu2decode", 2, 3, 300, 4, 2, 16, None, ("mask",), normaliser="relu2"),
+        qkv("sigmoid", 2, 100, 130, 4, 2, 16, None, ("bias", "alibi"), normalizer="sigmoid"),
+        qkv("relu2", 2, 100, 130, 4, 2, 16, None, ("bias",), normalizer="relu2", scale=0.1),
+        qkv("relu2decode", 2, 3, 300, 4, 2, 16, None, ("mask",), normalizer="relu2"),
         qkv("distances", 2, 100, 130, 4, 2, 16, causal=True, return_lse=True, **DISTANCES),
         qkv("distancesfew", 1, 3, 9, 4, 2, 16, None, ("mask",), softcap=3.0, **DISTANCES),
         qkv("modgate", 2, 100, 130, 4, 2, 16, score_mod=gate, return_lse=True),
@@ -106,7 +106,7 @@ ATTENTION = OpSpec(
         qkv("ends", 2, 60, 70, 4, 2, 16, None, ("ends",), causal=True, return_lse=True),
         qkv("endsdecode", 2, 3, 300, 6, 2, 16, None, ("ends",), return_lse=True),
         qkv("endswide", 1, 65, 70, 2, 2, 136, None, ("ends", "mask")),
-        qkv("endsoneach", 2, 33, 70, 2, 2, 16, None, ("ends",), normaliser="sigmoid"),
+        qkv("endsoneach", 2, 33, 70, 2, 2, 16, None, ("ends",), normalizer="sigmoid"),
         qkv(
             *("endsinks", 1, 70, 63, 5, 1, 16, None, ("ends", "sinks at the ends", "mask")),
             return_lse=True,
@@ -303,8 +303,8 @@ VARIANTS = (
         "Raffel et al. 2019, arXiv 1910.10683",
     ),
     Variant(
-        "sliding windows, neighbourhoods",
-        ("SlidingWindow", "sliding_window", "Neighbourhood"),
+        "sliding windows, neighborhoods",
+        ("SlidingWindow", "sliding_window", "Neighborhood"),
         "Hassani et al. 2022, arXiv 2204.07143",
     ),
     Variant(

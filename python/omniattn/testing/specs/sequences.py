@@ -98,7 +98,7 @@ ATTENTION_VARLEN = OpSpec(
         _packed("mod", 3, 60, 60, 4, 2, 16, score_mod=gate),
         _packed("strided", 4, 150, 150, 4, 2, 16, mask=masks.Strided(40, 9)),
         _packed("prefix", 2, 150, 150, 2, 2, 16, mask=masks.PrefixLM(torch.tensor([0, 70]))),
-        _packed("relu2", 3, 60, 60, 2, 2, 16, normaliser="relu2", scale=0.05),
+        _packed("relu2", 3, 60, 60, 2, 2, 16, normalizer="relu2", scale=0.05),
     ),
     benchmarks=(
         Benchmark(

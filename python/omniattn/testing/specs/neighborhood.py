@@ -1,4 +1,4 @@
-"""OpSpecs of neighbourhood attention."""
+"""OpSpecs of neighborhood attention."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _flops(case: Case, pass_: Pass) -> float:
     """Counts attention's FLOPs on the pairs that the mask allows."""
     names = ("kernel_size", "stride", "dilation", "is_causal")
     options = {name: case.options[name] for name in names if name in case.options}
-    mask, s = masks.GridNeighbourhood(_shape(case), **options), case.sizes
+    mask, s = masks.GridNeighborhood(_shape(case), **options), case.sizes
     tokens = math.prod(_shape(case))
     pairs = mask.count(tokens, tokens, batch=s["B"], heads=s["H"])
     d, dv = s["D"], s.get("Dv", s["D"])
@@ -141,9 +141,9 @@ SPECS = (NA1D, NA2D, NA3D)
 
 VARIANTS = (
     Variant(
-        "neighbourhood attention in 1-D to 3-D: dilated, strided, causal",
+        "neighborhood attention in 1-D to 3-D: dilated, strided, causal",
         (
-            *("na1d", "na2d", "na3d", "GridNeighbourhood"),
+            *("na1d", "na2d", "na3d", "GridNeighborhood"),
             *("NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"),
         ),
         "Hassani et al. 2025, arXiv 2504.16922",

@@ -1,4 +1,4 @@
-"""Neighbourhood attention in grids of tokens, by NATTEN's rule, one axis after another."""
+"""Neighborhood attention in grids of tokens, by NATTEN's rule, one axis after another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def na1d(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """query (B,X,H,D) -> O (B,X,H,Dv) [, lse (B,X,H)], see :func:`na2d`."""
     options = kernel_size, stride, dilation, is_causal
-    return _neighbourhood(query, key, value, *options, scale, return_lse)
+    return _neighborhood(query, key, value, *options, scale, return_lse)
 
 
 def na2d(
@@ -51,7 +51,7 @@ def na2d(
     their middle one, or of their last one if causal.
     """
     options = kernel_size, stride, dilation, is_causal
-    return _neighbourhood(query, key, value, *options, scale, return_lse)
+    return _neighborhood(query, key, value, *options, scale, return_lse)
 
 
 def na3d(
@@ -68,10 +68,10 @@ def na3d(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """query (B,Z,Y,X,H,D) -> O (B,Z,Y,X,H,Dv) [, lse (B,Z,Y,X,H)], see :func:`na2d`."""
     options = kernel_size, stride, dilation, is_causal
-    return _neighbourhood(query, key, value, *options, scale, return_lse)
+    return _neighborhood(query, key, value, *options, scale, return_lse)
 
 
-def _neighbourhood(
+def _neighborhood(
     query: Tensor,
     key: Tensor,
     value: Tensor,
