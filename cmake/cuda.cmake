@@ -8,7 +8,7 @@ endif()
 set(cuda_useful OFF)
 if(CMAKE_CUDA_COMPILER)
   file(STRINGS "${OMNIATTN_TORCH_DIR}/version.py" torch_cuda REGEX "^cuda[ :].*= *'")
-  if(torch_cuda OR OMNIATTN_BUILD_DEV)
+  if(torch_cuda OR OMNIATTN_BUILD_ALL)
     set(cuda_useful ON)
   else()
     message(STATUS "omniattn: no CUDA library, because this torch is built without CUDA; "

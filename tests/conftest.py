@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -52,10 +53,16 @@ def run_with_library() -> Callable[..., None]:
     """Runs files of tests/ops, those tests that `selection` (-k) names, with another CPU library of
     the development build, in a process of their own."""
 
+    def require(library: str) -> None:
+        """Skips the test if the build may lack this library and does (.ci/run has them all)."""
+        if _library.find(library) is None:
+            message = f"{library} is not there; OMNIATTN_BUILD_ALL=ON builds it"
+            required = os.environ.get("OMNIATTN_REQUIRE_EMULATION") == "1"
+            assert re.search("_amx_|_sanitized", library) and not required, message
+            pytest.skip(message)
+
     def run(library: str, selection: str, *files: str, options: tuple = (), **env: str) -> None:
-        assert _library.find(library) is not None, (
-            "the development build has the emulated libraries"
-        )
+        require(library)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", selection]
         command += ["-o", "empty_parameter_set_mark=fail_at_collect"]  # of OMNIATTN_TEST_SPECS
         paths = [next((ROOT / "tests/ops").rglob(f"{f}.py")) for f in files]

@@ -8,7 +8,11 @@ namespace {
 using omniattn::Isa;
 
 int64_t cpu_isa() { return static_cast<int64_t>(omniattn::active_isa()); }
-int64_t detected_cpu_isa() { return static_cast<int64_t>(omniattn::detected_isa()); }
+int64_t built_cpu_isas() { return omniattn::kBuiltLevels; }
+// Returns -1 if this machine has none of the built levels.
+int64_t detected_cpu_isa() {
+  return omniattn::has_any_isa() ? static_cast<int64_t>(omniattn::detected_isa()) : -1;
+}
 bool set_cpu_isa(int64_t isa) { return omniattn::set_active_isa(static_cast<Isa>(isa)); }
 bool has_cpu_isa(int64_t isa) { return omniattn::has_isa(static_cast<Isa>(isa)); }
 // Returns false for an unknown op or level.
@@ -25,6 +29,7 @@ int64_t tile_state() { return omniattn::tile_state(); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY(omniattn, m) {
+  m.def("built_cpu_isas() -> int");
   m.def("cpu_isa() -> int");
   m.def("detected_cpu_isa() -> int");
   m.def("has_cpu_isa(int isa) -> bool");
@@ -33,6 +38,7 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   m.def("tile_state() -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(omniattn, CompositeExplicitAutograd, m) {
+  m.impl("built_cpu_isas", TORCH_BOX(&built_cpu_isas));
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("detected_cpu_isa", TORCH_BOX(&detected_cpu_isa));
   m.impl("has_cpu_isa", TORCH_BOX(&has_cpu_isa));

@@ -10,7 +10,7 @@ namespace omniattn {
 namespace python {
 namespace {
 
-#if defined(__x86_64__)
+#if defined(OMNIATTN_EMULATED_PROBES)
 const struct {
   const char* isa;
   DType factors;
@@ -26,7 +26,7 @@ const struct {
 
 const GemmKernels& kernels_of(const std::string& isa, DType factors) {
   Isa level = Isa::baseline;
-#if defined(__x86_64__)
+#if defined(OMNIATTN_EMULATED_PROBES)
   for (const auto& emulated : kEmulated) {
     if (isa == emulated.isa && factors == emulated.factors) return emulated.kernels;
   }

@@ -29,7 +29,7 @@ const char* dtype_name(DType dtype) {
   return kNames[static_cast<int32_t>(dtype)];
 }
 
-#if defined(__x86_64__)
+#if defined(OMNIATTN_EMULATED_PROBES)
 // Product-only levels, emulated by the instructions of another level.
 struct Emulated {
   const char* isa;
@@ -49,23 +49,23 @@ const Emulated kEmulated[] = {
 
 // The kernels that run a dtype on an ISA, null if this machine lacks it.
 const ProbeKernels* find_table(const std::string& isa, DType dtype) {
-#if defined(__x86_64__)
+#if defined(OMNIATTN_EMULATED_PROBES)
   for (const Emulated& emulated : kEmulated) {
     if (isa != emulated.isa || !has_isa(emulated.by)) continue;
     return dtype == emulated.factors ? emulated.products : &probe_kernels_on(emulated.by, dtype);
   }
 #endif
   Isa level;
-  if (!parse_isa(isa.c_str(), level) || level > detected_isa()) return nullptr;
+  if (!parse_isa(isa.c_str(), level) || !has_isa(level)) return nullptr;
   return &probe_kernels_on(level, dtype);
 }
 
 std::vector<std::string> probe_isas() {
   std::vector<std::string> found;
-  for (int32_t i = 0; i <= static_cast<int32_t>(detected_isa()); ++i) {
-    found.emplace_back(isa_name(static_cast<Isa>(i)));
+  for (int32_t i = 0; i < kIsaCount; ++i) {
+    if (has_isa(static_cast<Isa>(i))) found.emplace_back(isa_name(static_cast<Isa>(i)));
   }
-#if defined(__x86_64__)
+#if defined(OMNIATTN_EMULATED_PROBES)
   for (const Emulated& emulated : kEmulated) {
     if (find_table(emulated.isa, DType::f32) != nullptr) found.emplace_back(emulated.isa);
   }

@@ -45,7 +45,8 @@ int32_t ask_for_tiles(Isa isa) {
   return isa > cap() ? kTilesNotAskedFor : Machine::request_tiles();
 }
 
-// Levels of this machine, one bit each. Except emulated ones, a level needs all levels before it.
+// Built levels of this machine, one bit each. Except emulated ones, a level needs a machine that
+// has all levels before it.
 struct Levels {
   uint32_t bits = 0;
   int32_t tiles = kNoTiles;
@@ -54,7 +55,7 @@ struct Levels {
 #define HAS(extension) OMNIATTN_HAS_EXTENSION(#extension)
 #define TILES(extension) Machine::has_tiles(#extension)
 #define OMNIATTN_ADD(name, operands, present, ...) add(Isa::name, present);
-    OMNIATTN_BUILT_ISAS(OMNIATTN_ADD)
+    OMNIATTN_ARCH_ISAS(OMNIATTN_ADD)
   }
 
  private:
@@ -66,11 +67,12 @@ struct Levels {
       return;
     }
     complete_ = complete_ && present;
-    if (complete_ && multiplies_on_tiles(isa) && tiles != 0) {  // one request covers all levels
+    if (complete_ && is_built(isa) && multiplies_on_tiles(isa) && tiles != 0) {
+      // One request covers all levels.
       tiles = ask_for_tiles(isa);
       complete_ = tiles == 0;
     }
-    if (complete_) bits |= bit(isa);
+    if (complete_ && is_built(isa)) bits |= bit(isa);
   }
 };
 
@@ -89,6 +91,8 @@ std::atomic<Isa>& active() {
 }  // namespace
 
 uint32_t levels_up_to(Isa isa) { return levels().bits & ((bit(isa) << 1) - 1); }
+
+bool has_any_isa() { return levels().bits != 0; }
 
 bool has_isa(Isa isa) {
   const auto value = static_cast<int32_t>(isa);

@@ -10,10 +10,12 @@
 
 namespace omniattn {
 
-// ISAs of this machine that this binary was built with, up to `isa`, one bit each. A library for
-// tests may leave gaps below the levels that it emulates.
+// ISAs of this machine that this binary was built with, up to `isa`, one bit each. There may be
+// gaps: levels that were not built, or that a library for tests emulates the next ones without.
 uint32_t levels_up_to(Isa isa);
 bool has_isa(Isa isa);
+// True if the machine has a built level. If it has none, no function below may be called.
+bool has_any_isa();
 Isa detected_isa();  // the highest of them
 // The ISA that kernels run on now.
 Isa active_isa();
@@ -42,45 +44,48 @@ int32_t tile_state();
   namespace isa_##level##_portable {                                 \
     extern const Type name##_table;                                  \
   }
-#define OMNIATTN_CHOOSE_TABLE(level, operands, present, Type, name) \
-  if constexpr (has_all_kernels(Isa::level)) {                      \
-    if (OMNIATTN_HAS(level)) table = &isa_##level::name##_table;    \
+#define OMNIATTN_CHOOSE_TABLE(level, operands, present, Type, name)    \
+  if constexpr (is_built(Isa::level) && has_all_kernels(Isa::level)) { \
+    if (OMNIATTN_HAS(level)) table = &isa_##level::name##_table;       \
   }
 #define OMNIATTN_CHOOSE_PRODUCT_TABLE(level, operands, present, Type, name) \
-  if (OMNIATTN_HAS(level) && has_products(Isa::level, factors)) {           \
-    table = &isa_##level::name##_table;                                     \
+  if constexpr (is_built(Isa::level)) {                                     \
+    if (OMNIATTN_HAS(level) && has_products(Isa::level, factors)) {         \
+      table = &isa_##level::name##_table;                                   \
+    }                                                                       \
   }
-#define OMNIATTN_CHOOSE_BF16_TILE_TABLE(level, operands, present, Type, name)             \
-  if constexpr (multiplies_on_tiles(Isa::level) && multiplies(Isa::level, DType::bf16)) { \
-    if (OMNIATTN_HAS(level)) table = &isa_##level::name##_table;                          \
+#define OMNIATTN_CHOOSE_BF16_TILE_TABLE(level, operands, present, Type, name) \
+  if constexpr (is_built(Isa::level) && multiplies_on_tiles(Isa::level) &&    \
+                multiplies(Isa::level, DType::bf16)) {                        \
+    if (OMNIATTN_HAS(level)) table = &isa_##level::name##_table;              \
   }
 #define OMNIATTN_HAS(level) (levels >> static_cast<int32_t>(Isa::level) & 1) != 0
 
 // name(): the table for the active ISA.
-#define OMNIATTN_KERNEL_TABLE(Type, name)                  \
-  OMNIATTN_BUILT_ISAS(OMNIATTN_DECLARE_TABLE, Type, name)  \
-  inline const Type& name() {                              \
-    const uint32_t levels = levels_up_to(active_isa());    \
-    const Type* table = nullptr;                           \
-    OMNIATTN_BUILT_ISAS(OMNIATTN_CHOOSE_TABLE, Type, name) \
-    return *table;                                         \
+#define OMNIATTN_KERNEL_TABLE(Type, name)                 \
+  OMNIATTN_ARCH_ISAS(OMNIATTN_DECLARE_TABLE, Type, name)  \
+  inline const Type& name() {                             \
+    const uint32_t levels = levels_up_to(active_isa());   \
+    const Type* table = nullptr;                          \
+    OMNIATTN_ARCH_ISAS(OMNIATTN_CHOOSE_TABLE, Type, name) \
+    return *table;                                        \
   }
 // name(factors), name_on(isa, factors): for a family that multiplies matrices of one dtype.
-#define OMNIATTN_PRODUCT_KERNEL_TABLE(Type, name)                  \
-  OMNIATTN_BUILT_ISAS(OMNIATTN_DECLARE_TABLE, Type, name)          \
-  inline const Type& name##_on(Isa isa, DType factors) {           \
-    const uint32_t levels = levels_up_to(isa);                     \
-    const Type* table = nullptr;                                   \
-    OMNIATTN_BUILT_ISAS(OMNIATTN_CHOOSE_PRODUCT_TABLE, Type, name) \
-    return *table;                                                 \
-  }                                                                \
+#define OMNIATTN_PRODUCT_KERNEL_TABLE(Type, name)                 \
+  OMNIATTN_ARCH_ISAS(OMNIATTN_DECLARE_TABLE, Type, name)          \
+  inline const Type& name##_on(Isa isa, DType factors) {          \
+    const uint32_t levels = levels_up_to(isa);                    \
+    const Type* table = nullptr;                                  \
+    OMNIATTN_ARCH_ISAS(OMNIATTN_CHOOSE_PRODUCT_TABLE, Type, name) \
+    return *table;                                                \
+  }                                                               \
   inline const Type& name(DType factors) { return name##_on(active_isa(), factors); }
 // name(): the table of kernels for levels with bf16 tiles; null where no such level is active.
 #define OMNIATTN_BF16_TILE_KERNEL_TABLE(Type, name)                      \
-  OMNIATTN_BUILT_ISAS(OMNIATTN_DECLARE_TABLE, Type, name)                \
+  OMNIATTN_ARCH_ISAS(OMNIATTN_DECLARE_TABLE, Type, name)                 \
   inline const Type* name() {                                            \
     [[maybe_unused]] const uint32_t levels = levels_up_to(active_isa()); \
     const Type* table = nullptr;                                         \
-    OMNIATTN_BUILT_ISAS(OMNIATTN_CHOOSE_BF16_TILE_TABLE, Type, name)     \
+    OMNIATTN_ARCH_ISAS(OMNIATTN_CHOOSE_BF16_TILE_TABLE, Type, name)      \
     return table;                                                        \
   }

@@ -25,12 +25,12 @@
   level(amx_fp16, f16, TILES(amx-fp16), __VA_ARGS__)
 // clang-format on
 
-// All levels, and the levels that kernels are compiled for on this architecture.
+// All levels, and those of this architecture.
 #define OMNIATTN_ISAS(...) OMNIATTN_PORTABLE_ISAS(__VA_ARGS__) OMNIATTN_X86_ISAS(__VA_ARGS__)
 #if defined(__x86_64__)
-#define OMNIATTN_BUILT_ISAS(...) OMNIATTN_ISAS(__VA_ARGS__)
+#define OMNIATTN_ARCH_ISAS(...) OMNIATTN_ISAS(__VA_ARGS__)
 #else
-#define OMNIATTN_BUILT_ISAS(...) OMNIATTN_PORTABLE_ISAS(__VA_ARGS__)
+#define OMNIATTN_ARCH_ISAS(...) OMNIATTN_PORTABLE_ISAS(__VA_ARGS__)
 #endif
 
 namespace omniattn {
@@ -67,6 +67,13 @@ OMNIATTN_FN bool multiplies(Isa isa, DType dtype) {
 OMNIATTN_FN bool multiplies_on_tiles(Isa isa) {
   return isa == Isa::amx_bf16 || isa == Isa::amx_fp16;
 }
+
+// Levels of this build, one bit each. cmake/isa.cmake defines OMNIATTN_LEVELS where it omits some.
+#if !defined(OMNIATTN_LEVELS)
+#define OMNIATTN_LEVELS (1u << kIsaCount) - 1
+#endif
+inline constexpr uint32_t kBuiltLevels = OMNIATTN_LEVELS;
+OMNIATTN_FN bool is_built(Isa isa) { return (kBuiltLevels >> static_cast<int>(isa) & 1) != 0; }
 
 // True if the level has every kernel; true if it has products of this type.
 OMNIATTN_FN bool has_all_kernels(Isa isa) { return multiplies(isa, DType::f32); }

@@ -81,21 +81,38 @@ def test_kernels_are_chosen_by_level_and_dtype(table):
     assert built_for_bf16 == "0" and active == "dot_f16"
 
 
-def test_flags_are_those_of_the_table(table):
-    (table / "cmake").mkdir()
-    (table / "cmake/isa.cmake").write_text((ROOT / "cmake/isa.cmake").read_text())
-    (table / "print.cmake").write_text("""
+@pytest.fixture
+def read_by_cmake(table):
+    """Returns what cmake/isa.cmake makes of the table and of OMNIATTN_LEVELS, or its error."""
+
+    def read(levels):
+        (table / "cmake").mkdir(exist_ok=True)
+        (table / "cmake/isa.cmake").write_text((ROOT / "cmake/isa.cmake").read_text())
+        (table / "print.cmake").write_text(PRINT)
+        command = ["cmake", f"-DOMNIATTN_LEVELS={levels}", "-P", "print.cmake"]
+        result = subprocess.run(command, cwd=table, capture_output=True, text=True)
+        if result.returncode != 0:
+            return result.stderr
+        return dict(re.findall(r"(\w+): (.*)", result.stderr))
+
+    return read
+
+
+PRINT = """
 cmake_minimum_required(VERSION 3.25)
 set(CMAKE_SYSTEM_PROCESSOR x86_64)
 include(${CMAKE_CURRENT_LIST_DIR}/cmake/isa.cmake)
+message("mask: ${OMNIATTN_LEVEL_MASK}")
 message("all: ${OMNIATTN_ISAS}\nproducts: ${OMNIATTN_PRODUCT_ISAS}\ntiles: ${OMNIATTN_TILE_ISAS}")
 foreach(isa IN LISTS OMNIATTN_ISAS OMNIATTN_PRODUCT_ISAS)
   message("${isa}: ${OMNIATTN_FLAGS_${isa}}")
 endforeach()
-""")
-    command = ["cmake", "-P", "print.cmake"]
-    result = subprocess.run(command, cwd=table, capture_output=True, text=True, check=True)
-    found = dict(re.findall(r"(\w+): (.*)", result.stderr))
+"""
+
+
+def test_flags_are_those_of_the_table(read_by_cmake):
+    found = read_by_cmake("all")
+    assert found.pop("mask") == "127"
     extensions = {
         name: [f for f in flags.split(";") if not f.startswith(("-O", "-W", "-mprefer", "$"))]
         for name, flags in found.items()
@@ -112,3 +129,22 @@ endforeach()
         "amx_fp16": [*AVX512, "-mavx512bf16", *AMX],
         "dot_f16": [*AVX512, "-mavx512bf16", *AMX, "-mavx10.2"],
     }
+
+
+def test_a_build_omits_levels_and_keeps_the_flags_of_the_others(read_by_cmake):
+    found = read_by_cmake("avx512;amx_bf16")
+    assert found["mask"] == str(1 << 2 | 1 << 4)
+    assert (found["all"], found["products"], found["tiles"]) == ("avx512", "amx_bf16", "amx_bf16")
+    assert "avx2" not in found
+    assert {"-mavx2", "-mavx512bf16", "-DOMNIATTN_TILES"} <= set(found["amx_bf16"].split(";"))
+
+
+@pytest.mark.parametrize(
+    ("levels", "message"),
+    [
+        ("avx3", r"must be native, all or some of\s+baseline, avx2.*got\s+avx3"),
+        ("amx_bf16", r"must name baseline, avx2 or avx512.*got\s+amx_bf16"),
+    ],
+)
+def test_levels_that_nothing_can_run_are_refused(read_by_cmake, levels, message):
+    assert re.search(message, read_by_cmake(levels), re.DOTALL)

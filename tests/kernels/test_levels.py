@@ -197,6 +197,13 @@ def test_emulation_steps_over_the_levels_that_the_machine_lacks(program):
     assert program("", defines=PORTABLE)[:2] == ["baseline", "baseline"]
 
 
+def test_levels_that_were_not_built_are_stepped_over(program):
+    built = ["OMNIATTN_LEVELS=0x14"]  # avx512 and amx_bf16
+    answer = ["0", "avx512", "avx512", "amx_bf16", "avx512", "avx512", "amx_bf16"]
+    assert program(AMX, defines=built) == ["asked", "amx_bf16", "amx_bf16", *answer]
+    assert program(AMX, cap="avx512_bf16", defines=built)[:3] == ["avx512", "avx512", "-2"]
+
+
 @pytest.mark.parametrize(
     ("has", "defines", "slow", "few"),
     [

@@ -16,6 +16,9 @@ import pytest
 import torch
 from filelock import FileLock
 
+from omniattn import config, testing
+from omniattn.ops import _library
+
 ROOT = Path(__file__).parents[2]
 
 # Symbols that a library may take from torch: the C shims of the stable ABI.
@@ -206,8 +209,9 @@ def test_wheel_in_a_clean_environment(wheel, tmp_path):
 
 def test_cap_on_the_instruction_set_is_read_from_the_environment():
     program = "import omniattn, torch; print(torch.ops.omniattn.cpu_isa())"
-    env = os.environ | {"OMNIATTN_CPU_ISA": "baseline"}
-    assert run(sys.executable, "-c", program, env=env).strip() == "0"
+    lowest = testing.isas()[0]
+    env = os.environ | {"OMNIATTN_CPU_ISA": lowest}
+    assert int(run(sys.executable, "-c", program, env=env)) == config.CPU_ISAS.index(lowest)
     unset = {name: value for name, value in env.items() if name != "OMNIATTN_CPU_ISA"}
     found = [
         run(sys.executable, "-c", program, env=x) for x in (unset, env | {"OMNIATTN_CPU_ISA": ""})
@@ -217,3 +221,10 @@ def test_cap_on_the_instruction_set_is_read_from_the_environment():
     failed = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True)
     assert failed.returncode != 0
     assert b"OMNIATTN_CPU_ISA must be one of" in failed.stderr
+    built = _library.built_isas()
+    for level in set(config.CPU_ISAS).difference(built):
+        env["OMNIATTN_CPU_ISA"] = level
+        failed = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True)
+        assert failed.returncode != 0
+        message = f"no kernels for OMNIATTN_CPU_ISA='{level}', only for {', '.join(built)}; pip"
+        assert message.encode() in failed.stderr

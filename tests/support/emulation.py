@@ -1,4 +1,4 @@
-"""Software forms of the levels that few machines have, and what a machine without any is told."""
+"""Software forms of the levels that few machines have, and a mark for tests that need them."""
 
 import os
 
@@ -19,7 +19,7 @@ SOFTWARE = software("amx_bf16")
 #: For tests of these forms. A job that promises them (.ci/run) fails without; others skip.
 needs_software = pytest.mark.skipif(
     not SOFTWARE and os.environ.get("OMNIATTN_REQUIRE_EMULATION") != "1",
-    reason="software tiles need AVX2",
+    reason="software tiles need AVX2 and a build with OMNIATTN_BUILD_ALL=ON, OMNIATTN_LEVELS=all",
 )
 
 #: The library whose products are emulated on this machine, and the levels that it emulates here.

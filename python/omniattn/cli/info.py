@@ -89,7 +89,7 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     cpu = found["cpu"]
     numbers = [f"{text} {cpu[k]}" for k, text in _CPU_NUMBERS.items() if k in cpu]
     yield "CPU", ", ".join(filter(None, (cpu["name"], *numbers, cpu["machine"])))
-    yield "kernels", "{level} ({reason}): {meaning}".format(**found["kernels"])
+    yield "kernels", "{level} ({reason}): {meaning}; built for {built}".format(**found["kernels"])
     yield "linear", _linear_row(found["linear"])
     if found["levels"]:
         yield "levels", "; ".join(found["levels"])
@@ -142,7 +142,8 @@ def _kernels() -> dict[str, str]:
         reason = f"the best this CPU supports, less than OMNIATTN_CPU_ISA={config.CPU_ISA}"
     else:
         reason = "the best this CPU supports, detected from its instructions, not its name"
-    return {"level": chosen, "reason": reason, "meaning": _MEANING[chosen]}
+    built = ", ".join(_library.built_isas())
+    return {"level": chosen, "reason": reason, "meaning": _MEANING[chosen], "built": built}
 
 
 def _linear() -> dict[str, str]:

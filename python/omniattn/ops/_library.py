@@ -46,6 +46,27 @@ def _load(device: str, name: str) -> None:
         getattr(torch.ops.omniattn, f"report_paths_{device}")(True)
 
 
+def built_isas() -> tuple[str, ...]:
+    """Levels of `config.CPU_ISAS` that the CPU library has kernels for."""
+    mask: int = torch.ops.omniattn.built_cpu_isas()
+    return tuple(name for i, name in enumerate(config.CPU_ISAS) if mask >> i & 1)
+
+
+def _check_levels() -> None:
+    built = built_isas()
+    rebuild = "pip install . -C cmake.define.OMNIATTN_LEVELS=all builds all levels"
+    if config.CPU_ISA not in (None, *built):
+        raise ImportError(
+            f"omniattn: this build has no kernels for OMNIATTN_CPU_ISA={config.CPU_ISA!r}, only "
+            f"for {', '.join(built)}; {rebuild}"
+        )
+    if torch.ops.omniattn.detected_cpu_isa() < 0:
+        raise ImportError(
+            f"omniattn: this build has kernels for {', '.join(built)} only, and this CPU has none "
+            f"of these levels: it was built on another machine; {rebuild}"
+        )
+
+
 def paths(device: str) -> dict[str, list[str]]:
     """Ways in which calls of each op can run on a device, best first."""
     lines = getattr(torch.ops.omniattn, f"paths_{device}")().splitlines()
@@ -269,5 +290,6 @@ def _refuse_layout(name: str) -> Callable[..., NoReturn]:
 
 _check_torch()
 _load("cpu", config.CPU_LIBRARY)
+_check_levels()
 _active_isa: int = torch.ops.omniattn.cpu_isa()
 cuda_unavailable = _load_cuda()
