@@ -224,8 +224,11 @@ const AttentionBackwardKernels& kernels_of(BackwardProblems problems) {
   return attention_backward_kernels_on(isa_of(p), p.dtype);
 }
 
+// A function that is always inlined cannot be called through its address.
+constexpr auto owners_of = [](const Backward& x) { return backward_owners(x); };
+
 void run_backward_heads(BackwardProblems problems) {
-  run<Backward>(kernels_of(problems).backward_heads, problems, backward_owners,
+  run<Backward>(kernels_of(problems).backward_heads, problems, owners_of,
                 largest(problems, [](const Backward& x) {
                   const int64_t rows = group_size(x.problem) * x.problem.tq;
                   return backward_scratch_elements(x) + backward_workspace_elements(x, rows);
@@ -239,8 +242,9 @@ void run_backward_blocks(BackwardProblems problems) {
   });
   const auto query_blocks = [](const Backward& x) { return forward_items(x.problem); };
   run<Backward>(kernels.prepare, problems, query_blocks, 0);
-  run<Backward>(kernels.backward, problems, backward_items,
-                largest(problems, backward_scratch_elements));
+  run<Backward>(
+      kernels.backward, problems, [](const Backward& x) { return backward_items(x); },
+      largest(problems, [](const Backward& x) { return backward_scratch_elements(x); }));
   run<Backward>(kernels.finish, problems, query_blocks, 0);
 }
 
@@ -315,11 +319,11 @@ void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
   set_interpreter(x.problem);
   const Tensor table = expand_table(x.problem);
   auto problems = problems_of(x, sequences);
-  const int64_t owners = total(problems, backward_owners);
+  const int64_t owners = total(problems, owners_of);
   for (Backward& b : problems) b.splits = backward_splits(b, owners);
   const GradientParts parts(x, problems);
   const auto run = [](std::vector<Backward> some) {
-    run_paths(kBackwardPaths, std::move(some), backward_owners);
+    run_paths(kBackwardPaths, std::move(some), owners_of);
   };
   // Sequences that add to a shared gradient run one by one.
   const bool shares_bias = x.grad_bias != nullptr && x.grad_bias_stride_b == 0;
