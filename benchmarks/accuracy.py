@@ -18,7 +18,12 @@ from omniattn.testing import Measured, OpSpec, Pass, measure_error, registry
 from omniattn.testing.spec import SHORT_DTYPE, Case
 from omniattn.testing.table import replace_block
 
-PAGE = Path(__file__).parents[1] / "docs/accuracy.md"
+ROOT = Path(__file__).parents[1]
+#: Pages by the block that they show.
+PAGES = {
+    "budgets": ROOT / "benchmarks/results/accuracy.md",
+    "many tokens": ROOT / "docs/accuracy.md",
+}
 TOKENS, WINDOW = 65536, 1024
 HALVES = (torch.bfloat16, torch.float16)
 #: Every op that has a kernel which carries a state from token to token.
@@ -99,15 +104,13 @@ def budget_table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--record", action="store_true", help=f"write {PAGE.name}")
+    parser.add_argument("--record", action="store_true", help="write both pages")
     args = parser.parse_args()
     tables = {"budgets": budget_table(), "many tokens": long_table()}
     print(*tables.values(), sep="\n\n")
     if args.record:
-        text = PAGE.read_text()
-        for name, table in tables.items():
-            text = replace_block(text, name, table)
-        PAGE.write_text(text)
+        for name, page in PAGES.items():
+            page.write_text(replace_block(page.read_text(), name, tables[name]))
 
 
 if __name__ == "__main__":

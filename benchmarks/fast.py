@@ -1,8 +1,8 @@
-"""Settings of a process and of a model: time and memory of a training step with each.
+"""Measures time and memory of a training step with different settings.
 
     python benchmarks/fast.py [--rounds 9] [--quick]
 
-Every setting runs in a process of its own, and the steps of all take turns. Writes
+Each setting runs in its own process, and the steps of all settings take turns. Writes
 benchmarks/results/fast.csv and the table of docs/fast.md; --quick only prints. Allocators are
 measured where their libraries are installed (Debian: libjemalloc2, libtcmalloc-minimal4).
 """
@@ -29,22 +29,26 @@ BATCH, TOKENS = 8, 256
 
 
 def preload(name: str, **options: str) -> dict[str, str] | None:
-    """The environment that loads an allocator; None where it is not installed."""
+    """Returns the environment that loads an allocator, or None if it is not installed."""
     library = ctypes.util.find_library(name)
     return None if library is None else {"LD_PRELOAD": library, **options}
 
 
-#: Setting: what a reader writes, the environment, the options of `step_of`.
+#: Setting -> how users choose it, its environment, options of `step_of`.
 SETTINGS: dict[str, tuple[str, Mapping[str, str] | None, list[str]]] = {
-    "as it comes": ("", {}, []),
+    "default": ("", {}, []),
     "one thread": ("`torch.set_num_threads(1)`", {}, ["one-thread"]),
     "autocast": ('`torch.autocast("cpu", torch.bfloat16)`', {}, ["autocast"]),
     "weights in bf16": ("`model.to(torch.bfloat16)`", {}, ["bf16"]),
     "compiled": ("`torch.compile(model)`", {}, ["compile"]),
-    "definitions": ('`backend="reference"` of the config', {}, ["reference"]),
-    "logits": ("a loss of `model(tokens)`, not of `model(tokens, targets)`", {}, ["logits"]),
+    "reference definitions": ('`backend="reference"` of the config', {}, ["reference"]),
+    "loss of the logits": (
+        "`cross_entropy(model(tokens), targets)`, not `model(tokens, targets)`",
+        {},
+        ["logits"],
+    ),
     "jemalloc": ("`LD_PRELOAD=libjemalloc.so.2`", preload("jemalloc"), []),
-    "jemalloc that keeps memory": (
+    "jemalloc, memory kept": (
         "also `MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1`",
         preload("jemalloc", MALLOC_CONF="dirty_decay_ms:-1,muzzy_decay_ms:-1"),
         [],
@@ -54,18 +58,18 @@ SETTINGS: dict[str, tuple[str, Mapping[str, str] | None, list[str]]] = {
         preload("tcmalloc_minimal"),
         [],
     ),
-    "glibc keeps memory": (
+    "glibc, memory kept": (
         "`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`",
         {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**32)},
         [],
     ),
-    "threads bound": ("`OMP_PROC_BIND=true`", {"OMP_PROC_BIND": "true"}, []),
-    "threads asleep": ("`OMP_WAIT_POLICY=passive`", {"OMP_WAIT_POLICY": "passive"}, []),
+    "bound threads": ("`OMP_PROC_BIND=true`", {"OMP_PROC_BIND": "true"}, []),
+    "sleeping threads": ("`OMP_WAIT_POLICY=passive`", {"OMP_WAIT_POLICY": "passive"}, []),
 }
 
 
 def step_of(options: list[str]) -> Callable[[], None]:
-    """A step of the preset "llama" without an optimizer."""
+    """Returns a training step of the preset "llama" without an optimizer."""
     from dataclasses import replace
 
     import torch
@@ -100,15 +104,15 @@ def step_of(options: list[str]) -> Callable[[], None]:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """One section for each family of CPUs."""
+    """Returns a section for each family of CPUs."""
     parts = []
     for family in dict.fromkeys(row["family"] for row in rows):
         own = [row for row in rows if row["family"] == family]
         first = own[0]
         lines = [
             f"### {family}\n\n{first['cpu']}, {first['threads']} threads, torch {first['torch']}, "
-            f"{first['date']}, load average before it {first['load']}.\n",
-            "| setting | how | time of a step | of the first | memory |\n|---|---|---|---|---|",
+            f"{first['date']}, load average before the run {first['load']}.\n",
+            "| setting | how | step | relative to default | memory |\n|---|---|---|---|---|",
         ]
         for row in own:
             share = float(row["ms"]) / float(first["ms"])
@@ -136,7 +140,7 @@ def main() -> None:
         "family": cpu_family(),
         "cpu": cpuinfo().get("model name", ""),
         "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1),  # of others, before the first step
+        "load": round(os.getloadavg()[0], 1),  # of other processes, before the first step
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),

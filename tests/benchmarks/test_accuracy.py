@@ -9,7 +9,8 @@ import torch
 from omniattn import testing
 
 SPECS = testing.registry()
-ROWS = [line for line in accuracy.PAGE.read_text().splitlines() if line.startswith("| `")]
+LINES = [line for page in accuracy.PAGES.values() for line in page.read_text().splitlines()]
+ROWS = [line for line in LINES if line.startswith("| `")]
 
 
 def rows(columns: int) -> dict[str, list[list[str]]]:
