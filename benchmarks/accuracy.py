@@ -1,7 +1,7 @@
-"""The tables of docs/accuracy.md: how far recurrences are from fp64.
+"""Measures the errors of recurrences against fp64, for docs/accuracy.md.
 
-python benchmarks/accuracy.py            # prints them; some minutes, most of them loops in torch
-python benchmarks/accuracy.py --record   # writes them into the page
+python benchmarks/accuracy.py            # prints tables; minutes, mostly for loops in torch
+python benchmarks/accuracy.py --record   # writes them into the pages
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGES = {
 }
 TOKENS, WINDOW = 65536, 1024
 HALVES = (torch.bfloat16, torch.float16)
-#: Every op that has a kernel which carries a state from token to token.
+#: Ops with a kernel that carries a state from token to token.
 OPS = [
     name
     for name, spec in registry().items()
