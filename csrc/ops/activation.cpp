@@ -163,6 +163,7 @@ namespace {
 // glu: y = act(gate) * up, or its clamped form, over (..., F), or over a packed gate (..., 2F)
 // without up. activate: act(x). The in-place backwards write dup, or dx, over grad_y.
 const Registry registry([](Registry& ops) {
+  ops.name("activate", {{"mlp"}});
   ops.add<glu>("glu(Tensor gate, Tensor? up, int act, float[] clamp) -> Tensor", differentiable);
   ops.add<glu_backward>(
       "glu_backward(Tensor grad_y, Tensor gate, Tensor? up, int act, float[] clamp)"

@@ -310,6 +310,7 @@ std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, Op
 }
 
 const Registry registry([](Registry& ops) {
+  ops.name("attention_select", {{"select_attention"}});
   // attention: weights(f(scale q k^T) + bias) v on (B, T, H, D). mask: kind, a, b, aux index per
   // rule (semantics/mask.h), ANDed; symbolic, as windows and lengths are in compiled graphs. score:
   // kind, aux index, params index per rule (semantics/score.h). params: scale, dropout_p,

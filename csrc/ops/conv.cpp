@@ -2,7 +2,6 @@
 #include "kernels/conv/conv.h"
 
 #include <cstring>
-#include <tuple>
 
 #include "ops/registry.h"
 #include "ops/sequence_problem.h"
@@ -23,6 +22,11 @@ Tensor channels_last(const Tensor& t) {
   return as_dense(torch::stable::transpose(t, t.dim() - 2, t.dim() - 1));
 }
 
+// x (B, T, D), weight (D, K), states (N, D, K - 1). N is B, or with cu_seqlens (N + 1,) the number
+// of packed sequences.
+OMNIATTN_FIELDS(Inputs, Tensor x, weight; OptTensor bias);
+OMNIATTN_FIELDS(Options, bool silu);
+
 // Checked arguments of forward and backward.
 struct Problem : SequenceProblem {
   int64_t channels, taps;
@@ -30,18 +34,18 @@ struct Problem : SequenceProblem {
   OptTensor bias, state;
   OptTensor zeros;  // (D), in place of an omitted bias and state
 
-  Problem(const char* op_, const Tensor& x_, const Tensor& weight_, const OptTensor& bias_,
-          const OptTensor& state_, const OptTensor& cu_seqlens)
-      : SequenceProblem(op_, "x", x_, 3, cu_seqlens), channels(x_.size(2)) {
-    x = as_steps(op, "x", x_, dtype, x_.sizes());
-    require_tensor(op, "weight", weight_, dtype);
-    require(weight_.dim() == 2 && weight_.size(0) == channels && weight_.size(1) >= 1, op,
+  Problem(const OpCall& call, const Inputs& in, const SequenceArguments& given)
+      : SequenceProblem(call.op, "x", in.x, 3, given.cu_seqlens), channels(in.x.size(2)) {
+    x = as_steps(op, "x", in.x, dtype, in.x.sizes());
+    require_tensor(op, "weight", in.weight, dtype);
+    const Sizes sizes = in.weight.sizes();
+    require(sizes.size() == 2 && sizes[0] == channels && sizes[1] >= 1, op,
             "weight must have shape (D, K) with D=", channels, " and K >= 1, got ",
-            Shape{weight_.sizes().data(), weight_.sizes().size()});
-    taps = weight_.size(1);
-    weight = channels_last(weight_);
-    bias = as_vector(op, "bias", bias_, dtype, channels);
-    state = checked_state("initial_state", state_);
+            Shape{sizes.data(), sizes.size()});
+    taps = sizes[1];
+    weight = channels_last(in.weight);
+    bias = as_vector(op, "bias", in.bias, dtype, channels);
+    state = checked_state("initial_state", given.initial_state);
     if (!bias.has_value() || !state.has_value()) {
       zeros = torch::stable::new_zeros(x, {channels});
     }
@@ -97,14 +101,16 @@ void copy_final_state(const CausalConv& p, void* final_state) {
   }
 }
 
-std::tuple<Tensor, Tensor> causal_conv1d(const Tensor& x, const Tensor& weight,
-                                         const OptTensor& bias, const OptTensor& initial_state,
-                                         const OptTensor& cu_seqlens, bool silu) {
-  const DeviceScope scope(x);
-  const Problem p("causal_conv1d", x, weight, bias, initial_state, cu_seqlens);
-  const Output y(true, x.sizes(), p.dtype);
+OMNIATTN_FIELDS(Results, Output y; Tensor final_state);
+
+// Results in the shapes of weight and states have their channels adjacent in memory.
+Results causal_conv1d(const OpCall& call, const Inputs& in, const SequenceArguments& sequences,
+                      const Options& options) {
+  const DeviceScope scope(in.x);
+  const Problem p(call, in, sequences);
+  const Output y(true, in.x.sizes(), p.dtype);
   const Output final_state(true, {p.sequences, p.taps - 1, p.channels}, p.dtype);
-  const CausalConvParams params{.conv = p.params(silu),
+  const CausalConvParams params{.conv = p.params(options.silu),
                                 .y = y.data(),
                                 .past_caches = p.past_caches(),
                                 .final_state = final_state.data()};
@@ -114,24 +120,28 @@ std::tuple<Tensor, Tensor> causal_conv1d(const Tensor& x, const Tensor& weight,
     run_items(params, conv_rows(params.conv), p.channels, causal_conv_kernels().forward);
     if (p.channels > 0) copy_final_state(params.conv, params.final_state);
   }
-  return {y.tensor(), channels_first(final_state)};
+  return {y, channels_first(final_state)};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
-    const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& initial_state,
-    const OptTensor& cu_seqlens, const OptTensor& grad_y, const OptTensor& grad_final_state,
-    bool silu, bool weight_grad, bool bias_grad, bool initial_state_grad) {
-  const DeviceScope scope(x);
-  const Problem p("causal_conv1d_backward", x, weight, bias, initial_state, cu_seqlens);
+OMNIATTN_FIELDS(Incoming, OptTensor grad_y, grad_final_state);
+OMNIATTN_FIELDS(Wanted, bool weight_grad, bias_grad, initial_state_grad);
+OMNIATTN_FIELDS(Gradients, Output dx; Tensor dweight; Output dbias; Tensor dinitial_state);
+
+Gradients causal_conv1d_backward(const OpCall& call, const Inputs& in,
+                                 const SequenceArguments& sequences, const Incoming& grads,
+                                 const Options& options, const Wanted& wanted) {
+  const DeviceScope scope(in.x);
+  const Problem p(call, in, sequences);
+  const Sizes sizes = in.x.sizes();
   const Tensor gy =
-      as_steps(p.op, "grad_y", p.gradient_or_zeros(grad_y, x, x.sizes()), p.dtype, x.sizes());
-  const OptTensor grad_final = p.checked_state("grad_final_state", grad_final_state);
-  const Output dx(true, x.sizes(), p.dtype);
-  const Output dweight(weight_grad, {p.taps, p.channels}, p.dtype);
-  const Output dbias(bias_grad && bias.has_value(), {p.channels}, p.dtype);
-  const Output dstate(initial_state_grad && initial_state.has_value(),
+      as_steps(p.op, "grad_y", p.gradient_or_zeros(grads.grad_y, in.x, sizes), p.dtype, sizes);
+  const OptTensor grad_final = p.checked_state("grad_final_state", grads.grad_final_state);
+  const Output dx(true, sizes, p.dtype);
+  const Output dweight(wanted.weight_grad, {p.taps, p.channels}, p.dtype);
+  const Output dbias(wanted.bias_grad && in.bias.has_value(), {p.channels}, p.dtype);
+  const Output dstate(wanted.initial_state_grad && sequences.initial_state.has_value(),
                       {p.sequences, p.taps - 1, p.channels}, p.dtype);
-  const CausalConvBackwardParams params{.conv = p.params(silu),
+  const CausalConvBackwardParams params{.conv = p.params(options.silu),
                                         .grad_y = gy.const_data_ptr(),
                                         .grad_final = data_or_null(grad_final),
                                         .dx = dx.data(),
@@ -156,22 +166,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
                     backward(params, dw, db, memory.mutable_data_ptr(), a, b);
                   });
   }
-  return {dx.tensor(), channels_first(dweight), dbias.tensor(), channels_first(dstate)};
+  return {dx, channels_first(dweight), dbias, channels_first(dstate)};
 }
 
-// x (B, T, D), weight (D, K), states (N, D, K - 1). Results in the shapes of weight and
-// states have their channels adjacent in memory. N is B, or with cu_seqlens (N + 1,)
-// the number of packed sequences.
 const Registry registry([](Registry& ops) {
-  ops.add<causal_conv1d>(
-      "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state,"
-      " Tensor? cu_seqlens, bool silu) -> (Tensor y, Tensor final_state)",
-      differentiable);
-  ops.add<causal_conv1d_backward>(
-      "causal_conv1d_backward(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state,"
-      " Tensor? cu_seqlens, Tensor? grad_y, Tensor? grad_final_state, bool silu,"
-      " bool weight_grad, bool bias_grad, bool initial_state_grad)"
-      " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_state)");
+  ops.add<causal_conv1d>("causal_conv1d", differentiable);
+  ops.add<causal_conv1d_backward>("causal_conv1d_backward");
 });
 
 }  // namespace

@@ -2,7 +2,6 @@
 #include "kernels/norm/gated_norm.h"
 
 #include <algorithm>
-#include <tuple>
 
 #include "ops/device.h"
 #include "ops/registry.h"
@@ -10,6 +9,9 @@
 
 namespace omniattn::ops::gated_norm {
 namespace {
+
+OMNIATTN_FIELDS(Inputs, Tensor x; OptTensor z, weight, bias);
+OMNIATTN_FIELDS(Groups, int64_t groups, gate, act; bool center);
 
 // Checked arguments of forward and backward.
 struct Problem {
@@ -22,47 +24,45 @@ struct Problem {
   OptRows z;
   OptTensor weight, bias;
 
-  Problem(const char* op_, const Tensor& x_, const OptTensor& z_, const OptTensor& weight_,
-          const OptTensor& bias_, int64_t groups_, int64_t gate, int64_t act_)
-      : op(op_),
-        dtype(dtype_of(op, "x", x_)),
-        x(as_rows(op, "x", x_, dtype)),
-        place(static_cast<GatePlace>(gate)),
-        act(static_cast<Activation>(act_)),
-        groups(groups_) {
-    require(gate >= 0 && gate < kGatePlaces, op, "gate must be in [0, ", kGatePlaces, "), got ",
-            gate);
-    require(z_.has_value() == (place != GatePlace::none), op,
-            "z must be given where there is a gate and only there, got gate=", gate);
+  Problem(const OpCall& call, const Inputs& in, const Groups& given)
+      : op(call.op),
+        dtype(dtype_of(op, "x", in.x)),
+        x(as_rows(op, "x", in.x, dtype)),
+        place(static_cast<GatePlace>(given.gate)),
+        act(static_cast<Activation>(given.act)),
+        groups(given.groups) {
+    require(given.gate >= 0 && given.gate < kGatePlaces, op, "gate must be in [0, ", kGatePlaces,
+            "), got ", given.gate);
+    require(in.z.has_value() == (place != GatePlace::none), op,
+            "z must be given where there is a gate and only there, got gate=", given.gate);
     require(act == Activation::silu || act == Activation::sigmoid, op,
-            "act must be silu or sigmoid, got act=", act_);
+            "act must be silu or sigmoid, got act=", given.act);
     // All divide an empty dimension, which is one group: kernels count groups, not columns.
     require(groups > 0 && groups <= std::max<int64_t>(x.cols, 1) && x.cols % groups == 0, op,
             "groups must divide the last dimension, got groups=", groups, " for ", x.cols);
     cols = x.cols / groups;
-    z = as_rows(op, "z", z_, dtype, x_.sizes());
-    weight = as_vector(op, "weight", weight_, dtype, x.cols);
-    bias = as_vector(op, "bias", bias_, dtype, x.cols);
+    z = as_rows(op, "z", in.z, dtype, in.x.sizes());
+    weight = as_vector(op, "weight", in.weight, dtype, x.cols);
+    bias = as_vector(op, "bias", in.bias, dtype, x.cols);
   }
 };
 
-struct Result {
-  Tensor y;
-  Output stats;
-};
+OMNIATTN_FIELDS(Rounding, double eps; bool cast_first);
+// stats (rows, groups, 2) = mean, rstd.
+OMNIATTN_FIELDS(Result, Tensor y; Output stats);
 
-Result run(const Tensor& x, const OptTensor& z, const OptTensor& weight, const OptTensor& bias,
-           int64_t groups, int64_t gate, int64_t act, bool center, double eps, bool cast_first,
-           bool with_stats) {
-  const DeviceScope scope(x);
-  const Problem p(z.has_value() ? "rms_norm_gated" : "group_norm", x, z, weight, bias, groups, gate,
-                  act);
-  Result r{empty_tensor(x.sizes(), p.dtype),
-           {with_stats, {p.x.rows, groups, 2}, accumulator(p.dtype)}};
+// For each of `groups` parts of the last dimension: (v - mean) * rstd * weight + bias. Gate 0:
+// v = x; gate 1: v = x * act(z); gate 2: v = x, the result times act(z).
+Result gated_norm(const OpCall& call, const Inputs& in, const Groups& groups,
+                  const Rounding& rounding) {
+  const DeviceScope scope(in.x);
+  const Problem p(call, in, groups);
+  Result r{empty_tensor(in.x.sizes(), p.dtype),
+           {call.saves, {p.x.rows, p.groups, 2}, accumulator(p.dtype)}};
   const GatedNormParams params{.dtype = p.dtype,
                                .place = p.place,
                                .act = p.act,
-                               .center = center,
+                               .center = groups.center,
                                .rows = p.x.rows,
                                .groups = p.groups,
                                .cols = p.cols,
@@ -74,8 +74,8 @@ Result run(const Tensor& x, const OptTensor& z, const OptTensor& weight, const O
                                .stats = r.stats.data(),
                                .x_stride = p.x.stride,
                                .z_stride = stride_or_zero(p.z),
-                               .eps = eps,
-                               .cast_first = cast_first};
+                               .eps = rounding.eps,
+                               .cast_first = rounding.cast_first};
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_gated_norm(params, stream()));
   } else {
@@ -84,35 +84,26 @@ Result run(const Tensor& x, const OptTensor& z, const OptTensor& weight, const O
   return r;
 }
 
-std::tuple<Tensor, Tensor> gated_norm(const Tensor& x, const OptTensor& z, const OptTensor& weight,
-                                      const OptTensor& bias, int64_t groups, int64_t gate,
-                                      int64_t act, bool center, double eps, bool cast_first) {
-  const Result r = run(x, z, weight, bias, groups, gate, act, center, eps, cast_first, true);
-  return {r.y, r.stats.tensor()};
-}
+OMNIATTN_FIELDS(Incoming, Tensor grad_y);
+OMNIATTN_FIELDS(Saved, Tensor stats);
+OMNIATTN_FIELDS(Wanted, bool weight_grad, bias_grad);
+OMNIATTN_FIELDS(Gradients, Tensor dx; Output dz, dweight, dbias);
 
-Tensor gated_norm_only(const Tensor& x, const OptTensor& z, const OptTensor& weight,
-                       const OptTensor& bias, int64_t groups, int64_t gate, int64_t act,
-                       bool center, double eps, bool cast_first) {
-  return run(x, z, weight, bias, groups, gate, act, center, eps, cast_first, false).y;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> gated_norm_backward(
-    const Tensor& grad_y, const Tensor& x, const OptTensor& z, const OptTensor& weight,
-    const OptTensor& bias, const Tensor& stats, int64_t groups, int64_t gate, int64_t act,
-    bool center, bool weight_grad, bool bias_grad) {
-  const DeviceScope scope(x);
-  const Problem p(z.has_value() ? "rms_norm_gated_backward" : "group_norm_backward", x, z, weight,
-                  bias, groups, gate, act);
-  const Rows gy = as_rows(p.op, "grad_y", grad_y, p.dtype, x.sizes());
-  require_dense(p.op, "stats", stats, accumulator(p.dtype), {p.x.rows, groups, 2});
-  const Tensor dx = empty_tensor(x.sizes(), p.dtype);
-  const Output dz(z.has_value(), x.sizes(), p.dtype);
-  const Output dweight(weight_grad, {p.x.cols}, p.dtype), dbias(bias_grad, {p.x.cols}, p.dtype);
+Gradients gated_norm_backward(const OpCall& call, const Incoming& grads, const Inputs& in,
+                              const Saved& saved, const Groups& groups, const Wanted& wanted) {
+  const DeviceScope scope(in.x);
+  const Problem p(call, in, groups);
+  const Sizes sizes = in.x.sizes();
+  const Rows gy = as_rows(p.op, "grad_y", grads.grad_y, p.dtype, sizes);
+  require_dense(p.op, "stats", saved.stats, accumulator(p.dtype), {p.x.rows, p.groups, 2});
+  const Tensor dx = empty_tensor(sizes, p.dtype);
+  const Output dz(in.z.has_value(), sizes, p.dtype);
+  const Output dweight(wanted.weight_grad, {p.x.cols}, p.dtype);
+  const Output dbias(wanted.bias_grad, {p.x.cols}, p.dtype);
   const GatedNormBackwardParams params{.dtype = p.dtype,
                                        .place = p.place,
                                        .act = p.act,
-                                       .center = center,
+                                       .center = groups.center,
                                        .rows = p.x.rows,
                                        .groups = p.groups,
                                        .cols = p.cols,
@@ -121,7 +112,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gated_norm_backward(
                                        .z = data_or_null(p.z),
                                        .weight = data_or_null(p.weight),
                                        .bias = data_or_null(p.bias),
-                                       .stats = stats.const_data_ptr(),
+                                       .stats = saved.stats.const_data_ptr(),
                                        .dx = dx.mutable_data_ptr(),
                                        .dz = dz.data(),
                                        .grad_y_stride = gy.stride,
@@ -133,23 +124,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gated_norm_backward(
     const WeightGradients weights{partial.mutable_data_ptr(), dweight.data(), dbias.data()};
     require_launched(p.op, launch_gated_norm_backward(params, weights, stream()));
   } else {
-    sum_over_rows(params, p.x.rows, p.cols, {dweight, groups}, {dbias, groups},
+    sum_over_rows(params, p.x.rows, p.cols, {dweight, p.groups}, {dbias, p.groups},
                   gated_norm_kernels().backward);
   }
-  return {dx, dz.tensor(), dweight.tensor(), dbias.tensor()};
+  return {dx, dz, dweight, dbias};
 }
 
-// For each of `groups` parts of the last dimension: (v - mean) * rstd * weight + bias. Gate 0:
-// v = x; gate 1: v = x * act(z); gate 2: v = x, the result times act(z). stats (rows, groups, 2).
 const Registry registry([](Registry& ops) {
-  ops.add<gated_norm, gated_norm_only>(
-      "gated_norm(Tensor x, Tensor? z, Tensor? weight, Tensor? bias, int groups, int gate, int act,"
-      " bool center, float eps, bool cast_first) -> (Tensor y, Tensor stats)",
-      differentiable);
-  ops.add<gated_norm_backward>(
-      "gated_norm_backward(Tensor grad_y, Tensor x, Tensor? z, Tensor? weight, Tensor? bias,"
-      " Tensor stats, int groups, int gate, int act, bool center, bool weight_grad,"
-      " bool bias_grad) -> (Tensor dx, Tensor dz, Tensor dweight, Tensor dbias)");
+  ops.name("gated_norm", {{"group_norm"}, {"rms_norm_gated", "z"}});
+  ops.add<gated_norm>("gated_norm", saves_last);
+  ops.add<gated_norm_backward>("gated_norm_backward");
 });
 
 }  // namespace

@@ -1,8 +1,6 @@
 // exponential_gates.
 #include "kernels/scan/gates.h"
 
-#include <tuple>
-
 #include "ops/registry.h"
 #include "ops/scan.h"
 #include "ops/stage.h"
@@ -12,19 +10,21 @@ namespace {
 
 constexpr int64_t kBlock = 512;
 
+// g, i (B, T, H) in fp32 or fp64, states (N, H).
+OMNIATTN_FIELDS(Inputs, Tensor g, i);
+
 // Checked arguments of forward and backward.
 struct Problem : ScanProblem {
   int64_t channels;
   ScanInput g, i;
   OptTensor initial_state;
 
-  Problem(const char* op_, const Tensor& g_, const Tensor& i_, const OptTensor& initial_state_,
-          const OptTensor& cu_seqlens)
-      : ScanProblem(op_, "g", g_, 3, cu_seqlens),
-        channels(g_.size(2)),
-        g(op, "g", g_, acc, g_.sizes()),
-        i(op, "i", i_, acc, g_.sizes()),
-        initial_state(dense("initial_state", initial_state_, {sequences, channels})) {}
+  Problem(const OpCall& call, const Inputs& in, const SequenceArguments& given)
+      : ScanProblem(call.op, "g", in.g, 3, given.cu_seqlens),
+        channels(in.g.size(2)),
+        g(op, "g", in.g, acc, in.g.sizes()),
+        i(op, "i", in.i, acc, in.g.sizes()),
+        initial_state(dense("initial_state", given.initial_state, {sequences, channels})) {}
 
   ScanInput like_g(const char* name, const Tensor& t) const {
     return {op, name, t, acc, g.tensor.sizes()};
@@ -44,14 +44,15 @@ struct Problem : ScanProblem {
   int64_t items(const Gates& p) const { return sequences * ceil_div(channels, p.block); }
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> exponential_gates(const Tensor& g, const Tensor& i,
-                                                             const OptTensor& initial_state,
-                                                             const OptTensor& cu_seqlens) {
-  const DeviceScope scope(g);
-  const Problem p("mlstm", g, i, initial_state, cu_seqlens);
+OMNIATTN_FIELDS(Results, Output decay, factor, m, final_state);
+
+Results exponential_gates(const OpCall& call, const Inputs& in,
+                          const SequenceArguments& sequences) {
+  const DeviceScope scope(in.g);
+  const Problem p(call, in, sequences);
   const Gates shared = p.params();
-  const Output decay(true, g.sizes(), p.acc), factor(true, g.sizes(), p.acc);
-  const Output m(true, g.sizes(), p.acc);
+  const Sizes sizes = in.g.sizes();
+  const Output decay(true, sizes, p.acc), factor(true, sizes, p.acc), m(true, sizes, p.acc);
   const Output final_state(true, {p.sequences, p.channels}, p.acc);
   const GatesParams params{.gates = shared,
                            .decay = decay.data(),
@@ -63,23 +64,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> exponential_gates(const Tensor& g, co
   } else {
     run_items(params, p.items(shared), 0, gates_kernels().forward);
   }
-  return {decay.tensor(), factor.tensor(), m.tensor(), final_state.tensor()};
+  return {decay, factor, m, final_state};
 }
 
-std::tuple<Tensor, Tensor, Tensor> exponential_gates_backward(
-    const Tensor& g, const Tensor& i, const OptTensor& initial_state, const OptTensor& cu_seqlens,
-    const Tensor& decay, const Tensor& factor, const OptTensor& grad_decay,
-    const OptTensor& grad_factor, const OptTensor& grad_m, const OptTensor& grad_final_state) {
-  const DeviceScope scope(g);
-  const Problem p("mlstm_backward", g, i, initial_state, cu_seqlens);
+OMNIATTN_FIELDS(Saved, Tensor decay, factor);
+OMNIATTN_FIELDS(Incoming, OptTensor grad_decay, grad_factor, grad_m, grad_final_state);
+OMNIATTN_FIELDS(Gradients, Output dg, di, dinitial_state);
+
+Gradients exponential_gates_backward(const OpCall& call, const Inputs& in,
+                                     const SequenceArguments& sequences, const Saved& saved,
+                                     const Incoming& grads) {
+  const DeviceScope scope(in.g);
+  const Problem p(call, in, sequences);
   const Gates shared = p.params();
-  const ScanInput of_decay = p.gradient("grad_decay", grad_decay);
-  const ScanInput of_factor = p.gradient("grad_factor", grad_factor);
-  const ScanInput of_m = p.gradient("grad_m", grad_m);
-  const ScanInput decays = p.like_g("decay", decay), factors = p.like_g("factor", factor);
+  const ScanInput of_decay = p.gradient("grad_decay", grads.grad_decay);
+  const ScanInput of_factor = p.gradient("grad_factor", grads.grad_factor);
+  const ScanInput of_m = p.gradient("grad_m", grads.grad_m);
+  const ScanInput decays = p.like_g("decay", saved.decay);
+  const ScanInput factors = p.like_g("factor", saved.factor);
   const OptTensor grad_final =
-      p.dense("grad_final_state", grad_final_state, {p.sequences, p.channels});
-  const Output dg(true, g.sizes(), p.acc), di(true, g.sizes(), p.acc);
+      p.dense("grad_final_state", grads.grad_final_state, {p.sequences, p.channels});
+  const Output dg(true, in.g.sizes(), p.acc), di(true, in.g.sizes(), p.acc);
   const Output dinitial(true, {p.sequences, p.channels}, p.acc);
   const GatesBackwardParams params{.gates = shared,
                                    .decay = decays.view(),
@@ -96,20 +101,13 @@ std::tuple<Tensor, Tensor, Tensor> exponential_gates_backward(
   } else {
     run_items(params, p.items(shared), 0, gates_kernels().backward);
   }
-  return {dg.tensor(), di.tensor(), dinitial.tensor()};
+  return {dg, di, dinitial};
 }
 
-// g, i (B, T, H) in fp32 or fp64, states (N, H).
 const Registry registry([](Registry& ops) {
-  ops.add<exponential_gates>(
-      "exponential_gates(Tensor g, Tensor i, Tensor? initial_state, Tensor? cu_seqlens)"
-      " -> (Tensor decay, Tensor factor, Tensor m, Tensor final_state)",
-      differentiable);
-  ops.add<exponential_gates_backward>(
-      "exponential_gates_backward(Tensor g, Tensor i, Tensor? initial_state, Tensor? cu_seqlens,"
-      " Tensor decay, Tensor factor, Tensor? grad_decay, Tensor? grad_factor, Tensor? grad_m,"
-      " Tensor? grad_final_state)"
-      " -> (Tensor dg, Tensor di, Tensor dinitial_state)");
+  ops.name("exponential_gates", {{"mlstm"}});
+  ops.add<exponential_gates>("exponential_gates", differentiable);
+  ops.add<exponential_gates_backward>("exponential_gates_backward");
 });
 
 }  // namespace

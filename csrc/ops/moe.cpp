@@ -166,6 +166,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> moe_backward(
 // alpha and limit of gpt-oss, or empty. pre (N k, F or 2F), sorted by expert, is kept for the
 // backward if `keep`, else empty. split_bf16: for fp32 on the CPU, see gemm.h.
 const Registry registry([](Registry& ops) {
+  ops.name("moe", {{"moe_experts"}});
   ops.add<moe>(
       "moe(Tensor x, Tensor index, Tensor weights, Tensor up, Tensor? up_bias, Tensor down,"
       " Tensor? down_bias, int act, int gate, float[] clamp, bool keep, int split_bf16)"

@@ -331,6 +331,16 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
 // with normalize. fp32_output: o is fp32 for half types. The last result of the forward holds the
 // states at the starts of chunks.
 const Registry registry([](Registry& ops) {
+  ops.name("recurrence", {{"gated_linear_attention"},
+                          {"ssd", "beta"},
+                          {"linear_attention", "normalize"},
+                          {"gated_delta_rule", "delta"},
+                          {"rwkv6", "bonus"},
+                          {"dplr_delta_rule", "a"},
+                          {"rwkv7"},
+                          {"delta_rule"},
+                          {"kimi_delta_attention"},
+                          {"retention"}});
   ops.add<recurrence<true>, WithoutLast<recurrence<false>>::run>(
       "recurrence(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a,"
       " Tensor? b, Tensor? skip, Tensor? min_denominator, Tensor? initial_state, Tensor? "

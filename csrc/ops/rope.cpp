@@ -1,8 +1,6 @@
 // apply_rotary and qk_norm_rotary.
 #include "kernels/rope/rope.h"
 
-#include <tuple>
-
 #include "kernels/rope/norm_rope.h"
 #include "ops/device.h"
 #include "ops/registry.h"
@@ -10,6 +8,11 @@
 
 namespace omniattn::ops::rope {
 namespace {
+
+// Positions (T) or (B, T) select the rows of cos, sin (P, Dr / 2) or (B, P, Dr / 2).
+OMNIATTN_FIELDS(Tables, Tensor cos, sin; OptTensor positions);
+// Dimensions of D from `start` on are rotated.
+OMNIATTN_FIELDS(Place, int64_t start; bool interleaved);
 
 // Positions of `entries` batch entries must be rows of the tables. On CUDA the kernels check this:
 // reading positions here would wait for the GPU.
@@ -33,10 +36,12 @@ struct Problem {
   int64_t batch;
 
   // x (B, T, H, D) is the first rotated tensor.
-  Problem(const char* op_, const char* name, const Tensor& x, const Tensor& cos_,
-          const Tensor& sin_, const OptTensor& positions, int64_t start, bool interleaved,
+  Problem(const OpCall& call, const char* name, const Tensor& x, const Tables& tables, Place place,
           bool inverse)
-      : op(op_), dtype(dtype_of(op, name, x)), cos(table("cos", cos_)), sin(table("sin", sin_)) {
+      : op(call.op),
+        dtype(dtype_of(op, name, x)),
+        cos(table("cos", tables.cos)),
+        sin(table("sin", tables.sin)) {
     require(x.dim() == 4, op, name, " must have 4 dimensions, got ", x.dim());
     require_tensor(op, name, x, dtype);
     require_sizes(op, "sin", sin, cos.sizes());
@@ -45,12 +50,12 @@ struct Problem {
     require(dims == 2 || cos.size(0) == batch || cos.size(0) == 1, op, "cos must have ", batch,
             " batch entries or 1, got ", cos.size(0));
     require(2 * half <= dim, op, "cos must have at most D / 2 columns, got ", half, " for D=", dim);
-    require(start >= 0 && start <= dim - 2 * half, op, "start must be in [0, ", dim - 2 * half,
-            "], so that what turns lies within D=", dim, ", got ", start);
+    require(place.start >= 0 && place.start <= dim - 2 * half, op, "start must be in [0, ",
+            dim - 2 * half, "], so that what turns lies within D=", dim, ", got ", place.start);
     params.dtype = dtype;
     params.tokens = x.size(1);
     params.dim = dim;
-    params.start = start;
+    params.start = place.start;
     params.half = half;
     params.rows = cos.size(dims - 2);
     params.cos = cos.const_data_ptr();
@@ -61,10 +66,10 @@ struct Problem {
       params.cos_batch = cos.stride(0);
       params.sin_batch = sin.stride(0);
     }
-    params.interleaved = interleaved;
+    params.interleaved = place.interleaved;
     params.inverse = inverse;
-    if (positions.has_value()) {
-      choose_rows(*positions);
+    if (tables.positions.has_value()) {
+      choose_rows(*tables.positions);
     } else {
       require(params.rows == params.tokens, op,
               "cos must have one row per token, T=", params.tokens, ", got ", params.rows);
@@ -128,11 +133,16 @@ void run(const Problem& p) {
   }
 }
 
-std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptTensor& k, const Tensor& cos,
-                                const Tensor& sin, const OptTensor& positions, int64_t start,
-                                bool interleaved, bool inverse) {
+OMNIATTN_FIELDS(Heads, Tensor q; OptTensor k);
+OMNIATTN_FIELDS(Direction, bool inverse);
+OMNIATTN_FIELDS(Rotated, Tensor q_out, k_out);
+
+// Without k the second result is empty.
+Rotated rope(const OpCall& call, const Heads& x, const Tables& tables, const Place& place,
+             const Direction& direction) {
+  const auto& [q, k] = x;
   const DeviceScope scope(q);
-  Problem p("apply_rotary", "q", q, cos, sin, positions, start, interleaved, inverse);
+  Problem p(call, "q", q, tables, place, direction.inverse);
   const Tensor q_in = with_unit_last_stride(q);
   const Tensor q_out = empty_tensor(q.sizes(), p.dtype);
   p.add(q_in, q_out);
@@ -160,10 +170,13 @@ void require_writable(const char* op, const char* name, const Tensor& x) {
   }
 }
 
-void rope_inplace(Tensor q, OptTensor k, const Tensor& cos, const Tensor& sin,
-                  const OptTensor& positions, int64_t start, bool interleaved, bool inverse) {
+OMNIATTN_FIELDS(WrittenHeads, Written q; OptWritten k);
+
+void rope_inplace(const OpCall& call, const WrittenHeads& x, const Tables& tables,
+                  const Place& place, const Direction& direction) {
+  const auto& [q, k] = x;
   const DeviceScope scope(q);
-  Problem p("apply_rotary", "q", q, cos, sin, positions, start, interleaved, inverse);
+  Problem p(call, "q", q, tables, place, direction.inverse);
   require_writable(p.op, "q", q);
   p.add(q, q);
   if (k.has_value()) {
@@ -176,11 +189,17 @@ void rope_inplace(Tensor q, OptTensor k, const Tensor& cos, const Tensor& sin,
   run(p);
 }
 
-std::tuple<Tensor, Tensor> norm_rope(const Tensor& x, const OptTensor& weight, const Tensor& cos,
-                                     const Tensor& sin, const OptTensor& positions, int64_t start,
-                                     bool interleaved, double eps, double offset, bool cast_first) {
+OMNIATTN_FIELDS(Normed, Tensor x; OptTensor weight);
+OMNIATTN_FIELDS(NormOptions, double eps, offset; bool cast_first);
+OMNIATTN_FIELDS(NormResults, Tensor y, rstd);
+
+// Normalizes the heads of x (B, T, H, D) by their mean square, multiplies by weight + offset and
+// rotates as rope does. cast_first: as in norm; the product with the weight is rounded, too.
+NormResults norm_rope(const OpCall& call, const Normed& in_, const Tables& tables,
+                      const Place& place, const NormOptions& options) {
+  const auto& [x, weight] = in_;
   const DeviceScope scope(x);
-  Problem p("qk_norm_rotary", "x", x, cos, sin, positions, start, interleaved, false);
+  Problem p(call, "x", x, tables, place, false);
   const OptTensor scale = as_vector(p.op, "weight", weight, p.dtype, x.size(3));
   const Tensor in = with_unit_last_stride(x);
   const Tensor y = empty_tensor(x.sizes(), p.dtype);
@@ -189,9 +208,9 @@ std::tuple<Tensor, Tensor> norm_rope(const Tensor& x, const OptTensor& weight, c
   const NormRopeParams params{.rope = p.params,
                               .weight = data_or_null(scale),
                               .rstd = rstd.mutable_data_ptr(),
-                              .eps = eps,
-                              .offset = offset,
-                              .cast_first = cast_first};
+                              .eps = options.eps,
+                              .offset = options.offset,
+                              .cast_first = options.cast_first};
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_norm_rope(params, p.batch, stream()));
   } else {
@@ -200,15 +219,19 @@ std::tuple<Tensor, Tensor> norm_rope(const Tensor& x, const OptTensor& weight, c
   return {y, rstd};
 }
 
+OMNIATTN_FIELDS(NormGradient, Tensor grad_y, x; OptTensor weight);
+OMNIATTN_FIELDS(Saved, Tensor rstd);
+OMNIATTN_FIELDS(NormBackward, double offset; bool weight_grad);
+OMNIATTN_FIELDS(NormGradients, Tensor dx; Output dweight);
+
 // dweight is in the accumulator type, and empty if it is not wanted.
-std::tuple<Tensor, Tensor> norm_rope_backward(const Tensor& grad_y, const Tensor& x,
-                                              const OptTensor& weight, const Tensor& cos,
-                                              const Tensor& sin, const OptTensor& positions,
-                                              const Tensor& rstd, int64_t start, bool interleaved,
-                                              double offset, bool weight_grad) {
+NormGradients norm_rope_backward(const OpCall& call, const NormGradient& given,
+                                 const Tables& tables, const Saved& saved, const Place& place,
+                                 const NormBackward& options) {
+  const auto& [grad_y, x, weight] = given;
+  const Tensor& rstd = saved.rstd;
   const DeviceScope scope(x);
-  Problem p("qk_norm_rotary_backward", "grad_y", grad_y, cos, sin, positions, start, interleaved,
-            true);
+  Problem p(call, "grad_y", grad_y, tables, place, true);
   const DType acc = accumulator(p.dtype);
   require_tensor(p.op, "x", x, p.dtype);
   require_sizes(p.op, "x", x, grad_y.sizes());
@@ -216,7 +239,7 @@ std::tuple<Tensor, Tensor> norm_rope_backward(const Tensor& grad_y, const Tensor
   const OptTensor scale = as_vector(p.op, "weight", weight, p.dtype, x.size(3));
   const Tensor grad = with_unit_last_stride(grad_y), in = with_unit_last_stride(x);
   const Tensor dx = empty_tensor(x.sizes(), p.dtype);
-  const Output dweight(weight_grad, {x.size(3)}, acc);
+  const Output dweight(options.weight_grad, {x.size(3)}, acc);
   p.add(grad, dx);
   const NormRopeBackwardParams params{.rope = p.params,
                                       .x = in.const_data_ptr(),
@@ -225,11 +248,11 @@ std::tuple<Tensor, Tensor> norm_rope_backward(const Tensor& grad_y, const Tensor
                                       .x_head = in.stride(2),
                                       .weight = data_or_null(scale),
                                       .rstd = rstd.const_data_ptr(),
-                                      .offset = offset};
+                                      .offset = options.offset};
   if constexpr (kOnCuda) {
-    const int64_t shards = weight_grad ? norm_rope_backward_shards(params, p.batch) : 0;
+    const int64_t shards = options.weight_grad ? norm_rope_backward_shards(params, p.batch) : 0;
     const Tensor partial = scratch(shards * x.size(3), acc);
-    void* const sums = weight_grad ? partial.mutable_data_ptr() : nullptr;
+    void* const sums = options.weight_grad ? partial.mutable_data_ptr() : nullptr;
     require_launched(p.op,
                      launch_norm_rope_backward(params, p.batch, sums, dweight.data(), stream()));
   } else {
@@ -238,30 +261,16 @@ std::tuple<Tensor, Tensor> norm_rope_backward(const Tensor& grad_y, const Tensor
     sum_over_rows(acc, x.size(0) * x.size(1), x.size(3), {dweight, 1}, {},
                   [&](void* dw, void*, int64_t a, int64_t b) { backward(params, dw, a, b); });
   }
-  return {dx, dweight.tensor()};
+  return {dx, dweight};
 }
 
-// rope: rotates q, k (B, T, H, D) by cos, sin (P, Dr / 2) or (B, P, Dr / 2), whose rows are
-// selected by positions (T) or (B, T), from dimension `start` of D on; without k the second result
-// is empty. norm_rope: normalises the heads of x (B, T, H, D) by their mean square, multiplies by
-// weight + offset and rotates as rope does. cast_first: as in norm; the product with the weight is
-// rounded, too. rstd (B, T, H).
 const Registry registry([](Registry& ops) {
-  ops.add<rope>(
-      "rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, int start,"
-      " bool interleaved, bool inverse) -> (Tensor q_out, Tensor k_out)",
-      differentiable);
-  ops.add<rope_inplace>(
-      "rope_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? positions, int start,"
-      " bool interleaved, bool inverse) -> ()");
-  ops.add<norm_rope>(
-      "norm_rope(Tensor x, Tensor? weight, Tensor cos, Tensor sin, Tensor? positions, int start,"
-      " bool interleaved, float eps, float offset, bool cast_first) -> (Tensor y, Tensor rstd)",
-      differentiable);
-  ops.add<norm_rope_backward>(
-      "norm_rope_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor cos, Tensor sin,"
-      " Tensor? positions, Tensor rstd, int start, bool interleaved, float offset,"
-      " bool weight_grad) -> (Tensor dx, Tensor dweight)");
+  ops.name("rope", {{"apply_rotary"}});
+  ops.add<rope>("rope", differentiable);
+  ops.add<rope_inplace>("rope_");
+  ops.name("norm_rope", {{"qk_norm_rotary"}});
+  ops.add<norm_rope>("norm_rope", differentiable);
+  ops.add<norm_rope_backward>("norm_rope_backward");
 });
 
 }  // namespace

@@ -2,14 +2,12 @@
 #include "kernels/scan/selective.h"
 
 #include <limits>
-#include <tuple>
 
 #include "kernels/scan/step.h"
 
 #include "ops/registry.h"
 #include "ops/scan.h"
 #include "ops/stage.h"
-#include "ops/without_last.h"
 
 namespace omniattn::ops::selective_scan {
 namespace {
@@ -37,6 +35,11 @@ struct WeightInput {
   }
 };
 
+// u, delta, z (B, T, D), A (D, N), B, C (B, T, G, N) or (D, N), D, delta_bias (D), states (N, D,
+// N). If paired, A, B, C and states alternate real and imaginary parts (kernels/scan/selective.h).
+OMNIATTN_FIELDS(Inputs, Tensor u, delta, A, B, C; OptTensor D, z, delta_bias);
+OMNIATTN_FIELDS(Options, bool delta_softplus, paired);
+
 // Checked arguments of forward and backward.
 struct Problem : ScanProblem {
   int64_t channels, states, groups;
@@ -47,27 +50,24 @@ struct Problem : ScanProblem {
   SelectiveWeights b_view, c_view;
   bool softplus, paired;
 
-  Problem(const char* op_, const Tensor& u_, const Tensor& delta_, const Tensor& A, const Tensor& B,
-          const Tensor& C, const OptTensor& D, const OptTensor& z_, const OptTensor& delta_bias,
-          const OptTensor& initial_state_, const OptTensor& cu_seqlens, bool delta_softplus,
-          bool paired_)
-      : ScanProblem(op_, "u", u_, 3, cu_seqlens),
-        channels(u_.size(2)),
-        states(A.dim() == 2 ? A.size(1) : 0),
-        u(op, "u", u_, dtype, u_.sizes()),
-        delta(op, "delta", delta_, dtype, u_.sizes()),
-        decay(dense("A", A, {channels, states})),
-        skip(dense("D", D, {channels})),
-        bias(dense("delta_bias", delta_bias, {channels})),
-        initial_state(state("initial_state", initial_state_)),
-        b(op, "B", B),
-        c(op, "C", C),
-        softplus(delta_softplus),
-        paired(paired_) {
+  Problem(const OpCall& call, const Inputs& in, const SequenceArguments& given, Options options)
+      : ScanProblem(call.op, "u", in.u, 3, given.cu_seqlens),
+        channels(in.u.size(2)),
+        states(in.A.dim() == 2 ? in.A.size(1) : 0),
+        u(op, "u", in.u, dtype, in.u.sizes()),
+        delta(op, "delta", in.delta, dtype, in.u.sizes()),
+        decay(dense("A", in.A, {channels, states})),
+        skip(dense("D", in.D, {channels})),
+        bias(dense("delta_bias", in.delta_bias, {channels})),
+        initial_state(state("initial_state", given.initial_state)),
+        b(op, "B", in.B),
+        c(op, "C", in.C),
+        softplus(options.delta_softplus),
+        paired(options.paired) {
     require(!paired || states % 2 == 0, op, "A must have two numbers of each pair of states, got ",
             states, " of each channel");
-    if (z_.has_value()) z.emplace(op, "z", *z_, dtype, u_.sizes());
-    groups = !b.constant ? B.size(2) : !c.constant ? C.size(2) : 1;
+    if (in.z.has_value()) z.emplace(op, "z", *in.z, dtype, in.u.sizes());
+    groups = !b.constant ? in.B.size(2) : !c.constant ? in.C.size(2) : 1;
     require(groups > 0 ? channels % groups == 0 : channels == 0, op,
             "the channels of u must be a multiple of the groups of B and C, got ", channels,
             " and ", groups);
@@ -149,23 +149,21 @@ void run_step(const Problem& p, void* state, void* y) {
 // block must be the same for any number of threads.
 constexpr int64_t kForwardBlock = 256, kBackwardBlock = 128;
 
-// kSave: true to save states for the backward; `selective_scan_only` does not.
-template <bool kSave>
-std::tuple<Tensor, Tensor, Tensor> selective_scan(
-    const Tensor& u, const Tensor& delta, const Tensor& A, const Tensor& B, const Tensor& C,
-    const OptTensor& D, const OptTensor& z, const OptTensor& delta_bias,
-    const OptTensor& initial_state, const OptTensor& cu_seqlens, bool delta_softplus, bool paired) {
-  const DeviceScope scope(u);
-  const Problem p("selective_scan", u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens,
-                  delta_softplus, paired);
+// states: at the starts of chunks.
+OMNIATTN_FIELDS(Results, Output y, final_state, states);
+
+Results selective_scan(const OpCall& call, const Inputs& in, const SequenceArguments& sequences,
+                       const Options& options) {
+  const DeviceScope scope(in.u);
+  const Problem p(call, in, sequences, options);
   const int64_t of_group = p.groups > 0 ? p.channels / p.groups : 0;
   const Selective scan = p.params(kOnCuda ? kSelectiveThreads : p.block(of_group, kForwardBlock));
   const Output y(true, p.u.tensor.sizes(), p.dtype);
   const Output final_state(true, {p.sequences, p.channels, p.states}, p.acc);
-  const Output states(kSave, {scan_slots(scan.rows), p.states, p.channels}, p.acc);
-  if (!kSave && is_step(p)) {
+  const Output states(call.saves, {scan_slots(scan.rows), p.states, p.channels}, p.acc);
+  if (!call.saves && is_step(p)) {
     run_step(p, final_state.data(), y.data());
-    return {y.tensor(), final_state.tensor(), states.tensor()};
+    return {y, final_state, states};
   }
   const SelectiveParams params{
       .scan = scan, .y = y.data(), .final_state = final_state.data(), .states = states.data()};
@@ -175,17 +173,16 @@ std::tuple<Tensor, Tensor, Tensor> selective_scan(
     const SelectiveKernels& kernels = selective_kernels();
     run_items(params, scan.items(), kernels.bytes(scan), kernels.forward);
   }
-  return {y.tensor(), final_state.tensor(), states.tensor()};
+  return {y, final_state, states};
 }
 
+OMNIATTN_FIELDS(WrittenState, Written initial_state; bool delta_softplus);
+
 // selective_scan without gradients, on real states that are updated in place.
-Tensor selective_scan_inplace(const Tensor& u, const Tensor& delta, const Tensor& A,
-                              const Tensor& B, const Tensor& C, const OptTensor& D,
-                              const OptTensor& z, const OptTensor& delta_bias, Tensor initial_state,
-                              bool delta_softplus) {
-  const DeviceScope scope(u);
-  const Problem p("selective_scan", u, delta, A, B, C, D, z, delta_bias, initial_state,
-                  std::nullopt, delta_softplus, false);
+Tensor selective_scan_inplace(const OpCall& call, const Inputs& in, const WrittenState& written) {
+  const auto& [initial_state, softplus] = written;
+  const DeviceScope scope(in.u);
+  const Problem p(call, in, {initial_state, std::nullopt}, {softplus, false});
   require(initial_state.is_contiguous(), p.op,
           "initial_state must be contiguous to be updated in place");
   const Output y(true, p.u.tensor.sizes(), p.dtype);
@@ -208,9 +205,6 @@ Tensor selective_scan_inplace(const Tensor& u, const Tensor& delta, const Tensor
   }
   return y.tensor();
 }
-
-using Gradients =
-    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // Sums the gradients of A, B, C, D and delta_bias over parts.
 struct WeightSums {
@@ -269,29 +263,30 @@ struct WeightSums {
   }
 };
 
-Gradients selective_scan_backward(const Tensor& u, const Tensor& delta, const Tensor& A,
-                                  const Tensor& B, const Tensor& C, const OptTensor& D,
-                                  const OptTensor& z, const OptTensor& delta_bias,
-                                  const OptTensor& initial_state, const OptTensor& cu_seqlens,
-                                  const Tensor& states, const OptTensor& grad_y,
-                                  const OptTensor& grad_final_state, bool delta_softplus,
-                                  bool paired, bool A_grad, bool B_grad, bool C_grad, bool D_grad,
-                                  bool delta_bias_grad) {
-  const DeviceScope scope(u);
-  const Problem p("selective_scan_backward", u, delta, A, B, C, D, z, delta_bias, initial_state,
-                  cu_seqlens, delta_softplus, paired);
+OMNIATTN_FIELDS(Saved, Tensor states; OptTensor grad_y, grad_final_state);
+OMNIATTN_FIELDS(Wanted, bool A_grad, B_grad, C_grad, D_grad, delta_bias_grad);
+OMNIATTN_FIELDS(Gradients, Output du, ddelta; Tensor dA, dB, dC, dD; Output dz; Tensor ddelta_bias;
+                Output dinitial_state);
+
+Gradients selective_scan_backward(const OpCall& call, const Inputs& in, const SequenceArguments& sequences,
+                                  const Saved& saved, const Options& options,
+                                  const Wanted& wanted) {
+  const DeviceScope scope(in.u);
+  const Problem p(call, in, sequences, options);
   const Selective scan = p.params(kOnCuda ? kSelectiveThreads : kBackwardBlock);
-  const ScanInput dy(p.op, "grad_y", p.gradient_or_zeros(grad_y, u, u.sizes()), p.dtype, u.sizes());
-  const OptTensor grad_final = p.state("grad_final_state", grad_final_state);
-  require_dense(p.op, "states", states, p.acc, {scan_slots(scan.rows), p.states, p.channels});
-  const Output du(true, u.sizes(), p.dtype), ddelta(true, u.sizes(), p.dtype);
-  const Output dz(z.has_value(), u.sizes(), p.dtype);
+  const Sizes sizes = in.u.sizes();
+  const ScanInput dy(p.op, "grad_y", p.gradient_or_zeros(saved.grad_y, in.u, sizes), p.dtype,
+                     sizes);
+  const OptTensor grad_final = p.state("grad_final_state", saved.grad_final_state);
+  require_dense(p.op, "states", saved.states, p.acc, {scan_slots(scan.rows), p.states, p.channels});
+  const Output du(true, sizes, p.dtype), ddelta(true, sizes, p.dtype);
+  const Output dz(in.z.has_value(), sizes, p.dtype);
   const Output dinitial(true, {p.sequences, p.channels, p.states}, p.acc);
   const WeightSums sums(p, scan);
   const SelectiveBackwardParams params{.scan = scan,
                                        .grad_y = dy.view(),
                                        .grad_final_state = data_or_null(grad_final),
-                                       .states = states.const_data_ptr(),
+                                       .states = saved.states.const_data_ptr(),
                                        .du = du.data(),
                                        .ddelta = ddelta.data(),
                                        .dz = dz.data(),
@@ -306,37 +301,22 @@ Gradients selective_scan_backward(const Tensor& u, const Tensor& delta, const Te
     const SelectiveBackwardKernels& kernels = selective_backward_kernels();
     run_items(params, scan.items(), kernels.bytes(scan), kernels.backward);
   }
-  return {du.tensor(),
-          ddelta.tensor(),
-          sums.rows(A_grad, 0, p.states),
-          sums.weights(B_grad, p.b, sums.steps_b, selective_row_of_b(scan)),
-          sums.weights(C_grad, p.c, sums.steps_c, selective_row_of_c(scan)),
-          sums.vector(D_grad && D.has_value(), p.states),
-          dz.tensor(),
-          sums.vector(delta_bias_grad && delta_bias.has_value(), p.states + 1),
-          dinitial.tensor()};
+  return {
+      .du = du,
+      .ddelta = ddelta,
+      .dA = sums.rows(wanted.A_grad, 0, p.states),
+      .dB = sums.weights(wanted.B_grad, p.b, sums.steps_b, selective_row_of_b(scan)),
+      .dC = sums.weights(wanted.C_grad, p.c, sums.steps_c, selective_row_of_c(scan)),
+      .dD = sums.vector(wanted.D_grad && in.D.has_value(), p.states),
+      .dz = dz,
+      .ddelta_bias = sums.vector(wanted.delta_bias_grad && in.delta_bias.has_value(), p.states + 1),
+      .dinitial_state = dinitial};
 }
 
-// u, delta, z (B, T, D), A (D, N), B, C (B, T, G, N) or (D, N), D, delta_bias (D), states (N, D,
-// N). If paired, A, B, C and states alternate real and imaginary parts (kernels/scan/selective.h).
-// The last result of the forward holds the states at the starts of chunks.
 const Registry registry([](Registry& ops) {
-  ops.add<selective_scan<true>, WithoutLast<selective_scan<false>>::run>(
-      "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,"
-      " Tensor? delta_bias, Tensor? initial_state, Tensor? cu_seqlens, bool delta_softplus,"
-      " bool paired)"
-      " -> (Tensor y, Tensor final_state, Tensor states)",
-      differentiable);
-  ops.add<selective_scan_inplace>(
-      "selective_scan_(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,"
-      " Tensor? delta_bias, Tensor(a!) initial_state, bool delta_softplus) -> Tensor");
-  ops.add<selective_scan_backward>(
-      "selective_scan_backward(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D,"
-      " Tensor? z, Tensor? delta_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor states,"
-      " Tensor? grad_y, Tensor? grad_final_state, bool delta_softplus, bool paired, bool A_grad,"
-      " bool B_grad, bool C_grad, bool D_grad, bool delta_bias_grad)"
-      " -> (Tensor du, Tensor ddelta, Tensor dA, Tensor dB, Tensor dC, Tensor dD, Tensor dz,"
-      " Tensor ddelta_bias, Tensor dinitial_state)");
+  ops.add<selective_scan>("selective_scan", saves_last);
+  ops.add<selective_scan_inplace>("selective_scan_");
+  ops.add<selective_scan_backward>("selective_scan_backward");
 });
 
 }  // namespace

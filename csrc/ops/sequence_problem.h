@@ -2,9 +2,13 @@
 #pragma once
 
 #include "ops/device.h"
+#include "ops/fields.h"
 #include "ops/sequences.h"
 
 namespace omniattn::ops {
+
+// The states before the first step, and the boundaries of packed sequences.
+OMNIATTN_FIELDS(SequenceArguments, OptTensor initial_state, cu_seqlens);
 
 // Base of the checked arguments of an op over the steps of x (B, T, ..), forward and backward.
 struct SequenceProblem {

@@ -1,15 +1,16 @@
 // slstm.
 #include "kernels/scan/slstm.h"
 
-#include <tuple>
-
 #include "ops/registry.h"
 #include "ops/scan.h"
 #include "ops/stage.h"
-#include "ops/without_last.h"
 
 namespace omniattn::ops::slstm {
 namespace {
+
+// x (B, T, 4, H, D), r (4, H, D, D), states (N, 4, H, D).
+OMNIATTN_FIELDS(Inputs, Tensor x, r);
+OMNIATTN_FIELDS(Options, bool exp_forget);
 
 // Checked arguments of forward and backward.
 struct Problem : ScanProblem {
@@ -19,15 +20,14 @@ struct Problem : ScanProblem {
   OptTensor initial_state;
   bool exp_forget;
 
-  Problem(const char* op_, const Tensor& x_, const Tensor& r_, const OptTensor& initial_state_,
-          const OptTensor& cu_seqlens, bool exp_forget_)
-      : ScanProblem(op_, "x", x_, 5, cu_seqlens),
-        heads(x_.size(3)),
-        width(x_.size(4)),
-        x(op, "x", x_, dtype, {batch, steps, 4, heads, width}),
-        r(r_),
-        initial_state(state("initial_state", initial_state_)),
-        exp_forget(exp_forget_) {
+  Problem(const OpCall& call, const Inputs& in, const SequenceArguments& given, Options options)
+      : ScanProblem(call.op, "x", in.x, 5, given.cu_seqlens),
+        heads(in.x.size(3)),
+        width(in.x.size(4)),
+        x(op, "x", in.x, dtype, {batch, steps, 4, heads, width}),
+        r(in.r),
+        initial_state(state("initial_state", given.initial_state)),
+        exp_forget(options.exp_forget) {
     require_tensor(op, "r", r, dtype);
     require_sizes(op, "r", r, {4, heads, width, width});
     r = as_dense(r);
@@ -49,17 +49,16 @@ struct Problem : ScanProblem {
   int64_t items() const { return slstm_groups(rows()) * heads; }
 };
 
-// kSave: true to save the trace for the backward; `slstm_only` does not.
-template <bool kSave>
-std::tuple<Tensor, Tensor, Tensor> slstm(const Tensor& x, const Tensor& r,
-                                         const OptTensor& initial_state,
-                                         const OptTensor& cu_seqlens, bool exp_forget) {
-  const DeviceScope scope(x);
-  const Problem p("slstm", x, r, initial_state, cu_seqlens, exp_forget);
+OMNIATTN_FIELDS(Results, Output y, final_state, trace);
+
+Results slstm(const OpCall& call, const Inputs& in, const SequenceArguments& sequences,
+              const Options& options) {
+  const DeviceScope scope(in.x);
+  const Problem p(call, in, sequences, options);
   const Slstm shared = p.params();
   const Output y(true, {p.batch, p.steps, p.heads, p.width}, p.dtype);
   const Output final_state(true, {p.sequences, 4, p.heads, p.width}, p.acc);
-  const Output trace(kSave, {p.batch, p.steps, kSlstmTrace, p.heads, p.width}, p.acc);
+  const Output trace(call.saves, {p.batch, p.steps, kSlstmTrace, p.heads, p.width}, p.acc);
   const SlstmParams params{
       .slstm = shared, .y = y.data(), .final_state = final_state.data(), .trace = trace.data()};
   if constexpr (kOnCuda) {
@@ -68,29 +67,31 @@ std::tuple<Tensor, Tensor, Tensor> slstm(const Tensor& x, const Tensor& r,
     const SlstmKernels& kernels = slstm_kernels();
     run_items(params, p.items(), kernels.bytes(shared), kernels.forward);
   }
-  return {y.tensor(), final_state.tensor(), trace.tensor()};
+  return {y, final_state, trace};
 }
 
-std::tuple<Tensor, Tensor, Tensor> slstm_backward(const Tensor& x, const Tensor& r,
-                                                  const OptTensor& initial_state,
-                                                  const OptTensor& cu_seqlens, const Tensor& trace,
-                                                  const OptTensor& grad_y,
-                                                  const OptTensor& grad_final_state,
-                                                  bool exp_forget, bool r_grad) {
-  const DeviceScope scope(x);
-  const Problem p("slstm_backward", x, r, initial_state, cu_seqlens, exp_forget);
+OMNIATTN_FIELDS(Saved, Tensor trace; OptTensor grad_y, grad_final_state);
+OMNIATTN_FIELDS(Wanted, bool r_grad);
+OMNIATTN_FIELDS(Gradients, Output dx, dr, dinitial_state);
+
+Gradients slstm_backward(const OpCall& call, const Inputs& in, const SequenceArguments& sequences,
+                         const Saved& saved, const Options& options, const Wanted& wanted) {
+  const DeviceScope scope(in.x);
+  const Problem p(call, in, sequences, options);
+  const bool r_grad = wanted.r_grad;
   const std::array<int64_t, 4> sizes{p.batch, p.steps, p.heads, p.width};
   const Sizes of_y{sizes.data(), sizes.size()};
-  const ScanInput dy(p.op, "grad_y", p.gradient_or_zeros(grad_y, x, of_y), p.dtype, of_y);
-  const OptTensor grad_final = p.state("grad_final_state", grad_final_state);
-  require_dense(p.op, "trace", trace, p.acc, {p.batch, p.steps, kSlstmTrace, p.heads, p.width});
-  const Output dx(true, x.sizes(), p.dtype);
+  const ScanInput dy(p.op, "grad_y", p.gradient_or_zeros(saved.grad_y, in.x, of_y), p.dtype, of_y);
+  const OptTensor grad_final = p.state("grad_final_state", saved.grad_final_state);
+  require_dense(p.op, "trace", saved.trace, p.acc,
+                {p.batch, p.steps, kSlstmTrace, p.heads, p.width});
+  const Output dx(true, in.x.sizes(), p.dtype);
   const Output dr(r_grad, p.r.sizes(), p.dtype);
   const Output dinitial(true, {p.sequences, 4, p.heads, p.width}, p.acc);
   SlstmBackwardParams params{.slstm = p.params(),
                              .grad_y = dy.view(),
                              .grad_final_state = data_or_null(grad_final),
-                             .trace = trace.const_data_ptr(),
+                             .trace = saved.trace.const_data_ptr(),
                              .dx = dx.data(),
                              .dr = dr.data(),
                              .dinitial_state = dinitial.data()};
@@ -113,20 +114,12 @@ std::tuple<Tensor, Tensor, Tensor> slstm_backward(const Tensor& x, const Tensor&
       torch::stable::copy_(to, sum);
     }
   }
-  return {dx.tensor(), dr.tensor(), dinitial.tensor()};
+  return {dx, dr, dinitial};
 }
 
-// x (B, T, 4, H, D), r (4, H, D, D), states (N, 4, H, D). The last result of the forward is the
-// trace.
 const Registry registry([](Registry& ops) {
-  ops.add<slstm<true>, WithoutLast<slstm<false>>::run>(
-      "slstm(Tensor x, Tensor r, Tensor? initial_state, Tensor? cu_seqlens, bool exp_forget)"
-      " -> (Tensor y, Tensor final_state, Tensor trace)",
-      differentiable);
-  ops.add<slstm_backward>(
-      "slstm_backward(Tensor x, Tensor r, Tensor? initial_state, Tensor? cu_seqlens, Tensor trace,"
-      " Tensor? grad_y, Tensor? grad_final_state, bool exp_forget, bool r_grad)"
-      " -> (Tensor dx, Tensor dr, Tensor dinitial_state)");
+  ops.add<slstm>("slstm", saves_last);
+  ops.add<slstm_backward>("slstm_backward");
 });
 
 }  // namespace

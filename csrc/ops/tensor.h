@@ -27,6 +27,20 @@ using torch::stable::Tensor;
 using OptTensor = std::optional<Tensor>;
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
+// Types of arguments; schemas read their names (registry.cpp).
+using Tensors = std::vector<Tensor>;
+using OptTensors = std::optional<Tensors>;
+using Written = Tensor;  // an argument that the op writes
+using OptWritten = OptTensor;
+using SymInt = int64_t;  // a symbol in compiled graphs
+using Ints = std::vector<int64_t>;
+using SymInts = Ints;
+using OptInts = std::optional<Ints>;
+using OptSymInts = OptInts;
+using Floats = std::vector<double>;
+using Bools = std::vector<bool>;
+using OptScalarType = std::optional<ScalarType>;
+
 inline ScalarType scalar_type(DType dtype) {
   switch (dtype) {
     case DType::f64:

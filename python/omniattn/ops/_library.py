@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -111,46 +111,6 @@ def _check_torch() -> None:
         )
 
 
-#: Public functions of the ops that have another name than their function.
-_PUBLIC: dict[str, tuple[str, ...]] = {
-    "activate": ("mlp",),
-    "add_norm": ("rms_norm", "layer_norm"),
-    "attention_select": ("select_attention",),
-    "exponential_gates": ("mlstm",),
-    "gated_norm": ("group_norm", "rms_norm_gated"),
-    "moe": ("moe_experts",),
-    "norm": ("rms_norm", "layer_norm"),
-    "norm_rope": ("qk_norm_rotary",),
-    "recurrence": (
-        "gated_linear_attention",
-        "ssd",
-        "linear_attention",
-        "gated_delta_rule",
-        "rwkv6",
-        "dplr_delta_rule",
-        "rwkv7",
-        "delta_rule",
-        "kimi_delta_attention",
-        "retention",
-    ),
-    "rope": ("apply_rotary",),
-}
-#: Index in `_PUBLIC` of the public function that a call's arguments identify. Functions without an
-#: index here are reported under the name of another function of the op.
-_WHICH: dict[str, Callable[[Mapping[str, Any]], int]] = {
-    "add_norm": lambda given: bool(given.get("center")),
-    "gated_norm": lambda given: given.get("z") is not None,
-    "norm": lambda given: bool(given.get("center")),
-    "recurrence": lambda given: max(
-        given.get("beta") is not None,
-        2 * bool(given.get("normalize")),
-        3 * bool(given.get("delta")),
-        4 * (given.get("bonus") is not None),
-        5 * (given.get("a") is not None),
-    ),
-}
-
-
 def public_name(name: str, args: Sequence[Any]) -> str:
     """The name of an op in errors: its public function, or `<function>_backward`.
 
@@ -158,17 +118,33 @@ def public_name(name: str, args: Sequence[Any]) -> str:
     """
     stem = name.removesuffix("_").removesuffix("_raw").removesuffix("_only")
     op = stem.removesuffix("_backward")
-    public = _PUBLIC.get(op, (op,))
     given = dict(zip((a.name for a in _arguments(name)), args, strict=False))
-    which = op in _WHICH and _WHICH[op](given)
-    return public[int(which)] + stem.removeprefix(op)
+    public = op
+    for place, (function, argument) in enumerate(_functions_of.get(op, ())):
+        value = given.get(argument)
+        if place == 0 or (value is not None and value is not False):
+            public = function
+    return public + stem.removeprefix(op)
+
+
+def _read_functions() -> dict[str, list[tuple[str, str]]]:
+    """By op, its public functions, each with the argument that tells its calls from others.
+
+    Ops with the name of their only function are not listed; see csrc/ops/registry.h.
+    """
+    found = {}
+    for line in torch.ops.omniattn.public_functions().splitlines():
+        op, functions = line.split(": ")
+        pairs = (function.partition("=") for function in functions.split(", "))
+        found[op] = [(function, argument) for function, _, argument in pairs]
+    return found
 
 
 def _public_functions(device: str) -> list[str]:
     """The public functions of the ops that have a kernel for this device."""
     helpers = ("_", "_only", "_backward")
     ops = (name for name in ops_of(device) if not name.endswith(helpers))
-    return sorted({function for op in ops for function in _PUBLIC.get(op, (op,))})
+    return sorted({function for op in ops for function, _ in _functions_of.get(op, [(op, "")])})
 
 
 def _arguments(name: str) -> Sequence[Any]:
@@ -291,5 +267,6 @@ def _refuse_layout(name: str) -> Callable[..., NoReturn]:
 _check_torch()
 _load("cpu", config.CPU_LIBRARY)
 _check_levels()
+_functions_of = _read_functions()
 _active_isa: int = torch.ops.omniattn.cpu_isa()
 cuda_unavailable = _load_cuda()
