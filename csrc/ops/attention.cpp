@@ -4,17 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <tuple>
-#include <utility>
 
 #include "ops/registry.h"
 #include "ops/seed.h"
 
 namespace omniattn::ops::attention {
 namespace {
-
-using OptInts = std::optional<Ints>;
-using OptTensors = std::optional<Tensors>;
 
 // params: scale, dropout_p, then the parameters of score rules.
 constexpr size_t kFixedParams = 2;
@@ -80,10 +75,21 @@ Call check(const Arguments& given) {
 
 namespace {
 
-// Turns None into an empty list, see the schemas.
+// attention: weights(f(scale q k^T) + bias) v on (B, T, H, D). mask: kind, a, b, aux index per rule
+// (semantics/mask.h), ANDed; symbolic, as windows and lengths are in compiled graphs. score: kind,
+// aux index, params index per rule (semantics/score.h). params: scale, dropout_p, parameters of
+// score rules. seed: [seed, offset]. None means an empty list, since AOTInductor's runner turns one
+// into None.
+OMNIATTN_FIELDS(Heads, Tensor q, k, v);
+OMNIATTN_FIELDS(Keys, Tensor q, k);
+OMNIATTN_FIELDS(Side, OptTensors aux);
+OMNIATTN_FIELDS(Seed, OptTensor seed);
+OMNIATTN_FIELDS(Rules, OptSymInts mask; OptInts score; Floats params);
+
 template <class T>
-std::vector<T> list(std::optional<std::vector<T>> given) {
-  return given.has_value() ? *std::move(given) : std::vector<T>();
+const std::vector<T>& list(const std::optional<std::vector<T>>& given) {
+  static const std::vector<T> none;
+  return given.has_value() ? *given : none;
 }
 
 void fill(const Tensor& t, double value) { torch::stable::fill_(t, value); }
@@ -94,51 +100,37 @@ bool has_work(const AttentionProblem& p) {
   return has_queries(p) && (p.tk > 0 || p.sinks != nullptr);
 }
 
-std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, OptTensors aux,
-                                  const OptTensor& seed, OptInts mask, OptInts score,
-                                  const Floats& params, Tensor* lse_tail) {
-  const DeviceScope scope(q);
-  const Call call = check({.op = "attention",
-                           .q = q,
-                           .k = k,
-                           .v = v,
-                           .aux = list(std::move(aux)),
-                           .seed = seed,
-                           .mask = list(std::move(mask)),
-                           .score = list(std::move(score)),
-                           .params = params});
+// lse (B, Hq, Tq); lse_tail, of the same shape, is the rounding error of lse (semantics/softmax.h).
+OMNIATTN_FIELDS(Attended, Tensor out, lse; Output lse_tail);
+
+Attended attention(const OpCall& op, const Heads& x, const Side& side, const Seed& seed,
+                   const Rules& rules) {
+  const DeviceScope scope(x.q);
+  const Call call = check({.op = op.op,
+                           .q = x.q,
+                           .k = x.k,
+                           .v = x.v,
+                           .aux = list(side.aux),
+                           .seed = seed.seed,
+                           .mask = list(rules.mask),
+                           .score = list(rules.score),
+                           .params = rules.params});
   const AttentionProblem& p = call.problem;
   const Tensor out = empty_tensor(call.out_sizes, p.dtype);
   const Tensor lse = empty_tensor(call.lse_sizes, accumulator(p.dtype));
-  if (lse_tail != nullptr) *lse_tail = empty_tensor(call.lse_sizes, accumulator(p.dtype));
-  if (lse.numel() == 0) return {out, lse};
+  const Output lse_tail(op.saves, call.lse_sizes, accumulator(p.dtype));
+  if (lse.numel() == 0) return {out, lse, lse_tail};
   // Rows of a sequence without keys see nothing, nor does any row where there are no keys.
   if (call.is_packed || !has_work(p)) {
     fill(out, 0);
     fill(lse, is_softmax(p.score) ? -INFINITY : 0);
-    if (lse_tail != nullptr) fill(*lse_tail, 0);
+    if (op.saves) fill(lse_tail.tensor(), 0);
   }
   if (has_work(p)) {
-    run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(),
-                 lse_tail == nullptr ? nullptr : lse_tail->mutable_data_ptr(), nullptr},
+    run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(), lse_tail.data(), nullptr},
                 call.sequences);
   }
-  return {out, lse};
-}
-
-std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                             OptTensors aux, const OptTensor& seed, OptInts mask,
-                                             OptInts score, Floats params) {
-  Tensor lse_tail;
-  auto [out, lse] =
-      attend(q, k, v, std::move(aux), seed, std::move(mask), std::move(score), params, &lse_tail);
   return {out, lse, lse_tail};
-}
-
-std::tuple<Tensor, Tensor> attention_only(const Tensor& q, const Tensor& k, const Tensor& v,
-                                          OptTensors aux, const OptTensor& seed, OptInts mask,
-                                          OptInts score, Floats params) {
-  return attend(q, k, v, std::move(aux), seed, std::move(mask), std::move(score), params, nullptr);
 }
 
 // Results of the forward and their gradients, checked and in the layout that kernels read.
@@ -204,16 +196,23 @@ Tensor set_gradient(const char* op, const Call& call, int64_t index, const Tenso
   return grad;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
-    const Tensor& grad_out, const OptTensor& grad_lse, const Tensor& q, const Tensor& k,
-    const Tensor& v, Tensors aux, const OptTensor& seed, const Tensor& out, const Tensor& lse,
-    const Tensor& lse_tail, Ints mask, Ints score, Floats params, Ints wanted) {
-  constexpr const char* op = "attention_backward";
+OMNIATTN_FIELDS(Incoming, Tensor grad_out; OptTensor grad_lse);
+OMNIATTN_FIELDS(SavedSide, Tensors aux; OptTensor seed; Tensor out, lse, lse_tail);
+OMNIATTN_FIELDS(SavedRules, SymInts mask; Ints score; Floats params; Ints wanted);
+OMNIATTN_FIELDS(Gradients, Tensor grad_q, grad_k, grad_v; Tensors grad_aux);
+
+Gradients attention_backward(const OpCall& given, const Incoming& grads_in, const Heads& heads,
+                             const SavedSide& side, const SavedRules& rules) {
+  const char* const op = given.op;
+  const auto& [q, k, v] = heads;
+  const Tensors& aux = side.aux;
+  const Ints& wanted = rules.wanted;
   const DeviceScope scope(q);
-  require(!starts_with(mask, LayoutKind::paged), op, "pages must be gathered first");
-  const Call call = check({op, q, k, v, aux, seed, mask, score, params});
+  require(!starts_with(rules.mask, LayoutKind::paged), op, "pages must be gathered first");
+  const Call call = check({op, q, k, v, aux, side.seed, rules.mask, rules.score, rules.params});
   const AttentionProblem& p = call.problem;
-  const Results x = check_results(op, call, {out, grad_out, lse, lse_tail, grad_lse});
+  const Results x = check_results(
+      op, call, {side.out, grads_in.grad_out, side.lse, side.lse_tail, grads_in.grad_lse});
   const Tensor grad_q = empty_tensor(q.sizes(), p.dtype);
   const Tensor grad_k = empty_tensor(k.sizes(), p.dtype), grad_v = empty_tensor(v.sizes(), p.dtype);
   AttentionBackwardParams b{};
@@ -247,27 +246,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensors> attention_backward(
 }
 
 // Checks a call on q and k alone; layouts are not supported.
-Call check_keys(const char* op, const Tensor& q, const Tensor& k, OptTensors aux, OptInts mask,
-                OptInts score, const Floats& params) {
+Call check_keys(const char* op, const Keys& keys, const Side& side, const Rules& rules) {
   Call call = check({.op = op,
-                     .q = q,
-                     .k = k,
-                     .v = k,
-                     .aux = list(std::move(aux)),
+                     .q = keys.q,
+                     .k = keys.k,
+                     .v = keys.k,
+                     .aux = list(side.aux),
                      .seed = {},
-                     .mask = list(std::move(mask)),
-                     .score = list(std::move(score)),
-                     .params = params});
+                     .mask = list(rules.mask),
+                     .score = list(rules.score),
+                     .params = rules.params});
   require(!call.has_layout, op, "packed and cached batches are not supported");
   return call;
 }
 
-Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, OptTensors aux,
-                         OptInts mask, OptInts score, Floats params, bool column_sums,
-                         bool group_sums) {
-  constexpr const char* op = "attention_weights";
-  const DeviceScope scope(q);
-  const Call call = check_keys(op, q, k, std::move(aux), std::move(mask), std::move(score), params);
+OMNIATTN_FIELDS(Weighed, Tensor lse; OptTensors aux);
+OMNIATTN_FIELDS(Sums, bool column_sums, group_sums);
+
+// P (B, Hq, Tq, Tk) of attention from its lse, without dropout, or sums of it: column_sums over the
+// queries, group_sums over the query heads of a kv head.
+Tensor attention_weights(const OpCall& given, const Keys& keys, const Weighed& side,
+                         const Rules& rules, const Sums& sums) {
+  const char* const op = given.op;
+  const auto& [column_sums, group_sums] = sums;
+  const Tensor& lse = side.lse;
+  const DeviceScope scope(keys.q);
+  const Call call = check_keys(op, keys, {side.aux}, rules);
   const AttentionProblem& p = call.problem;
   require_tensor(op, "lse", lse, accumulator(p.dtype));
   require_sizes(op, "lse", lse, call.lse_sizes);
@@ -294,14 +298,17 @@ Score in_natural_units(const Score& s, double scale) {
              : Score{s.pre, s.chain, s.chain, true, s.transform, s.normalizer};
 }
 
-std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, OptTensors aux,
-                                            OptInts mask, OptInts score, Floats params) {
-  const DeviceScope scope(q);
-  Call call = check_keys("select_attention", q, k, std::move(aux), std::move(mask),
-                         std::move(score), params);
+OMNIATTN_FIELDS(Selected, Tensor index, top);
+
+// index and logit, both (B, Hq, Tq), of the key with the largest logit; of equal ones the first; -1
+// if no key is visible.
+Selected attention_select(const OpCall& given, const Keys& keys, const Side& side,
+                          const Rules& rules) {
+  const DeviceScope scope(keys.q);
+  Call call = check_keys(given.op, keys, side, rules);
   AttentionProblem& p = call.problem;
-  p.score = in_natural_units(p.score, params[0]);
-  const Tensor index = torch::stable::new_empty(q, call.lse_sizes, ScalarType::Long);
+  p.score = in_natural_units(p.score, rules.params[0]);
+  const Tensor index = torch::stable::new_empty(keys.q, call.lse_sizes, ScalarType::Long);
   const Tensor top = empty_tensor(call.lse_sizes, accumulator(p.dtype));
   if (index.numel() > 0) {
     run_select({p, static_cast<int64_t*>(index.mutable_data_ptr()), top.mutable_data_ptr()});
@@ -310,35 +317,11 @@ std::tuple<Tensor, Tensor> attention_select(const Tensor& q, const Tensor& k, Op
 }
 
 const Registry registry([](Registry& ops) {
+  ops.add<attention>("attention", saves_last);
+  ops.add<attention_backward>("attention_backward");
+  ops.add<attention_weights>("attention_weights", differentiable);
   ops.name("attention_select", {{"select_attention"}});
-  // attention: weights(f(scale q k^T) + bias) v on (B, T, H, D). mask: kind, a, b, aux index per
-  // rule (semantics/mask.h), ANDed; symbolic, as windows and lengths are in compiled graphs. score:
-  // kind, aux index, params index per rule (semantics/score.h). params: scale, dropout_p,
-  // parameters of score rules. seed: [seed, offset]. lse (B, Hq, Tq); lse_tail, of the same shape,
-  // is the rounding error of lse (semantics/softmax.h), which attention_only omits. None means an
-  // empty list, since AOTInductor's runner turns one into None.
-  ops.add<attention, attention_only>(
-      "attention(Tensor q, Tensor k, Tensor v, Tensor[]? aux, Tensor? seed, SymInt[]? mask,"
-      " int[]? score, float[] params) -> (Tensor out, Tensor lse, Tensor lse_tail)",
-      differentiable);
-  ops.add<attention_backward>(
-      "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v,"
-      " Tensor[] aux, Tensor? seed, Tensor out, Tensor lse, Tensor lse_tail, SymInt[] mask,"
-      " int[] score, float[] params, int[] wanted)"
-      " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor[] grad_aux)");
-
-  // P (B, Hq, Tq, Tk) of attention from its lse, without dropout, or sums of it: column_sums over
-  // the queries, group_sums over the query heads of a kv head
-  ops.add<attention_weights>(
-      "attention_weights(Tensor q, Tensor k, Tensor lse, Tensor[]? aux, SymInt[]? mask,"
-      " int[]? score, float[] params, bool column_sums, bool group_sums) -> Tensor",
-      differentiable);
-
-  // index and logit, both (B, Hq, Tq), of the key with the largest logit; of equal ones the first;
-  // -1 if no key is visible
-  ops.add<attention_select>(
-      "attention_select(Tensor q, Tensor k, Tensor[]? aux, SymInt[]? mask, int[]? score,"
-      " float[] params) -> (Tensor index, Tensor top)");
+  ops.add<attention_select>("attention_select");
 });
 
 }  // namespace

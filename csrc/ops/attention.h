@@ -14,11 +14,7 @@
 
 namespace omniattn::ops::attention {
 
-using Ints = std::vector<int64_t>;
-using Floats = std::vector<double>;
-using Tensors = std::vector<Tensor>;
-
-// Arguments of an attention op; the schemas describe masks, scores and their parameters.
+// Arguments of an attention op; attention.cpp describes masks, scores and their parameters.
 struct Arguments {
   const char* op;
   const Tensor &q, &k, &v;

@@ -3,156 +3,114 @@
 
 #include <algorithm>
 #include <cmath>
-
-#include <string>
-#include <tuple>
+#include <vector>
 
 #include "kernels/sums/sums.h"
 #include "ops/registry.h"
 #include "ops/sequence_problem.h"
 #include "ops/stage.h"
-#include "ops/without_last.h"
 
 namespace omniattn::ops::recurrence {
 namespace {
 
-// (B, T, H), or (B, T, H, D) with unit last stride, of the given sizes.
-struct Steps {
-  Tensor tensor;
-
-  Steps(const char* op, const char* name, const Tensor& t, DType dtype, Sizes sizes) : tensor(t) {
-    require_tensor(op, name, t, dtype);
-    require_sizes(op, name, t, sizes);
-    if (t.dim() == 4) tensor = with_unit_last_stride(t);
-  }
-  StepView view() const {
-    return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
-  }
-};
-using OptSteps = std::optional<Steps>;
-StepView view_or_null(const OptSteps& steps) { return steps ? steps->view() : StepView{}; }
+// q, k, a, b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), bonus
+// (N, Hv, K), skip (N, Hv, V), min_denominator (B, T, Hv), states (N, Hv, K, V), or V + 1 columns
+// with normalize. fp32_output: o is fp32 for half types.
+OMNIATTN_FIELDS(Inputs, Tensor q, k, v; OptTensor g, beta, bonus, a, b, skip, min_denominator);
+OMNIATTN_FIELDS(Options, double scale; bool delta; int64_t feature_map; bool normalize; double eps;
+                bool fp32_output);
 
 // Checked arguments of forward and backward.
 struct Problem : SequenceProblem {
-  int64_t key_heads, value_heads, key_width, value_width;
-  Steps q, k, v;
-  bool channel_decay;
-  OptSteps g, beta, a, b;
-  OptSteps min_denominator;
-  OptTensor bonus, skip, initial_state;
-  double scale;
-  bool delta;
-  FeatureMap features;
-  bool normalize;
-  double eps;
-  DType o_dtype;
+  Recurrence recurrence{};
+  Sizes key_sizes;               // of q, k, a and b
+  std::array<int64_t, 4> sizes;  // of v
+  std::vector<Tensor> copies;    // of arguments that kernels cannot read as they are
 
-  Problem(const char* op_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
-          const OptTensor& g_, const OptTensor& beta_, const OptTensor& bonus_, const OptTensor& a_,
-          const OptTensor& b_, const OptTensor& skip_, const OptTensor& min_denominator_,
-          const OptTensor& initial_state_, const OptTensor& cu_seqlens, double scale_, bool delta_,
-          int64_t features_, bool normalize_, double eps_, bool fp32_output)
-      : SequenceProblem(op_, "q", q_, 4, cu_seqlens),
-        key_heads(q_.size(2)),
-        value_heads(with_dims("v", v_, 4).size(2)),
-        key_width(q_.size(3)),
-        value_width(v_.size(3)),
-        q(op, "q", q_, dtype, q_.sizes()),
-        k(op, "k", k_, dtype, q_.sizes()),
-        v(op, "v", v_, dtype, {batch, steps, value_heads, value_width}),
-        channel_decay(g_.has_value() && g_->dim() == 4),
-        scale(scale_),
-        delta(delta_),
-        features(static_cast<FeatureMap>(features_)),
-        normalize(normalize_),
-        eps(eps_),
-        o_dtype(fp32_output ? acc : dtype) {
-    require(key_heads > 0 ? value_heads % key_heads == 0 : value_heads == 0, op,
-            "the heads of v must be a multiple of those of q and k, got ", value_heads, " and ",
-            key_heads);
-    const std::array<int64_t, 4> channels{batch, steps, value_heads, key_width};
-    const auto of_heads = [&](OptSteps& to, const char* name, const OptTensor& t, size_t dims) {
-      if (t.has_value()) to.emplace(op, name, *t, acc, Sizes(channels.data(), dims));
-    };
-    of_heads(g, "g", g_, channel_decay ? 4 : 3);
-    of_heads(beta, "beta", beta_, 3);
-    of_heads(min_denominator, "min_denominator", min_denominator_, 3);
-    initial_state = state("initial_state", initial_state_);
-    const int updates = beta_.has_value() + bonus_.has_value() + a_.has_value();
-    require(updates <= 1, op, "at most one of beta, bonus and a may be given, got ", updates);
-    require(!delta || beta_.has_value(), op, "delta needs beta, got None");
-    const bool plain = !(delta || bonus_.has_value() || a_.has_value());
-    require(!skip_.has_value() || plain, op,
-            "skip and any of delta, bonus and a must not be given together");
-    require(features_ >= 0 && features_ < kFeatureMapCount, op, "feature_map must be in [0, ",
-            kFeatureMapCount, "), got ", features_);
-    require(features == FeatureMap::identity || plain, op,
-            "feature_map must be 0 with any of delta, bonus and a, got ", features_);
-    require(!normalize || (plain && !skip_.has_value()), op,
-            "normalize and any of delta, bonus, a and skip must not be given together");
-    require(normalize || !min_denominator_.has_value(), op,
-            "min_denominator needs normalize, got normalize=false");
-    require(eps >= 0 && std::isfinite(eps), op, "eps must be finite and >= 0, got ", eps);
-    require(a_.has_value() == b_.has_value(), op, "a and b must be given together");
-    require(channel_decay || !(bonus_.has_value() || a_.has_value()), op,
-            "g must have 4 dimensions (B, T, H, K) with a bonus or with a and b");
-    if (a_.has_value()) {
-      a.emplace(op, "a", *a_, dtype, q_.sizes());
-      b.emplace(op, "b", *b_, dtype, q_.sizes());
-    }
-    bonus = dense("bonus", bonus_, {sequences, value_heads, key_width});
-    skip = dense("skip", skip_, {sequences, value_heads, value_width});
+  Problem(const OpCall& call, const Inputs& in, const SequenceArguments& given, const Options& x)
+      : SequenceProblem(call.op, "q", in.q, 4, given.cu_seqlens), key_sizes(in.q.sizes()) {
+    Recurrence& r = recurrence;
+    r.dtype = dtype;
+    r.o_dtype = x.fp32_output ? acc : dtype;
+    r.sequences = sequences;
+    r.steps = steps;
+    r.boundaries = packed.rows.q;
+    r.key_heads = in.q.size(2), r.key_width = in.q.size(3);
+    r.value_heads = with_dims("v", in.v, 4).size(2), r.value_width = in.v.size(3);
+    sizes = {batch, steps, r.value_heads, r.value_width};
+    r.scale = x.scale;
+    r.eps = x.eps;
+    r.delta = x.delta;
+    r.normalize = x.normalize;
+    r.features = static_cast<FeatureMap>(x.feature_map);
+    r.channel_decay = in.g.has_value() && in.g->dim() == 4;
+    r.q = view("q", in.q, dtype, key_sizes);
+    r.k = view("k", in.k, dtype, key_sizes);
+    r.v = view("v", in.v, dtype, value_sizes());
+    require(r.key_heads > 0 ? r.value_heads % r.key_heads == 0 : r.value_heads == 0, op,
+            "the heads of v must be a multiple of those of q and k, got ", r.value_heads, " and ",
+            r.key_heads);
+    const std::array<int64_t, 4> channels{batch, steps, r.value_heads, r.key_width};
+    const Sizes of_heads(channels.data(), 3);
+    r.g = view("g", in.g, acc, r.channel_decay ? Sizes(channels.data(), 4) : of_heads);
+    r.beta = view("beta", in.beta, acc, of_heads);
+    r.min_denominator = view("min_denominator", in.min_denominator, acc, of_heads);
+    r.initial_state = state("initial_state", given.initial_state);
+    check_options(in, x);
+    r.a = view("a", in.a, dtype, key_sizes);
+    r.b = view("b", in.b, dtype, key_sizes);
+    r.bonus = data("bonus", in.bonus, {sequences, r.value_heads, r.key_width});
+    r.skip = data("skip", in.skip, {sequences, r.value_heads, r.value_width});
   }
 
+  Sizes value_sizes() const { return {sizes.data(), sizes.size()}; }
   std::array<int64_t, 4> state_sizes() const {
-    return {sequences, value_heads, key_width, value_width + normalize};
+    return {sequences, recurrence.value_heads, recurrence.key_width, recurrence.state_width()};
   }
-  int64_t state_bytes() const { return key_width * value_width * size_of(acc); }
-  OptTensor state(const char* name, const OptTensor& t) const {
-    const auto sizes = state_sizes();
-    return dense(name, t, {sizes.data(), sizes.size()});
+  int64_t state_bytes() const {
+    return recurrence.key_width * recurrence.value_width * size_of(acc);
   }
 
-  Recurrence params() const {
-    return {.dtype = dtype,
-            .o_dtype = o_dtype,
-            .channel_decay = channel_decay,
-            .delta = delta,
-            .sequences = sequences,
-            .steps = steps,
-            .key_heads = key_heads,
-            .value_heads = value_heads,
-            .key_width = key_width,
-            .value_width = value_width,
-            .scale = scale,
-            .q = q.view(),
-            .k = k.view(),
-            .v = v.view(),
-            .g = view_or_null(g),
-            .beta = view_or_null(beta),
-            .a = view_or_null(a),
-            .b = view_or_null(b),
-            .bonus = data_or_null(bonus),
-            .skip = data_or_null(skip),
-            .features = features,
-            .normalize = normalize,
-            .min_denominator = view_or_null(min_denominator),
-            .eps = eps,
-            .initial_state = data_or_null(initial_state),
-            .boundaries = packed.rows.q};
+  // (B, T, H), or (B, T, H, D) with unit last stride, of the given sizes.
+  StepView view(const char* name, const OptTensor& given, DType type, Sizes want) {
+    if (!given.has_value()) return {};
+    require_tensor(op, name, *given, type);
+    require_sizes(op, name, *given, want);
+    const bool fits = given->dim() != 4 || has_unit_last_stride(*given);
+    const Tensor& t = fits ? *given : copies.emplace_back(torch::stable::contiguous(*given));
+    return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+  }
+  const void* data(const char* name, const OptTensor& given, Sizes want) {
+    if (!given.has_value()) return nullptr;
+    return copies.emplace_back(*dense(name, given, want)).const_data_ptr();
+  }
+  const void* state(const char* name, const OptTensor& given) {
+    const auto want = state_sizes();
+    return data(name, given, {want.data(), want.size()});
+  }
+
+ private:
+  void check_options(const Inputs& in, const Options& x) const {
+    const int updates = in.beta.has_value() + in.bonus.has_value() + in.a.has_value();
+    require(updates <= 1, op, "at most one of beta, bonus and a may be given, got ", updates);
+    require(!x.delta || in.beta.has_value(), op, "delta needs beta, got None");
+    const bool plain = !(x.delta || in.bonus.has_value() || in.a.has_value());
+    require(!in.skip.has_value() || plain, op,
+            "skip and any of delta, bonus and a must not be given together");
+    require(x.feature_map >= 0 && x.feature_map < kFeatureMapCount, op,
+            "feature_map must be in [0, ", kFeatureMapCount, "), got ", x.feature_map);
+    require(recurrence.features == FeatureMap::identity || plain, op,
+            "feature_map must be 0 with any of delta, bonus and a, got ", x.feature_map);
+    require(!x.normalize || (plain && !in.skip.has_value()), op,
+            "normalize and any of delta, bonus, a and skip must not be given together");
+    require(x.normalize || !in.min_denominator.has_value(), op,
+            "min_denominator needs normalize, got normalize=false");
+    require(x.eps >= 0 && std::isfinite(x.eps), op, "eps must be finite and >= 0, got ", x.eps);
+    require(in.a.has_value() == in.b.has_value(), op, "a and b must be given together");
+    require(recurrence.channel_decay || !(in.bonus.has_value() || in.a.has_value()), op,
+            "g must have 4 dimensions (B, T, H, K) with a bonus or with a and b");
   }
 };
-
-// Name of the public function in errors; functions with fewer options check their own arguments.
-std::string op_of(const OptTensor& beta, const OptTensor& bonus, const OptTensor& a, bool delta,
-                  bool normalize) {
-  return a.has_value()       ? "dplr_delta_rule"
-         : bonus.has_value() ? "rwkv6"
-         : delta             ? "gated_delta_rule"
-         : normalize         ? "linear_attention"
-         : beta.has_value()  ? "ssd"
-                             : "gated_linear_attention";
-}
 
 // Number of sequence parts, `bytes` each, that an item of a kernel reads at once, of `count` parts:
 // as many as balance the threads as well as single parts do. Parts are independent, so results do
@@ -176,28 +134,25 @@ const Kernels& on_tiles_or(const Recurrence& p, const Kernels* tiles, const Kern
   return tiles != nullptr && recurrence_on_tiles(p) ? *tiles : others;
 }
 
-// kSave: true to save states for the backward; `recurrence_only` does not.
-template <bool kSave>
-std::tuple<Tensor, Tensor, Tensor> recurrence(
-    const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& g, const OptTensor& beta,
-    const OptTensor& bonus, const OptTensor& a, const OptTensor& b, const OptTensor& skip,
-    const OptTensor& min_denominator, const OptTensor& initial_state, const OptTensor& cu_seqlens,
-    double scale, bool delta, int64_t feature_map, bool normalize, double eps, bool fp32_output) {
-  const DeviceScope scope(q);
-  const std::string op = op_of(beta, bonus, a, delta, normalize);
-  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, min_denominator, initial_state,
-                  cu_seqlens, scale, delta, feature_map, normalize, eps, fp32_output);
+// states: at the starts of chunks.
+OMNIATTN_FIELDS(Results, Output o, final_state, states);
+
+Results recurrence(const OpCall& call, const Inputs& in, const SequenceArguments& sequences,
+                   const Options& options) {
+  const DeviceScope scope(in.q);
+  const Problem p(call, in, sequences, options);
+  const Recurrence& shared = p.recurrence;
   const auto state = p.state_sizes();
-  const Output o(true, p.v.tensor.sizes(), p.o_dtype);
-  const Output final_state(true, {state.data(), state.size()}, p.acc);
-  const Recurrence shared = p.params();
-  const Output states(kSave, {recurrence_slots(shared), state[1], state[2], state[3]}, p.acc);
-  const int64_t heads = parts_of_item(p, p.value_heads, p.state_bytes());
+  Results r{
+      .o = {true, p.value_sizes(), shared.o_dtype},
+      .final_state = {true, {state.data(), state.size()}, p.acc},
+      .states = {call.saves, {recurrence_slots(shared), state[1], state[2], state[3]}, p.acc}};
+  const int64_t heads = parts_of_item(p, shared.value_heads, p.state_bytes());
   const RecurrenceParams params{.recurrence = shared,
                                 .heads = heads,
-                                .o = o.data(),
-                                .final_state = final_state.data(),
-                                .states = states.data()};
+                                .o = r.o.data(),
+                                .final_state = r.final_state.data(),
+                                .states = r.states.data()};
   if constexpr (kOnCuda) {
     const Tensor memory =
         scratch(ceil_div(recurrence_bytes(shared), size_of(DType::f64)), DType::f64);
@@ -205,15 +160,15 @@ std::tuple<Tensor, Tensor, Tensor> recurrence(
   } else {
     const RecurrenceKernels& kernels =
         on_tiles_or(shared, recurrence_tile_kernels(), recurrence_kernels());
-    run_items(params, p.sequences * ceil_div(p.value_heads, heads), kernels.bytes(shared, heads),
-              kernels.forward);
+    run_items(params, p.sequences * ceil_div(shared.value_heads, heads),
+              kernels.bytes(shared, heads), kernels.forward);
   }
-  return {o.tensor(), final_state.tensor(), states.tensor()};
+  return r;
 }
 
 // Number of parts that the value heads of a key head are split into, if there are few key heads to
 // share among threads. It depends on the heads only, so results do not depend on threads.
-int64_t shards_of(const Problem& p) {
+int64_t shards_of(const Recurrence& p) {
   constexpr int64_t kItems = 16;
   const int64_t group = p.key_heads > 0 ? p.value_heads / p.key_heads : 1;
   if (kOnCuda || p.key_heads >= kItems) return 1;
@@ -223,94 +178,105 @@ int64_t shards_of(const Problem& p) {
   return std::max<int64_t>(1, group);
 }
 
-// A gradient (B, T, Hk, K), or its parts, which are summed in the end.
-class Sharded {
+// Gradients (B, T, Hk, K) in parts, which are summed in the end.
+class Shards {
  public:
-  Sharded(const Problem& p, bool wanted, const OptSteps& like, int64_t shards)
-      : p_(p), shards_(shards), out_(wanted && like, sizes(like), p.dtype) {
-    if (shards == 1 || out_.data() == nullptr) return;
-    parts_ = scratch(shards * out_.tensor().numel(), p.acc);
+  Shards(const Problem& p, int64_t count) : p_(p), count_(count) {}
+
+  int64_t count() const { return count_; }
+  // Memory for the parts of a gradient; null if it is not wanted.
+  void* parts_of(const Output& gradient) {
+    if (count_ == 1 || gradient.data() == nullptr) return gradient.data();
+    const Tensor out = gradient.tensor();
+    pairs_.push_back({out, scratch(count_ * out.numel(), p_.acc)});
+    return pairs_.back().parts.mutable_data_ptr();
   }
-  void* data() const { return parts_.has_value() ? parts_->mutable_data_ptr() : out_.data(); }
-  Tensor sum() const {
-    Tensor out = out_.tensor();
+  void sum() const {
     if constexpr (!kOnCuda) {
-      if (!parts_.has_value()) return out;
-      const int64_t count = out.numel(), element = size_of(p_.acc);
-      const Tensor sums = p_.dtype == p_.acc ? out : empty_tensor(out.sizes(), p_.acc);
-      const auto* const from = static_cast<const char*>(parts_->const_data_ptr());
-      char* const to = static_cast<char*>(sums.mutable_data_ptr());
-      parallel_ranges(count, kTaskElements, [&](int64_t begin, int64_t end) {
-        sum_kernels().sum_shards(p_.acc, from + begin * element, shards_, count, end - begin,
-                                 to + begin * element);
-      });
-      if (p_.dtype != p_.acc) torch::stable::copy_(out, sums);
+      for (const auto& [out, parts] : pairs_) sum(out, parts);
     }
-    return out;
   }
 
  private:
-  static Sizes sizes(const OptSteps& like) { return like ? like->tensor.sizes() : Sizes{}; }
+  struct Pair {
+    Tensor out, parts;
+  };
+
+  void sum(Tensor out, const Tensor& parts) const {
+    const int64_t count = out.numel(), element = size_of(p_.acc);
+    const Tensor sums = p_.dtype == p_.acc ? out : empty_tensor(out.sizes(), p_.acc);
+    const auto* const from = static_cast<const char*>(parts.const_data_ptr());
+    char* const to = static_cast<char*>(sums.mutable_data_ptr());
+    parallel_ranges(count, kTaskElements, [&](int64_t begin, int64_t end) {
+      sum_kernels().sum_shards(p_.acc, from + begin * element, count_, count, end - begin,
+                               to + begin * element);
+    });
+    if (p_.dtype != p_.acc) torch::stable::copy_(out, sums);
+  }
 
   const Problem& p_;
-  int64_t shards_;
-  Output out_;
-  OptTensor parts_;
+  int64_t count_;
+  std::vector<Pair> pairs_;
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
-recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, const Tensor& q,
-                    const Tensor& k, const Tensor& v, const OptTensor& g, const OptTensor& beta,
-                    const OptTensor& bonus, const OptTensor& a, const OptTensor& b,
-                    const OptTensor& skip, const OptTensor& min_denominator,
-                    const OptTensor& initial_state, const OptTensor& cu_seqlens,
-                    const Tensor& states, double scale, bool delta, int64_t feature_map,
-                    bool normalize, double eps, bool fp32_output, bool g_grad, bool beta_grad,
-                    bool bonus_grad, bool skip_grad, bool min_denominator_grad,
-                    bool initial_state_grad) {
-  const DeviceScope scope(q);
-  const std::string op = op_of(beta, bonus, a, delta, normalize) + "_backward";
-  const Problem p(op.c_str(), q, k, v, g, beta, bonus, a, b, skip, min_denominator, initial_state,
-                  cu_seqlens, scale, delta, feature_map, normalize, eps, fp32_output);
-  const Recurrence shared = p.params();
-  OptSteps go;
-  if (grad_o.has_value()) go.emplace(p.op, "grad_o", *grad_o, p.o_dtype, p.v.tensor.sizes());
-  const OptTensor grad_final = p.state("grad_final_state", grad_final_state);
-  const auto state = p.state_sizes();
-  require_dense(p.op, "states", states, p.acc,
-                {recurrence_slots(shared), state[1], state[2], state[3]});
-  const auto like = [&](bool wanted, const OptSteps& x, DType type) {
-    return Output(wanted && x, x ? x->tensor.sizes() : Sizes{}, type);
+OMNIATTN_FIELDS(Incoming, OptTensor grad_o, grad_final_state);
+OMNIATTN_FIELDS(Saved, Tensor states);
+OMNIATTN_FIELDS(Wanted, bool g_grad, beta_grad, bonus_grad, skip_grad, min_denominator_grad,
+                initial_state_grad);
+OMNIATTN_FIELDS(Gradients, Output dq, dk, dv, dg, dbeta, dbonus, da, db, dskip, dmin_denominator,
+                dinitial_state);
+
+Gradients outputs(const Problem& p, const Inputs& in, const Wanted& wanted) {
+  const auto like = [](bool is_wanted, const OptTensor& x, DType type) {
+    return is_wanted && x.has_value() ? Output(true, x->sizes(), type) : Output(false, {}, type);
   };
-  const int64_t shards = shards_of(p);
-  const int64_t all_parts = p.key_heads * shards;
-  const int64_t group = all_parts > 0 ? p.value_heads / all_parts : 0;
+  const auto state = p.state_sizes();
+  return {.dq = {true, p.key_sizes, p.dtype},
+          .dk = {true, p.key_sizes, p.dtype},
+          .dv = {true, p.value_sizes(), p.dtype},
+          .dg = like(wanted.g_grad, in.g, p.acc),
+          .dbeta = like(wanted.beta_grad, in.beta, p.acc),
+          .dbonus = like(wanted.bonus_grad, in.bonus, p.acc),
+          .da = like(true, in.a, p.dtype),
+          .db = like(true, in.b, p.dtype),
+          .dskip = like(wanted.skip_grad, in.skip, p.acc),
+          .dmin_denominator = like(wanted.min_denominator_grad, in.min_denominator, p.acc),
+          .dinitial_state = {wanted.initial_state_grad, {state.data(), state.size()}, p.acc}};
+}
+
+Gradients recurrence_backward(const OpCall& call, const Incoming& grads, const Inputs& in,
+                              const SequenceArguments& sequences, const Saved& saved,
+                              const Options& options, const Wanted& wanted) {
+  const DeviceScope scope(in.q);
+  Problem p(call, in, sequences, options);
+  const Recurrence& shared = p.recurrence;
+  const StepView grad_o = p.view("grad_o", grads.grad_o, shared.o_dtype, p.value_sizes());
+  const void* const grad_final = p.state("grad_final_state", grads.grad_final_state);
+  const auto state = p.state_sizes();
+  require_dense(p.op, "states", saved.states, p.acc,
+                {recurrence_slots(shared), state[1], state[2], state[3]});
+  Gradients d = outputs(p, in, wanted);
+  Shards shards(p, shards_of(shared));
+  const int64_t all_parts = shared.key_heads * shards.count();
+  const int64_t group = all_parts > 0 ? shared.value_heads / all_parts : 0;
   const int64_t parts = parts_of_item(p, all_parts, group * p.state_bytes());
-  const Sharded dq(p, true, p.q, shards), dk(p, true, p.k, shards);
-  const Sharded da(p, true, p.a, shards), db(p, true, p.b, shards);
-  const Output dv = like(true, p.v, p.dtype);
-  const Output dg = like(g_grad, p.g, p.acc), dbeta = like(beta_grad, p.beta, p.acc);
-  const Output dmin_denominator = like(min_denominator_grad, p.min_denominator, p.acc);
-  const Output dbonus(bonus_grad && p.bonus, {state.data(), state.size() - 1}, p.acc);
-  const Output dskip(skip_grad && p.skip, {p.sequences, p.value_heads, p.value_width}, p.acc);
-  const Output dinitial(initial_state_grad, {state.data(), state.size()}, p.acc);
   const RecurrenceBackwardParams params{.recurrence = shared,
-                                        .shards = shards,
+                                        .shards = shards.count(),
                                         .parts = parts,
-                                        .grad_o = view_or_null(go),
-                                        .grad_final_state = data_or_null(grad_final),
-                                        .states = states.const_data_ptr(),
-                                        .dq = dq.data(),
-                                        .dk = dk.data(),
-                                        .dv = dv.data(),
-                                        .da = da.data(),
-                                        .db = db.data(),
-                                        .dg = dg.data(),
-                                        .dbeta = dbeta.data(),
-                                        .dbonus = dbonus.data(),
-                                        .dskip = dskip.data(),
-                                        .dmin_denominator = dmin_denominator.data(),
-                                        .dinitial_state = dinitial.data()};
+                                        .grad_o = grad_o,
+                                        .grad_final_state = grad_final,
+                                        .states = saved.states.const_data_ptr(),
+                                        .dq = shards.parts_of(d.dq),
+                                        .dk = shards.parts_of(d.dk),
+                                        .dv = d.dv.data(),
+                                        .da = shards.parts_of(d.da),
+                                        .db = shards.parts_of(d.db),
+                                        .dg = d.dg.data(),
+                                        .dbeta = d.dbeta.data(),
+                                        .dbonus = d.dbonus.data(),
+                                        .dskip = d.dskip.data(),
+                                        .dmin_denominator = d.dmin_denominator.data(),
+                                        .dinitial_state = d.dinitial_state.data()};
   if constexpr (kOnCuda) {
     const Tensor memory =
         scratch(ceil_div(recurrence_backward_bytes(shared), size_of(DType::f64)), DType::f64);
@@ -319,17 +285,12 @@ recurrence_backward(const OptTensor& grad_o, const OptTensor& grad_final_state, 
     const RecurrenceBackwardKernels& kernels =
         on_tiles_or(shared, recurrence_tile_backward_kernels(), recurrence_backward_kernels());
     run_items(params, p.sequences * ceil_div(all_parts, parts),
-              kernels.bytes(shared, shards, parts), kernels.backward);
+              kernels.bytes(shared, shards.count(), parts), kernels.backward);
   }
-  return {dq.sum(),         dk.sum(), dv.tensor(), dg.tensor(),    dbeta.tensor(),
-          dbonus.tensor(),  da.sum(), db.sum(),    dskip.tensor(), dmin_denominator.tensor(),
-          dinitial.tensor()};
+  shards.sum();
+  return d;
 }
 
-// q, k, a, b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), bonus
-// (N, Hv, K), skip (N, Hv, V), min_denominator (B, T, Hv), states (N, Hv, K, V), or V + 1 columns
-// with normalize. fp32_output: o is fp32 for half types. The last result of the forward holds the
-// states at the starts of chunks.
 const Registry registry([](Registry& ops) {
   ops.name("recurrence", {{"gated_linear_attention"},
                           {"ssd", "beta"},
@@ -341,22 +302,8 @@ const Registry registry([](Registry& ops) {
                           {"delta_rule"},
                           {"kimi_delta_attention"},
                           {"retention"}});
-  ops.add<recurrence<true>, WithoutLast<recurrence<false>>::run>(
-      "recurrence(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a,"
-      " Tensor? b, Tensor? skip, Tensor? min_denominator, Tensor? initial_state, Tensor? "
-      "cu_seqlens,"
-      " float scale, bool delta, int feature_map, bool normalize, float eps, bool fp32_output)"
-      " -> (Tensor o, Tensor final_state, Tensor states)",
-      differentiable);
-  ops.add<recurrence_backward>(
-      "recurrence_backward(Tensor? grad_o, Tensor? grad_final_state, Tensor q, Tensor k, Tensor v,"
-      " Tensor? g, Tensor? beta, Tensor? bonus, Tensor? a, Tensor? b, Tensor? skip, Tensor? "
-      "min_denominator,"
-      " Tensor? initial_state, Tensor? cu_seqlens, Tensor states, float scale, bool delta,"
-      " int feature_map, bool normalize, float eps, bool fp32_output, bool g_grad, bool beta_grad,"
-      " bool bonus_grad, bool skip_grad, bool min_denominator_grad, bool initial_state_grad)"
-      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dbonus, Tensor da,"
-      " Tensor db, Tensor dskip, Tensor dmin_denominator, Tensor dinitial_state)");
+  ops.add<recurrence>("recurrence", saves_last);
+  ops.add<recurrence_backward>("recurrence_backward");
 });
 
 }  // namespace

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <tuple>
 
 #include "kernels/attention/attention_cuda.h"
 #include "ops/attention.h"
@@ -16,12 +15,11 @@
 namespace omniattn::ops::attention {
 namespace {
 
-// Options of a call, in the order of the schema.
-struct SelectedOptions {
-  int64_t block_size, query_block;
-  bool causal;
-  double scale, softcap, dropout_p;
-};
+// indices (B | 1, 1 | Hkv | Hq, ceil(Tq / query_block), n) int32 or int64: blocks of block_size
+// keys, each at most once in a list; -1: none. Other arguments as in attention; softcap 0: none.
+OMNIATTN_FIELDS(SelectedInputs, Tensor q, k, v, indices; OptTensor sinks, seed);
+OMNIATTN_FIELDS(SelectedOptions, SymInt block_size, query_block; bool causal;
+                double scale, softcap, dropout_p);
 
 // First entry of all lists that is neither -1 nor a block number; -1 if there is none.
 template <class I>
@@ -53,10 +51,8 @@ struct SelectedCall {
   Tensor indices;
   SelectedLists lists;
 
-  SelectedCall(const char* op_, const Tensor& q, const Tensor& k, const Tensor& v,
-               const Tensor& indices_, const OptTensor& sinks, const OptTensor& seed,
-               const SelectedOptions& x)
-      : op(op_), indices(indices_) {
+  SelectedCall(const OpCall& given, const SelectedInputs& in, const SelectedOptions& x)
+      : op(given.op), indices(in.indices) {
     const bool capped = x.softcap != 0;
     Ints score;
     Tensors aux;
@@ -65,11 +61,11 @@ struct SelectedCall {
       score.insert(score.end(), {static_cast<int64_t>(ScoreKind::softcap), -1, 2});
       params.push_back(x.softcap);
     }
-    if (sinks.has_value()) {
+    if (in.sinks.has_value()) {
       score.insert(score.end(), {static_cast<int64_t>(ScoreKind::sinks), 0, -1});
-      aux.push_back(*sinks);
+      aux.push_back(*in.sinks);
     }
-    call = check({op, q, k, v, aux, seed, {}, score, params});
+    call = check({op, in.q, in.k, in.v, aux, in.seed, {}, score, params});
     const AttentionProblem& p = call.problem;
     constexpr int64_t kLimit = int64_t{1} << 40;
     require(x.block_size >= 1 && x.block_size < kLimit, op,
@@ -195,11 +191,10 @@ void run_backward_cpu(SelectedBackwardParams b) {
   if (b.attention.grad_sinks != nullptr) kernels.sum_sinks(b, nullptr, 0, p.hq);
 }
 
-void run_backward_cuda(SelectedBackwardParams b) {
-  constexpr const char* op = "selected_attention_backward";
+void run_backward_cuda(const char* op, SelectedBackwardParams b) {
   const AttentionProblem& p = b.attention.problem;
   const SelectedLists& s = b.lists;
-  const auto run = [](Status status) { require_launched(op, status); };
+  const auto run = [op](Status status) { require_launched(op, status); };
   const Tensor delta = scratch(stat_rows(p), accumulator(p.dtype));
   b.attention.workspace = delta.mutable_data_ptr();
   Tensor sink_parts;
@@ -227,60 +222,39 @@ void run_backward_cuda(SelectedBackwardParams b) {
   run(launch_selected_gradients(b, inverted, stream()));
 }
 
-std::tuple<Tensor, Tensor> attend_selected(const SelectedCall& x, Tensor* lse_tail) {
+OMNIATTN_FIELDS(SelectedResults, Tensor out, lse; Output lse_tail);
+
+SelectedResults selected_attention(const OpCall& given, const SelectedInputs& in,
+                                   const SelectedOptions& options) {
+  const DeviceScope scope(in.q);
+  const SelectedCall x(given, in, options);
   const AttentionProblem& p = x.call.problem;
   const Tensor out = empty_tensor(x.call.out_sizes, p.dtype);
   const Tensor lse = empty_tensor(x.call.lse_sizes, accumulator(p.dtype));
-  if (lse_tail != nullptr) *lse_tail = empty_tensor(x.call.lse_sizes, accumulator(p.dtype));
-  if (!has_rows(p)) return {out, lse};
+  const Output lse_tail(given.saves, x.call.lse_sizes, accumulator(p.dtype));
+  if (!has_rows(p)) return {out, lse, lse_tail};
   const SelectedForwardParams params{
-      {p, mutable_view_of(out), lse.mutable_data_ptr(),
-       lse_tail == nullptr ? nullptr : lse_tail->mutable_data_ptr(), nullptr},
-      x.lists};
+      {p, mutable_view_of(out), lse.mutable_data_ptr(), lse_tail.data(), nullptr}, x.lists};
   if constexpr (kOnCuda) {
     require_launched(x.op, launch_selected_forward(params, stream()));
   } else {
     run_forward_cpu(params);
   }
-  return {out, lse};
-}
-
-std::tuple<Tensor, Tensor, Tensor> selected_attention(const Tensor& q, const Tensor& k,
-                                                      const Tensor& v, const Tensor& indices,
-                                                      const OptTensor& sinks, const OptTensor& seed,
-                                                      int64_t block_size, int64_t query_block,
-                                                      bool causal, double scale, double softcap,
-                                                      double dropout_p) {
-  const DeviceScope scope(q);
-  const SelectedCall x("selected_attention", q, k, v, indices, sinks, seed,
-                       {block_size, query_block, causal, scale, softcap, dropout_p});
-  Tensor lse_tail;
-  const auto [out, lse] = attend_selected(x, &lse_tail);
   return {out, lse, lse_tail};
 }
 
-std::tuple<Tensor, Tensor> selected_attention_only(const Tensor& q, const Tensor& k,
-                                                   const Tensor& v, const Tensor& indices,
-                                                   const OptTensor& sinks, const OptTensor& seed,
-                                                   int64_t block_size, int64_t query_block,
-                                                   bool causal, double scale, double softcap,
-                                                   double dropout_p) {
-  const DeviceScope scope(q);
-  const SelectedCall x("selected_attention", q, k, v, indices, sinks, seed,
-                       {block_size, query_block, causal, scale, softcap, dropout_p});
-  return attend_selected(x, nullptr);
-}
+OMNIATTN_FIELDS(SelectedIncoming, OptTensor grad_out, grad_lse);
+OMNIATTN_FIELDS(SelectedSaved, Tensor out, lse, lse_tail);
+OMNIATTN_FIELDS(SelectedWanted, bool sinks_grad);
+OMNIATTN_FIELDS(SelectedGradients, Tensor dq, dk, dv, dsinks);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> selected_attention_backward(
-    const OptTensor& grad_out, const OptTensor& grad_lse, const Tensor& q, const Tensor& k,
-    const Tensor& v, const Tensor& indices, const OptTensor& sinks, const OptTensor& seed,
-    const Tensor& out, const Tensor& lse, const Tensor& lse_tail, int64_t block_size,
-    int64_t query_block, bool causal, double scale, double softcap, double dropout_p,
-    bool sinks_grad) {
-  const char* const op = "selected_attention_backward";
-  const DeviceScope scope(q);
-  const SelectedCall x(op, q, k, v, indices, sinks, seed,
-                       {block_size, query_block, causal, scale, softcap, dropout_p});
+SelectedGradients selected_attention_backward(const OpCall& given, const SelectedIncoming& grads,
+                                              const SelectedInputs& in, const SelectedSaved& saved,
+                                              const SelectedOptions& options,
+                                              const SelectedWanted& wanted) {
+  const char* const op = given.op;
+  const DeviceScope scope(in.q);
+  const SelectedCall x(given, in, options);
   const AttentionProblem& p = x.call.problem;
   const DType acc = accumulator(p.dtype);
   const auto rows = [&](const char* name, const Tensor& t) {
@@ -293,15 +267,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> selected_attention_backward(
     require_sizes(op, name, t, x.call.lse_sizes);
     return as_dense(t);
   };
-  const Tensor out_rows = rows("out", out);
-  const Tensor grad_rows = grad_out.has_value() ? rows("grad_out", *grad_out)
-                                                : torch::stable::new_zeros(out, out.sizes());
-  const Tensor lse_rows = statistics("lse", lse), tail_rows = statistics("lse_tail", lse_tail);
+  const Tensor out_rows = rows("out", saved.out);
+  const Tensor grad_rows = grads.grad_out.has_value()
+                               ? rows("grad_out", *grads.grad_out)
+                               : torch::stable::new_zeros(saved.out, saved.out.sizes());
+  const Tensor lse_rows = statistics("lse", saved.lse);
+  const Tensor tail_rows = statistics("lse_tail", saved.lse_tail);
   OptTensor grad_lse_rows;
-  if (grad_lse.has_value()) grad_lse_rows = statistics("grad_lse", *grad_lse);
-  const Tensor dq = empty_tensor(q.sizes(), p.dtype), dk = empty_tensor(k.sizes(), p.dtype);
-  const Tensor dv = empty_tensor(v.sizes(), p.dtype);
-  const Output dsinks(sinks_grad && sinks.has_value(), {p.hq}, acc);
+  if (grads.grad_lse.has_value()) grad_lse_rows = statistics("grad_lse", *grads.grad_lse);
+  const Tensor dq = empty_tensor(in.q.sizes(), p.dtype), dk = empty_tensor(in.k.sizes(), p.dtype);
+  const Tensor dv = empty_tensor(in.v.sizes(), p.dtype);
+  const Output dsinks(wanted.sinks_grad && in.sinks.has_value(), {p.hq}, acc);
   SelectedBackwardParams b{};
   b.lists = x.lists;
   b.attention.problem = p;
@@ -316,7 +292,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> selected_attention_backward(
   b.attention.grad_sinks = dsinks.data();
   if (has_rows(p)) {
     if constexpr (kOnCuda) {
-      run_backward_cuda(b);
+      run_backward_cuda(x.op, b);
     } else {
       run_backward_cpu(b);
     }
@@ -325,23 +301,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> selected_attention_backward(
     if (dsinks.data() != nullptr) torch::stable::fill_(dsinks.tensor(), 0);
   }
   const Tensor sums = dsinks.tensor();
-  return {dq, dk, dv, sinks.has_value() ? torch::stable::to(sums, scalar_type(*sinks)) : sums};
+  return {dq, dk, dv,
+          in.sinks.has_value() ? torch::stable::to(sums, scalar_type(*in.sinks)) : sums};
 }
 
-// indices (B | 1, 1 | Hkv | Hq, ceil(Tq / query_block), n) int32 or int64: blocks of block_size
-// keys, each at most once in a list; -1: none. Other arguments as in attention; softcap 0: none.
 const Registry registry([](Registry& ops) {
-  ops.add<selected_attention, selected_attention_only>(
-      "selected_attention(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor? sinks,"
-      " Tensor? seed, SymInt block_size, SymInt query_block, bool causal, float scale,"
-      " float softcap, float dropout_p) -> (Tensor out, Tensor lse, Tensor lse_tail)",
-      differentiable);
-  ops.add<selected_attention_backward>(
-      "selected_attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k,"
-      " Tensor v, Tensor indices, Tensor? sinks, Tensor? seed, Tensor out, Tensor lse,"
-      " Tensor lse_tail, SymInt block_size, SymInt query_block, bool causal, float scale,"
-      " float softcap, float dropout_p, bool sinks_grad)"
-      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
+  ops.add<selected_attention>("selected_attention", saves_last);
+  ops.add<selected_attention_backward>("selected_attention_backward");
 });
 
 }  // namespace

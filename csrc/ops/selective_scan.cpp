@@ -268,9 +268,9 @@ OMNIATTN_FIELDS(Wanted, bool A_grad, B_grad, C_grad, D_grad, delta_bias_grad);
 OMNIATTN_FIELDS(Gradients, Output du, ddelta; Tensor dA, dB, dC, dD; Output dz; Tensor ddelta_bias;
                 Output dinitial_state);
 
-Gradients selective_scan_backward(const OpCall& call, const Inputs& in, const SequenceArguments& sequences,
-                                  const Saved& saved, const Options& options,
-                                  const Wanted& wanted) {
+Gradients selective_scan_backward(const OpCall& call, const Inputs& in,
+                                  const SequenceArguments& sequences, const Saved& saved,
+                                  const Options& options, const Wanted& wanted) {
   const DeviceScope scope(in.u);
   const Problem p(call, in, sequences, options);
   const Selective scan = p.params(kOnCuda ? kSelectiveThreads : kBackwardBlock);
