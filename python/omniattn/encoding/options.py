@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
+from omniattn.encoding import records
 from omniattn.encoding.masks import EncodedMask
 from omniattn.former_names import present_names
-from omniattn.suggestions import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -226,17 +226,17 @@ def transform_of(options: Options) -> tuple[str, float] | None:
     return found
 
 
+#: Advice for an unknown option that names padding.
+_PADDING = " masks.KeyPadding(real) is one of the keys that are no padding, (B, Tk)"
+
+
 def pack(op: str, options: WeightOptions, names: type = AttentionOptions) -> Options:
     """Packs the options of a call of `op`, which accepts the options that `names` annotates."""
     given: Mapping[str, Any] = options
     if not given.keys() <= names.__annotations__.keys():
         given = present_names(op, given)
     if not given.keys() <= names.__annotations__.keys():
-        unknown = next(name for name in given if name not in names.__annotations__)
-        hint = did_you_mean(unknown, names.__annotations__)
-        if "padding" in unknown and hint:
-            hint += " masks.KeyPadding(real) is one of the keys that are no padding, (B, Tk)"
-        raise TypeError(f"{op}() got an unexpected keyword argument {unknown!r}{hint}")
+        raise records.unexpected(op, given, names.__annotations__, {"padding": _PADDING})
     return _with_mask_mod(Options(**given))
 
 
@@ -285,22 +285,5 @@ def masked_by(mask: MaskMod, score_mod: ScoreMod | None) -> ScoreMod:
 
 
 def spelled_out(names: type) -> Callable[[F], F]:
-    """Makes help() show each of a function's `**options: Unpack[names]`, with its default."""
-
-    def show(function: F) -> F:
-        signature = inspect.signature(function)
-        *own, _ = signature.parameters.values()
-        options = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=Options._field_defaults[name],
-                annotation=hint.__forward_arg__,
-            )
-            for name, hint in names.__annotations__.items()
-        ]
-        shown = signature.replace(parameters=[*own, *options])
-        function.__signature__ = shown  # type: ignore[attr-defined]
-        return function
-
-    return show
+    """Makes help() show the options of a function, with their defaults."""
+    return records.spelled_out(names, Options)

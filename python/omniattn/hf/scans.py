@@ -15,7 +15,7 @@ from omniattn.functional.recurrences._steps import (
     selective_scan_inplace,
     ssd_inplace,
 )
-from omniattn.functional.state_space.ssd import state_space_duality
+from omniattn.functional.state_space.ssd import Sequences, state_space_duality
 from omniattn.hf.packed import packing_of, refuse
 from omniattn.hf.probe import Forward, draws, own_copy, takes
 
@@ -130,9 +130,8 @@ def _chunks(original: Forward) -> Forward:
         if packing is not None:
             x, dt, B, C = map(packing.join, (x, dt, B, C))
             initial, bounds = packing.spread(initial), packing.cu_seqlens
-        y, state = state_space_duality(
-            x, dt, A, B, C, D, None, *steps, initial, bounds, None, fp32_output=True
-        )
+        rest = (D, None, *steps, Sequences(initial, bounds))
+        y, state = state_space_duality(x, dt, A, B, C, *rest, fp32_output=True)
         if packing is not None:
             y, state = packing.split(y), packing.last(state)
         return (y, state.contiguous()) if return_final_states else y  # for steps in place

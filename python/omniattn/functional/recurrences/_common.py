@@ -22,6 +22,7 @@ from omniattn.checks.arguments import (
     use_reference,
 )
 from omniattn.checks.packed import require_all_tokens
+from omniattn.encoding.sequences import Sequences
 from omniattn.functional.layers.norm import rms_norm
 from omniattn.ops import recurrence as ops
 from omniattn.reference.precision import compute_dtype
@@ -96,21 +97,19 @@ def delta(
     k: Tensor,
     v: Tensor,
     beta: Tensor,
-    *,
     g: Tensor | None,
     scale: float | None,
     l2norm: bool,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    backend: str | None,
+    sequences: Sequences,
 ) -> tuple[Tensor, Tensor]:
     """A delta rule; g is checked."""
+    backend = sequences.backend
     beta = widened(op, "beta", beta, v, (tuple(v.shape[:3]),))
     require_bool(op, "l2norm", l2norm)
     use_reference(op, backend, q)  # checks backend, before the norm does
     if l2norm and q.shape[-1] > 0:
         q, k = unit_rows(q, backend), unit_rows(k, backend)
-    return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend, beta=beta, delta=True)
+    return run(op, q, k, v, g, scale, sequences, beta=beta, delta=True)
 
 
 def low_rank(
@@ -122,16 +121,14 @@ def low_rank(
     b: Tensor,
     g: Tensor,
     scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    backend: str | None,
+    sequences: Sequences,
     q_name: str = "q",
 ) -> tuple[Tensor, Tensor]:
     """A transition of low rank; g (B, T, Hv, K) is checked."""
     a, b = cast_like(op, "a", a, q, q_name), cast_like(op, "b", b, q, q_name)
     require_shape(op, "a", a, tuple(q.shape))
     require_shape(op, "b", b, tuple(q.shape))
-    return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend, a=a, b=b, q_name=q_name)
+    return run(op, q, k, v, g, scale, sequences, a=a, b=b, q_name=q_name)
 
 
 def unit_rows(x: Tensor, backend: str | None) -> Tensor:
@@ -148,9 +145,7 @@ def run(
     v: Tensor,
     g: Tensor | None,
     scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    backend: str | None,
+    sequences: Sequences,
     *,
     beta: Tensor | None = None,
     bonus: Tensor | None = None,
@@ -167,36 +162,23 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence of checked tensors, and its final state; `fp32_output`: outputs of half types
     are in fp32."""
-    sequences = sequence_count(op, q, cu_seqlens, q_name)
+    initial_state, cu_seqlens, backend = sequences
+    count = sequence_count(op, q, cu_seqlens, q_name)
     if initial_state is not None:
-        shape = (sequences, v.shape[2], q.shape[-1], v.shape[-1] + normalize)
+        shape = (count, v.shape[2], q.shape[-1], v.shape[-1] + normalize)
         initial_state = widened(op, "initial_state", initial_state, v, (shape,))
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] > 0 else 1.0
     else:
         require_number(op, "scale", scale)
     if torch.is_grad_enabled() and not q.is_cpu:  # on the CPU the backward makes parts itself
-        count = _copies(q.shape[2], v.shape[2])
-        q, k = repeated(q, count), repeated(k, count)
-        a, b = (t if t is None else repeated(t, count) for t in (a, b))
+        copies = _copies(q.shape[2], v.shape[2])
+        q, k = repeated(q, copies), repeated(k, copies)
+        a, b = (t if t is None else repeated(t, copies) for t in (a, b))
     call = implementation(op, backend, q, ops.recurrence)
     o, state = call(
-        *(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            bonus,
-            a,
-            b,
-            skip,
-            min_denominator,
-            initial_state,
-            cu_seqlens,
-            scale,
-            delta,
-        ),
+        *(q, k, v, g, beta, bonus, a, b, skip, min_denominator),
+        *(initial_state, cu_seqlens, scale, delta),
         *(ops.FEATURE_MAPS.index(feature_map), normalize, eps, fp32_output),
     )
     return o, state

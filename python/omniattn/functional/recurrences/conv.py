@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, overload
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn.checks.arguments import (
     cast_like,
@@ -15,6 +16,7 @@ from omniattn.checks.arguments import (
     shown,
 )
 from omniattn.checks.jagged import over_sequences
+from omniattn.encoding.sequences import StateOptions, sequences_of, spelled_out
 from omniattn.functional.recurrences._common import sequence_count
 from omniattn.ops import conv as ops
 
@@ -28,10 +30,9 @@ def causal_conv1d(
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     return_final_state: Literal[False] = False,
     backend: str | None = None,
+    **options: Unpack[StateOptions],
 ) -> Tensor: ...
 @overload
 def causal_conv1d(
@@ -40,10 +41,9 @@ def causal_conv1d(
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     return_final_state: Literal[True],
     backend: str | None = None,
+    **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def causal_conv1d(
@@ -52,22 +52,21 @@ def causal_conv1d(
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     return_final_state: bool,
     backend: str | None = None,
+    **options: Unpack[StateOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @over_sequences("x")
+@spelled_out(StateOptions, last=("return_final_state", "backend"))
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     return_final_state: bool = False,
     backend: str | None = None,
+    **options: Unpack[StateOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Convolution of each channel with its own filter over the last K time steps.
 
@@ -115,6 +114,7 @@ def causal_conv1d(
         tensor([ 1., 12., 23.])
     """
     op = "causal_conv1d"
+    initial_state, cu_seqlens, _ = sequences_of(op, options)
     require_float(op, "x", x)
     if x.ndim != 3:
         raise ValueError(f"{op}: x must have shape (B, T, D), got x.shape={tuple(x.shape)}")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn.checks.jagged import over_sequences
+from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_out
 from omniattn.functional.recurrences._common import delta, log_decays, low_rank, require_heads
 
 __all__ = ["delta_rule", "dplr_delta_rule", "gated_delta_rule", "kimi_delta_attention"]
 
 
 @over_sequences("q", "k", "v", "beta")
+@spelled_out(SequenceOptions)
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -19,9 +22,7 @@ def delta_rule(
     *,
     scale: float | None = None,
     l2norm: bool = False,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """Linear attention that replaces the value stored under a key.
 
@@ -50,23 +51,13 @@ def delta_rule(
         tensor([2., 5.])
     """
     op = "delta_rule"
+    sequences = sequences_of(op, options)
     k, v = require_heads(op, q, k, v)
-    return delta(
-        op,
-        q,
-        k,
-        v,
-        beta,
-        g=None,
-        scale=scale,
-        l2norm=l2norm,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        backend=backend,
-    )
+    return delta(op, q, k, v, beta, None, scale, l2norm, sequences)
 
 
 @over_sequences("q", "k", "v", "g", "beta")
+@spelled_out(SequenceOptions)
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -76,9 +67,7 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
     l2norm: bool = False,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """The delta rule on a state that decays by a factor for each head.
 
@@ -106,24 +95,14 @@ def gated_delta_rule(
         tensor([0.5000, 0.6250])
     """
     op = "gated_delta_rule"
+    sequences = sequences_of(op, options)
     k, v = require_heads(op, q, k, v)
     g = log_decays(op, "g", g, v, (v.shape[:3],))
-    return delta(
-        op,
-        q,
-        k,
-        v,
-        beta,
-        g=g,
-        scale=scale,
-        l2norm=l2norm,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        backend=backend,
-    )
+    return delta(op, q, k, v, beta, g, scale, l2norm, sequences)
 
 
 @over_sequences("q", "k", "v", "g", "beta")
+@spelled_out(SequenceOptions)
 def kimi_delta_attention(
     q: Tensor,
     k: Tensor,
@@ -133,9 +112,7 @@ def kimi_delta_attention(
     *,
     scale: float | None = None,
     l2norm: bool = False,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """The delta rule on a state that decays by a factor for each channel of the keys.
 
@@ -163,24 +140,14 @@ def kimi_delta_attention(
         tensor([0.5000, 0.6250])
     """
     op = "kimi_delta_attention"
+    sequences = sequences_of(op, options)
     k, v = require_heads(op, q, k, v)
     g = log_decays(op, "g", g, v, ((*v.shape[:3], q.shape[-1]),))
-    return delta(
-        op,
-        q,
-        k,
-        v,
-        beta,
-        g=g,
-        scale=scale,
-        l2norm=l2norm,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        backend=backend,
-    )
+    return delta(op, q, k, v, beta, g, scale, l2norm, sequences)
 
 
 @over_sequences("q", "k", "v", "a", "b", "g")
+@spelled_out(SequenceOptions)
 def dplr_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -190,9 +157,7 @@ def dplr_delta_rule(
     g: Tensor,
     *,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """A recurrence whose transition is a diagonal matrix plus one of rank one.
 
@@ -223,9 +188,10 @@ def dplr_delta_rule(
         tensor([1.0000, 1.2500])
     """
     op = "dplr_delta_rule"
+    sequences = sequences_of(op, options)
     k, v = require_heads(op, q, k, v)
     shapes = (v.shape[:3], (*v.shape[:3], q.shape[-1]))
     g = log_decays(op, "g", g, v, shapes)
     if g.ndim == 3:
         g = g[..., None].expand(shapes[1])
-    return low_rank(op, q, k, v, a, b, g, scale, initial_state, cu_seqlens, backend)
+    return low_rank(op, q, k, v, a, b, g, scale, sequences)

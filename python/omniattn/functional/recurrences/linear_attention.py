@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional as nnf
+from typing_extensions import Unpack
 
 from omniattn.checks.arguments import (
     require_bool,
@@ -18,6 +19,7 @@ from omniattn.checks.arguments import (
     use_reference,
 )
 from omniattn.checks.jagged import over_sequences
+from omniattn.encoding.sequences import SequenceOptions, Sequences, sequences_of, spelled_out
 from omniattn.functional.recurrences._common import (
     log_decays,
     repeated,
@@ -41,6 +43,7 @@ __all__ = [
 
 
 @over_sequences("q", "k", "v", "g", "beta")
+@spelled_out(SequenceOptions)
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -53,9 +56,7 @@ def linear_attention(
     g: Tensor | None = None,
     beta: Tensor | None = None,
     eps: float = 1e-6,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """Attention with the kernel ``phi(q) . phi(k)`` in place of ``exp(q . k)``.
 
@@ -113,6 +114,7 @@ def linear_attention(
         (tensor([1.0000, 2.5000]), tensor([10.,  4.]))
     """
     op = "linear_attention"
+    sequences = sequences_of(op, options)
     require_bool(op, "causal", causal)
     if isinstance(feature_map, str) or not callable(feature_map):
         require_choice(op, "feature_map", feature_map, FEATURE_MAPS)
@@ -124,14 +126,14 @@ def linear_attention(
     require_number(op, "eps", eps, 0)
     k, v = require_heads(op, q, k, v)
     if not causal:
-        for name, t in (("initial_state", initial_state), ("g", g)):
+        for name, t in (("initial_state", sequences.initial_state), ("g", g)):
             if t is not None:
                 raise ValueError(
                     f"{op}: {name} must be None where causal=False, got {name}={shown(t)}"
                 )
     if beta is not None:
         require_tensor(op, "beta", beta)
-    sequence_count(op, q, cu_seqlens)
+    sequence_count(op, q, sequences.cu_seqlens)
     dtype, features = v.dtype, "identity"
     if scale is not None:
         require_number(op, "scale", scale, 0)
@@ -153,19 +155,20 @@ def linear_attention(
         g = log_decays(op, "g", g, v, (tuple(v.shape[:3]), (*v.shape[:3], q.shape[-1])))
     if causal:
         o, state = run(
-            *(op, q, k, v, g, 1.0, initial_state, cu_seqlens, backend),
+            *(op, q, k, v, g, 1.0, sequences),
             beta=beta,
             feature_map=features,
             normalize=divide,
             eps=eps,
         )
     else:
-        use_reference(op, backend, q)
-        o, state = totals(op, q, k, v, cu_seqlens, backend, divide=divide, eps=eps)
+        use_reference(op, sequences.backend, q)
+        o, state = totals(op, q, k, v, sequences, divide=divide, eps=eps)
     return o.to(dtype), state
 
 
 @over_sequences("q", "k", "v", "g")
+@spelled_out(SequenceOptions)
 def gated_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -173,9 +176,7 @@ def gated_linear_attention(
     g: Tensor,
     *,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """Linear attention whose state decays.
 
@@ -227,12 +228,14 @@ def gated_linear_attention(
         tensor([1.0000, 1.5000, 1.7500])
     """
     op = "gated_linear_attention"
+    sequences = sequences_of(op, options)
     k, v = require_heads(op, q, k, v)
     g = log_decays(op, "g", g, v, (v.shape[:3], (*v.shape[:3], q.shape[-1])))
-    return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend)
+    return run(op, q, k, v, g, scale, sequences)
 
 
 @over_sequences("q", "k", "v")
+@spelled_out(SequenceOptions)
 def retention(
     q: Tensor,
     k: Tensor,
@@ -241,9 +244,7 @@ def retention(
     gamma: Tensor | None = None,
     scale: float | None = None,
     normalize: bool = False,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """Linear attention whose heads forget at constant rates.
 
@@ -277,6 +278,7 @@ def retention(
         tensor([1.0000, 1.5000, 1.7500])
     """
     op = "retention"
+    sequences = sequences_of(op, options)
     k, v = require_heads(op, q, k, v)
     heads, wide = v.shape[2], compute_dtype(v)
     if gamma is None:
@@ -286,18 +288,20 @@ def retention(
     require_bool(op, "normalize", normalize)
     g = gamma.log().expand(*v.shape[:2], heads)
     if not normalize:
-        return run(op, q, k, v, g, scale, initial_state, cu_seqlens, backend)
+        return run(op, q, k, v, g, scale, sequences)
+    initial_state, cu_seqlens, backend = sequences
     count, powers = sequence_count(op, q, cu_seqlens), None
     if initial_state is not None:
         shape = (count, heads, q.shape[-1] + 1, v.shape[-1] + 1)
         initial_state = widened(op, "initial_state", initial_state, v, (shape,))
         powers, initial_state = initial_state[:, :, -1:, -1:], initial_state[:, :, :-1]
     values = torch.cat((v, v.new_ones(*v.shape[:3], 1)), -1)
-    o, s = run(op, q, k, values, g, scale, initial_state, cu_seqlens, backend, fp32_output=True)
+    sequences = Sequences(initial_state, cu_seqlens, backend)
+    o, s = run(op, q, k, values, g, scale, sequences, fp32_output=True)
     # The sums of powers, which are the same for a whole batch without states.
     g = g if powers is not None else g[:1]
     one = torch.ones_like(g)[..., None]
-    sums, last = run(op, one, one, one, g, 1.0, powers, cu_seqlens, backend)
+    sums, last = run(op, one, one, one, g, 1.0, Sequences(powers, cu_seqlens, backend))
     o = o * sums.rsqrt()
     largest = o[..., -1:].detach().abs().clamp(min=1)
     below = nnf.pad(last, (v.shape[-1], 0)).expand(count, -1, -1, -1)
@@ -341,8 +345,7 @@ def totals(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor | None,
-    backend: str | None,
+    sequences: Sequences,
     *,
     divide: bool = False,
     eps: float = 0.0,
@@ -350,6 +353,7 @@ def totals(
 ) -> tuple[Tensor, Tensor]:
     """Every token reads the state after the last one of its sequence: o, states. Where sums are
     `ordered`, by our kernels, they do not depend on the number of threads."""
+    _, cu_seqlens, backend = sequences
     if cu_seqlens is None and not ordered:
         group = v.shape[2] // max(1, q.shape[2])
         q, k = (t.repeat_interleave(group, 2, output_size=v.shape[2]) for t in (q, k))
@@ -360,9 +364,7 @@ def totals(
             o = torch.einsum("bthk,bhkv->bthv", q, states)
         return (o[..., :-1] / divisor(o[..., -1:], None, eps) if divide else o), states
     # Outputs of the first pass are not read; 1 keeps their divisors from 0.
-    _, states = run(*(op, q, k, v, None, 1.0, None, cu_seqlens, backend), normalize=divide, eps=1.0)
-    return run(
-        *(op, q, torch.zeros_like(k), v, None, 1.0, states, cu_seqlens, backend),
-        normalize=divide,
-        eps=eps,
-    )
+    empty = Sequences(None, cu_seqlens, backend)
+    _, states = run(op, q, k, v, None, 1.0, empty, normalize=divide, eps=1.0)
+    whole, nothing = Sequences(states, cu_seqlens, backend), torch.zeros_like(k)
+    return run(op, q, nothing, v, None, 1.0, whole, normalize=divide, eps=eps)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from omniattn.checks.arguments import implementation, require_choice, require_number
 from omniattn.checks.jagged import over_sequences
+from omniattn.encoding.sequences import Sequences
 from omniattn.functional.recurrences._common import require_heads, run, sequence_count, widened
 from omniattn.ops import scan as ops
 from omniattn.reference.scan import FORGET_GATES, inverse_exp
@@ -114,15 +115,7 @@ def mlstm(
     # Values and the ones of the normalizer take the factors of the keys, whose rows stay as they
     # are.
     o, state = run(
-        op,
-        q,
-        k,
-        v,
-        decay,
-        1.0,
-        matrix,
-        cu_seqlens,
-        backend,
+        *(op, q, k, v, decay, 1.0, Sequences(matrix, cu_seqlens, backend)),
         beta=factor * scale,
         min_denominator=inverse_exp(maxima),
         normalize=True,

@@ -20,6 +20,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import over_sequences, token_wise
 from omniattn.checks.packed import Packed
+from omniattn.encoding.sequences import Sequences
 from omniattn.functional.layers.gemm import linear
 from omniattn.functional.recurrences._common import require_heads, run, sequence_count, widened
 from omniattn.functional.recurrences.linear_attention import totals
@@ -286,14 +287,13 @@ def random_feature_attention(
     if causal:
         state = None if before is None else before[0]
         o, s = run(
-            *(op, phi_q, phi_k, widen(v), decay, 1.0, state, cu_seqlens, backend),
+            *(op, phi_q, phi_k, widen(v), decay, 1.0, Sequences(state, cu_seqlens, backend)),
             normalize=True,
             eps=least,
         )
     else:
-        o, s = totals(
-            op, phi_q, phi_k, widen(v), cu_seqlens, backend, divide=True, eps=least, ordered=True
-        )
+        whole = Sequences(None, cu_seqlens, backend)
+        o, s = totals(op, phi_q, phi_k, widen(v), whole, divide=True, eps=least, ordered=True)
     return o.to(v.dtype), (s, last)
 
 

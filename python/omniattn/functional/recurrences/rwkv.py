@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn.checks.arguments import is_traced, require_range, use_reference
 from omniattn.checks.jagged import over_sequences
+from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_out
 from omniattn.functional.attention.attention import attention, attention_varlen
 from omniattn.functional.recurrences._common import (
     log_decays,
@@ -25,6 +27,7 @@ __all__ = ["rwkv6", "rwkv7", "rwkv_quadratic", "rwkv_recurrent"]
 
 
 @over_sequences("r", "k", "v", either=("w",))
+@spelled_out(SequenceOptions)
 def rwkv6(
     r: Tensor,
     k: Tensor,
@@ -33,9 +36,7 @@ def rwkv6(
     u: Tensor,
     *,
     scale: float | None = 1.0,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """Gated linear attention in which a token sees itself by a weight that does not decay.
 
@@ -82,16 +83,18 @@ def rwkv6(
         (tensor([2.0000, 3.0000, 3.5000]), tensor([1.7500]))
     """
     op = "rwkv6"
+    sequences = sequences_of(op, options)
     k, v = require_heads(op, r, k, v, "r")
     heads, size = v.shape[2], r.shape[-1]
     wide = (*v.shape[:3], size)
     w = log_decays(op, "w", w, v, (wide, (heads, size))).expand(wide)
     u = widened(op, "u", u, v, ((heads, size),))
-    bonus = u.expand(sequence_count(op, r, cu_seqlens, "r"), heads, size)
-    return run(op, r, k, v, w, scale, initial_state, cu_seqlens, backend, bonus=bonus, q_name="r")
+    bonus = u.expand(sequence_count(op, r, sequences.cu_seqlens, "r"), heads, size)
+    return run(op, r, k, v, w, scale, sequences, bonus=bonus, q_name="r")
 
 
 @over_sequences("r", "w", "k", "v", "a", "b")
+@spelled_out(SequenceOptions)
 def rwkv7(
     r: Tensor,
     w: Tensor,
@@ -101,9 +104,7 @@ def rwkv7(
     b: Tensor,
     *,
     scale: float | None = 1.0,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """The recurrence of RWKV-7: `dplr_delta_rule` in its order of arguments.
 
@@ -134,9 +135,10 @@ def rwkv7(
         tensor([1.0000, 1.2500])
     """
     op = "rwkv7"
+    sequences = sequences_of(op, options)
     k, v = require_heads(op, r, k, v, "r")
     w = log_decays(op, "w", w, v, ((*v.shape[:3], r.shape[-1]),))
-    return low_rank(op, r, k, v, a, b, w, scale, initial_state, cu_seqlens, backend, "r")
+    return low_rank(op, r, k, v, a, b, w, scale, sequences, "r")
 
 
 @over_sequences("r", "k", "v")
@@ -208,15 +210,13 @@ def rwkv_quadratic(
 
 
 @over_sequences("r", "k", "v")
+@spelled_out(SequenceOptions)
 def rwkv_recurrent(
     r: Tensor,
     k: Tensor,
     v: Tensor,
     w: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """A decaying mean whose weights are made once, when their token comes.
 
@@ -253,8 +253,10 @@ def rwkv_recurrent(
         tensor([3., 5.])
     """
     op = "rwkv_recurrent"
+    sequences = sequences_of(op, options)
     k, v, w = _weighted(op, r, k, v, w)
     heads, width = v.shape[2:]
+    initial_state, cu_seqlens, backend = sequences
     use_reference(op, backend, r)
     count = sequence_count(op, r, cu_seqlens, "r")
     if initial_state is not None:
@@ -263,15 +265,8 @@ def rwkv_recurrent(
     score = (widen(r) * widen(k)).sum(-1, keepdim=True)
     score = repeated(score, heads // max(1, r.shape[2])).expand(v.shape)
     w = (w if w.ndim == 2 else w[:, None]).expand(heads, width).flatten()
-    y, state = rwkv4(
-        w,
-        w,
-        score.flatten(2),
-        widen(v).flatten(2),
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        backend=backend,
-    )
+    channels = w, w, score.flatten(2), widen(v).flatten(2)
+    y, state = rwkv4(*channels, **sequences._replace(initial_state=initial_state)._asdict())
     return y.view(v.shape).to(v.dtype), state.unflatten(2, (heads, width))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn.checks.arguments import (
     cast_like,
@@ -13,6 +14,7 @@ from omniattn.checks.arguments import (
     require_shape,
 )
 from omniattn.checks.jagged import over_sequences
+from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_out
 from omniattn.functional.recurrences._common import sequence_count, widened
 from omniattn.ops import scan as ops
 from omniattn.reference.scan import FORGET_GATES
@@ -21,15 +23,13 @@ __all__ = ["rwkv4", "slstm"]
 
 
 @over_sequences("k", "v")
+@spelled_out(SequenceOptions)
 def rwkv4(
     w: Tensor,
     u: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """The time mixing of RWKV-4: a mean of past values whose weights decay, for each channel.
 
@@ -76,6 +76,7 @@ def rwkv4(
         tensor([1.0000, 2.0000, 4.6000])
     """
     op = "rwkv4"
+    initial_state, cu_seqlens, backend = sequences_of(op, options)
     require_float(op, "k", k)
     if k.ndim != 3:
         raise ValueError(f"{op}: k must have shape (B, T, C), got k.shape={tuple(k.shape)}")
@@ -91,14 +92,13 @@ def rwkv4(
 
 
 @over_sequences("x")
+@spelled_out(SequenceOptions)
 def slstm(
     x: Tensor,
     r: Tensor,
     *,
     forget_gate: str = "sigmoid",
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """The cell of sLSTM: an LSTM with exponential input gates and recurrent weights within heads.
 
@@ -153,6 +153,7 @@ def slstm(
         tensor([0.0000, 0.3333])
     """
     op = "slstm"
+    initial_state, cu_seqlens, backend = sequences_of(op, options)
     require_float(op, "x", x)
     if x.ndim != 5 or x.shape[2] != 4:
         raise ValueError(f"{op}: x must have shape (B, T, 4, H, D), got x.shape={tuple(x.shape)}")

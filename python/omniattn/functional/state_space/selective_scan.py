@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn.checks.arguments import (
     cast_like,
@@ -18,6 +19,7 @@ from omniattn.checks.arguments import (
     widen,
 )
 from omniattn.checks.jagged import over_sequences
+from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_out
 from omniattn.functional.recurrences._common import sequence_count, widened
 from omniattn.ops import scan as ops
 from omniattn.reference.precision import complex_dtype
@@ -26,6 +28,7 @@ __all__ = ["selective_scan"]
 
 
 @over_sequences("u", "delta", "z", either=("B", "C"))
+@spelled_out(SequenceOptions)
 def selective_scan(
     u: Tensor,
     delta: Tensor,
@@ -36,10 +39,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
-    *,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """The scan of Mamba: a diagonal state-space model whose step, input and output vary by token.
 
@@ -101,6 +101,7 @@ def selective_scan(
         (tensor([1.0000, 1.5000, 1.7500]), tensor([1.7500]))
     """
     op = "selective_scan"
+    initial_state, cu_seqlens, backend = sequences_of(op, options)
     require_float(op, "u", u)
     if u.ndim != 3:
         raise ValueError(f"{op}: u must have shape (B, T, D), got u.shape={tuple(u.shape)}")

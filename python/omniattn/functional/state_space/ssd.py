@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor
 from torch.nn import functional as nnf
+from typing_extensions import Unpack
 
 from omniattn.checks.arguments import (
     cast_like,
@@ -20,6 +21,8 @@ from omniattn.checks.arguments import (
     shown,
 )
 from omniattn.checks.jagged import over_sequences
+from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_out
+from omniattn.encoding.sequences import Sequences as Sequences
 from omniattn.functional.recurrences._common import run, sequence_count, widened
 from omniattn.reference.precision import widen
 
@@ -27,6 +30,7 @@ __all__ = ["ssd"]
 
 
 @over_sequences("x", "dt", "B", "C", "z")
+@spelled_out(SequenceOptions)
 def ssd(
     x: Tensor,
     dt: Tensor,
@@ -39,9 +43,7 @@ def ssd(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
+    **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """The state-space layer of Mamba-2, with one decay for each head and token.
 
@@ -97,9 +99,8 @@ def ssd(
         >>> y.flatten()
         tensor([1.0000, 1.5000, 1.7500])
     """
-    return state_space_duality(
-        x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_state, cu_seqlens, backend
-    )
+    sequences = sequences_of("ssd", options)
+    return state_space_duality(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, sequences)
 
 
 def state_space_duality(
@@ -113,14 +114,13 @@ def state_space_duality(
     dt_bias: Tensor | None,
     dt_softplus: bool,
     dt_limit: tuple[float, float],
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    backend: str | None,
+    sequences: Sequences,
     *,
     fp32_output: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`ssd` of tensors that are not jagged; `fp32_output`: with y in float32 for half types."""
     op = "ssd"
+    initial_state, cu_seqlens, backend = sequences
     require_float(op, "x", x)
     B, C = cast_like(op, "B", B, x, "x"), cast_like(op, "C", C, x, "x")
     for name, t in (("x", x), ("B", B), ("C", C)):
@@ -150,7 +150,7 @@ def state_space_duality(
         shape = (count, heads, size, B.shape[3])
         initial_state = widened(op, "initial_state", initial_state, x, (shape,), "x").mT
     y, state = run(
-        *(op, C, B, x, dt * A, 1.0, initial_state, cu_seqlens, backend),
+        *(op, C, B, x, dt * A, 1.0, Sequences(initial_state, cu_seqlens, backend)),
         beta=dt,
         skip=D,
         fp32_output=fp32_output or z is not None,  # y is rounded once, after the gate

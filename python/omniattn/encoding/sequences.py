@@ -1,0 +1,51 @@
+"""The options that all recurrences share: where sequences begin, and in which states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypedDict, TypeVar
+
+from torch import Tensor
+
+from omniattn.encoding import records
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class StateOptions(TypedDict, total=False):
+    """Options of a definition; `gated_linear_attention` documents each."""
+
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+class SequenceOptions(StateOptions, total=False):
+    """Options of a public function."""
+
+    backend: str | None
+
+
+class Sequences(NamedTuple):
+    """The options of a call."""
+
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    backend: str | None = None
+
+
+_DEFAULTS = Sequences()
+
+
+def sequences_of(op: str, options: StateOptions) -> Sequences:
+    """Packs the options of a call of `op`."""
+    if not options:
+        return _DEFAULTS
+    try:
+        return Sequences(**options)
+    except TypeError:
+        raise records.unexpected(op, options, Sequences._fields) from None
+
+
+def spelled_out(names: type, last: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Makes help() show the options of a function, with their defaults."""
+    return records.spelled_out(names, Sequences, last=last)
