@@ -6,6 +6,7 @@ from recurrence_cases import decays, draw, pairwise, qkv
 from torch.nn import functional as nnf
 
 from omniattn import functional as F
+from omniattn.encoding.sequences import Sequences
 from omniattn.functional.recurrences._common import run
 from omniattn.ops.recurrence import FEATURE_MAPS
 
@@ -116,7 +117,7 @@ def test_divisors(feature_map, given, decay, steps):
     options = {"feature_map": feature_map, "normalize": True, "eps": eps}
     gates = {"beta": beta, "min_denominator": min_denominator}
     given_rates = None if decay == "none" else rates
-    o, state = run("op", q, k, v, given_rates, 0.5, None, None, None, **gates, **options)
+    o, state = run("op", q, k, v, given_rates, 0.5, Sequences(), **gates, **options)
     torch.testing.assert_close((o, state), (expected, last))
     leaves = [t for t in (q, k, v, beta, min_denominator, given_rates) if t is not None]
     ours, theirs = (

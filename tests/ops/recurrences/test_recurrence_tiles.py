@@ -9,6 +9,7 @@ from torch.nn import functional as nnf
 
 from omniattn import functional as F
 from omniattn import testing
+from omniattn.encoding.sequences import Sequences
 from omniattn.functional.recurrences._common import run
 
 #: Bound on the relative error (root mean square) of splitting numbers into pieces.
@@ -50,7 +51,8 @@ def results(update, given, start, bounds, *, half, fp32_output=False):
     q, k, v, g, beta, skip, state = leaves
     sequences = q.shape[0] if bounds is None else len(bounds) - 1
     o, final = run(
-        "op", q, k, v, g if decayed else None, None, state, bounds, None if half else "reference",
+        "op", q, k, v, g if decayed else None, None,
+        Sequences(state, bounds, None if half else "reference"),
         beta=beta if scaled else None, delta=delta,
         skip=skip.expand(sequences, *skip.shape) if skipped else None, fp32_output=fp32_output,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from torch.nn import functional as nnf
 
 from omniattn import functional as F
 from omniattn import testing
+from omniattn.encoding.sequences import Sequences
 from omniattn.functional.recurrences._common import run
 from omniattn.functional.recurrences._steps import ssd_inplace
 
@@ -56,7 +57,7 @@ def test_factors_of_values_and_skips(decay, steps):
     given = {"none": None, "head": g[..., 0].contiguous(), "channel": g}[decay]
     exact = {"none": torch.zeros_like(g), "head": g[..., :1].expand_as(g), "channel": g}[decay]
     leaves = [t.requires_grad_() for t in (q, k, v, beta, skip)]
-    o, _ = run("op", q, k, v, given, None, None, None, None, beta=beta, skip=skip)
+    o, _ = run("op", q, k, v, given, None, Sequences(), beta=beta, skip=skip)
     expected = pairwise(q, k, beta[..., None] * v, exact) + 8**-0.5 * skip[:, None] * v
     torch.testing.assert_close(o, expected)
     ours, theirs = (torch.autograd.grad(t.square().sum(), leaves) for t in (o, expected))

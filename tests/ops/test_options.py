@@ -1,0 +1,40 @@
+"""Options that several functions share are declared once, and help() shows each of them."""
+
+import inspect
+from types import FunctionType
+
+import pytest
+
+from omniattn import functional, reference
+from omniattn.encoding.sequences import SequenceOptions, Sequences, StateOptions
+
+#: Options by the record that has their defaults.
+RECORDS = {Sequences: (SequenceOptions, StateOptions)}
+FUNCTIONS = {
+    f"{room.__name__}.{name}": function
+    for room in (functional, reference)
+    for name in room.__all__
+    if isinstance(function := getattr(room, name), FunctionType)
+}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_names_and_types_of_options_are_those_of_their_record(record):
+    whole, *parts = RECORDS[record]
+    assert [*whole.__annotations__] == [*record._fields] == [*record._field_defaults]
+    for names in (whole, *parts):
+        for name, hint in names.__annotations__.items():
+            assert hint.__forward_arg__ == record.__annotations__[name].__forward_arg__
+
+
+def test_help_shows_all_keywords_and_their_defaults():
+    for name, function in FUNCTIONS.items():
+        parameters = inspect.signature(function).parameters
+        if name.startswith("omniattn.functional."):
+            assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values()), name
+        declared = inspect.unwrap(function).__annotations__.get("options", "")
+        for record, kinds in RECORDS.items():
+            for names in kinds:
+                if declared == f"Unpack[{names.__name__}]":
+                    shown = {n: parameters[n].default for n in names.__annotations__}
+                    assert shown == {n: record._field_defaults[n] for n in shown}, name
