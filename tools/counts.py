@@ -3,7 +3,7 @@
     python tools/counts.py              # the counts, from syntax trees and text alone
     python tools/counts.py --calls      # and the microseconds of a call on a tiny problem
     python tools/counts.py --build DIR  # and the seconds of each target in its last build
-    python tools/counts.py --comments   # the comments that begin with a pronoun, by file and line
+    python tools/counts.py --comments   # the comments and sentences that begin with a pronoun
 
 `tests/packaging/test_layers.py` holds the limits of rooms.
 """
@@ -14,6 +14,7 @@ import argparse
 import ast
 import collections
 import io
+import json
 import re
 import subprocess
 import tokenize
@@ -25,6 +26,8 @@ ROOT = Path(__file__).parents[1]
 PRONOUN = re.compile(
     r"(What|Of|The same|Those|Whose|That|These|Its?|They|Them|Theirs|Ours|Such|Both|Which|Who)\b"
 )
+#: Words that do not refer to a sentence before either; "It" and "They" do.
+NOUNLESS = re.compile(r"(What|Of|The same|Those|Whose|Theirs|Ours|Whoever|Which|Who)\b")
 
 
 def tracked(*suffixes: str) -> list[Path]:
@@ -78,6 +81,37 @@ def pronoun_comments() -> list[str]:
         for line, text in comments(path)
         if PRONOUN.match(text)
     ]
+
+
+def paragraphs(page: str) -> Iterator[str]:
+    """Paragraphs and list items of a Markdown page, without code, tables and headings."""
+    prose = re.sub(r"^ *```.*?^ *```$|^[|#<].*?$", "", page, flags=re.DOTALL | re.MULTILINE)
+    for text in re.split(r"\n\s*\n|\n(?= *(?:[-*]|\d+\.) )", prose):
+        yield " ".join(re.sub(r"^\s*(?:[-*]|\d+\.) ", "", text).split())
+
+
+def unclear_sentences(page: str) -> Iterator[str]:
+    """Sentences of a Markdown page that begin with a pronoun which refers to nothing before it."""
+    for paragraph in paragraphs(page):
+        first, *others = re.split(r"(?<=[.!?:]) (?=[A-Z])", paragraph)
+        found = [first] if PRONOUN.match(first) else []
+        found += [sentence for sentence in others if NOUNLESS.match(sentence)]
+        yield from (sentence for sentence in found if not sentence.endswith("?"))
+
+
+def pronoun_sentences() -> list[str]:
+    """Returns page: sentence of all pages and of the texts of the notebooks."""
+    found = [
+        f"{path.relative_to(ROOT)}: {sentence}"
+        for path in tracked(".md")
+        for sentence in unclear_sentences(path.read_text(encoding="utf-8"))
+    ]
+    for path in tracked(".ipynb"):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            if cell["cell_type"] == "markdown":
+                sentences = unclear_sentences("".join(cell["source"]))
+                found += [f"{path.relative_to(ROOT)}: {sentence}" for sentence in sentences]
+    return found
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -171,11 +205,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", action="store_true", help="time calls on tiny problems")
     parser.add_argument("--build", type=Path, help="a build folder of ninja")
-    parser.add_argument("--comments", action="store_true", help="list comments, and nothing else")
+    parser.add_argument(
+        "--comments", action="store_true", help="list comments and sentences, nothing else"
+    )
     given = parser.parse_args()
     found = pronoun_comments()
+    sentences = pronoun_sentences()
     if given.comments:
-        print(*found, sep="\n")
+        print(*found, *sentences, sep="\n")
         return
     print("files in the largest folders:", *(f"{d} {n}" for d, n in folder_sizes().most_common(12)))
     for package in ("functional", "modules"):
@@ -184,6 +221,7 @@ def main() -> None:
     for names in ("q k v", "scale initial_state cu_seqlens", "scale softcap dropout_p"):
         print(f"signatures with {names}: {signatures_with(*names.split())}")
     print("comments that begin with a pronoun:", len(found))
+    print("sentences of pages that begin with a pronoun:", len(sentences))
     if given.build:
         seconds = build_seconds(given.build)
         print("build:", f"{sum(seconds.values()):.0f} s of one core:")

@@ -1,4 +1,4 @@
-"""Comments and docstrings name their subject, so that no reader has to look for it."""
+"""Comments, docstrings and pages name their subject, so that no reader has to look for it."""
 
 import counts
 import pytest
@@ -23,3 +23,21 @@ def test_such_a_comment_is_found(tmp_path, suffix, source, found):
     path = tmp_path / f"file{suffix}"
     path.write_text(source)
     assert [n for n, text in counts.comments(path) if counts.PRONOUN.match(text)] == found
+
+
+def test_few_sentences_of_pages_begin_with_a_pronoun():
+    found = counts.pronoun_sentences()
+    assert len(found) <= 5, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("# What it is\n\nIt is new. It is a test.", ["It is new."]),
+        ("- A mask. Those of rows\n  are others.\n- Of the last call.", ["Those", "Of"]),
+        ("What does it keep? Rows.\n\n| the | table |\n\n```\nIts = 1\n```", []),
+    ],
+)
+def test_such_a_sentence_is_found(page, found):
+    sentences = list(counts.unclear_sentences(page))
+    assert [s[: len(f)] for s, f in zip(sentences, found, strict=True)] == found
