@@ -4,12 +4,18 @@ pip builds in an isolated environment that hides the installed torch from `sys.p
 `torch` requirement would download a second, larger one. The installed one is all that the build
 needs (headers and libtorch_cpu.so), so it is looked up on disk and handed to CMake as
 OMNIATTN_TORCH_DIR.
+
+pip shows nothing of a build that succeeds. It takes minutes, so its progress goes to the terminal.
 """
 
+import contextlib
 import importlib.util
 import os
+import re
 import shutil
 import sysconfig
+import threading
+import time
 from pathlib import Path
 
 import scikit_build_core.build as _core
@@ -43,12 +49,48 @@ def _require_compiler():
         )
 
 
-def _with_torch(hook, *args, **kwargs):
+def _compiled(build, start):
+    """Returns how many objects of a build folder are newer than `start`, and how many it has."""
+    rules = (build / "build.ninja").read_text()
+    objects = [build / name for name in re.findall(r"^build (\S+\.o):", rules, re.MULTILINE)]
+    ages = [path.stat().st_mtime for path in objects if path.exists()]
+    return sum(age >= start for age in ages), len(objects)
+
+
+@contextlib.contextmanager
+def _progress(build, terminal="/dev/tty", seconds=10.0):
+    """Prints lines on the terminal, if there is one, while the folder `build` is built."""
+    start, done = time.time(), threading.Event()
+
+    def report(out):
+        while not done.wait(seconds):
+            with contextlib.suppress(OSError):  # before CMake has run, and while it writes
+                compiled, total = _compiled(build, start)
+                elapsed = time.time() - start
+                print(f"omniattn: {compiled} of {total} files compiled, {elapsed:.0f} s", file=out)
+
+    try:
+        out = open(terminal, "w", buffering=1)
+    except OSError:  # no terminal
+        yield
+        return
+    with out:
+        thread = threading.Thread(target=report, args=(out,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+def _with_torch(hook, state, *args, **kwargs):
     _require_compiler()
     torch_dir = _torch_dir()
     if torch_dir is not None:
         os.environ["OMNIATTN_TORCH_DIR"] = str(torch_dir)
-    return hook(*args, **kwargs)
+    with _progress(Path("build", state)):
+        return hook(*args, **kwargs)
 
 
 def get_requires_for_build_wheel(config_settings=None):
@@ -63,8 +105,8 @@ def get_requires_for_build_editable(config_settings=None):
 
 
 def build_wheel(*args, **kwargs):
-    return _with_torch(_core.build_wheel, *args, **kwargs)
+    return _with_torch(_core.build_wheel, "wheel", *args, **kwargs)
 
 
 def build_editable(*args, **kwargs):
-    return _with_torch(_core.build_editable, *args, **kwargs)
+    return _with_torch(_core.build_editable, "editable", *args, **kwargs)

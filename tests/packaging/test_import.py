@@ -1,11 +1,14 @@
 """`import omniattn` is enough for all subpackages, and loads only what it needs."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 import omniattn
+from omniattn import config, testing
+from omniattn.ops import _library
 
 LAZY = ("hf", "models", "modules", "training")
 
@@ -60,3 +63,27 @@ def test_hf_without_transformers_names_the_extra():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'omniattn' has no attribute 'module'"):
         _ = omniattn.module
+
+
+def level(cap: str | None) -> str:
+    """The number of the level that a process under OMNIATTN_CPU_ISA uses, or its error."""
+    env = {name: value for name, value in os.environ.items() if name != "OMNIATTN_CPU_ISA"}
+    env |= {} if cap is None else {"OMNIATTN_CPU_ISA": cap}
+    program = "import omniattn, torch; print(torch.ops.omniattn.cpu_isa())"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    return result.stdout.strip() or result.stderr
+
+
+def test_cap_on_the_instruction_set_is_read_from_the_environment():
+    lowest = testing.isas()[0]
+    assert level(lowest) == str(config.CPU_ISAS.index(lowest))
+    assert level(None) == level("")
+    assert "OMNIATTN_CPU_ISA must be one of" in level("sse9")
+
+
+def test_a_level_that_was_not_built_is_refused():
+    built = _library.built_isas()
+    for name in set(config.CPU_ISAS).difference(built):
+        message = f"no kernels for OMNIATTN_CPU_ISA='{name}', only for {', '.join(built)}; pip"
+        assert message in level(name)
