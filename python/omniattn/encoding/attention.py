@@ -29,7 +29,7 @@ from omniattn.encoding.options import (
 from omniattn.encoding.score_program import Domain, Program, domain_of
 
 #: aux, mask, score, params
-Codes: TypeAlias = tuple[list[Tensor], list[int], list[int], list[float]]
+Codes: TypeAlias = tuple[list[Tensor], Sequence[int], Sequence[int], Sequence[float]]
 
 _MASK_INTS, _SCORE_INTS = 4, 3
 
@@ -57,6 +57,12 @@ def encode(
         aux += program.tables
         params += program.constants
     return aux, mask, score, params
+
+
+def after_layout(layout: Rule, mask: Sequence[int]) -> list[int]:
+    """The codes of a layout and of rules without tensors; aux holds the layout's tensors alone."""
+    kind, a, b, _ = layout
+    return [kind, a, b, 0, *mask]
 
 
 def decode(

@@ -193,24 +193,28 @@ class AttentionOptions(WeightOptions, total=False):
 
 
 class Options(NamedTuple):
-    """The options of a call."""
+    """The options of a call; those that are plain values come first."""
 
-    causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
-    mask: Tensor | EncodedMask | MaskMod | None = None
-    bias: Tensor | None = None
+    causal: bool = False
     scale: float | None = None
     softcap: float = 0.0
+    normalizer: Normalizer = "softmax"
+    dropout_p: float = 0.0
+    mask: Tensor | EncodedMask | MaskMod | None = None
+    bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
     relative: EncodedTerm | None = None
     relative_keys: EncodedRows | None = None
     relative_queries: EncodedRows | None = None
     sinks: Tensor | None = None
     head_scale: Tensor | None = None
-    normalizer: Normalizer = "softmax"
     score_mod: ScoreMod | PairMod | None = None
-    dropout_p: float = 0.0
     seed: Tensor | None = None
+
+
+#: Number of options that are plain values.
+PLAIN_OPTIONS = Options._fields.index("mask")
 
 
 def transform_of(options: Options) -> tuple[str, float] | None:
@@ -232,12 +236,18 @@ _PADDING = " masks.KeyPadding(real) is one of the keys that are no padding, (B, 
 
 def pack(op: str, options: WeightOptions, names: type = AttentionOptions) -> Options:
     """Packs the options of a call of `op`, which accepts the options that `names` annotates."""
+    if not options:
+        return _DEFAULTS
     given: Mapping[str, Any] = options
     if not given.keys() <= names.__annotations__.keys():
         given = present_names(op, given)
     if not given.keys() <= names.__annotations__.keys():
         raise records.unexpected(op, given, names.__annotations__, {"padding": _PADDING})
-    return _with_mask_mod(Options(**given))
+    packed = Options(**given)
+    return packed if packed.mask is None else _with_mask_mod(packed)
+
+
+_DEFAULTS = Options()
 
 
 def _with_mask_mod(options: Options) -> Options:
@@ -246,7 +256,7 @@ def _with_mask_mod(options: Options) -> Options:
     kind: Any = mask
     if isinstance(kind, type) and issubclass(kind, EncodedMask):
         raise TypeError(f"mask must be an instance of {kind.__name__}, got the class; call it")
-    if mask is None or isinstance(mask, (Tensor, EncodedMask)) or not callable(mask):
+    if isinstance(mask, (Tensor, EncodedMask)) or not callable(mask):
         return options
     assert not isinstance(score_mod, PairMod)
     return options._replace(mask=None, score_mod=masked_by(mask, score_mod))

@@ -41,7 +41,7 @@ def select_attention(
     if energy == "l2":
         score = score - (qw.square().sum(-1)[..., None] + kw.square().sum(-1)[..., None, :]) / 2
     score = score * (default_scale(dim) if scale is None else scale)
-    seen = visible(Options(causal, window_size, mask), tq, tk, q.device, heads)
+    seen = visible(Options(window_size, causal, mask=mask), tq, tk, q.device, heads)
     score = score.masked_fill(~seen, -math.inf)
     # NaN is never chosen, and without keys there is a column that nothing chooses.
     choices = score.detach().masked_fill(score.isnan(), -math.inf)

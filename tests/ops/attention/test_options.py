@@ -152,10 +152,12 @@ def test_other_weights_and_the_lse_mean_this(room):
 
 def test_no_option_is_without_meaning_and_all_are_declared_once():
     declared = AttentionOptions.__annotations__
-    assert [*MEANING, "seed"] == [*declared] == [*Options._fields]
-    assert [hint.__forward_arg__ for hint in declared.values()] == [
-        hint.__forward_arg__ for hint in Options.__annotations__.values()
-    ]
+    assert [*MEANING, "seed"] == [*declared]
+    hints, fields = (
+        {name: hint.__forward_arg__ for name, hint in each.items()}
+        for each in (declared, Options.__annotations__)
+    )
+    assert hints == fields
 
 
 @pytest.mark.parametrize("room", [functional, reference])

@@ -13,7 +13,7 @@ from omniattn import reference
 from omniattn.encoding.masks import MaskKind
 from omniattn.encoding.options import ScoreKind, pack
 from omniattn.functional import masks, merge_attention, scores
-from omniattn.functional.attention._common import checked_codes
+from omniattn.functional.attention._options import checked_codes
 from omniattn.ops import attention as ops
 
 F64 = torch.float64

@@ -15,7 +15,8 @@ from omniattn.checks.jagged import (
     with_boundaries,
 )
 from omniattn.encoding.options import AttentionOptions, pack, spelled_out
-from omniattn.functional.attention._common import autocast, check_shapes, full_shape, run
+from omniattn.functional.attention._common import autocast, check_shapes
+from omniattn.functional.attention._options import run
 from omniattn.functional.attention.varlen import attention_varlen as attention_varlen
 
 __all__ = ["attention"]
@@ -166,8 +167,8 @@ def attention(
     if is_jagged(q):
         return _attention_of_jagged(q, k, v, return_lse, backend, options)
     q, k, v = autocast(op, q, k, v)
-    check_shapes(op, q, k, v)
-    out, lse = run(op, q, k, v, full_shape(q, k), pack(op, options), return_lse, backend)
+    full = check_shapes(op, q, k, v)
+    out, lse = run(op, q, k, v, full, pack(op, options), return_lse, backend)
     return (out, lse) if return_lse else out
 
 

@@ -13,11 +13,10 @@ from omniattn.encoding.options import WeightOptions, pack, spelled_out
 from omniattn.functional.attention._common import (
     autocast,
     check_shapes,
-    checked_codes,
-    full_shape,
     require_lse,
     require_parameter,
 )
+from omniattn.functional.attention._options import checked_codes
 from omniattn.ops import attention as ops
 
 __all__ = ["attention_weights", "merge_attention"]
@@ -75,8 +74,7 @@ def attention_weights(
     require_bool(op, "column_sums", column_sums)
     require_bool(op, "group_sums", group_sums)
     q, k, _ = autocast(op, q, k, k)
-    check_shapes(op, q, k, k)
-    full = full_shape(q, k)
+    full = check_shapes(op, q, k, k)
     require_lse(op, lse, q, full[:3])
     codes = checked_codes(op, q, full, pack(op, options, WeightOptions))
     weigh = implementation(op, backend, q, ops.attention_weights)

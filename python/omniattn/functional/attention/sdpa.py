@@ -18,8 +18,8 @@ from omniattn.functional.attention._common import (
     full_shape,
     require_bias,
     require_broadcastable,
-    run,
 )
+from omniattn.functional.attention._options import run
 from omniattn.functional.attention.attention import attention
 from omniattn.functional.masks import BoolMask, Mask, SlidingWindow
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.checks.arguments import require_bool, require_choice, require_number, use_reference
 from omniattn.encoding.options import Options
-from omniattn.functional.attention._common import autocast, check_shapes, checked_codes, full_shape
+from omniattn.functional.attention._common import autocast, check_shapes
+from omniattn.functional.attention._options import checked_codes
 from omniattn.functional.attention.attention import attention
 from omniattn.functional.masks import Mask
 from omniattn.functional.masks.base import require_bool_mask
@@ -80,7 +81,7 @@ def select_attention(
     """
     op = "select_attention"
     q, k, v = autocast(op, q, k, v)
-    check_shapes(op, q, k, v)
+    full = check_shapes(op, q, k, v)
     require_choice(op, "energy", energy, ("l2", "dot"))
     require_number(op, "tau", tau, above=0)
     require_bool(op, "ste", ste)
@@ -108,8 +109,8 @@ def select_attention(
     # -E = scale (q . k - |k|^2 / 2) - scale |q|^2 / 2 of "l2"
     wide_k = widen(k)  # once: the gradients of q . k and of |k|^2 nearly cancel
     bias = _key_squares(q, wide_k, scale) if energy == "l2" else None
-    options = Options(causal, window_size, mask, bias, scale)
-    codes = checked_codes(op, q, full_shape(q, k), options._replace(bias=_detached(bias)))
+    options = Options(window_size, causal, scale, mask=mask, bias=bias)
+    codes = checked_codes(op, q, full, options._replace(bias=_detached(bias)))
     index, top = ops.attention_select(q.detach(), k.detach(), *codes)
     least = -top if energy == "dot" else _squares(q, scale) - top
     out = _gather(v, index)

@@ -14,10 +14,9 @@ from omniattn.encoding.options import AttentionOptions, pack, spelled_out
 from omniattn.functional.attention._common import (
     autocast,
     check_shapes,
-    full_shape,
     require_int32_or_int64,
-    run,
 )
+from omniattn.functional.attention._options import run
 from omniattn.reference.vmap import is_mapped
 
 __all__ = ["attention_cached", "attention_varlen"]
@@ -233,10 +232,9 @@ def attention_cached(
     """
     op = "attention_cached"
     q, k, v = autocast(op, q, k, v)
-    check_shapes(op, q, k, v, paged=block_table is not None)
+    batch, heads, tq, tk = check_shapes(op, q, k, v, paged=block_table is not None)
     require_int32_or_int64(op, "cache_seqlens", cache_seqlens, q)
-    require_shape(op, "cache_seqlens", cache_seqlens, (q.shape[0],))
-    batch, heads, tq, tk = full_shape(q, k)
+    require_shape(op, "cache_seqlens", cache_seqlens, (batch,))
     layout: Rule = (MaskKind.CACHED, 0, 0, (cache_seqlens,))
     if block_table is not None:
         require_int32_or_int64(op, "block_table", block_table, q)

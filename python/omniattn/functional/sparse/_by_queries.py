@@ -15,7 +15,8 @@ from omniattn.checks.arguments import implementation, require_seed
 from omniattn.encoding.attention import bias_index
 from omniattn.encoding.masks import MaskKind
 from omniattn.encoding.options import AttentionOptions, pack
-from omniattn.functional.attention._common import autocast, check_shapes, checked_codes, full_shape
+from omniattn.functional.attention._common import autocast, check_shapes, full_shape
+from omniattn.functional.attention._options import checked_codes
 from omniattn.functional.attention.attention import attention
 from omniattn.ops import attention as ops
 

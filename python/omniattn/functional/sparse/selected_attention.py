@@ -19,10 +19,10 @@ from omniattn.encoding.options import Options
 from omniattn.functional.attention._common import (
     autocast,
     check_shapes,
-    checked_codes,
     full_shape,
     require_int32_or_int64,
 )
+from omniattn.functional.attention._options import checked_codes
 from omniattn.ops.selected_attention import selected_attention as op_of_selected
 from omniattn.reference.attention import default_scale
 from omniattn.reference.selected_attention import require_entries, require_lists
