@@ -309,6 +309,8 @@ def require_number(
 ) -> None:
     """`value` must be finite, in [least, most] and in (above, below), and an int must fit into 64
     bits, as torch takes no other; 0-d tensors are allowed, True and False are not."""
+    if type(value) is float and least <= value <= most and above < value < below:
+        return
     is_bool = isinstance(value, bool)
     known, number = isinstance(value, _NUMBERS) and not is_bool, value
     if not known and getattr(value, "ndim", None) == 0:
@@ -416,6 +418,8 @@ def autocast_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The dtypes torch's own linear would have under autocast, which leaves fp64 alone."""
+    if not torch._C._is_any_autocast_enabled():
+        return x, weight, bias
     dtype = autocast_dtype(x) if isinstance(x, Tensor) else None
     if dtype is None:
         return x, weight, bias

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from omniattn.checks.arguments import is_traced, require_tensor, shown
+from omniattn.checks.keywords import in_place_of, suggest_keyword
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -116,11 +116,19 @@ def _on_values(
     op, names = function.__name__, list(inspect.signature(function).parameters)
     first, at = tokens[0], names.index(tokens[0])
 
-    @wraps(function)
-    def on_values(*args: Any, **named: Any) -> Any:
+    def called(*args: Any, **named: Any) -> Any:
         x: Any = args[at] if len(args) > at else named.get(first)
-        if not is_jagged(x):
-            return function(*args, **named)
+        call = of_nested if is_jagged(x) else function
+        if is_compiling():
+            return call(*args, **named)
+        try:
+            return call(*args, **named)
+        except TypeError as error:
+            suggest_keyword(error, function, named)
+            raise
+
+    def of_nested(*args: Any, **named: Any) -> Any:
+        x: Any = args[at] if len(args) > at else named.get(first)
         require_ragged(op, first, x)
         if packed and named.get("cu_seqlens") is not None:
             raise ValueError(
@@ -155,4 +163,4 @@ def _on_values(
             return restored(y)
         return (restored(y[0]), *y[1:]) if packed else tuple(map(restored, y))
 
-    return cast(F, on_values)
+    return cast(F, in_place_of(function, called))

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable
-from functools import wraps
 from types import FunctionType
 from typing import Any
 
 import torch
 
-from omniattn.suggestions import did_you_mean
-
-_UNEXPECTED = re.compile(r"\(\) got an unexpected keyword argument '(\w+)'$")
+from omniattn.checks.keywords import in_place_of, suggest_keyword
 
 
 def explain_keywords(package: str, names: Iterable[str]) -> None:
@@ -47,21 +42,14 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
     if hasattr(function, "explains_keywords"):
         return function
 
-    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            found = _UNEXPECTED.search(str(error))
-            if found is None or found[1] not in kwargs:
-                raise
-            hint = did_you_mean(found[1], inspect.signature(function).parameters)
-            raise TypeError(f"{error}{hint}") from None
+            suggest_keyword(error, function, kwargs)
+            raise
 
-    # torch.compile counts how often it compiles a code object, which functions must not share.
-    code = call.__code__  # type: ignore[attr-defined]
-    call.__code__ = code.replace(co_name=function.__name__)  # type: ignore[attr-defined]
-    call.explains_keywords = True  # type: ignore[attr-defined]
-    return call
+    explained: Callable[..., Any] = in_place_of(function, call)
+    return explained

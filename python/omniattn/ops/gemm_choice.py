@@ -168,7 +168,7 @@ def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
     It also includes fp32 products split into bf16 (_precision.py) of any size, which the user
     asked for and torch does not offer.
     """
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return False
     if split_bf16 > 0 or (_TORCH_READS_ON and x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 1):
         return True
@@ -179,13 +179,12 @@ def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
     # changes from call to call, would have a graph for each answer.
     if choice.native and bool(choice.least <= x.numel() * weight.shape[0] <= choice.most):
         return True
-    if torch.compiler.is_compiling() or _needs_gradient(x, weight):
+    if torch.compiler.is_compiling():
         return False
-    return choice.rows[0] <= math.prod(x.shape[:-1]) <= choice.rows[1]
-
-
-def _needs_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(may_need_gradient(t) for t in tensors)
+    if torch.is_grad_enabled() and (may_need_gradient(x) or may_need_gradient(weight)):
+        return False
+    *leading, _ = x.shape
+    return choice.rows[0] <= math.prod(leading) <= choice.rows[1]
 
 
 def describe() -> list[str]:

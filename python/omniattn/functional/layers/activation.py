@@ -240,14 +240,15 @@ def _gated(
     limit: float = 0.0,
 ) -> Tensor:
     require_float(op, "gate", gate)
-    if gate.dim() == 0:
+    shape = gate.shape
+    if not shape:
         raise ValueError(f"{op}: gate must have at least 1 dimension, got gate.shape=()")
     if up is not None:
         up = cast_like(op, "up", up, gate, "gate")
-        require_shape(op, "up", up, gate.shape)
-    elif gate.shape[-1] % 2 != 0:
+        require_shape(op, "up", up, shape)
+    elif shape[-1] % 2 != 0:
         raise ValueError(
-            f"{op}: packed gate must have an even last size, got gate.shape={tuple(gate.shape)}"
+            f"{op}: packed gate must have an even last size, got gate.shape={tuple(shape)}"
         )
     run = implementation(op, backend, gate, ops.glu)
     y: Tensor = run(gate, up, *ops.encode(activation, alpha, limit))

@@ -68,19 +68,21 @@ def linear(
     x, weight, bias = autocast_linear(x, weight, bias)
     require_float("linear", "x", x)
     require_like("linear", "weight", weight, x)
-    if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+    shape, weight_shape = x.shape, weight.shape
+    if not shape or len(weight_shape) != 2 or weight_shape[1] != shape[-1]:
         raise ValueError(
             "linear: x must have shape (..., K) and weight (N, K), "
-            f"got x.shape={tuple(x.shape)}, weight.shape={tuple(weight.shape)}"
+            f"got x.shape={tuple(shape)}, weight.shape={tuple(weight_shape)}"
         )
     if bias is not None:
         require_like("linear", "bias", bias, x)
         require_strided("linear", "bias", bias)
-        require_shape("linear", "bias", bias, weight.shape[:1])
+        require_shape("linear", "bias", bias, weight_shape[:1])
     run = implementation("linear", backend, x, ops.linear)
     split_bf16 = pieces_of(x)
-    strided = x.layout == weight.layout == torch.strided  # of others the native op says more
-    if backend is None and strided and not native_is_faster(x, weight, split_bf16):
-        return torch.nn.functional.linear(x, weight, bias)
+    if backend is None and not native_is_faster(x, weight, split_bf16):
+        # The native op names the argument of another layout.
+        if x.layout == weight.layout == torch.strided:
+            return torch.nn.functional.linear(x, weight, bias)
     y: Tensor = run(x, weight, bias, split_bf16)
     return y
