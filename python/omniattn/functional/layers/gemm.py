@@ -80,9 +80,8 @@ def linear(
         require_shape("linear", "bias", bias, weight_shape[:1])
     run = implementation("linear", backend, x, ops.linear)
     split_bf16 = pieces_of(x)
-    if backend is None and not native_is_faster(x, weight, split_bf16):
-        # The native op names the argument of another layout.
-        if x.layout == weight.layout == torch.strided:
-            return torch.nn.functional.linear(x, weight, bias)
+    torchs = backend is None and not native_is_faster(x, weight, split_bf16)
+    if torchs and x.layout == weight.layout == torch.strided:  # the native op refuses others
+        return torch.nn.functional.linear(x, weight, bias)
     y: Tensor = run(x, weight, bias, split_bf16)
     return y

@@ -23,7 +23,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.packed import require_all_tokens
 from omniattn.encoding.sequences import Sequences
-from omniattn.functional.layers.norm import rms_norm
+from omniattn.ops import norm as norms
 from omniattn.ops import recurrence as ops
 from omniattn.reference.precision import compute_dtype
 
@@ -44,17 +44,18 @@ def require_heads(
     k, v = cast_like(op, "k", k, q, q_name), cast_like(op, "v", v, q, q_name)
     for name, t in ((q_name, q), ("k", k), ("v", v)):
         require_strided(op, name, t)
-    require_shape(op, "k", k, tuple(q.shape))
-    heads = q.shape[2]
+    shape, v_shape = q.shape, v.shape
+    require_shape(op, "k", k, shape)
+    heads = shape[2]
     if (
-        v.ndim != 4
-        or v.shape[:2] != q.shape[:2]
-        or v.shape[2] % max(1, heads)
-        or (heads == 0 and v.shape[2] > 0)
+        len(v_shape) != 4
+        or v_shape[:2] != shape[:2]
+        or v_shape[2] % max(1, heads)
+        or (heads == 0 and v_shape[2] > 0)
     ):
         raise ValueError(
             f"{op}: v must have shape (B, T, Hv, V) with B and T of {q_name} and Hv a multiple of "
-            f"its heads, got v.shape={tuple(v.shape)}, {q_name}.shape={tuple(q.shape)}"
+            f"its heads, got v.shape={tuple(v_shape)}, {q_name}.shape={tuple(shape)}"
         )
     return k, v
 
@@ -74,7 +75,8 @@ def widened(
     require_strided(op, name, t)
     require_one_shape(op, name, t, shapes)
     require_device(op, name, t, v, v_name)
-    return t.to(compute_dtype(v))
+    dtype = compute_dtype(v)
+    return t if t.dtype == dtype else t.to(dtype)
 
 
 def log_decays(
@@ -108,7 +110,7 @@ def delta(
     require_bool(op, "l2norm", l2norm)
     use_reference(op, backend, q)  # checks backend, before the norm does
     if l2norm and q.shape[-1] > 0:
-        q, k = unit_rows(q, backend), unit_rows(k, backend)
+        q, k = unit_rows(backend, q, k)
     return run(op, q, k, v, g, scale, sequences, beta=beta, delta=True)
 
 
@@ -131,11 +133,13 @@ def low_rank(
     return run(op, q, k, v, g, scale, sequences, a=a, b=b, q_name=q_name)
 
 
-def unit_rows(x: Tensor, backend: str | None) -> Tensor:
-    """x / sqrt(sum x^2 + 1e-6): an RMS norm with the weight K^-0.5, which an offset has exactly."""
-    size = x.shape[-1]
-    zeros = x.new_zeros(size)
-    return rms_norm(x, zeros, eps=_L2_EPS / size, offset=size**-0.5, backend=backend)
+def unit_rows(backend: str | None, *tensors: Tensor) -> list[Tensor]:
+    """x / sqrt(sum x^2 + 1e-6) of tensors of one size and dtype: an RMS norm with the weight
+    K^-0.5, which an offset has exactly."""
+    size = tensors[0].shape[-1]
+    zeros = tensors[0].new_zeros(size)
+    norm = implementation("rms_norm", backend, tensors[0], norms.norm)
+    return [norm(x, zeros, None, False, _L2_EPS / size, size**-0.5, False) for x in tensors]
 
 
 def run(

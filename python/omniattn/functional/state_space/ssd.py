@@ -138,7 +138,7 @@ def state_space_duality(
         dt = nnf.softplus(dt)
     least, largest = require_limits(op, dt_limit, dt_softplus)
     if least > 0 or largest < math.inf or not dt_softplus:
-        dt = clamp(dt, least, largest)
+        dt = clamp(dt, least, largest if largest < math.inf else None)
     if D is not None:
         D = widened(op, "D", D, x, ((heads,), (heads, size)), "x")
         D = (D if D.ndim == 2 else D[:, None]).expand(count, heads, size)
