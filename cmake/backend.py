@@ -57,6 +57,13 @@ def _compiled(build, start):
     return sum(age >= start for age in ages), len(objects)
 
 
+def _opened(terminal):
+    try:
+        return open(terminal, "w", buffering=1)
+    except OSError:  # there is none
+        return contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def _progress(build, terminal="/dev/tty", seconds=10.0):
     """Prints lines on the terminal, if there is one, while the folder `build` is built."""
@@ -69,12 +76,10 @@ def _progress(build, terminal="/dev/tty", seconds=10.0):
                 elapsed = time.time() - start
                 print(f"omniattn: {compiled} of {total} files compiled, {elapsed:.0f} s", file=out)
 
-    try:
-        out = open(terminal, "w", buffering=1)
-    except OSError:  # no terminal
-        yield
-        return
-    with out:
+    with _opened(terminal) as out:
+        if out is None:
+            yield
+            return
         thread = threading.Thread(target=report, args=(out,), daemon=True)
         thread.start()
         try:

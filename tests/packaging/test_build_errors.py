@@ -1,8 +1,10 @@
 """A missing piece of the build is named, with what to do about it."""
 
 import importlib.util
+import os
 import subprocess
 import sysconfig
+import time
 from pathlib import Path
 
 import backend
@@ -50,3 +52,15 @@ def test_cmake_names_the_old_torch(old_torch, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode != 0
     assert "torch >= 2.11 is needed" in result.stderr
+
+
+def test_a_build_reports_its_progress_on_the_terminal(tmp_path):
+    (tmp_path / "build.ninja").write_text("build a.o: CXX a.cpp\nbuild b.o: CXX b.cpp\n")
+    terminal = tmp_path / "terminal"
+    with backend._progress(tmp_path, terminal, seconds=0.05):
+        (tmp_path / "a.o").touch()
+        os.utime(tmp_path / "a.o", (time.time() + 1,) * 2)  # the clock of files is coarser
+        time.sleep(0.5)
+    assert "omniattn: 1 of 2 files compiled, " in terminal.read_text()
+    with backend._progress(tmp_path, tmp_path / "none/terminal"):
+        pass
