@@ -53,7 +53,7 @@ void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t cols, comput
   const int64_t width = padded_row(cols), ld = operand_row<M>(cols);
   for (int64_t r = 0; r < rows; ++r, from += stride, to += ld) {
     if constexpr (std::is_same_v<T, M>) {
-      if (factor == 1) {
+      if (factor == 1 && cols > 0) {  // rows of no columns may be null
         __builtin_memcpy(to, from, static_cast<size_t>(cols) * sizeof(T));
         fill_zero(to + cols, width - cols);
         continue;

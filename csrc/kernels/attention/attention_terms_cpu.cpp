@@ -132,6 +132,7 @@ void gather_heads(const AttentionProblem& p, const void* parts, void* grad, int6
 void gather_pages(const AttentionProblem& p, const HeadView& from, int64_t width, void* to,
                   int64_t begin, int64_t end) {
   const int64_t bytes = width * size_of(p.dtype);
+  if (bytes == 0) return;  // `to` may be null
   const auto* const data = static_cast<const char*>(from.data);
   auto* row = static_cast<char*>(to) + begin * p.hkv * bytes;
   for (int64_t t = begin; t < end; ++t) {

@@ -290,6 +290,7 @@ template <class T>
 void gather_rows(const HeadView& x, const SelectedItem& item, const KeyTile& tile, int64_t cols,
                  T* to) {
   constexpr int64_t kAhead = 8;  // rows whose first lines are prefetched before they are copied
+  if (cols == 0) return;         // the rows may be null
   for (int64_t n = 0; n < tile.columns; ++n, to += cols) {
     if (n + kAhead < tile.columns) {
       const T* const later = row_of<T>(x, item.b, tile.position[n + kAhead], item.kv_head);
