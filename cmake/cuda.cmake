@@ -1,6 +1,6 @@
 # libomniattn_cuda.so: the CUDA implementations of the ops, loaded where torch sees a GPU. Optional: built where
-# nvcc works and the torch of this environment could use it, and in development builds, which test it. It builds
-# against any torch.
+# nvcc works and the torch of this environment could use it, and with OMNIATTN_BUILD_ALL, whose tests read it. It
+# builds against any torch.
 if(NOT DEFINED OMNIATTN_CUDA AND NOT OMNIATTN_SANITIZE)
   include(CheckLanguage)
   check_language(CUDA)

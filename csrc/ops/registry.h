@@ -180,7 +180,7 @@ class Registry {
   // `<op>_` and `<op>_backward`. Comes before these are added.
   void name(const char* op, std::vector<PublicFunction> functions);
 
-  // Of functions of plain arguments, with their schemas.
+  // Adds a function of plain arguments, with its schema.
   template <auto kFunction, auto kOnly = nullptr>
     requires(!kIsCall<kFunction>)
   void add(const std::string& schema, Gradient gradient = Gradient::none) {

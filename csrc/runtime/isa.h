@@ -25,7 +25,7 @@
   level(amx_fp16, f16, TILES(amx-fp16), __VA_ARGS__)
 // clang-format on
 
-// All levels, and those of this architecture.
+// All levels, and the levels of this architecture.
 #define OMNIATTN_ISAS(...) OMNIATTN_PORTABLE_ISAS(__VA_ARGS__) OMNIATTN_X86_ISAS(__VA_ARGS__)
 #if defined(__x86_64__)
 #define OMNIATTN_ARCH_ISAS(...) OMNIATTN_ISAS(__VA_ARGS__)
