@@ -19,6 +19,12 @@
 
 namespace omniattn::ops {
 
+// How an op is called.
+struct OpCall {
+  const char* op;  // name for errors: a public function, or "<function>_backward"
+  bool saves;      // false in `<op>_only`: the last result is not wanted
+};
+
 template <class... T>
 struct Types {
   static constexpr std::size_t kCount = sizeof...(T);

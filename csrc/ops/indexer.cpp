@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "ops/device.h"
+#include "ops/indexer_loss.h"
 #include "ops/registry.h"
 #include "ops/stage.h"
 
@@ -42,11 +43,15 @@ void run_cuda(IndexerParams p) {
   require_launched("dsa_indexer", launch_dsa_indexer(p, stream()));
 }
 
-std::tuple<Tensor, Tensor> dsa_indexer(const Tensor& q_given, const Tensor& k_given,
-                                       const OptTensor& w_given, const OptTensor& key_padding,
-                                       int64_t topk, bool causal, bool relu, bool recent,
-                                       bool return_scores) {
-  constexpr const char* op = "dsa_indexer";
+OMNIATTN_FIELDS(Inputs, Tensor q, k; OptTensor w, key_padding);
+OMNIATTN_FIELDS(Options, SymInt topk; bool causal, relu, recent, return_scores);
+// index (B, Tq, topk) int32 of the largest scores; if wanted, these scores in the compute dtype.
+OMNIATTN_FIELDS(Results, Tensor index; Output scores);
+
+Results dsa_indexer(const OpCall& call, const Inputs& in, const Options& options) {
+  const char* const op = call.op;
+  const auto& [q_given, k_given, w_given, key_padding] = in;
+  const int64_t topk = options.topk;
   const DeviceScope scope(q_given);
   const DType dtype = dtype_of(op, "q", q_given), acc = accumulator(dtype);
   require_tensor(op, "q", q_given, dtype);
@@ -71,7 +76,7 @@ std::tuple<Tensor, Tensor> dsa_indexer(const Tensor& q_given, const Tensor& k_gi
   }
   const Tensor q = with_unit_last_stride(q_given), k = with_unit_last_stride(k_given);
   const Tensor index = torch::stable::new_empty(q, {batch, tq, topk}, ScalarType::Int);
-  const Output scores(return_scores, {batch, tq, topk}, acc);
+  const Output scores(options.return_scores, {batch, tq, topk}, acc);
   const IndexerParams p{.dtype = dtype,
                         .batch = batch,
                         .tq = tq,
@@ -84,9 +89,9 @@ std::tuple<Tensor, Tensor> dsa_indexer(const Tensor& q_given, const Tensor& k_gi
                         .w = data_or_null(w),
                         .real = static_cast<const uint8_t*>(data_or_null(real)),
                         .real_stride = real.has_value() ? real->stride(0) : 0,
-                        .causal = causal,
-                        .relu = relu,
-                        .recent = recent,
+                        .causal = options.causal,
+                        .relu = options.relu,
+                        .recent = options.recent,
                         .index = static_cast<int32_t*>(index.mutable_data_ptr()),
                         .scores = scores.data(),
                         .workspace = nullptr,
@@ -99,25 +104,13 @@ std::tuple<Tensor, Tensor> dsa_indexer(const Tensor& q_given, const Tensor& k_gi
       run_cpu(p);
     }
   }
-  return {index, scores.tensor()};
+  return {index, scores};
 }
 
-// index (B, Tq, topk) int32 of the largest scores; if wanted, these scores in the compute dtype.
 const Registry registry([](Registry& ops) {
-  ops.add<dsa_indexer>(
-      "dsa_indexer(Tensor q, Tensor k, Tensor? w, Tensor? key_padding, SymInt topk, bool causal,"
-      " bool relu, bool recent, bool return_scores) -> (Tensor index, Tensor scores)");
-  // loss (B, Tq) in the compute dtype; kept: for the backward (kernels/indexer/indexer_loss.h).
-  const std::string loss =
-      "dsa_indexer_loss(Tensor q_idx, Tensor k_idx, Tensor? w, Tensor q, Tensor k, Tensor lse,"
-      " Tensor? indices, Tensor? key_padding, float scale, bool causal, bool relu)"
-      " -> (Tensor loss, Tensor kept)";
-  ops.define(loss, differentiable);
-  ops.define(without_last_result(eager_schema(loss, "_only")));
-  ops.define(
-      "dsa_indexer_loss_backward(Tensor grad_loss, Tensor q_idx, Tensor k_idx, Tensor? w, Tensor q,"
-      " Tensor k, Tensor lse, Tensor? indices, Tensor? key_padding, Tensor kept, float scale,"
-      " bool causal, bool relu) -> (Tensor dq_idx, Tensor dk_idx, Tensor dw)");
+  ops.add<dsa_indexer>("dsa_indexer");
+  ops.define<decltype(indexer_loss::dsa_indexer_loss)>("dsa_indexer_loss", saves_last);
+  ops.define<decltype(indexer_loss::dsa_indexer_loss_backward)>("dsa_indexer_loss_backward");
 });
 
 }  // namespace

@@ -1,7 +1,5 @@
 // Losses of a linear layer's logits on the CPU: logits and their gradients exist in the compute
 // type for one chunk of tokens at a time.
-#include <tuple>
-
 #include "ops/gemm.h"
 #include "ops/loss.h"
 #include "ops/parallel.h"
@@ -34,13 +32,13 @@ struct Projection {
   Rows x, weight;
   OptTensor bias;
 
-  Projection(const char* op, const Tensor& x_, const Tensor& weight_, const OptTensor& bias_)
-      : dtype(dtype_of(op, "x", x_)),
+  Projection(const char* op, const Layer& in)
+      : dtype(dtype_of(op, "x", in.x)),
         acc(accumulator(dtype)),
-        x(as_rows(op, "x", x_, dtype)),
-        weight(as_rows(op, "weight", weight_, dtype)),
-        bias(as_vector(op, "bias", bias_, dtype, weight.rows)) {
-    require(weight_.dim() == 2 && weight.cols == x.cols, op,
+        x(as_rows(op, "x", in.x, dtype)),
+        weight(as_rows(op, "weight", in.weight, dtype)),
+        bias(as_vector(op, "bias", in.bias, dtype, weight.rows)) {
+    require(in.weight.dim() == 2 && weight.cols == x.cols, op,
             "weight must have shape (V, K) with x (..., K), got K=", x.cols, " and ", weight.cols);
   }
 
@@ -122,8 +120,8 @@ class DivergenceRows {
  public:
   static constexpr int64_t kMatrices = 2;
 
-  DivergenceRows(const Problem& p, const Chunks& chunks, const Projection& teacher, double beta,
-                 double temperature)
+  DivergenceRows(const Problem& p, const Chunks& chunks, const Projection& teacher,
+                 const DivergenceOptions& options)
       : problem(p),
         losses(empty_tensor(p.leading, p.acc)),
         teacher_(teacher),
@@ -136,8 +134,8 @@ class DivergenceRows {
                 .student_stride = teacher.weight.rows,
                 .teacher_stride = teacher.weight.rows,
                 .statistics = statistics_.mutable_data_ptr(),
-                .beta = beta,
-                .temperature = temperature,
+                .beta = options.beta,
+                .temperature = options.temperature,
                 .log_probs = false} {}
 
   void forward(int64_t first, int64_t count, const void* logits) {
@@ -164,12 +162,6 @@ class DivergenceRows {
   DivergenceParams params_;
 };
 
-struct Wanted {
-  bool x, weight, bias;
-};
-
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-
 // Loops over the chunks: computes losses, and gradients of dtype `out` for given weights of rows.
 template <class RowLosses>
 class LinearLoss {
@@ -180,11 +172,11 @@ class LinearLoss {
         rows_(rows),
         out_(out),
         logits_(empty_tensor({chunks.size, p.weight.rows}, p.acc)),
-        dx_(wanted.x, p.x.tensor.sizes(), out),
-        dweight_(wanted.weight, {p.weight.rows, p.x.cols}, out),
-        weight_sums_(wanted.weight && out != p.acc, {p.weight.rows, p.x.cols}, p.acc),
-        dbias_(wanted.bias, {p.weight.rows}, out),
-        bias_sums_(wanted.bias, {chunks.count, p.weight.rows}, p.acc) {}
+        dx_(wanted.x_grad, p.x.tensor.sizes(), out),
+        dweight_(wanted.weight_grad, {p.weight.rows, p.x.cols}, out),
+        weight_sums_(wanted.weight_grad && out != p.acc, {p.weight.rows, p.x.cols}, p.acc),
+        dbias_(wanted.bias_grad, {p.weight.rows}, out),
+        bias_sums_(wanted.bias_grad, {chunks.count, p.weight.rows}, p.acc) {}
 
   // row_weight (tokens); null: no gradients.
   Gradients run(const OptTensor& row_weight) {
@@ -231,15 +223,13 @@ class LinearLoss {
   Output dx_, dweight_, weight_sums_, dbias_, bias_sums_;
 };
 
-using LossAndGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
 // Computes the loss, and any wanted gradients in the compute type.
 template <class RowLosses>
 LossAndGradients with_gradients(const Projection& p, const Chunks& chunks, RowLosses& rows,
                                 Wanted wanted) {
   const Problem& loss = rows.problem;
   OptTensor row_weights;
-  if (wanted.x || wanted.weight || wanted.bias) {
+  if (wanted.x_grad || wanted.weight_grad || wanted.bias_grad) {
     require(loss.reduction != Reduction::none, loss.op,
             "x_grad, weight_grad and bias_grad need a reduction, got reduction=none");
     row_weights = loss.row_weights(std::nullopt);
@@ -263,37 +253,14 @@ struct LinearCrossEntropy {
   Chunks chunks;
   CrossEntropyRows rows;
 
-  LinearCrossEntropy(const char* op, const Tensor& x, const Tensor& weight, const OptTensor& bias,
-                     const Tensor& target, const OptTensor& class_weight, int64_t ignore_index,
+  LinearCrossEntropy(const char* op, const Layer& layer, const Targets& targets,
                      const Options& options, int64_t reduction)
-      : p(op, x, weight, bias),
-        loss(op, p.acc, p.weight.rows, leading_sizes(x), target, ignore_index, class_weight,
-             reduction),
+      : p(op, layer),
+        loss(op, p.acc, p.weight.rows, leading_sizes(layer.x), targets.target, options.ignore_index,
+             targets.class_weight, reduction),
         chunks(p.x.rows, p.weight.rows, CrossEntropyRows::kMatrices),
         rows(loss, chunks, p.weight.rows, options) {}
 };
-
-LossAndGradients linear_cross_entropy(const Tensor& x, const Tensor& weight, const OptTensor& bias,
-                                      const Tensor& target, const OptTensor& class_weight,
-                                      int64_t ignore_index, double label_smoothing, double z_loss,
-                                      double softcap, double temperature, int64_t reduction,
-                                      bool x_grad, bool weight_grad, bool bias_grad) {
-  LinearCrossEntropy call("linear_cross_entropy", x, weight, bias, target, class_weight,
-                          ignore_index, {label_smoothing, z_loss, softcap, temperature}, reduction);
-  return with_gradients(call.p, call.chunks, call.rows, {x_grad, weight_grad, bias_grad});
-}
-
-Gradients linear_cross_entropy_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                        const OptTensor& bias, const Tensor& target,
-                                        const OptTensor& class_weight, int64_t ignore_index,
-                                        double label_smoothing, double z_loss, double softcap,
-                                        double temperature, bool x_grad, bool weight_grad,
-                                        bool bias_grad) {
-  LinearCrossEntropy call("linear_cross_entropy_backward", x, weight, bias, target, class_weight,
-                          ignore_index, {label_smoothing, z_loss, softcap, temperature},
-                          static_cast<int64_t>(Reduction::none));
-  return gradients(grad, call.p, call.chunks, call.rows, {x_grad, weight_grad, bias_grad});
-}
 
 // Checked arguments and working memory of both passes of linear_jsd.
 struct LinearDivergence {
@@ -302,16 +269,14 @@ struct LinearDivergence {
   Chunks chunks;
   DivergenceRows rows;
 
-  LinearDivergence(const char* op, const Tensor& x, const Tensor& weight, const OptTensor& bias,
-                   const Tensor& teacher_x, const Tensor& teacher_weight,
-                   const OptTensor& teacher_bias, const OptTensor& target, int64_t ignore_index,
-                   double beta, double temperature, int64_t reduction)
-      : p(op, x, weight, bias),
-        teacher(op, teacher_x, teacher_weight, teacher_bias),
-        loss(op, p.acc, p.weight.rows, leading_sizes(x), target, ignore_index, std::nullopt,
-             reduction),
+  LinearDivergence(const char* op, const Layer& layer, const Teacher& given,
+                   const DivergenceOptions& options, int64_t reduction)
+      : p(op, layer),
+        teacher(op, {given.teacher_x, given.teacher_weight, given.teacher_bias}),
+        loss(op, p.acc, p.weight.rows, leading_sizes(layer.x), given.target, options.ignore_index,
+             std::nullopt, reduction),
         chunks(p.x.rows, p.weight.rows, DivergenceRows::kMatrices),
-        rows(loss, chunks, teacher, beta, temperature) {
+        rows(loss, chunks, teacher, options) {
     require(teacher.dtype == p.dtype, op, "teacher_x must have the dtype of x");
     require(teacher.weight.rows == p.weight.rows, op, "teacher_weight must have V=", p.weight.rows,
             " rows, got ", teacher.weight.rows);
@@ -320,26 +285,39 @@ struct LinearDivergence {
   }
 };
 
-LossAndGradients linear_jsd(const Tensor& x, const Tensor& weight, const OptTensor& bias,
-                            const Tensor& teacher_x, const Tensor& teacher_weight,
-                            const OptTensor& teacher_bias, const OptTensor& target,
-                            int64_t ignore_index, double beta, double temperature,
-                            int64_t reduction, bool x_grad, bool weight_grad, bool bias_grad) {
-  LinearDivergence call("linear_jsd", x, weight, bias, teacher_x, teacher_weight, teacher_bias,
-                        target, ignore_index, beta, temperature, reduction);
-  return with_gradients(call.p, call.chunks, call.rows, {x_grad, weight_grad, bias_grad});
+constexpr auto kUnreduced = static_cast<int64_t>(Reduction::none);
+
+}  // namespace
+
+LossAndGradients linear_cross_entropy(const OpCall& call, const Layer& layer,
+                                      const Targets& targets, const Options& options,
+                                      const Reduced& reduced, const Wanted& wanted) {
+  LinearCrossEntropy x(call.op, layer, targets, options, reduced.reduction);
+  return with_gradients(x.p, x.chunks, x.rows, wanted);
 }
 
-Gradients linear_jsd_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                              const OptTensor& bias, const Tensor& teacher_x,
-                              const Tensor& teacher_weight, const OptTensor& teacher_bias,
-                              const OptTensor& target, int64_t ignore_index, double beta,
-                              double temperature, bool x_grad, bool weight_grad, bool bias_grad) {
-  LinearDivergence call("linear_jsd_backward", x, weight, bias, teacher_x, teacher_weight,
-                        teacher_bias, target, ignore_index, beta, temperature,
-                        static_cast<int64_t>(Reduction::none));
-  return gradients(grad, call.p, call.chunks, call.rows, {x_grad, weight_grad, bias_grad});
+Gradients linear_cross_entropy_backward(const OpCall& call, const Incoming& grads,
+                                        const Layer& layer, const Targets& targets,
+                                        const Options& options, const Wanted& wanted) {
+  LinearCrossEntropy x(call.op, layer, targets, options, kUnreduced);
+  return gradients(grads.grad, x.p, x.chunks, x.rows, wanted);
 }
+
+LossAndGradients linear_jsd(const OpCall& call, const Layer& layer, const Teacher& teacher,
+                            const DivergenceOptions& options, const Reduced& reduced,
+                            const Wanted& wanted) {
+  LinearDivergence x(call.op, layer, teacher, options, reduced.reduction);
+  return with_gradients(x.p, x.chunks, x.rows, wanted);
+}
+
+Gradients linear_jsd_backward(const OpCall& call, const Incoming& grads, const Layer& layer,
+                              const Teacher& teacher, const DivergenceOptions& options,
+                              const Wanted& wanted) {
+  LinearDivergence x(call.op, layer, teacher, options, kUnreduced);
+  return gradients(grads.grad, x.p, x.chunks, x.rows, wanted);
+}
+
+namespace {
 
 const Registry registry([](Registry& ops) {
   ops.implement<linear_cross_entropy>("linear_cross_entropy", differentiable);

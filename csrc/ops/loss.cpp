@@ -2,8 +2,6 @@
 // (linear_loss_cpu.cpp); on CUDA Python composes them of these ops and torch's products.
 #include "ops/loss.h"
 
-#include <tuple>
-
 #include "ops/device.h"
 #include "ops/registry.h"
 
@@ -115,21 +113,24 @@ CrossEntropyParams cross_entropy_params(const Problem& p, int64_t cols, const Op
 
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& target,
-                                                 const OptTensor& class_weight,
-                                                 int64_t ignore_index, double label_smoothing,
-                                                 double z_loss, double softcap, double temperature,
-                                                 int64_t reduction) {
-  constexpr const char* op = "cross_entropy";
+OMNIATTN_FIELDS(Logits, Tensor logits);
+OMNIATTN_FIELDS(Statistics, Tensor row_max, log_sum);
+OMNIATTN_FIELDS(LossResults, Tensor loss, row_max, log_sum);
+// The dtype of the gradient, by default that of the logits.
+OMNIATTN_FIELDS(Narrowed, OptScalarType grad_dtype = {});
+
+LossResults cross_entropy(const OpCall& call, const Logits& x, const Targets& targets,
+                          const Options& options, const Reduced& reduced) {
+  const char* const op = call.op;
+  const Tensor& logits = x.logits;
   const DeviceScope scope(logits);
   const DType dtype = dtype_of(op, "logits", logits);
   const Rows rows = as_rows(op, "logits", logits, dtype);
-  const Problem p(op, dtype, rows.cols, leading_sizes(logits), target, ignore_index, class_weight,
-                  reduction);
+  const Problem p(op, dtype, rows.cols, leading_sizes(logits), targets.target, options.ignore_index,
+                  targets.class_weight, reduced.reduction);
   const Tensor losses = empty_tensor(p.leading, p.acc);
   const Tensor row_max = scratch(rows.rows, p.acc), log_sum = scratch(rows.rows, p.acc);
-  CrossEntropyParams params =
-      cross_entropy_params(p, rows.cols, {label_smoothing, z_loss, softcap, temperature});
+  CrossEntropyParams params = cross_entropy_params(p, rows.cols, options);
   params.logits = rows.data();
   params.stride = rows.stride;
   params.rows.loss = losses.mutable_data_ptr();
@@ -143,28 +144,27 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Ten
   return {p.reduced(losses), row_max, log_sum};
 }
 
-// dlogits has grad_dtype, by default the dtype of the logits.
-Tensor cross_entropy_backward(const Tensor& grad, const Tensor& logits, const Tensor& target,
-                              const OptTensor& class_weight, const Tensor& row_max,
-                              const Tensor& log_sum, int64_t ignore_index, double label_smoothing,
-                              double z_loss, double softcap, double temperature, int64_t reduction,
-                              std::optional<ScalarType> grad_dtype) {
-  constexpr const char* op = "cross_entropy_backward";
+Tensor cross_entropy_backward(const OpCall& call, const Incoming& grads, const Logits& x,
+                              const Targets& targets, const Statistics& saved,
+                              const Options& options, const Reduced& reduced,
+                              const Narrowed& narrowed) {
+  const char* const op = call.op;
+  const Tensor& logits = x.logits;
+  const auto& [row_max, log_sum] = saved;
   const DeviceScope scope(logits);
   const DType dtype = dtype_of(op, "logits", logits);
   const Rows rows = as_rows(op, "logits", logits, dtype);
-  const Problem p(op, dtype, rows.cols, leading_sizes(logits), target, ignore_index, class_weight,
-                  reduction);
+  const Problem p(op, dtype, rows.cols, leading_sizes(logits), targets.target, options.ignore_index,
+                  targets.class_weight, reduced.reduction);
   require_dense(op, "row_max", row_max, p.acc, {rows.rows});
   require_dense(op, "log_sum", log_sum, p.acc, {rows.rows});
-  const DType out = gradient_dtype(op, dtype, grad_dtype);
-  CrossEntropyParams params =
-      cross_entropy_params(p, rows.cols, {label_smoothing, z_loss, softcap, temperature});
+  const DType out = gradient_dtype(op, dtype, narrowed.grad_dtype);
+  CrossEntropyParams params = cross_entropy_params(p, rows.cols, options);
   params.logits = rows.data();
   params.stride = rows.stride;
   params.row_max = row_max.mutable_data_ptr();
   params.log_sum = log_sum.mutable_data_ptr();
-  const Tensor weights = p.row_weights(grad);
+  const Tensor weights = p.row_weights(grads.grad);
   const Tensor dlogits = empty_tensor(logits.sizes(), out);
   const CrossEntropyBackwardParams backward{
       .forward = params,
@@ -180,23 +180,26 @@ Tensor cross_entropy_backward(const Tensor& grad, const Tensor& logits, const Te
   return dlogits;
 }
 
+OMNIATTN_FIELDS(Models, Tensor student, teacher; OptTensor target);
+OMNIATTN_FIELDS(JsdRest, bool log_probs; int64_t reduction);
+
 // Checked arguments of both passes of jsd.
 struct DivergenceProblem {
   DType dtype;
   Rows student, teacher;
   Problem loss;
 
-  DivergenceProblem(const char* op, const Tensor& student_, const Tensor& teacher_,
-                    const OptTensor& target, int64_t ignore_index, int64_t reduction)
-      : dtype(dtype_of(op, "student", student_)),
-        student(as_rows(op, "student", student_, dtype)),
-        teacher(as_rows(op, "teacher", teacher_, dtype)),
-        loss(op, dtype, student.cols, leading_sizes(student_), target, ignore_index, std::nullopt,
-             reduction) {
-    require_sizes(op, "teacher", teacher_, student_.sizes());
+  DivergenceProblem(const char* op, const Models& x, const DivergenceOptions& options,
+                    int64_t reduction)
+      : dtype(dtype_of(op, "student", x.student)),
+        student(as_rows(op, "student", x.student, dtype)),
+        teacher(as_rows(op, "teacher", x.teacher, dtype)),
+        loss(op, dtype, student.cols, leading_sizes(x.student), x.target, options.ignore_index,
+             std::nullopt, reduction) {
+    require_sizes(op, "teacher", x.teacher, x.student.sizes());
   }
 
-  DivergenceParams params(void* losses, const Tensor& statistics, double beta, double temperature,
+  DivergenceParams params(void* losses, const Tensor& statistics, const DivergenceOptions& options,
                           bool log_probs) const {
     LossRows rows = loss.rows;
     rows.loss = losses;
@@ -207,22 +210,24 @@ struct DivergenceProblem {
             .student_stride = student.stride,
             .teacher_stride = teacher.stride,
             .statistics = statistics.mutable_data_ptr(),
-            .beta = beta,
-            .temperature = temperature,
+            .beta = options.beta,
+            .temperature = options.temperature,
             .log_probs = log_probs};
   }
 };
 
-std::tuple<Tensor, Tensor> jsd(const Tensor& student, const Tensor& teacher,
-                               const OptTensor& target, int64_t ignore_index, double beta,
-                               double temperature, bool log_probs, int64_t reduction) {
-  constexpr const char* op = "jsd";
-  const DeviceScope scope(student);
-  const DivergenceProblem p(op, student, teacher, target, ignore_index, reduction);
+OMNIATTN_FIELDS(JsdResults, Tensor loss, statistics);
+OMNIATTN_FIELDS(JsdSaved, Tensor statistics);
+
+JsdResults jsd(const OpCall& call, const Models& x, const DivergenceOptions& options,
+               const JsdRest& rest) {
+  const char* const op = call.op;
+  const DeviceScope scope(x.student);
+  const DivergenceProblem p(op, x, options, rest.reduction);
   const Tensor losses = empty_tensor(p.loss.leading, p.loss.acc);
   const Tensor statistics = empty_tensor({p.student.rows, kDivergenceStatistics}, p.loss.acc);
   const DivergenceParams params =
-      p.params(losses.mutable_data_ptr(), statistics, beta, temperature, log_probs);
+      p.params(losses.mutable_data_ptr(), statistics, options, rest.log_probs);
   if constexpr (kOnCuda) {
     require_launched(op, launch_divergence(params, stream()));
   } else {
@@ -231,20 +236,19 @@ std::tuple<Tensor, Tensor> jsd(const Tensor& student, const Tensor& teacher,
   return {p.loss.reduced(losses), statistics};
 }
 
-// dstudent has grad_dtype, by default the dtype of the student.
-Tensor jsd_backward(const Tensor& grad, const Tensor& student, const Tensor& teacher,
-                    const OptTensor& target, const Tensor& statistics, int64_t ignore_index,
-                    double beta, double temperature, bool log_probs, int64_t reduction,
-                    std::optional<ScalarType> grad_dtype) {
-  constexpr const char* op = "jsd_backward";
-  const DeviceScope scope(student);
-  const DivergenceProblem p(op, student, teacher, target, ignore_index, reduction);
+Tensor jsd_backward(const OpCall& call, const Incoming& grads, const Models& x,
+                    const JsdSaved& saved, const DivergenceOptions& options, const JsdRest& rest,
+                    const Narrowed& narrowed) {
+  const char* const op = call.op;
+  const Tensor& statistics = saved.statistics;
+  const DeviceScope scope(x.student);
+  const DivergenceProblem p(op, x, options, rest.reduction);
   require_dense(op, "statistics", statistics, p.loss.acc, {p.student.rows, kDivergenceStatistics});
-  const DType out = gradient_dtype(op, p.dtype, grad_dtype);
-  const Tensor weights = p.loss.row_weights(grad);
-  const Tensor dstudent = empty_tensor(student.sizes(), out);
+  const DType out = gradient_dtype(op, p.dtype, narrowed.grad_dtype);
+  const Tensor weights = p.loss.row_weights(grads.grad);
+  const Tensor dstudent = empty_tensor(x.student.sizes(), out);
   const DivergenceBackwardParams backward{
-      .forward = p.params(nullptr, statistics, beta, temperature, log_probs),
+      .forward = p.params(nullptr, statistics, options, rest.log_probs),
       .grad_dtype = out,
       .row_weight = weights.const_data_ptr(),
       .dstudent = dstudent.mutable_data_ptr(),
@@ -257,49 +261,15 @@ Tensor jsd_backward(const Tensor& grad, const Tensor& student, const Tensor& tea
   return dstudent;
 }
 
-// target (...) int64, logits (..., V); reduction: 0 none, 1 mean over kept targets, 2 sum. The
-// linear forms compute logits x weight^T + bias for a chunk of tokens at a time, and with a
-// reduction the gradients for an output gradient of 1.
 const Registry registry([](Registry& ops) {
-  ops.add<cross_entropy>(
-      "cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, int ignore_index,"
-      " float label_smoothing, float z_loss, float softcap, float temperature, int reduction)"
-      " -> (Tensor loss, Tensor row_max, Tensor log_sum)",
-      differentiable);
-  ops.add<cross_entropy_backward>(
-      "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor? class_weight,"
-      " Tensor row_max, Tensor log_sum, int ignore_index, float label_smoothing, float z_loss,"
-      " float softcap, float temperature, int reduction, ScalarType? grad_dtype=None) -> Tensor");
-  ops.add<jsd>(
-      "jsd(Tensor student, Tensor teacher, Tensor? target, int ignore_index, float beta,"
-      " float temperature, bool log_probs, int reduction) -> (Tensor loss, Tensor statistics)",
-      differentiable);
-  ops.add<jsd_backward>(
-      "jsd_backward(Tensor grad, Tensor student, Tensor teacher, Tensor? target, Tensor statistics,"
-      " int ignore_index, float beta, float temperature, bool log_probs, int reduction,"
-      " ScalarType? grad_dtype=None) -> Tensor");
-  ops.define(
-      "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target,"
-      " Tensor? class_weight, int ignore_index, float label_smoothing, float z_loss,"
-      " float softcap, float temperature, int reduction, bool x_grad, bool weight_grad,"
-      " bool bias_grad) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
-      differentiable);
-  ops.define(
-      "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias,"
-      " Tensor target, Tensor? class_weight, int ignore_index, float label_smoothing,"
-      " float z_loss, float softcap, float temperature, bool x_grad, bool weight_grad,"
-      " bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)");
-  ops.define(
-      "linear_jsd(Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x, Tensor teacher_weight,"
-      " Tensor? teacher_bias, Tensor? target, int ignore_index, float beta, float temperature,"
-      " int reduction, bool x_grad, bool weight_grad, bool bias_grad)"
-      " -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
-      differentiable);
-  ops.define(
-      "linear_jsd_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x,"
-      " Tensor teacher_weight, Tensor? teacher_bias, Tensor? target, int ignore_index, float beta,"
-      " float temperature, bool x_grad, bool weight_grad, bool bias_grad)"
-      " -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  ops.add<cross_entropy>("cross_entropy", differentiable);
+  ops.add<cross_entropy_backward>("cross_entropy_backward");
+  ops.add<jsd>("jsd", differentiable);
+  ops.add<jsd_backward>("jsd_backward");
+  ops.define<decltype(linear_cross_entropy)>("linear_cross_entropy", differentiable);
+  ops.define<decltype(linear_cross_entropy_backward)>("linear_cross_entropy_backward");
+  ops.define<decltype(linear_jsd)>("linear_jsd", differentiable);
+  ops.define<decltype(linear_jsd_backward)>("linear_jsd_backward");
 });
 
 }  // namespace

@@ -1,8 +1,6 @@
 // moe_experts: checks and allocation.
 #include "ops/moe.h"
 
-#include <tuple>
-
 #include "ops/registry.h"
 
 namespace omniattn::ops::moe {
@@ -39,9 +37,9 @@ OptTensor as_biases(const char* op, const char* name, const OptTensor& t, DType 
   return as_dense(t);
 }
 
-// Describes how h is computed; clamp: alpha and limit, or empty.
-MoeHidden as_hidden(const char* op, int64_t act, int64_t gate, const std::vector<double>& clamp,
-                    int64_t features) {
+// Describes how h is computed.
+MoeHidden as_hidden(const char* op, const Form& form, int64_t features) {
+  const auto& [act, gate, clamp] = form;
   require(act >= 0 && act < kActivationCount, op, "act must be in [0, ", kActivationCount,
           "), got act=", act);
   require(gate >= 0 && gate < kMoeGateCount, op, "gate must be in [0, ", kMoeGateCount,
@@ -79,22 +77,19 @@ class WeightOutput {
 
 }  // namespace
 
-Problem::Problem(const char* op_, const Tensor& x_, const Tensor& index_, const Tensor& weights_,
-                 const Tensor& up_, const OptTensor& up_bias_, const Tensor& down_,
-                 const OptTensor& down_bias_, int64_t act, int64_t gate,
-                 const std::vector<double>& clamp, int64_t split_bf16_)
-    : op(op_),
-      dtype(dtype_of(op, "x", x_)),
+Problem::Problem(const OpCall& call, const Inputs& in, const Form& form, const Split& split)
+    : op(call.op),
+      dtype(dtype_of(op, "x", in.x)),
       compute(accumulator(dtype)),
-      x(token_rows(op, x_, dtype)),
+      x(token_rows(op, in.x, dtype)),
       tokens(x.rows),
       dim(x.cols),
-      index(index_),
-      weights(weights_),
-      up(as_experts(op, "up", up_, dtype)),
-      down(as_experts(op, "down", down_, dtype)),
-      hidden(as_hidden(op, act, gate, clamp, down.in)),
-      split_bf16(split_bf16_) {
+      index(in.index),
+      weights(in.weights),
+      up(as_experts(op, "up", in.up, dtype)),
+      down(as_experts(op, "down", in.down, dtype)),
+      hidden(as_hidden(op, form, down.in)),
+      split_bf16(split.split_bf16) {
   gemm::require_split_bf16(op, split_bf16);
   experts = up.experts;
   columns = hidden.columns();
@@ -102,8 +97,8 @@ Problem::Problem(const char* op_, const Tensor& x_, const Tensor& index_, const 
           ") to fit x and down, got (", experts, ", ", up.out, ", ", up.in, ")");
   require(down.experts == experts && down.out == dim, op, "down must have shape (", experts, ", ",
           dim, ", F), got (", down.experts, ", ", down.out, ", ", down.in, ")");
-  up_bias = as_biases(op, "up_bias", up_bias_, dtype, experts, columns);
-  down_bias = as_biases(op, "down_bias", down_bias_, dtype, experts, dim);
+  up_bias = as_biases(op, "up_bias", in.up_bias, dtype, experts, columns);
+  down_bias = as_biases(op, "down_bias", in.down_bias, dtype, experts, dim);
 
   require_tensor(op, "index", index, ScalarType::Long);
   require(index.dim() == 2 && index.size(0) == tokens, op, "index must have shape (", tokens,
@@ -117,39 +112,47 @@ Problem::Problem(const char* op_, const Tensor& x_, const Tensor& index_, const 
 
 namespace {
 
-std::tuple<Tensor, Tensor> moe(const Tensor& x, const Tensor& index, const Tensor& weights,
-                               const Tensor& up, const OptTensor& up_bias, const Tensor& down,
-                               const OptTensor& down_bias, int64_t act, int64_t gate,
-                               std::vector<double> clamp, bool keep, int64_t split_bf16) {
-  const DeviceScope scope(x);
-  const Problem p("moe_experts", x, index, weights, up, up_bias, down, down_bias, act, gate, clamp,
-                  split_bf16);
+OMNIATTN_FIELDS(Kept, bool keep);
+OMNIATTN_FIELDS(Results, Tensor y, pre);
+
+// y (N, d) = sum over a token's slots of weights times the expert of the slot, applied to x. pre
+// (N k, F or 2F), sorted by expert, is kept for the backward if `keep`, else empty.
+Results moe(const OpCall& call, const Inputs& in, const Form& form, const Kept& kept,
+            const Split& split) {
+  const DeviceScope scope(in.x);
+  const Problem p(call, in, form, split);
+  const bool keep = kept.keep;
   const Tensor pre = empty_tensor({keep ? p.pairs() : 0, p.columns}, p.dtype);
-  const Tensor y = empty_tensor(x.sizes(), p.dtype);
+  const Tensor y = empty_tensor(in.x.sizes(), p.dtype);
   run_forward(p, y.mutable_data_ptr(), keep ? pre.mutable_data_ptr() : nullptr);
   return {y, pre};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> moe_backward(
-    const Tensor& grad_y, const Tensor& x, const Tensor& index, const Tensor& weights,
-    const Tensor& up, const OptTensor& up_bias, const Tensor& down, const OptTensor& down_bias,
-    const Tensor& pre, int64_t act, int64_t gate, std::vector<double> clamp, int64_t split_bf16,
-    bool x_grad, bool weights_grad, bool up_grad, bool up_bias_grad, bool down_grad,
-    bool down_bias_grad) {
-  const DeviceScope scope(x);
-  const Problem p("moe_experts_backward", x, index, weights, up, up_bias, down, down_bias, act,
-                  gate, clamp, split_bf16);
-  const Rows grad_rows = as_rows(p.op, "grad_y", grad_y, p.dtype, x.sizes());
+OMNIATTN_FIELDS(Incoming, Tensor grad_y);
+OMNIATTN_FIELDS(Saved, Tensor pre);
+OMNIATTN_FIELDS(Wanted, bool x_grad, weights_grad, up_grad, up_bias_grad, down_grad,
+                down_bias_grad);
+OMNIATTN_FIELDS(Gradients, Output dx, dweights; Tensor dup; Output dup_bias; Tensor ddown;
+                Output ddown_bias);
+
+Gradients moe_backward(const OpCall& call, const Incoming& grads, const Inputs& in,
+                       const Saved& saved, const Form& form, const Split& split,
+                       const Wanted& wanted) {
+  const DeviceScope scope(in.x);
+  const Problem p(call, in, form, split);
+  const Tensor& pre = saved.pre;
+  const Rows grad_rows = as_rows(p.op, "grad_y", grads.grad_y, p.dtype, in.x.sizes());
   const bool kept = pre.dim() != 2 || pre.size(0) != 0;
   require_tensor(p.op, "pre", pre, p.dtype);
   require_sizes(p.op, "pre", pre, {kept ? p.pairs() : 0, p.columns});
   const Tensor dense_pre = as_dense(pre);
 
-  const Output dx(x_grad, x.sizes(), p.dtype);
-  const Output dweights(weights_grad, p.weights.sizes(), p.compute);
-  const WeightOutput dup(up_grad, p.up, p.dtype), ddown(down_grad, p.down, p.dtype);
-  const Output dup_bias(up_bias_grad, {p.experts, p.columns}, p.dtype);
-  const Output ddown_bias(down_bias_grad, {p.experts, p.dim}, p.dtype);
+  const Output dx(wanted.x_grad, in.x.sizes(), p.dtype);
+  const Output dweights(wanted.weights_grad, p.weights.sizes(), p.compute);
+  const WeightOutput dup(wanted.up_grad, p.up, p.dtype);
+  const WeightOutput ddown(wanted.down_grad, p.down, p.dtype);
+  const Output dup_bias(wanted.up_bias_grad, {p.experts, p.columns}, p.dtype);
+  const Output ddown_bias(wanted.down_bias_grad, {p.experts, p.dim}, p.dtype);
   run_backward(p, grad_rows, kept ? dense_pre.const_data_ptr() : nullptr,
                {.x = dx.data(),
                 .weights = dweights.data(),
@@ -157,28 +160,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> moe_backward(
                 .up_bias = dup_bias.data(),
                 .down = ddown.data(),
                 .down_bias = ddown_bias.data()});
-  return {dx.tensor(),       dweights.tensor(), dup.tensor(),
-          dup_bias.tensor(), ddown.tensor(),    ddown_bias.tensor()};
+  return {dx, dweights, dup.tensor(), dup_bias, ddown.tensor(), ddown_bias};
 }
 
-// y (N, d) = sum over a token's slots of weights (N, k) times expert index (N, k), -1: none,
-// applied to x (N, d). up (E, F or 2F, d), down (E, d, F). act: Activation; gate: MoeGate; clamp:
-// alpha and limit of gpt-oss, or empty. pre (N k, F or 2F), sorted by expert, is kept for the
-// backward if `keep`, else empty. split_bf16: for fp32 on the CPU, see gemm.h.
 const Registry registry([](Registry& ops) {
   ops.name("moe", {{"moe_experts"}});
-  ops.add<moe>(
-      "moe(Tensor x, Tensor index, Tensor weights, Tensor up, Tensor? up_bias, Tensor down,"
-      " Tensor? down_bias, int act, int gate, float[] clamp, bool keep, int split_bf16)"
-      " -> (Tensor y, Tensor pre)",
-      differentiable);
-  ops.add<moe_backward>(
-      "moe_backward(Tensor grad_y, Tensor x, Tensor index, Tensor weights, Tensor up,"
-      " Tensor? up_bias, Tensor down, Tensor? down_bias, Tensor pre, int act, int gate,"
-      " float[] clamp, int split_bf16, bool x_grad, bool weights_grad, bool up_grad,"
-      " bool up_bias_grad, bool down_grad, bool down_bias_grad)"
-      " -> (Tensor dx, Tensor dweights, Tensor dup, Tensor dup_bias, Tensor ddown,"
-      " Tensor ddown_bias)");
+  ops.add<moe>("moe", differentiable);
+  ops.add<moe_backward>("moe_backward");
 });
 
 }  // namespace

@@ -4,11 +4,20 @@
 
 #include "kernels/moe/moe.h"
 
+#include "ops/fields.h"
 #include "ops/gemm.h"
 #include "ops/tensor.h"
 #include "semantics/seqlen.h"
 
 namespace omniattn::ops::moe {
+
+// x (N, d), index and weights (N, k), up (E, F or 2F, d), down (E, d, F); index -1: no expert. act:
+// Activation; gate: MoeGate; clamp: alpha and limit of gpt-oss, or empty. split_bf16: for fp32 on
+// the CPU, see gemm.h.
+OMNIATTN_FIELDS(Inputs, Tensor x, index, weights, up; OptTensor up_bias; Tensor down;
+                OptTensor down_bias);
+OMNIATTN_FIELDS(Form, int64_t act, gate; Floats clamp);
+OMNIATTN_FIELDS(Split, int64_t split_bf16);
 
 // Weights of all experts, logically (E, out, in): with unit stride along `in`, or along `out`.
 struct Experts {
@@ -36,10 +45,7 @@ struct Problem {
   int64_t columns;     // in a row of pre
   int64_t split_bf16;  // number of bf16 pieces for fp32 products (ops/gemm.h)
 
-  Problem(const char* op, const Tensor& x, const Tensor& index, const Tensor& weights,
-          const Tensor& up, const OptTensor& up_bias, const Tensor& down,
-          const OptTensor& down_bias, int64_t act, int64_t gate, const std::vector<double>& clamp,
-          int64_t split_bf16);
+  Problem(const OpCall& call, const Inputs& in, const Form& form, const Split& split);
 
   int64_t pairs() const { return tokens * slots; }
 };

@@ -57,7 +57,6 @@ size_t index_of(std::string_view schema, std::string_view argument) {
   return found;
 }
 
-}  // namespace
 // Schema of `<op>_raw` or of `<op>_only`.
 std::string eager_schema(std::string schema, const char* suffix) {
   schema.insert(schema.find('('), suffix);
@@ -70,7 +69,6 @@ std::string without_last_result(std::string schema) {
   return schema.erase(schema.rfind(',')) + ')';
 }
 
-namespace {
 // One line "<op>: <function>, <function>=<argument>" for each op with names of its own.
 std::string list_public_functions() {
   std::string lines;

@@ -22,12 +22,6 @@
 
 namespace omniattn::ops {
 
-// How an op is called.
-struct OpCall {
-  const char* op;  // name for errors: a public function, or "<function>_backward"
-  bool saves;      // false in `<op>_only`: the last result is not wanted
-};
-
 // A public function that calls an op, and the argument of the op that tells its calls from those of
 // the functions before it: a flag, or a tensor that is not None. Null for the first function, and
 // for functions that errors do not name.
@@ -143,8 +137,7 @@ struct Boxed {
   inline static const OpNames* names = nullptr;
 };
 
-std::string eager_schema(std::string schema, const char* suffix);
-std::string without_last_result(std::string schema);
+// True for functions of structs, see Signature.
 template <class F>
 inline constexpr bool kTakesCall = false;
 template <class R, class... A>
@@ -180,27 +173,6 @@ class Registry {
   // `<op>_` and `<op>_backward`. Comes before these are added.
   void name(const char* op, std::vector<PublicFunction> functions);
 
-  // Adds a function of plain arguments, with its schema.
-  template <auto kFunction, auto kOnly = nullptr>
-    requires(!kIsCall<kFunction>)
-  void add(const std::string& schema, Gradient gradient = Gradient::none) {
-    define(schema, gradient);
-    implement<kFunction>(schema.substr(0, schema.find('(')), gradient);
-    if constexpr (!std::is_null_pointer_v<decltype(kOnly)>)
-      add<kOnly>(without_last_result(eager_schema(schema, "_only")));
-  }
-  void define(std::string schema, Gradient gradient = Gradient::none) {
-    define_schema(schema, gradient);
-  }
-  template <auto kFunction>
-    requires(!kIsCall<kFunction>)
-  void implement(const std::string& op, Gradient gradient = Gradient::none) {
-    implement_boxed(op,
-                    torch::stable::detail::boxer<std::remove_pointer_t<decltype(kFunction)>,
-                                                 kFunction>::boxed_fn,
-                    gradient);
-  }
-
   // kFunction implements an op on this device.
   template <auto kFunction>
     requires kIsCall<kFunction>
@@ -221,6 +193,23 @@ class Registry {
     using Function = Boxed<kFunction>;
     Function::names = &names_.emplace_front(op, Function::Signature::schema(op));
     implement_boxed(op, Function::run, gradient);
+  }
+
+  // As the functions above, for functions of plain arguments, with their schemas.
+  template <auto kFunction>
+    requires(!kIsCall<kFunction>)
+  void add(const std::string& schema, Gradient gradient = Gradient::none) {
+    define(schema, gradient);
+    implement<kFunction>(schema.substr(0, schema.find('(')), gradient);
+  }
+  void define(const std::string& schema, Gradient gradient = Gradient::none) {
+    define_schema(schema, gradient);
+  }
+  template <auto kFunction>
+    requires(!kIsCall<kFunction>)
+  void implement(const std::string& op, Gradient gradient = Gradient::none) {
+    using Function = std::remove_pointer_t<decltype(kFunction)>;
+    implement_boxed(op, torch::stable::detail::boxer<Function, kFunction>::boxed_fn, gradient);
   }
 
  private:
