@@ -158,6 +158,53 @@ def signatures_with(*names: str) -> int:
     return count
 
 
+def scope_statements(source: str) -> Iterator[str]:
+    """Text of each declaration of a C++ file, without comments and without bodies of functions."""
+    blank = re.compile(r"//[^\n]*|^[ ]*#(?:\\\n|[^\n])*|'\"'|\"(?:\\.|[^\"\\])*\"", re.MULTILINE)
+    text = blank.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)
+    begin, depth, parens = 0, 0, 0  # depth: braces of the innermost body or initialiser
+    for at, char in enumerate(text):
+        if char in "()":
+            parens += 1 if char == "(" else -1
+        if char == "{":
+            head = text[begin:at]
+            if depth or parens or not re.match(r"\s*(namespace|struct|class|enum|extern)\b", head):
+                if not depth and not parens:
+                    yield head
+                depth += 1
+            else:
+                begin = at + 1
+        elif char == "}" and depth:
+            depth -= 1
+            begin = begin if depth or parens else at + 1
+        elif char == "}":
+            begin = at + 1
+        elif char == ";" and not depth and not parens:
+            yield text[begin:at]
+            begin = at + 1
+
+
+def op_lists() -> collections.Counter[str]:
+    """Lines of csrc/ops in heads of functions, in structs of arguments and in schemas."""
+    count: collections.Counter[str] = collections.Counter()
+    for path in tracked(".h", ".cpp"):
+        if path.parent != ROOT / "csrc/ops":
+            continue
+        source = path.read_text(encoding="utf-8")
+        for head in map(str.strip, scope_statements(source)):
+            fields = head.startswith("OMNIATTN_FIELDS")
+            function = re.match(r"[^=(]*\w\(", head) or "operator" in head
+            if fields or (function and not head.startswith("using")):
+                signature = head if fields else head.split("\n      :")[0].split("\n    :")[0]
+                count["structs" if fields else "signatures"] += signature.count("\n") + 1
+                if not fields and "\n" in signature:
+                    count["signatures of several lines"] += signature.count("\n") + 1
+        registry = source[source.find("const Registry registry(") :]
+        schemas = re.findall(r'^.*"[^"\n]*\b(?:Tensor|bool|int|float)\b.*$', registry, re.MULTILINE)
+        count["schemas"] += len(schemas) if "const Registry registry(" in source else 0
+    return count
+
+
 def build_seconds(folder: Path) -> collections.Counter[str]:
     """Seconds of each target in the last run of ninja in this folder."""
     found: collections.Counter[str] = collections.Counter()
@@ -220,6 +267,7 @@ def main() -> None:
         print(f"{package}: {len(arrows)} arrows between rooms, {sum(arrows.values())} names")
     for names in ("q k v", "scale initial_state cu_seqlens", "scale softcap dropout_p"):
         print(f"signatures with {names}: {signatures_with(*names.split())}")
+    print("lines of csrc/ops:", *(f"{kind} {lines}" for kind, lines in op_lists().items()))
     print("comments that begin with a pronoun:", len(found))
     print("sentences of pages that begin with a pronoun:", len(sentences))
     if given.build:
