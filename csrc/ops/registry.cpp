@@ -57,34 +57,6 @@ size_t index_of(std::string_view schema, std::string_view argument) {
   return found;
 }
 
-// Schema of `<op>_raw` or of `<op>_only`.
-std::string eager_schema(std::string schema, const char* suffix) {
-  schema.insert(schema.find('('), suffix);
-  const std::string symbols = "SymInt[]";
-  const size_t at = schema.find(symbols);
-  if (at != std::string::npos) schema.replace(at, symbols.size(), "int[]");
-  return schema;
-}
-std::string without_last_result(std::string schema) {
-  return schema.erase(schema.rfind(',')) + ')';
-}
-
-// One line "<op>: <function>, <function>=<argument>" for each op with names of its own.
-std::string list_public_functions() {
-  std::string lines;
-  for (const auto& [op, functions] : public_functions()) {
-    lines += op;
-    const char* separator = ": ";
-    for (const PublicFunction& function : functions) {
-      lines.append(separator).append(function.name);
-      if (function.argument != nullptr) lines.append("=").append(function.argument);
-      separator = ", ";
-    }
-    lines += '\n';
-  }
-  return lines;
-}
-
 }  // namespace
 
 std::string schema_of_fields(const std::vector<std::string_view>& structs) {
@@ -126,17 +98,6 @@ void Registry::name(const char* op, std::vector<PublicFunction> functions) {
   public_functions()[op] = std::move(functions);
 }
 
-void Registry::define_schema([[maybe_unused]] const std::string& schema,
-                             [[maybe_unused]] Gradient gradient) {
-#if !defined(OMNIATTN_CUDA)
-  schemas_.def(schema.c_str());
-  if (gradient == Gradient::none) return;
-  schemas_.def(eager_schema(schema, "_raw").c_str());
-  if (gradient != Gradient::saves_last) return;
-  schemas_.def(without_last_result(eager_schema(schema, "_only")).c_str());
-#endif
-}
-
 void Registry::implement_boxed(const std::string& op,
                                void (*run)(StableIValue*, uint64_t, uint64_t), Gradient gradient) {
   implementations_.impl(op.c_str(), run);
@@ -145,9 +106,52 @@ void Registry::implement_boxed(const std::string& op,
   if (gradient == Gradient::saves_last) implementations_.impl((op + "_only").c_str(), run);
 }
 
+#if defined(OMNIATTN_CUDA)
+// The CPU library registers the schemas.
+void Registry::define_schema(const std::string&, Gradient) {}
+
+}  // namespace omniattn::ops
+#else
+namespace {
+// Schema of `<op>_raw` or of `<op>_only`.
+std::string eager_schema(std::string schema, const char* suffix) {
+  schema.insert(schema.find('('), suffix);
+  const std::string symbols = "SymInt[]";
+  const size_t at = schema.find(symbols);
+  if (at != std::string::npos) schema.replace(at, symbols.size(), "int[]");
+  return schema;
+}
+std::string without_last_result(std::string schema) {
+  return schema.erase(schema.rfind(',')) + ')';
+}
+
+// One line "<op>: <function>, <function>=<argument>" for each op with names of its own.
+std::string list_public_functions() {
+  std::string lines;
+  for (const auto& [op, functions] : public_functions()) {
+    lines += op;
+    const char* separator = ": ";
+    for (const PublicFunction& function : functions) {
+      lines.append(separator).append(function.name);
+      if (function.argument != nullptr) lines.append("=").append(function.argument);
+      separator = ", ";
+    }
+    lines += '\n';
+  }
+  return lines;
+}
+}  // namespace
+
+void Registry::define_schema(const std::string& schema, Gradient gradient) {
+  schemas_.def(schema.c_str());
+  if (gradient == Gradient::none) return;
+  schemas_.def(eager_schema(schema, "_raw").c_str());
+  if (gradient != Gradient::saves_last) return;
+  schemas_.def(without_last_result(eager_schema(schema, "_only")).c_str());
+}
+
 }  // namespace omniattn::ops
 
-#if !defined(OMNIATTN_CUDA)
 STABLE_TORCH_LIBRARY_FRAGMENT(omniattn, m) { m.def("public_functions() -> str"); }
 STABLE_TORCH_LIBRARY_IMPL(omniattn, CompositeExplicitAutograd, m) {
   m.impl("public_functions", TORCH_BOX(&omniattn::ops::list_public_functions));
