@@ -2,13 +2,12 @@
 // that each device implements.
 #pragma once
 
-#include "kernels/attention/attention.h"
-
 #include <array>
 #include <memory>
 #include <optional>
 #include <vector>
 
+#include "kernels/attention/attention_params.h"
 #include "ops/sequences.h"
 #include "ops/tensor.h"
 

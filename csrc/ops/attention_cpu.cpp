@@ -5,6 +5,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "kernels/attention/attention_kernels_cpu.h"
+#include "kernels/attention/attention_sizes_cpu.h"
 #include "kernels/attention/attention_terms.h"
 #include "ops/attention.h"
 #include "ops/attention_parts.h"

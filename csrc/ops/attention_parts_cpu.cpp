@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "kernels/attention/attention_sizes_cpu.h"
 #include "kernels/attention/attention_terms.h"
 #include "ops/attention_parts.h"
 #include "ops/parallel.h"

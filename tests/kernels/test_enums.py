@@ -107,6 +107,6 @@ def test_constants_match():
     assert constant("semantics/mask.h", "kMaxMaskRules") == MAX_RULES
     assert constant("semantics/mask_rule.h", "kMaskParamLimit") == _attention.LONGEST + 1
     tile = [
-        constant("kernels/attention/attention.h", name) for name in ("kQueryBlock", "kKeyBlock")
+        constant("kernels/attention/attention_sizes_cpu.h", name) for name in ("kQueryBlock", "kKeyBlock")
     ]
     assert tuple(tile) == _mask.TILE

@@ -1,5 +1,5 @@
-// Backward in five products per tile (see attention.h). A work item owns a set of (b, kv head) and
-// every splits-th key block. For each block it recomputes P from lse and adds
+// Backward in five products per tile (see attention_kernels_cpu.h). A work item owns a set of (b,
+// kv head) and every splits-th key block. For each block it recomputes P from lse and adds
 //
 //   dV += (Z P)^T dO     dP = dO V^T     dS = P (Z dP - Delta)     dK += dx^T x_q     dQ += dx K
 //
@@ -7,12 +7,13 @@
 // the row's dO and Delta instead. dK and dV of the block stay in L2 and are written once. Products
 // read operands M, see attention_forward_cpu.cpp; if these have 16 bits, x_q is the unscaled q and
 // the dx in dK is scaled. With AMX tiles, one group of rows of P and dS at a time stays in L1.
-#include "kernels/attention/attention.h"
 #include "kernels/attention/attention_backward_tile.h"
 #include "kernels/attention/attention_distance.h"
+#include "kernels/attention/attention_kernels_cpu.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/transpose.h"
+#include "semantics/block_schedule.h"
 #include "semantics/softmax.h"
 
 namespace omniattn::OMNIATTN_ISA {

@@ -1,5 +1,5 @@
-// Backward for any dtype and head size, see attention.h. Every gradient has one owner, so that sums
-// have a fixed order without atomics; in return each kernel recomputes P and dS:
+// Backward for any dtype and head size, see attention_params.h. Every gradient has one owner, so
+// that sums have a fixed order without atomics; in return each kernel recomputes P and dS:
 //
 //   delta   a warp per query row: rowsum(dO * O) - dlse
 //   dq      a block per 64 queries of a head and chunk of columns, over the keys

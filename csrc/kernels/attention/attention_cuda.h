@@ -1,7 +1,7 @@
-// CUDA launchers of attention, see attention.h. No launcher allocates or waits.
+// CUDA launchers of attention, see attention_params.h. No launcher allocates or waits.
 #pragma once
 
-#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_params.h"
 #include "runtime/stream.h"
 
 namespace omniattn {

@@ -1,11 +1,11 @@
-// Few query rows against many keys (see attention.h). Keys are split at fixed places. Each
-// work item reads its rows of K and V once, in memory order, for all query rows that share
+// Few query rows against many keys (see attention_kernels_cpu.h). Keys are split at fixed places.
+// Each work item reads its rows of K and V once, in memory order, for all query rows that share
 // them, and leaves one partial (O, m, l) per row; merge adds the partials in key order. K
 // and V are read in place, through a table of row offsets, which also serves pages. Many
 // rows of one kv head (MLA: 128 heads on one latent) are multiplied by register tiles:
 // S^T = K Q^T, with Q packed once per item.
-#include "kernels/attention/attention.h"
 #include "kernels/attention/attention_decode_tile.h"
+#include "kernels/attention/attention_kernels_cpu.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "semantics/softmax.h"

@@ -1,4 +1,4 @@
-// Few query rows against many keys, see attention.h. Keys are split at fixed places. A
+// Few query rows against many keys, see attention_params.h. Keys are split at fixed places. A
 // block reads its K and V once, 16 bytes per access, for all query rows that share them
 // (the queries of all heads of a group), and leaves one partial (O, m, l) per row; merge
 // adds the partials in key order.

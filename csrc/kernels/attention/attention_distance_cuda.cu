@@ -1,4 +1,4 @@
-// Gradients of rows of distances, see attention.h. A block per head, 64 distances and
+// Gradients of rows of distances, see attention_params.h. A block per head, 64 distances and
 // chunk of columns walks the tiles that contain these distances, and recomputes P and dS;
 // then a thread per element of a gradient sums over the distances that read its row. Every
 // sum has one owner and a fixed order.

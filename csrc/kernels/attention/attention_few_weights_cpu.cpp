@@ -1,6 +1,7 @@
 // Attention weights of few query rows, or sums of them (see attention_weights_cpu.cpp). A work item
 // is a few key blocks of one kv head, whose keys it reads once, in place.
 #include "kernels/attention/attention_decode_tile.h"
+#include "kernels/attention/attention_kernels_cpu.h"
 #include "kernels/attention/attention_weights.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"

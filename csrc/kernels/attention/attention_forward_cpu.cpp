@@ -1,12 +1,14 @@
-// Tiled forward (see attention.h). One query block of one head walks the visible key blocks,
-// keeps S (96 x 128), O and the softmax state in L2 and writes O and lse once. A work item is
-// one such block, or all blocks of a kv head if there are enough heads: the packed K and V then
+// Tiled forward (see attention_kernels_cpu.h). One query block of one head walks the visible key
+// blocks, keeps S (96 x 128), O and the softmax state in L2 and writes O and lse once. A work item
+// is one such block, or all blocks of a kv head if there are enough heads: the packed K and V then
 // stay in the caches of one core.
 #include "kernels/attention/attention_distance.h"
+#include "kernels/attention/attention_kernels_cpu.h"
 #include "kernels/attention/attention_softmax.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
+#include "semantics/block_schedule.h"
 #include "semantics/softmax.h"
 
 namespace omniattn::OMNIATTN_ISA {

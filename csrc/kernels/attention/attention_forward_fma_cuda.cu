@@ -1,5 +1,6 @@
-// Forward for any dtype and head size, see attention.h. A block computes 64 queries of one head for
-// a chunk of the columns of V; wider values take more blocks, each of which repeats the softmax.
+// Forward for any dtype and head size, see attention_params.h. A block computes 64 queries of one
+// head for a chunk of the columns of V; wider values take more blocks, each of which repeats the
+// softmax.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_distance_cuda.h"
 #include "runtime/dispatch.h"

@@ -1,4 +1,4 @@
-// Forward on tensor cores, see attention.h and attention_mma_cuda.h: FlashAttention-2 (arXiv
+// Forward on tensor cores, see attention_params.h and attention_mma_cuda.h: FlashAttention-2 (arXiv
 // 2307.08691). A block computes 64 queries of one head against 64 keys at a time (32 for D > 128,
 // for lack of shared memory); meanwhile the next keys and values are copied.
 #include "kernels/attention/attention_cuda.h"

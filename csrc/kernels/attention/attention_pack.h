@@ -1,7 +1,7 @@
 // Packs rows of q, k and v as operands of products, and stores results as rows.
 #pragma once
 
-#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_sizes_cpu.h"
 #include "runtime/assert.h"
 #include "runtime/gemm_tile.h"
 #include "runtime/vec.h"

@@ -4,7 +4,7 @@
 // attention_plan_cpu.cpp: a copy in each kernel was a tenth of the library.
 #pragma once
 
-#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_sizes_cpu.h"
 #include "runtime/gemm_tile.h"
 
 namespace omniattn::OMNIATTN_ISA {

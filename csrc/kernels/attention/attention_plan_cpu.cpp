@@ -2,6 +2,7 @@
 #include "kernels/attention/attention_plan.h"
 
 #include "runtime/assert.h"
+#include "semantics/block_schedule.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {

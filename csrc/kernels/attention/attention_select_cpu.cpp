@@ -1,9 +1,11 @@
 // Finds for each query the key with the largest logit, the first among equal ones (see
-// attention.h). A work item is a query block of one head, which walks the key blocks in order.
-#include "kernels/attention/attention.h"
+// attention_kernels_cpu.h). A work item is a query block of one head, which walks the key blocks in
+// order.
 #include "kernels/attention/attention_distance.h"
+#include "kernels/attention/attention_kernels_cpu.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
+#include "semantics/block_schedule.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {

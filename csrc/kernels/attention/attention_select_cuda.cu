@@ -1,6 +1,7 @@
-// Finds for each query the key with the largest logit, the first among equal ones, see attention.h:
-// by FMA for any dtype and head size. A block processes 64 queries of one head over all keys; each
-// thread keeps the best of its columns, and the threads of a row compare theirs at the end.
+// Finds for each query the key with the largest logit, the first among equal ones, see
+// attention_params.h: by FMA for any dtype and head size. A block processes 64 queries of one head
+// over all keys; each thread keeps the best of its columns, and the threads of a row compare theirs
+// at the end.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_distance_cuda.h"
 #include "runtime/dispatch.h"

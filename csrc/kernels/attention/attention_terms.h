@@ -3,7 +3,8 @@
 // the lse of few rows to the backward.
 #pragma once
 
-#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_kernels_cpu.h"
+#include "kernels/attention/attention_sizes_cpu.h"
 
 namespace omniattn {
 

@@ -1,5 +1,5 @@
-// Terms of a score other than q.k, see attention.h: the table term of all pairs, and the gradients
-// of bias, table, sinks and head scales. Every sum has one owner and a fixed order.
+// Terms of a score other than q.k, see attention_params.h: the table term of all pairs, and the
+// gradients of bias, table, sinks and head scales. Every sum has one owner and a fixed order.
 //
 //   expand  a thread per element of the table term
 //   dbias   a block per 64 keys of a row (of 64 queries) of the bias, over its broadcast dimensions
@@ -12,6 +12,7 @@
 #include "kernels/attention/attention_gradient_tile_cuda.h"
 #include "runtime/dispatch.h"
 #include "runtime/gpu_row.h"
+#include "semantics/block_schedule.h"
 
 namespace omniattn {
 namespace {

@@ -3,8 +3,9 @@
 // keys of a query fit in one word.
 #pragma once
 
-#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_params.h"
 #include "runtime/gpu.h"
+#include "semantics/block_schedule.h"
 #include "semantics/packed_rows.h"
 #include "semantics/softmax.h"
 

@@ -1,8 +1,8 @@
 // Computes and stores the rows of attention weights (see AttentionWeightsParams).
 #pragma once
 
-#include "kernels/attention/attention.h"
 #include "kernels/attention/attention_pack.h"
+#include "kernels/attention/attention_params.h"
 #include "kernels/attention/attention_row.h"
 
 namespace omniattn::OMNIATTN_ISA {

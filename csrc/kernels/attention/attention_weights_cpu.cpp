@@ -1,10 +1,12 @@
-// Attention weights from q, k and lse (see attention.h), or sums of them. A work item is one
-// key block of one head of the result: it owns the columns it writes, and sums the query heads
-// one by one, each in query order.
+// Attention weights from q, k and lse (see attention_kernels_cpu.h), or sums of them. A work item
+// is one key block of one head of the result: it owns the columns it writes, and sums the query
+// heads one by one, each in query order.
 #include "kernels/attention/attention_distance.h"
+#include "kernels/attention/attention_kernels_cpu.h"
 #include "kernels/attention/attention_weights.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
+#include "semantics/block_schedule.h"
 #include "semantics/softmax.h"
 
 namespace omniattn::OMNIATTN_ISA {

@@ -13,7 +13,8 @@
 // order of candidates is total, so splits do not change the result.
 #pragma once
 
-#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_kernels_cpu.h"
+#include "kernels/attention/attention_sizes_cpu.h"
 #include "runtime/stream.h"
 
 namespace omniattn {

@@ -14,7 +14,8 @@
 // not fit the lse of the attention.
 #pragma once
 
-#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_kernels_cpu.h"
+#include "kernels/attention/attention_sizes_cpu.h"
 #include "runtime/stream.h"
 
 namespace omniattn {

@@ -1,13 +1,14 @@
-// Gradients of the tables of a score_mod's program, see attention.h, in one pass for each step that
-// adds to a table's gradient. A block walks its tiles and computes for each pair the value and the
-// element that it is added to; then each thread adds the values of its own elements, in the order
-// of the pairs, so that sums have a fixed order without atomics.
+// Gradients of the tables of a score_mod's program, see attention_params.h, in one pass for each
+// step that adds to a table's gradient. A block walks its tiles and computes for each pair the
+// value and the element that it is added to; then each thread adds the values of its own elements,
+// in the order of the pairs, so that sums have a fixed order without atomics.
 //
 //   pairs of a grid   every pair has its element: a block per 64 queries and the pairs sharing them
 //   other tables      program_parts blocks with one part each, which are summed later
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_gradient_tile_cuda.h"
 #include "runtime/dispatch.h"
+#include "semantics/block_schedule.h"
 
 namespace omniattn {
 namespace {

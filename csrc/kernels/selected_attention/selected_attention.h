@@ -18,7 +18,8 @@
 // of owners, the lists are inverted instead, see selected_attention_cuda.cu.)
 #pragma once
 
-#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_kernels_cpu.h"
+#include "kernels/attention/attention_sizes_cpu.h"
 #include "runtime/stream.h"
 
 namespace omniattn {

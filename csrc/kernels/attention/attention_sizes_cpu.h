@@ -1,14 +1,4 @@
-// Attention on the CPU: O = Z . softmax(f(scale q k^T) + bias) v, where Z is dropout.
-//
-//   forward   pack (b, kv head, 64 keys), then tiles (b, head, query block), or both together per
-//             (b, kv head): online softmax after Dao et al., FlashAttention (arXiv 2205.14135) and
-//             FlashAttention-2 (arXiv 2307.08691)
-//   decode    few query rows: split (b, kv heads, key range), then merge (b, head, query), in key
-//             order
-//   backward  prepare (b, head, query block), gradients (batch entries, kv heads, key blocks) and
-//             finish (b, head, query block), or all three together per (batch entries, kv heads):
-//             dK, dV, dbias and the table's plane are private to an item; dQ goes to one buffer per
-//             key split, and finish adds these up in order
+// Tiles, work items and scratch memory of attention on the CPU.
 //
 // 16-bit floats are widened when they are packed, and all arithmetic is in compute_t<T>. Only if
 // the ISA multiplies 16-bit operands, blocks of queries are multiplied in their own type, and P
@@ -17,10 +7,8 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
-#include "kernels/attention/attention_problem.h"
-#include "runtime/cpu_isa.h"
+#include "kernels/attention/attention_params.h"
 #include "semantics/block_schedule.h"
 
 namespace omniattn {
@@ -36,103 +24,15 @@ constexpr int64_t kKeyPanel = 64;        // keys side by side in packed K^T
 constexpr int64_t kKeyBlock = 128;       // keys of one tile
 constexpr int64_t kKeyRow = 144;         // a row of kKeyBlock keys, padded
 constexpr int64_t kQueryBlock = 96;      // queries of one tile
-constexpr int64_t kSplitKeys = 256;      // keys of one decode work item
 constexpr int64_t kTileSplitKeys = 512;  // as kSplitKeys, for decoding by register tiles
-constexpr int64_t kDecodeRows = 16;      // most query rows per kv head that are decoded,
-constexpr int64_t kDecodeQueries = 4;    // or, on the CPU, most queries with any number of heads
+constexpr int64_t kDecodeQueries = 4;    // most queries that are decoded with any number of rows
 constexpr int64_t kDecodeTileRows = 32;  // from this many rows on, register tiles are well filled
 constexpr int64_t kBackwardItems = 8;    // the backward splits keys to get this many work items,
 constexpr int64_t kBackwardSplits = 8;   // with at most this many dQ buffers
 constexpr int64_t kTablePlanes = 16;     // per head, for the gradient of a shared table
 
-struct AttentionForwardParams {
-  AttentionProblem problem;
-  MutableHeadView out;  // (B, Tq, Hq, Dv)
-  void* lse;            // (B, Hq, lse_stride) in the compute type
-  void* lse_tail;       // same shape, for the backward (see Lse); or null
-  void* workspace;      // forward_workspace_elements or decode_workspace_elements
-};
-
-// `at` is the index of the row in lse.
-template <class A>
-OMNIATTN_FN void store_lse(const AttentionForwardParams& params, int64_t at, Lse<A> lse) {
-  static_cast<A*>(params.lse)[at] = lse.value;
-  if (params.lse_tail != nullptr) static_cast<A*>(params.lse_tail)[at] = lse.tail;
-}
-
-// How pairs write the gradient of a bias: they add if many share an element; otherwise each stores
-// its own, past the caches (stream) if the gradient does not fit in them.
-enum class BiasWrite : int32_t { add, store, stream };
-
-// Gradients of the tables of a program. Elements owned by one item are written in
-// place. Others are written in parts: one per item or, if heads have elements of
-// their own, one per batch of items.
-struct ProgramGradients {
-  struct Table {
-    ProgramGradient whole;  // or its first part
-    int64_t elements;       // in one part; 0: no parts
-    bool has_heads;
-  };
-  Table tables[kMaxProgramTables];
-  // True if elements written in place belong to all batch entries; true if to all heads.
-  bool shares_batches, shares_heads;
-};
-
-struct AttentionBackwardParams {
-  AttentionProblem problem;
-  HeadView out;          // (B, Tq, Hq, Dv)
-  HeadView grad_out;     // same shape as out
-  const void* lse;       // (B, Hq, lse_stride) in the compute type
-  const void* lse_tail;  // same shape as lse
-  const void* grad_lse;  // same shape as lse, or null
-  MutableHeadView grad_q, grad_k, grad_v;
-  // Gradient of the bias in the compute type, contiguous, with zero strides where the bias is
-  // broadcast; zero on entry if pairs add. Null: not wanted.
-  void* grad_bias;
-  int64_t grad_bias_stride_b, grad_bias_stride_h, grad_bias_stride_q;
-  BiasWrite bias_write;
-  // Gradients of (B | 1, rows, Hq), (Hq,) and (Hq,) in the compute type. Null: not wanted.
-  void *grad_table, *grad_sinks, *grad_head_scale;
-  // Gradients of (rows, Hq, D) in the compute type. Null: not wanted.
-  void *grad_relative_keys, *grad_relative_queries;
-  // Gradients of the tables of a program. Null: none is wanted.
-  const ProgramGradients* grad_program;
-  // Partial gradients, which the op sums. part_relative: planes of the relative view,
-  // (splits, table_parts, Hq, plane), zero on entry. Other parts: (B, Hq, query blocks).
-  // For CUDA see attention_cuda.h.
-  void* part_relative;
-  int64_t part_relative_plane;
-  void *part_sinks, *part_head_scale;
-  // (splits, distance_parts, Hq, rows of distance_range, D), zero on entry; on CUDA (Hq, distances,
-  // D).
-  void *part_relative_keys, *part_relative_queries;
-  int64_t splits;   // key splits, each with a dQ buffer
-  void* workspace;  // backward_workspace_elements
-};
-
-struct AttentionWeightsParams {
-  AttentionProblem problem;  // v is not read
-  const void* lse;           // (B, Hq, Tq) in the compute type
-  // P (B, Hq, Tq, Tk) in dtype, or its sums in the compute type; zero on entry unless column_sums
-  void* out;
-  bool column_sums;  // sum over Tq
-  bool group_sums;   // sum over the heads of a group: Hkv instead of Hq
-};
-
-struct AttentionSelectParams {
-  AttentionProblem problem;  // v is not read
-  int64_t* index;            // (B, Hq, Tq), -1 if no key is visible
-  void* top;                 // (B, Hq, Tq) in the compute type
-};
-
-static_assert(std::is_trivially_copyable_v<AttentionForwardParams>);
-static_assert(std::is_trivially_copyable_v<AttentionBackwardParams>);
-static_assert(std::is_trivially_copyable_v<AttentionWeightsParams>);
-static_assert(std::is_trivially_copyable_v<AttentionSelectParams>);
-
 // Work items. Sizes of memory are in elements of the compute type.
 
-OMNIATTN_FN int64_t group_size(const AttentionProblem& p) { return p.hq / p.hkv; }
 OMNIATTN_FN int64_t query_block_count(const AttentionProblem& p) {
   return ceil_div(p.tq, kQueryBlock);
 }
@@ -176,9 +76,6 @@ OMNIATTN_FN int64_t forward_scratch_elements(const AttentionProblem& p) {
          program_elements(p) + distance_elements(p);
 }
 
-OMNIATTN_FN bool takes_decode_path(const AttentionProblem& p) {
-  return p.tq * group_size(p) <= kDecodeRows && p.tk > 0 && !has_distance_rows(p);
-}
 // With few queries a head's register tiles would be nearly empty, even if its group is large
 // (MLA: 128 heads on one latent).
 OMNIATTN_FN bool takes_decode_path_cpu(const AttentionProblem& p) {
@@ -201,7 +98,6 @@ OMNIATTN_FN int64_t decode_head_items(const AttentionProblem& p) {
 OMNIATTN_FN int64_t decode_items(const AttentionProblem& p) {
   return p.batch * decode_splits(p) * decode_head_items(p);
 }
-OMNIATTN_FN int64_t merge_items(const AttentionProblem& p) { return p.batch * p.hq * p.tq; }
 // Size of a partial result, one per row and split: O (dv), m, l.
 OMNIATTN_FN int64_t partial_elements(const AttentionProblem& p) { return padded_row(p.dv) + 16; }
 OMNIATTN_FN int64_t decode_workspace_elements(const AttentionProblem& p) {
@@ -279,7 +175,6 @@ OMNIATTN_FN int64_t program_part(const AttentionBackwardParams& p, bool has_head
 OMNIATTN_FN int64_t backward_items(const AttentionBackwardParams& p) {
   return backward_owners(p) * p.splits;
 }
-OMNIATTN_FN int64_t query_rows(const AttentionProblem& p) { return p.batch * p.hq * p.tq; }
 // Size of 16-bit columns: the transpose of `rows` rows.
 OMNIATTN_FN int64_t column_elements(const AttentionProblem& p, int64_t rows, int64_t width) {
   return size_of(p.dtype) == 2 ? round_up(rows * width, 32) / 2 : 0;
@@ -301,13 +196,6 @@ OMNIATTN_FN int64_t backward_scratch_elements(const AttentionBackwardParams& p) 
          distance_elements(x);
 }
 
-// Number of heads of the result, and of query heads in each.
-OMNIATTN_FN int64_t weights_heads(const AttentionWeightsParams& w) {
-  return w.group_sums ? w.problem.hkv : w.problem.hq;
-}
-OMNIATTN_FN int64_t heads_summed(const AttentionWeightsParams& w) {
-  return w.group_sums ? group_size(w.problem) : 1;
-}
 OMNIATTN_FN int64_t weights_items(const AttentionWeightsParams& w) {
   return w.problem.batch * weights_heads(w) * key_block_count(w.problem);
 }
@@ -330,55 +218,5 @@ OMNIATTN_FN int64_t select_scratch_elements(const AttentionProblem& p) {
   return kKeyBlock * p.d + kQueryBlock * (padded_row(p.d) + kKeyBlock) + program_elements(p) +
          distance_elements(p);
 }
-
-// Kernel entries: one table per file and ISA.
-
-// Runs items [begin, end) of a problem. `scratch` is memory of the calling thread.
-template <class Params>
-using AttentionKernel = void (*)(const Params&, void* scratch, int64_t begin, int64_t end);
-using AttentionForwardKernel = AttentionKernel<AttentionForwardParams>;
-using AttentionBackwardKernel = AttentionKernel<AttentionBackwardParams>;
-
-struct AttentionForwardKernels {
-  // Keys are packed once for all threads, into the workspace: pack_items without scratch, then
-  // forward_items with forward_scratch_elements ...
-  AttentionForwardKernel pack, forward;
-  // ... or by the item that needs them, into packed_head_elements of additional scratch:
-  // kv_head_items. The results are bitwise equal.
-  AttentionForwardKernel forward_heads;
-};
-struct AttentionDecodeKernels {
-  // decode_items, decode_scratch_elements; merge_items, no scratch
-  AttentionForwardKernel decode, merge;
-};
-struct AttentionBackwardKernels {
-  // forward_items, backward_items, forward_items; only the second needs scratch,
-  // backward_scratch_elements.
-  AttentionBackwardKernel prepare, backward, finish;
-  // All three steps, for one kv head at a time, if splits is 1: backward_owners. The workspace is
-  // in scratch: backward_workspace_elements more, for the rows of a kv head.
-  AttentionBackwardKernel backward_heads;
-};
-
-struct AttentionWeightsKernels {
-  // weights_items, weights_scratch_elements
-  AttentionKernel<AttentionWeightsParams> weights;
-};
-struct AttentionFewWeightsKernels {
-  // few_rows_items, few_rows_scratch_elements; for problems that take the decode path
-  AttentionKernel<AttentionWeightsParams> weights;
-};
-
-struct AttentionSelectKernels {
-  // forward_items, select_scratch_elements
-  AttentionKernel<AttentionSelectParams> select;
-};
-
-OMNIATTN_PRODUCT_KERNEL_TABLE(AttentionForwardKernels, attention_forward_kernels)
-OMNIATTN_KERNEL_TABLE(AttentionDecodeKernels, attention_decode_kernels)
-OMNIATTN_PRODUCT_KERNEL_TABLE(AttentionBackwardKernels, attention_backward_kernels)
-OMNIATTN_PRODUCT_KERNEL_TABLE(AttentionWeightsKernels, attention_weights_kernels)
-OMNIATTN_KERNEL_TABLE(AttentionFewWeightsKernels, attention_few_weights_kernels)
-OMNIATTN_PRODUCT_KERNEL_TABLE(AttentionSelectKernels, attention_select_kernels)
 
 }  // namespace omniattn
