@@ -1,4 +1,4 @@
-// Selects the decay and the update of a call.
+// Selects the update, the decay and the compute type of a call.
 #pragma once
 
 #include "kernels/recurrence/recurrence_channel_decay.h"
@@ -7,19 +7,23 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Calls f.operator()<C, Decay, Update>() for the dtype and the inputs of a call.
-template <class F>
+// Returns the argument of the update of a call.
+template <class T>
+const T& of_update(const Recurrence& p, const T& plain, const T& delta, const T& bonus,
+                   const T& low_rank) {
+  if (p.a.data != nullptr) return low_rank;
+  if (p.bonus != nullptr) return bonus;
+  return p.delta ? delta : plain;
+}
+
+// Calls f.operator()<C, Decay>() for the dtype and the decay of a call with this update.
+template <class Update, class F>
 void choose(const Recurrence& p, const F& f) {
   dispatch_compute(p.dtype, [&]<class C>(C) {
-    const auto with = [&]<class Update>(Update) {
-      if constexpr (Update::kHeadDecay) {
-        if (!p.channel_decay) return f.template operator()<C, HeadDecay<C>, Update>();
-      }
-      f.template operator()<C, ChannelDecay<C, Update>, Update>();
-    };
-    if (p.a.data != nullptr) return with(LowRankUpdate{});
-    if (p.bonus != nullptr) return with(BonusUpdate{});
-    p.delta ? with(DeltaUpdate{}) : with(PlainUpdate{});
+    if constexpr (Update::kHeadDecay) {
+      if (!p.channel_decay) return f.template operator()<C, HeadDecay<C>>();
+    }
+    f.template operator()<C, ChannelDecay<C, Update>>();
   });
 }
 
