@@ -177,14 +177,14 @@ OMNIATTN_FN T to_logit(const Score& score, T s) {
 
 // g(x) and g'(x) of the transform, for vectors and scalars.
 template <class V>
-OMNIATTN_FN score_rules::ValueAndSlope<V> transform_at(const Score& score, V x) {
+OMNIATTN_FN ValueAndSlope<V> transform_at(const Score& score, V x) {
   return with_score_rule<ScoreRole::transform>(
       score.transform, [&](auto rule) OMNIATTN_LAMBDA { return rule.at(x); });
 }
 
 // Weight that a normalizer gives to a logit, and its derivative.
 template <class V>
-OMNIATTN_FN score_rules::ValueAndSlope<V> weight_at(const Score& score, V logit) {
+OMNIATTN_FN ValueAndSlope<V> weight_at(const Score& score, V logit) {
   return with_score_rule<ScoreRole::normalizer>(
       score.normalizer, [&](auto rule) OMNIATTN_LAMBDA { return rule.at(logit); });
 }

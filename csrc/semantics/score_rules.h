@@ -26,6 +26,7 @@
 #include <cstdint>
 
 #include "semantics/macros.h"
+#include "semantics/value_and_slope.h"
 
 namespace omniattn {
 
@@ -123,13 +124,6 @@ struct Sinks {
 struct Normalizer {
   static constexpr ScoreRole kRole = ScoreRole::normalizer;
   static constexpr int32_t kParameters = 0;
-};
-
-// Value and derivative of a function at one point. The compiler drops the slope where only the
-// value is used.
-template <class V>
-struct ValueAndSlope {
-  V value, slope;
 };
 
 // Transforms: g(x).

@@ -17,25 +17,9 @@
 #include "runtime/cpu_isa.h"
 #include "runtime/dtype.h"
 #include "runtime/stream.h"
+#include "semantics/activation_rules.h"
 
 namespace omniattn {
-
-// Numbered as in python/omniattn/ops/activation.py.
-enum class Activation : int32_t {
-  identity = 0,
-  relu = 1,
-  silu = 2,
-  gelu = 3,
-  gelu_tanh = 4,
-  sigmoid = 5,
-  quick_gelu = 6,    // x sigmoid(1.702 x)
-  relu_squared = 7,  // max(x, 0)^2
-};
-inline constexpr int64_t kActivationCount = 8;
-
-struct Clamp {
-  double alpha, limit;  // limit 0: not clamped
-};
 
 inline constexpr int64_t kGluBlock = 4096;
 

@@ -1,10 +1,10 @@
 // GLU family, see activation.h.
 #include "kernels/activation/activation.h"
 
-#include "kernels/activation/activate.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
+#include "runtime/vec.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -25,21 +25,20 @@ OMNIATTN_INLINE T* row_at(P* p, int64_t offset) {
   return p != nullptr ? static_cast<T*>(p) + offset : nullptr;
 }
 
-template <class T, Activation kAct>
+template <class T, class Act>
 void glu(const GluParams& p, int64_t begin, int64_t end) {
   for_blocks(p.cols, begin, end, [&](int64_t row, int64_t first, int64_t n) {
     const T* const gate = static_cast<const T*>(p.gate) + row * p.gate_row + first;
     const T* const up = row_at<const T>(p.up, row * p.up_row + first);
     T* const y = static_cast<T*>(p.y) + row * p.y_row + first;
     for_row<T, Order::any>(n, [&](int64_t i, auto part) {
-      const auto act =
-          lanewise([](auto x) { return activate<kAct>(x).value; }, part.load(gate + i));
+      const auto act = lanewise([](auto x) { return Act::at(x).value; }, part.load(gate + i));
       part.store(y + i, up != nullptr ? act * part.load(up + i) : act);
     });
   });
 }
 
-template <class T, Activation kAct>
+template <class T, class Act>
 void glu_backward(const GluBackwardParams& p, int64_t begin, int64_t end) {
   for_blocks(p.cols, begin, end, [&](int64_t row, int64_t first, int64_t n) {
     const T* const grad_y = static_cast<const T*>(p.grad_y) + row * p.grad_y_row + first;
@@ -49,8 +48,8 @@ void glu_backward(const GluBackwardParams& p, int64_t begin, int64_t end) {
     T* const dup = row_at<T>(p.dup, row * p.dup_row + first);
     for_row<T, Order::any>(n, [&](int64_t i, auto part) {
       const auto g = part.load(grad_y + i), x = part.load(gate + i);
-      const auto value = lanewise([](auto v) { return activate<kAct>(v).value; }, x);
-      const auto slope = lanewise([](auto v) { return activate<kAct>(v).slope; }, x);
+      const auto value = lanewise([](auto v) { return Act::at(v).value; }, x);
+      const auto slope = lanewise([](auto v) { return Act::at(v).slope; }, x);
       part.store(dgate + i, (up != nullptr ? g * part.load(up + i) : g) * slope);
       if (dup != nullptr) part.store(dup + i, g * value);
     });
@@ -95,7 +94,7 @@ void glu_any(const GluParams& p, int64_t begin, int64_t end) {
   OMNIATTN_ASSERT_HAS(p.gate, end - begin);
   dispatch(p.dtype, [&]<class T>(T) {
     if (p.clamp.limit > 0) return clamped<T>(p, begin, end);
-    with_activation(p.act, [&]<Activation kAct> { glu<T, kAct>(p, begin, end); });
+    with_activation(p.act, [&]<class Act>(Act) { glu<T, Act>(p, begin, end); });
   });
 }
 void glu_backward_any(const GluBackwardParams& p, int64_t begin, int64_t end) {
@@ -103,7 +102,7 @@ void glu_backward_any(const GluBackwardParams& p, int64_t begin, int64_t end) {
   OMNIATTN_ASSERT_HAS(p.gate, end - begin);
   dispatch(p.dtype, [&]<class T>(T) {
     if (p.clamp.limit > 0) return clamped_backward<T>(p, begin, end);
-    with_activation(p.act, [&]<Activation kAct> { glu_backward<T, kAct>(p, begin, end); });
+    with_activation(p.act, [&]<class Act>(Act) { glu_backward<T, Act>(p, begin, end); });
   });
 }
 

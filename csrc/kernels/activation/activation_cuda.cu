@@ -1,7 +1,6 @@
 // GLU family on CUDA, see activation.h: each thread takes 16 bytes of gate and up at a time.
 #include "kernels/activation/activation.h"
 
-#include "kernels/activation/activate_cuda.h"
 #include "runtime/gpu_row.h"
 
 namespace omniattn {
@@ -35,13 +34,14 @@ __device__ __forceinline__ Pack<T, W> up_or_ones(const void* up, int64_t offset)
 template <class T, int W>
 __global__ void __launch_bounds__(kThreads)
     glu_kernel(const __grid_constant__ GluParams p, int64_t rows) {
+  const ClampedProduct<compute_t<T>> clamped(p.clamp);
   for_packs<W>(rows, p.cols, [&](int64_t row, int64_t i) {
     const auto gate = gpu::load_constant<W>(static_cast<const T*>(p.gate) + row * p.gate_row + i);
     const auto up = up_or_ones<T, W>(p.up, row * p.up_row + i);
     Pack<T, W> y;
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      y.v[j] = gpu::narrow<T>(p.clamp.limit > 0 ? clamped_product(p.clamp, gate[j], up[j]).value
+      y.v[j] = gpu::narrow<T>(p.clamp.limit > 0 ? clamped(gate[j], up[j]).value
                                                 : activate(p.act, gate[j]).value * up[j]);
     }
     gpu::store(static_cast<T*>(p.y) + row * p.y_row + i, y);
@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, int W>
 __global__ void __launch_bounds__(kThreads)
     glu_backward_kernel(const __grid_constant__ GluBackwardParams p, int64_t rows) {
+  const ClampedProduct<compute_t<T>> clamped(p.clamp);
   for_packs<W>(rows, p.cols, [&](int64_t row, int64_t i) {
     const auto gy = gpu::load<W>(static_cast<const T*>(p.grad_y) + row * p.grad_y_row + i);
     const auto gate = gpu::load_constant<W>(static_cast<const T*>(p.gate) + row * p.gate_row + i);
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       if (p.clamp.limit > 0) {
-        const auto product = clamped_product(p.clamp, gate[j], up[j]);
+        const auto product = clamped(gate[j], up[j]);
         dgate.v[j] = gpu::narrow<T>(gy[j] * product.by_gate);
         dup.v[j] = gpu::narrow<T>(gy[j] * product.by_up);
         continue;

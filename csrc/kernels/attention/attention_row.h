@@ -54,7 +54,7 @@ OMNIATTN_INLINE void with_weight(const Score& score, A shift, const F& f) {
   using V = Vec<A>;
   const auto power = [](V x) OMNIATTN_LAMBDA {
     const V e = exp2(x);
-    return score_rules::ValueAndSlope<V>{e, e};
+    return ValueAndSlope<V>{e, e};
   };
   if (!is_softmax(score)) {
     with_score_rule<ScoreRole::normalizer>(score.normalizer, [&](auto rule) OMNIATTN_LAMBDA {

@@ -2,10 +2,10 @@
 // inputs stay in L1. Walking along time within a vector of channels took 2.5 to 3.5 times as long.
 #include "kernels/conv/conv.h"
 
-#include "kernels/activation/activate.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
+#include "semantics/activation_rules.h"
 #include "semantics/seqlen.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -123,7 +123,7 @@ template <class T, int kTaps>
     for (int j = 0; j < kSteps; ++j) {
       if (!conv.kInside && t + j >= last) break;
       auto sum = sums[j];
-      if (silu) sum = lanewise([](auto v) { return activate<Activation::silu>(v).value; }, sum);
+      if (silu) sum = lanewise([](auto v) { return activation_rules::Silu::at(v).value; }, sum);
       past_caches ? part.stream(y + j * n + i, sum) : part.store(y + j * n + i, sum);
     }
   });
@@ -194,7 +194,7 @@ struct BackwardSteps {
     Steps<V> g(V(C(0))), slopes(V(C(1)));
     if (p.conv.silu) {
       const auto sums = conv.sums(t, i, part);
-      const auto slope = [](auto v) { return activate<Activation::silu>(v).slope; };
+      const auto slope = [](auto v) { return activation_rules::Silu::at(v).slope; };
 #pragma GCC unroll 4
       for (int j = 0; j < kSteps; ++j) slopes[j] = lanewise(slope, sums[j]);
     }

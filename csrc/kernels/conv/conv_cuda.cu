@@ -3,9 +3,10 @@
 // and for partial sums of dweight, which are then added in order, without atomics.
 #include "kernels/conv/conv.h"
 
-#include "kernels/activation/activate_cuda.h"
 #include "kernels/sums/sums.h"
 #include "runtime/dispatch.h"
+#include "runtime/gpu.h"
+#include "semantics/activation_rules.h"
 #include "semantics/arith.h"
 #include "semantics/packed_rows.h"
 
@@ -39,7 +40,7 @@ struct Conv {
   __device__ __forceinline__ ValueAndSlope<C> result(int64_t t) const {
     C sum = gpu::widen(static_cast<const T*>(p.bias)[d]);
     for (int64_t k = 0; k < p.taps; ++k) sum += weight(k) * input(t + k - p.taps + 1);
-    return activate(p.silu ? Activation::silu : Activation::identity, sum);
+    return p.silu ? activation_rules::Silu::at(sum) : activation_rules::Identity::at(sum);
   }
 };
 

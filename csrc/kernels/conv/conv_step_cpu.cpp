@@ -1,10 +1,10 @@
 // One token of a causal convolution, see conv.h. State and weights are read in vectors if their
 // channels are adjacent in memory, otherwise element by element.
-#include "kernels/activation/activate.h"
 #include "kernels/conv/conv.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "runtime/row.h"
+#include "semantics/activation_rules.h"
 #include "semantics/arith.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -32,7 +32,7 @@ struct ConvStep {
   }
 
   void finish(int64_t i, auto part, Vec<C> sum) const {
-    part.store(y + i, p.silu ? activate<Activation::silu>(sum).value : sum);
+    part.store(y + i, p.silu ? activation_rules::Silu::at(sum).value : sum);
   }
   Vec<C> bias(int64_t i, auto part) const {
     return p.bias == nullptr ? Vec<C>(C(0)) : part.load(static_cast<const T*>(p.bias) + i);

@@ -17,9 +17,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/activation/activation.h"
 #include "runtime/cpu_isa.h"
 #include "runtime/dtype.h"
+#include "semantics/activation_rules.h"
 #include "semantics/arith.h"
 
 namespace omniattn {

@@ -2,7 +2,6 @@
 // up of a row of features, and h.
 #pragma once
 
-#include "kernels/activation/activate.h"
 #include "kernels/moe/moe.h"
 #include "runtime/row.h"
 
@@ -62,10 +61,10 @@ OMNIATTN_INLINE void join_row(MoeGate gate, const HiddenRow<C>& row, int64_t n, 
   });
 }
 
-template <class C, Activation kAct>
+template <class C, class Act>
 struct Product {
   OMNIATTN_INLINE Gated<Vec<C>> operator()(Vec<C> gate, Vec<C> up) const {
-    const auto [value, slope] = activate<kAct>(gate);
+    const auto [value, slope] = Act::at(gate);
     return {value * up, slope * up, value};
   }
 };
@@ -75,7 +74,7 @@ OMNIATTN_INLINE void with_hidden(const MoeHidden& h, const F& f) {
   if (h.clamp.limit > 0) {
     f(ClampedProduct<C>(h.clamp));
   } else {
-    with_activation(h.act, [&]<Activation kAct> { f(Product<C, kAct>{}); });
+    with_activation(h.act, [&]<class Act>(Act) { f(Product<C, Act>{}); });
   }
 }
 

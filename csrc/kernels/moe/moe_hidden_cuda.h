@@ -1,7 +1,6 @@
 // Step between the two products of an expert, see moe.h: gate and up of features, and h.
 #pragma once
 
-#include "kernels/activation/activate_cuda.h"
 #include "kernels/moe/moe.h"
 #include "runtime/gpu_row.h"
 
@@ -62,7 +61,7 @@ __device__ __forceinline__ void store_features(MoeGate gate, const GateAndUp<com
 // h and its derivatives. Without a gate, the activation applies to `gate` and there is no up.
 template <class C>
 __device__ __forceinline__ Gated<C> hidden_value(const MoeHidden& p, C gate, C up) {
-  if (p.clamp.limit > 0) return clamped_product(p.clamp, gate, up);
+  if (p.clamp.limit > 0) return ClampedProduct<C>(p.clamp)(gate, up);
   const auto act = activate(p.act, gate);
   if (p.gate == MoeGate::none) return {act.value, act.slope, C(0)};
   return {act.value * up, act.slope * up, act.value};

@@ -16,11 +16,11 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/activation/activation.h"
 #include "kernels/sums/sums.h"
 #include "runtime/cpu_isa.h"
 #include "runtime/dtype.h"
 #include "runtime/stream.h"
+#include "semantics/activation_rules.h"
 
 namespace omniattn {
 

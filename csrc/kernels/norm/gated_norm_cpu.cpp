@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "kernels/activation/activate.h"
 #include "kernels/norm/rounded.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"

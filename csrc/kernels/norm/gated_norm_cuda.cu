@@ -29,16 +29,12 @@ __device__ __forceinline__ void load_vector(const T* p, int64_t i, compute_t<T> 
   for (int j = 0; j < W; ++j) out[j] = p != nullptr ? pack[j] : otherwise;
 }
 
-template <class C>
-struct Gate {
-  C value, slope;
-};
-
 // act(z) and act'(z) of the two gates; all activations would need too many registers.
 template <class C>
-__device__ __forceinline__ Gate<C> gate_of(Activation act, C z) {
+__device__ __forceinline__ ValueAndSlope<C> gate_of(Activation act, C z) {
   const C s = C(1) / (C(1) + exp(-z)), slope = s * (C(1) - s);
-  return act == Activation::silu ? Gate<C>{z * s, s + z * slope} : Gate<C>{s, slope};
+  return act == Activation::silu ? ValueAndSlope<C>{z * s, s + z * slope}
+                                 : ValueAndSlope<C>{s, slope};
 }
 
 template <class T>

@@ -7,6 +7,7 @@
 #include "runtime/gpu.h"
 #endif
 #include "semantics/macros.h"
+#include "semantics/value_and_slope.h"
 
 #if defined(OMNIATTN_ISA)
 namespace omniattn::OMNIATTN_ISA {
@@ -156,11 +157,7 @@ OMNIATTN_FN GatesGradient<V> gates_back(V decay, V factor, V ddecay, V dfactor, 
 
 // softplus(x) = log(1 + e^x), or x itself above 20 as in torch, and its derivative.
 template <class V>
-struct Softplus {
-  V value, slope;
-};
-template <class V>
-OMNIATTN_FN Softplus<V> softplus(V x) {
+OMNIATTN_FN ValueAndSlope<V> softplus(V x) {
   const V e = exp(-abs(x)), part = reciprocal(V(1) + e);
   const auto is_positive = x > V(0), is_linear = x > V(20);
   return {select(is_linear, x, select(is_positive, x, V(0)) + log1p_of_unit(e)),
@@ -169,11 +166,7 @@ OMNIATTN_FN Softplus<V> softplus(V x) {
 
 // silu(z) = z sigmoid(z) and its derivative.
 template <class V>
-struct Silu {
-  V value, slope;
-};
-template <class V>
-OMNIATTN_FN Silu<V> silu(V z) {
+OMNIATTN_FN ValueAndSlope<V> silu(V z) {
   const V e = exp(-abs(z));
   const V share = select(z > V(0), V(1), e) * reciprocal(V(1) + e), value = z * share;
   return {value, fma(value, V(1) - share, share)};

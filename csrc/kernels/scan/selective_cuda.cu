@@ -107,7 +107,7 @@ struct Channel : SelectiveItem {
     if (p.paired) return w.rows.row<C>(s.batch, s.begin + t)[group * p.states + n];
     return gpu::widen(w.rows.row<T>(s.batch, s.begin + t)[group * p.states + n]);
   }
-  __device__ __forceinline__ scan_rules::Softplus<C> step(int64_t t) const {
+  __device__ __forceinline__ ValueAndSlope<C> step(int64_t t) const {
     const C x = input(p.delta, t) + vector(p.bias);
     if (p.softplus) return scan_rules::softplus(x);
     return {x, C(1)};

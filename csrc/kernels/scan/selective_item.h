@@ -231,7 +231,7 @@ struct Item : ItemStates<compute_t<T>> {
     }
   }
 
-  OMNIATTN_INLINE scan_rules::Softplus<Vec<C>> step_of(int64_t i, auto part, const T* delta) const {
+  OMNIATTN_INLINE ValueAndSlope<Vec<C>> step_of(int64_t i, auto part, const T* delta) const {
     Vec<C> x = part.load(delta + i);
     if (p.bias != nullptr) x = x + part.load(this->vector(p.bias) + i);
     if (p.softplus) return scan_rules::softplus(x);

@@ -164,9 +164,8 @@ __device__ __forceinline__ A score_of(const AttentionProblem& p, const Tile& til
 
 // Weight of a program's result, and the gradient of that result.
 template <class A>
-__device__ __forceinline__ score_rules::ValueAndSlope<A> weigh(const AttentionProblem& p, A value,
-                                                               A z, A dp,
-                                                               const RowStats<A>& stats) {
+__device__ __forceinline__ ValueAndSlope<A> weigh(const AttentionProblem& p, A value, A z, A dp,
+                                                  const RowStats<A>& stats) {
   if (!is_softmax(p.score)) {
     const auto weight = weight_at(p.score, value);
     return {weight.value * z, weight.slope * z * dp};
