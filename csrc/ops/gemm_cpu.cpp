@@ -32,7 +32,7 @@ bool is_on_tiles(DType dtype) {
 
 // The dtype in which a product is multiplied.
 DType factors(const GemmParams& p) {
-  if (p.pieces > 0) return DType::bf16;
+  if (p.split_bf16 > 0) return DType::bf16;
   return is_on_tiles(p.b_dtype) ? p.b_dtype : p.a_dtype;
 }
 
@@ -93,8 +93,8 @@ Tensor find(std::vector<Exponents>& all) {
 }
 
 bool takes_pieces(const GemmParams& p) {
-  return p.pieces > 0 && p.a_dtype == DType::f32 && p.b_dtype == DType::f32 && p.m > kMaxDotRows &&
-         is_on_tiles(DType::bf16);
+  return p.split_bf16 > 0 && p.a_dtype == DType::f32 && p.b_dtype == DType::f32 &&
+         p.m > kMaxDotRows && is_on_tiles(DType::bf16);
 }
 
 }  // namespace
@@ -133,7 +133,7 @@ void multiply_each(std::span<const GemmParams> products) {
   for (size_t i = 0; i < products.size(); ++i) {
     if (made[i]) continue;
     others.push_back(products[i]);
-    others.back().pieces = 0;
+    others.back().split_bf16 = 0;
   }
   run(others);
 }
@@ -156,7 +156,7 @@ void multiply(const Operand& a, const Operand& b, const void* bias, void* c, DTy
                      .a_transposed = a.transposed,
                      .b_transposed = b.transposed,
                      .accumulate = accumulate,
-                     .pieces = split_bf16};
+                     .split_bf16 = split_bf16};
   multiply_each({&p, 1});
 }
 

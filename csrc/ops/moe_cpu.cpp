@@ -108,7 +108,7 @@ Blocks multiply_in_pieces(const Problem& p, const Routing& routing, const Wave& 
                         .a_transposed = false,
                         .b_transposed = b.k_stride == 1,
                         .accumulate = false,
-                        .pieces = p.split_bf16});
+                        .split_bf16 = p.split_bf16});
   }
   const std::vector<bool> made = gemm::multiply_in_pieces(products);
   Blocks blocks;
@@ -205,7 +205,7 @@ void weight_grad(const Problem& p, const Routing& routing, const Wave& wave, con
                         .b_transposed = false,
                         .accumulate = false,
                         .c_transposed = in_first != w.transposed,
-                        .pieces = p.split_bf16});
+                        .split_bf16 = p.split_bf16});
   }
   gemm::multiply_each(products);
 }

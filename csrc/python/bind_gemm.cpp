@@ -46,10 +46,10 @@ std::vector<float> exponents_of(const GemmKernels& kernels, const void* x, int64
 }
 
 // C = op(A) op(B) + bias; half types are uint16; `accumulate` adds to C in compute type;
-// `pieces` of fp32 as in GemmParams.
+// split_bf16 as in GemmParams.
 void gemm(const std::string& isa, std::array<int32_t, 3> dtypes, pybind11::array a,
           bool a_transposed, pybind11::array b, bool b_transposed, pybind11::object bias,
-          pybind11::array c, int64_t k, bool accumulate, int64_t pieces) {
+          pybind11::array c, int64_t k, bool accumulate, int64_t split_bf16) {
   GemmParams p{};
   p.a_dtype = static_cast<DType>(dtypes[0]);
   p.b_dtype = static_cast<DType>(dtypes[1]);
@@ -67,12 +67,12 @@ void gemm(const std::string& isa, std::array<int32_t, 3> dtypes, pybind11::array
   p.a_transposed = a_transposed;
   p.b_transposed = b_transposed;
   p.accumulate = accumulate;
-  p.pieces = pieces;
+  p.split_bf16 = split_bf16;
   // The choice of ops/gemm_cpu.cpp: tiles multiply B in its storage type.
   const DType factors = isa.starts_with("amx_") ? p.b_dtype : p.a_dtype;
-  const GemmKernels& kernels = kernels_of(isa, pieces > 0 ? DType::bf16 : factors);
+  const GemmKernels& kernels = kernels_of(isa, split_bf16 > 0 ? DType::bf16 : factors);
   std::vector<float> a_exponents, b_exponents;
-  if (pieces > 0) {
+  if (split_bf16 > 0) {
     a_exponents = exponents_of(kernels, p.a, p.lda, a_transposed ? k : p.m, p.m, a_transposed);
     b_exponents = exponents_of(kernels, p.b, p.ldb, b_transposed ? p.n : k, p.n, !b_transposed);
     p.a_exponents = a_exponents.data();
@@ -89,7 +89,7 @@ void bind_gemm(pybind11::module_& m) {
   namespace py = pybind11;
   m.def("gemm", &gemm, py::arg("isa"), py::arg("dtypes"), py::arg("a"), py::arg("a_transposed"),
         py::arg("b"), py::arg("b_transposed"), py::arg("bias"), py::arg("c"), py::arg("k"),
-        py::arg("accumulate"), py::arg("pieces") = 0);
+        py::arg("accumulate"), py::arg("split_bf16") = 0);
 }
 
 }  // namespace python

@@ -57,8 +57,8 @@ def test_switches_choose_the_number_of_pieces(switch, pieces, monkeypatch):
         torch.set_float32_matmul_precision("medium")
     x, weight, bias = inputs()
     expected = pieces if ON_TILES else 0
-    assert _precision.pieces_of(x) == expected
-    assert _precision.pieces_of(x.bfloat16()) == _precision.pieces_of(x.to("meta")) == 0
+    assert _precision.split_bf16_of(x) == expected
+    assert _precision.split_bf16_of(x.bfloat16()) == _precision.split_bf16_of(x.to("meta")) == 0
     assert torch.equal(
         linear(x, weight, bias, backend="cpu"), ops.linear(x, weight, bias, expected)
     )
@@ -76,7 +76,7 @@ def test_torchs_switch_for_its_backend_is_followed():
     before = torch.backends.mkldnn.matmul.fp32_precision
     try:
         torch.backends.mkldnn.matmul.fp32_precision = "tf32"
-        assert _precision.pieces_of(torch.ones(1)) == (2 if ON_TILES else 0)
+        assert _precision.split_bf16_of(torch.ones(1)) == (2 if ON_TILES else 0)
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before
 
@@ -109,7 +109,7 @@ def run(function, x, weight, bias, grad, **options):
 
 
 @pytest.mark.parametrize("switch", ["high", "ours"])
-def test_the_backward_repeats_the_pieces_of_the_forward(switch, monkeypatch):
+def test_the_backward_repeats_the_split_bf16_of_the_forward(switch, monkeypatch):
     """Whatever the switch says by then."""
     x, weight, bias = inputs()
     grad = torch.ones(len(x), len(weight))

@@ -40,7 +40,7 @@ struct GemmParams {
   // 2 or 3: fp32 in this many pieces of bf16 (gemm_pieces.h), on levels with bf16 tiles,
   // for more than kMaxDotRows rows. Needs the exponents of the rows of A and of the columns
   // of B, which must all be finite.
-  int64_t pieces = 0;
+  int64_t split_bf16 = 0;
   const float *a_exponents = nullptr, *b_exponents = nullptr;
 };
 static_assert(std::is_trivially_copyable_v<GemmParams>);

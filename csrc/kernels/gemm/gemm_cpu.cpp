@@ -231,7 +231,7 @@ constexpr bool kMakesPieces = kOnTiles && multiplies(kIsa, DType::bf16);
 #if defined(OMNIATTN_PAIRS)
 template <class T>
 PieceWorkspace<T> piece_workspace(const GemmParams& p, const Grid& grid, void* memory) {
-  return {memory, p, piece_depth(grid.depth, p.pieces), grid.rows, grid.cols};
+  return {memory, p, piece_depth(grid.depth, p.split_bf16), grid.rows, grid.cols};
 }
 
 template <class T>
@@ -241,8 +241,8 @@ void run_in_pieces(const GemmParams& p, void* memory, int64_t begin, int64_t end
   for (int64_t item = begin; item < end; ++item) {
     const int64_t n = item % grid.col_blocks * grid.cols, cols = smaller(grid.cols, p.n - n);
     const int64_t m = item / grid.col_blocks * grid.rows, rows = smaller(grid.rows, p.m - m);
-    p.pieces == 2 ? multiply_pieces<2>(p, m, rows, n, cols, work)
-                  : multiply_pieces<3>(p, m, rows, n, cols, work);
+    p.split_bf16 == 2 ? multiply_pieces<2>(p, m, rows, n, cols, work)
+                      : multiply_pieces<3>(p, m, rows, n, cols, work);
     finish_pieces(p, m, rows, n, cols, work.sums, work.cols);
   }
 }
@@ -291,7 +291,7 @@ int64_t workspace_bytes(const GemmParams& p) {
   int64_t bytes = 0;
 #if defined(OMNIATTN_PAIRS)
   if constexpr (kMakesPieces) {
-    if (p.pieces > 0) return piece_workspace<bf16>(p, Grid(p), nullptr).bytes;
+    if (p.split_bf16 > 0) return piece_workspace<bf16>(p, Grid(p), nullptr).bytes;
   }
 #endif
   dispatch_operand(p, [&]<class T>(T) { bytes = Workspace<T>::bytes(p, Grid(p)); });
@@ -304,7 +304,7 @@ void run(const GemmParams& p, void* workspace, int64_t begin, int64_t end) {
   const TileScope tiles;
 #if defined(OMNIATTN_PAIRS)
   if constexpr (kMakesPieces) {
-    if (p.pieces > 0) return run_in_pieces<bf16>(p, workspace, begin, end);
+    if (p.split_bf16 > 0) return run_in_pieces<bf16>(p, workspace, begin, end);
   }
 #endif
   dispatch_operand(p, [&]<class T>(T) {

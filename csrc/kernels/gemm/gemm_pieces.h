@@ -127,9 +127,9 @@ struct PieceWorkspace {
         cols(cols_),
         b_next(packed_elements<T>(depth, cols)),
         b(static_cast<T*>(memory)),
-        a(b + p.pieces * b_next),
-        split(a + p.pieces * kStripRows * depth),
-        sums(reinterpret_cast<float*>(split + p.pieces * split_elements(depth, cols))),
+        a(b + p.split_bf16 * b_next),
+        split(a + p.split_bf16 * kStripRows * depth),
+        sums(reinterpret_cast<float*>(split + p.split_bf16 * split_elements(depth, cols))),
         bytes(reinterpret_cast<char*>(sums + round_up(rows, kStripRows) * cols) -
               static_cast<char*>(memory)) {}
 
@@ -144,7 +144,7 @@ void pack_pieces_of_b(const GemmParams& p, int64_t k, int64_t depth, int64_t n, 
                       const PieceWorkspace<T>& work) {
   constexpr int64_t kCols = kPanelCols<T>;
   const auto* const b = static_cast<const float*>(p.b);
-  const int pieces = static_cast<int>(p.pieces);
+  const int pieces = static_cast<int>(p.split_bf16);
   const int64_t whole = round_up(depth, kTileTerms), even = round_up(depth, 2);
   const auto panel_of = [&](int piece, int64_t panel) {
     return work.b + piece * work.b_next + packed_elements<T>(whole, panel);
@@ -182,7 +182,7 @@ void pack_pieces_of_a(const GemmParams& p, int64_t k, int64_t depth, int64_t row
                       T* tiles) {
   constexpr int64_t kPiece = kStripRows * kTileTerms, kWidth = VecF::kWidth;
   const auto* const a = static_cast<const float*>(p.a);
-  const int64_t step = p.pieces * kPiece;
+  const int64_t step = p.split_bf16 * kPiece;
   if (!p.a_transposed) {
     for (int64_t r = 0; r < kStripRows; ++r) {
       const bool is_there = r < rows;
@@ -192,7 +192,7 @@ void pack_pieces_of_a(const GemmParams& p, int64_t k, int64_t depth, int64_t row
       for (int64_t i = 0; i < depth; to += step) {
         for (int64_t half = 0; half < kTileTerms; half += kWidth, i += kWidth) {
           VecF left = scale2(load_n(from + i, is_there ? depth - i : 0), e);
-          for (int64_t piece = 0; piece < p.pieces; ++piece) {
+          for (int64_t piece = 0; piece < p.split_bf16; ++piece) {
             T* const at = to + piece * kPiece + half;
             store_factors(at, left);
             left = left - load(at);
@@ -216,7 +216,7 @@ void pack_pieces_of_a(const GemmParams& p, int64_t k, int64_t depth, int64_t row
         even[j] = terms(i + 2 * j);
         odd[j] = terms(i + 2 * j + 1);
       }
-      for (int64_t piece = 0; piece < p.pieces; ++piece) {
+      for (int64_t piece = 0; piece < p.split_bf16; ++piece) {
         VecF pairs[16];
 #pragma GCC unroll 16
         for (int j = 0; j < 16; ++j) {

@@ -18,7 +18,7 @@ import omniattn
 from omniattn import config
 from omniattn.ops import _library, gemm_choice, level_choice
 from omniattn.ops._cpu import cpu_family, cpuinfo
-from omniattn.ops._precision import pieces_of
+from omniattn.ops._precision import split_bf16_of
 
 _CPU_NUMBERS = {"family": "cpu family", "model": "model"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -149,7 +149,7 @@ def _kernels() -> dict[str, str]:
 def _linear() -> dict[str, str]:
     """Names the library whose matrix product `linear` uses, by dtype."""
     of = {str(d).removeprefix("torch."): rule.products for d, rule in gemm_choice.CHOICE.items()}
-    if pieces := pieces_of(torch.empty(0)):
+    if pieces := split_bf16_of(torch.empty(0)):
         of["float32"] = f"omniattn, of {pieces} pieces of bfloat16"
     return of
 

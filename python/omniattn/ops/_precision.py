@@ -17,13 +17,13 @@ from omniattn import config
 from omniattn.ops import _library
 from omniattn.ops._compile import assume_constant_result
 
-__all__ = ["pieces_of"]
+__all__ = ["split_bf16_of"]
 
 _AMX = config.CPU_ISAS.index("amx_bf16")
 _HAS_TILES: bool = torch.ops.omniattn.detected_cpu_isa() >= _AMX
 
 
-def pieces_of(x: Tensor) -> int:
+def split_bf16_of(x: Tensor) -> int:
     """Number of bf16 pieces of each element in products with x: 2, 3, or 0 for no splitting.
 
     Compiled code follows `torch.set_float32_matmul_precision` and `FP32_PIECES`, which

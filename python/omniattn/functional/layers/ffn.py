@@ -19,7 +19,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import token_wise
 from omniattn.ops import ffn as ops
-from omniattn.ops._precision import pieces_of
+from omniattn.ops._precision import split_bf16_of
 from omniattn.ops.activation import ACTIVATIONS as ACTIVATIONS
 from omniattn.ops.activation import CLAMPED, encode
 from omniattn.ops.gemm_choice import native_is_faster
@@ -224,7 +224,7 @@ def _run(
 ) -> Tensor:
     x = tensors[0]
     run = implementation(op, backend, x, ops.glu_mlp)
-    split_bf16 = pieces_of(x)
+    split_bf16 = split_bf16_of(x)
     native = native_is_faster(x, tensors[1], split_bf16) if backend is None else backend == "cpu"
     y: Tensor = run(*tensors, seed, dropout_p, *codes, recompute, native, split_bf16)
     return y

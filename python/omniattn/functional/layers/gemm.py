@@ -16,7 +16,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import token_wise
 from omniattn.ops import gemm as ops
-from omniattn.ops._precision import pieces_of
+from omniattn.ops._precision import split_bf16_of
 from omniattn.ops.gemm_choice import native_is_faster
 
 __all__ = ["linear"]
@@ -79,7 +79,7 @@ def linear(
         require_strided("linear", "bias", bias)
         require_shape("linear", "bias", bias, weight_shape[:1])
     run = implementation("linear", backend, x, ops.linear)
-    split_bf16 = pieces_of(x)
+    split_bf16 = split_bf16_of(x)
     torchs = backend is None and not native_is_faster(x, weight, split_bf16)
     if torchs and x.layout == weight.layout == torch.strided:  # the native op refuses others
         return torch.nn.functional.linear(x, weight, bias)

@@ -22,7 +22,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.compositions.moe import moe_of_weighed_inputs
 from omniattn.ops import moe as ops
-from omniattn.ops._precision import pieces_of
+from omniattn.ops._precision import split_bf16_of
 from omniattn.ops.moe import ACTIVATIONS as ACTIVATIONS
 from omniattn.reference.precision import compute_dtype
 
@@ -130,7 +130,7 @@ def moe_experts(
         down_bias,
         *ops.encode(activation, interleaved, alpha, limit),
         trains and not recompute,
-        pieces_of(x),
+        split_bf16_of(x),
     )
     run = implementation(op, backend, x, ops.moe)
     if weigh_inputs:
