@@ -84,12 +84,48 @@ int main() {
   return 0;
 }
 """
+ACTIVATION_PROGRAM = """
+#include <cmath>
+
+#include "kernels/activation/activation_cpu.cpp"
+
+using namespace omniattn;
+
+double hard_swish(double x) { return x * std::fmin(std::fmax(x / 6 + 0.5, 0), 1); }
+
+bool near(double a, double b) { return std::abs(a - b) < 1e-5; }
+
+int main() {
+  double x[83], y[83];
+  for (int n = 0; n < 83; ++n) x[n] = 0.1 * n - 4.05;
+  for (double at : x) {
+    const double step = 1e-6;
+    const double slope = (hard_swish(at + step) - hard_swish(at - step)) / (2 * step);
+    const auto number = activate(Activation::hard_swish, static_cast<float>(at));
+    if (!near(number.value, hard_swish(at)) || !near(number.slope, slope)) return 1;
+  }
+  GluParams p{};
+  p.dtype = DType::f64;
+  p.act = Activation::hard_swish;
+  p.cols = 83;
+  p.gate = x;
+  p.y = y;
+  isa_baseline::activation_kernels_table.glu(p, 0, 1);
+  for (int n = 0; n < 83; ++n) {
+    if (!near(y[n], hard_swish(x[n]))) return 2;
+  }
+  return kActivationCount != 9;
+}
+"""
+
+
+def section_of(title):
+    page = (ROOT / "docs/adding.md").read_text()
+    return re.search(rf"^## {title}\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)[1]
 
 
 def examples(title):
-    page = (ROOT / "docs/adding.md").read_text()
-    section = re.search(rf"^## {title}\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)[1]
-    return re.findall(r"```cpp\n(.*?)```", section, re.DOTALL)
+    return re.findall(r"```cpp\n(.*?)```", section_of(title), re.DOTALL)
 
 
 def build(folder, rules, last, lines, structs, program):
@@ -119,6 +155,28 @@ def build_scores(folder, structs):
     return build(folder, "score_rules", "window", lines, structs, SCORE_PROGRAM)
 
 
+def build_activation(folder, struct):
+    line = "rule(hard_swish, 8, HardSwish)"
+    return build(folder, "activation_rules", "relu_squared", line, [struct], ACTIVATION_PROGRAM)
+
+
+@pytest.mark.parametrize(
+    ("title", "row"),
+    [
+        ("A mask rule", "a rule on query and key positions"),
+        ("A score rule", "a function of each score, or another normalizer"),
+        ("An activation", "an activation"),
+    ],
+)
+def test_page_counts_the_files_of_its_steps(title, row):
+    page = (ROOT / "docs/adding.md").read_text()
+    count = re.search(rf"^\| {row} \|.*\| (\d+)[^|]*\|$", page, re.MULTILINE)[1]
+    steps = re.findall(r"^\d\. (.*?):", section_of(title), re.MULTILINE | re.DOTALL)
+    files = [path for step in steps for path in re.findall(r"`((?:csrc|python)/\S+)`", step)]
+    assert all((ROOT / path).is_file() for path in files)
+    assert len(files) == int(count)
+
+
 def test_mask_answers_right(tmp_path):
     result = build_mask(tmp_path, *examples("A mask rule"))
     assert result.returncode == 0, result.stderr
@@ -127,6 +185,12 @@ def test_mask_answers_right(tmp_path):
 
 def test_scores_answer_right(tmp_path):
     result = build_scores(tmp_path, examples("A score rule"))
+    assert result.returncode == 0, result.stderr
+    assert subprocess.run([tmp_path / "main"]).returncode == 0
+
+
+def test_activation_answers_right(tmp_path):
+    result = build_activation(tmp_path, *examples("An activation"))
     assert result.returncode == 0, result.stderr
     assert subprocess.run([tmp_path / "main"]).returncode == 0
 
@@ -145,3 +209,10 @@ def test_missing_member_of_a_score_is_a_compile_error(tmp_path, member):
     result = build_scores(tmp_path, structs)
     assert result.returncode != 0
     assert f"has no member named '{member}'" in result.stderr
+
+
+def test_activation_without_its_formula_is_a_compile_error(tmp_path):
+    (struct,) = examples("An activation")
+    result = build_activation(tmp_path, struct.replace(" at(", " other_at("))
+    assert result.returncode != 0
+    assert "'at' is not a member of 'omniattn::activation_rules::HardSwish'" in result.stderr

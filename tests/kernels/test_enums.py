@@ -66,7 +66,7 @@ def by_name(kinds):
             {kind.name.lower(): int(kind) for kind in ScoreKind},
         ),
         (program_ops(), {op.name.lower(): int(op) for op in ProgramOp}),
-        (enumerators("kernels/activation/activation.h", "Activation"), ACTIVATIONS),
+        (rules("semantics/activation_rules.h"), ACTIVATIONS),
         (enumerators("kernels/norm/gated_norm.h", "GatePlace"), GATE_PLACES),
         (
             enumerators("semantics/linear_attention.h", "FeatureMap"),
@@ -107,6 +107,7 @@ def test_constants_match():
     assert constant("semantics/mask.h", "kMaxMaskRules") == MAX_RULES
     assert constant("semantics/mask_rule.h", "kMaskParamLimit") == _attention.LONGEST + 1
     tile = [
-        constant("kernels/attention/attention_sizes_cpu.h", name) for name in ("kQueryBlock", "kKeyBlock")
+        constant("kernels/attention/attention_sizes_cpu.h", name)
+        for name in ("kQueryBlock", "kKeyBlock")
     ]
     assert tuple(tile) == _mask.TILE

@@ -109,7 +109,7 @@ def run(function, x, weight, bias, grad, **options):
 
 
 @pytest.mark.parametrize("switch", ["high", "ours"])
-def test_the_backward_repeats_the_split_bf16_of_the_forward(switch, monkeypatch):
+def test_the_backward_repeats_the_pieces_of_the_forward(switch, monkeypatch):
     """Whatever the switch says by then."""
     x, weight, bias = inputs()
     grad = torch.ones(len(x), len(weight))

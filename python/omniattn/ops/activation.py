@@ -9,20 +9,13 @@ from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._names import like
 from omniattn.ops._vmap import Fold
+from omniattn.reference.activation import ACTIVATIONS as DEFINITIONS
 
 __all__ = ["ACTIVATIONS", "ACTIVATION_NAMES", "CLAMPED", "encode", "glu"]
 
-#: Name of an activation -> its number in csrc/kernels/activation/activation.h.
-ACTIVATIONS = {
-    "identity": 0,
-    "relu": 1,
-    "silu": 2,
-    "gelu": 3,
-    "gelu_tanh": 4,
-    "sigmoid": 5,
-    "quick_gelu": 6,
-    "relu_squared": 7,
-}
+#: Name of an activation -> its place in the reference, its number in
+#: csrc/semantics/activation_rules.h.
+ACTIVATIONS = {name: number for number, name in enumerate(DEFINITIONS)}
 
 #: The gated activation that takes alpha and limit (gpt-oss).
 CLAMPED = "clamped_swiglu"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from omniattn.reference.limits import clamp
 from omniattn.reference.precision import widen
 
-#: Activations by name, on fp32 or fp64.
+#: Activations by name, on fp32 or fp64, in the order of csrc/semantics/activation_rules.h.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "identity": lambda x: x,
     "relu": F.relu,

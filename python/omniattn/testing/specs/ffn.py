@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn.reference.activation import ACTIVATIONS
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BF16, EACH, F32, SWEEPS, TRAINING
 
@@ -60,7 +61,8 @@ CASES = (
     _ffn("dropout", 33, 48, 80, None, ("seed",), dropout_p=0.3),
     *(
         _ffn(name, 17, 33, 40, None, (), activation=name)
-        for name in ("relu", "gelu", "gelu_tanh", "sigmoid", "quick_gelu", "relu_squared")
+        for name in ACTIVATIONS
+        if name not in ("identity", "silu")
     ),
 )
 
