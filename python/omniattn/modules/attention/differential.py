@@ -14,7 +14,7 @@ from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.modules.attention.score_mod import with_positions
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -132,7 +132,9 @@ class DifferentialAttention(Mixer):
             """l0."""
             return 0.8 - 0.6 * math.exp(-0.3 * self.depth)
 
-    @config_or_fields(Config, _signatures.DifferentialAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

@@ -15,7 +15,7 @@ from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.modules.attention.score_mod import with_positions
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear, weight_of
@@ -122,7 +122,9 @@ class MultiHeadLatentAttention(Mixer):
             """Dimensions of a head that a model rotates."""
             return self.qk_rope_dim
 
-    @config_or_fields(Config, _signatures.MultiHeadLatentAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

@@ -11,7 +11,7 @@ from omniattn import functional
 from omniattn.checks.arguments import require_tensor
 from omniattn.checks.jagged import same_boundaries
 from omniattn.functional.masks import All, BoolMask, Causal, KeyPadding, Mask
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences, sequences_of
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -69,7 +69,9 @@ class MultiheadAttention(Layer):
             """Whether the three projections are one parameter."""
             return self.kdim in (None, self.embed_dim) and self.vdim in (None, self.embed_dim)
 
-    @config_or_fields(Config, _signatures.MultiheadAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

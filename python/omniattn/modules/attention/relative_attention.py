@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from omniattn.checks.arguments import require_tensor
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceRows, T5Bias
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -51,7 +51,9 @@ class T5RelativeBias(Layer):
         bidirectional: bool = True
         init_std: float = 0.02
 
-    @config_or_fields(Config, _signatures.T5RelativeBias)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,
@@ -153,7 +155,9 @@ class DisentangledAttention(Layer):
             """Half the number of position embeddings."""
             return self.buckets or self.max_distance
 
-    @config_or_fields(Config, _signatures.DisentangledAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

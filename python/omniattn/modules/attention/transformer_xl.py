@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, DistanceRows
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import C, ConfigAlone, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -27,6 +27,13 @@ from omniattn.modules.base.mixer import Mixer, require_tokens
 from omniattn.modules.base.state import State, Storage, takes_cache
 from omniattn.modules.caches.cache import cache_like, require_cache, with_cache
 from omniattn.modules.caches.kv_cache import KVCache
+
+
+class _OnBiases(OnDevice):
+    biases: tuple[nn.Parameter, nn.Parameter] | None = field(default=None, kw_only=True)
+
+
+class _ByConfig(ConfigAlone[C], _OnBiases): ...
 
 
 class TransformerXLAttention(Mixer):
@@ -102,7 +109,9 @@ class TransformerXLAttention(Mixer):
             """Size of one head."""
             return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
-    @config_or_fields(Config, _signatures.TransformerXLAttention)
+    class _Fields(Config, _OnBiases): ...
+
+    @config_or_fields(Config, either(_ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

@@ -245,10 +245,9 @@ def config_or_fields(
     """Lets `__init__(self, config, *, device, ...)` take the fields of the config in its place.
 
     `RMSNorm(512, eps=1e-5, device="cuda")` is `RMSNorm(RMSNorm.Config(512, eps=1e-5),
-    device="cuda")`: what `__init__` takes after the config is then given by name. The signature
-    shows the fields. To type checkers it is that of `like`, for layers of this package one of
-    _signatures.pyi, or else takes any arguments. `make` is what takes the fields, default the
-    config.
+    device="cuda")`: arguments of `__init__` after the config are then given by name. The signature
+    shows the fields. Type checkers see the signature of `like`, which forms.py derives from the
+    config, or else accept any arguments. `make` takes the fields; the default is the config.
     """
     new = kind if make is None else make
     layer = kind.__qualname__.removesuffix(".Config")

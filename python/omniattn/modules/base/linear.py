@@ -8,7 +8,7 @@ from torch import nn
 
 from omniattn import functional
 from omniattn.checks.arguments import has_own_ops
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 
 
@@ -40,7 +40,9 @@ class Linear(Layer, nn.Linear):
         init_std: float = 0.02
         backend: str | None = None
 
-    @config_or_fields(Config, _signatures.Linear)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

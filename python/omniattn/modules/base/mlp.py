@@ -11,7 +11,7 @@ from omniattn import functional
 from omniattn.checks.arguments import require_number, shown
 from omniattn.functional.layers.activation import activated
 from omniattn.functional.layers.ffn import ACTIVATIONS
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear, is_plain
 from omniattn.modules.base.mixer import ChannelMixer
@@ -101,7 +101,9 @@ class MLP(_FeedForward):
                     f"{did_you_mean(self.activation, self.activations)}"
                 )
 
-    @config_or_fields(Config, _signatures.MLP)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,
@@ -176,7 +178,9 @@ class GatedMLP(_FeedForward):
             super().__post_init__()
             check_clamp("GatedMLP", self.clamp)
 
-    @config_or_fields(Config, _signatures.GatedMLP)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

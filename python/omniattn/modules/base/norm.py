@@ -8,7 +8,7 @@ from torch import nn
 from omniattn import functional
 from omniattn.checks.arguments import require_choice
 from omniattn.functional.layers.gated_norm import GATES
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.mixer import Norm
 
@@ -45,7 +45,9 @@ class RMSNorm(Norm, nn.RMSNorm):
         casting: str = "fp32"
         backend: str | None = None
 
-    @config_or_fields(Config, _signatures.RMSNorm)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,
@@ -104,7 +106,9 @@ class LayerNorm(Norm, nn.LayerNorm):
         bias: bool = True
         backend: str | None = None
 
-    @config_or_fields(Config, _signatures.LayerNorm)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,
@@ -165,7 +169,9 @@ class GroupNorm(Layer):
             super().__post_init__()
             _check_groups("GroupNorm", self.dim, self.num_groups)
 
-    @config_or_fields(Config, _signatures.GroupNorm)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,
@@ -245,7 +251,9 @@ class RMSNormGated(Layer):
             _check_groups("RMSNormGated", self.dim, self.num_groups)
             require_choice("RMSNormGated", "activation", self.activation, GATES)
 
-    @config_or_fields(Config, _signatures.RMSNormGated)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from omniattn.checks.arguments import (
     require_tensor,
     shown,
 )
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import Arguments, ByConfig, C, ConfigAlone, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 
 
@@ -78,7 +78,7 @@ class SinusoidalPositional(Layer):
                 nowhere, self.dim, layout=self.layout, freqs=self.freqs, base=self.base
             )
 
-    @config_or_fields(Config, _signatures.SinusoidalPositional)
+    @config_or_fields(Config, either(ConfigAlone[Config], Config).init)
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -122,7 +122,7 @@ class SinCosPositional2d(Layer):
             super().__post_init__()
             functional.sincos_2d(self.dim, 0, 0, order=self.order, base=self.base)  # checks them
 
-    @config_or_fields(Config, _signatures.SinCosPositional2d)
+    @config_or_fields(Config, either(ConfigAlone[Config], Config).init)
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -184,7 +184,9 @@ class LearnedPositional(Layer):
         dim: int
         init_std: float = 0.02
 
-    @config_or_fields(Config, _signatures.LearnedPositional)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,
@@ -235,6 +237,13 @@ class LearnedPositional(Layer):
         return resized
 
 
+class _Device(Arguments):
+    device: torch.device | str | None = field(default=None, kw_only=True)
+
+
+class _ByConfig(ConfigAlone[C], _Device): ...
+
+
 class ALiBi(Layer):
     """The bias ``-m_h |i - j|`` of attention, slopes m as `functional.alibi_slopes`.
 
@@ -269,7 +278,9 @@ class ALiBi(Layer):
 
     slopes: Tensor
 
-    @config_or_fields(Config, _signatures.ALiBi)
+    class _Fields(Config, _Device): ...
+
+    @config_or_fields(Config, either(_ByConfig[Config], _Fields).init)
     def __init__(self, config: Config, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.config = config

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.checks.arguments import require_number, shown, widen
-from omniattn.modules.base import _signatures
 from omniattn.modules.base.dropout import Dropout
+from omniattn.modules.base.forms import C, ConfigAlone, OnDevice, either
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.mixer import Norm
 
@@ -54,6 +54,13 @@ class DropPath(nn.Module):
     def extra_repr(self) -> str:
         """The probability, for print(module)."""
         return f"p={self.p}"
+
+
+class _OfLayer(OnDevice):
+    layer: nn.Module
+
+
+class _ByConfig(ConfigAlone[C], _OfLayer): ...
 
 
 class Residual(nn.Module):
@@ -114,7 +121,9 @@ class Residual(nn.Module):
                     "got placement='post'"
                 )
 
-    @config_or_fields(Config, _signatures.Residual)
+    class _Fields(Config, _OfLayer): ...
+
+    @config_or_fields(Config, either(_ByConfig[Config], _Fields).init)
     def __init__(
         self,
         layer: nn.Module,

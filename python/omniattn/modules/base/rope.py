@@ -10,7 +10,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.checks.arguments import require_integers, require_number
 from omniattn.functional.positions.rope_tables import RopeScaling, rope_scaling
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ConfigAlone, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 
 
@@ -95,7 +95,7 @@ class RotaryEmbedding(Layer):
 
     longest: Tensor
 
-    @config_or_fields(Config, _signatures.RotaryEmbedding)
+    @config_or_fields(Config, either(ConfigAlone[Config], Config).init)
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.checks.arguments import shown
 from omniattn.functional.recurrences._steps import causal_conv1d_inplace
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 
 
@@ -61,7 +61,9 @@ class ShortConvolution(Layer):
                     f"got kernel_size={self.kernel_size}, activation={shown(self.activation)}"
                 )
 
-    @config_or_fields(Config, _signatures.ShortConvolution)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

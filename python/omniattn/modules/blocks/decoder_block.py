@@ -13,8 +13,8 @@ from omniattn.checks.arguments import widen
 from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import ScoreMod
 from omniattn.modules.attention.attention import Attention
-from omniattn.modules.base import _signatures
 from omniattn.modules.base.dropout import Dropout
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.mixer import ChannelMixer, Mixer, Norm
 from omniattn.modules.base.state import (
@@ -83,7 +83,9 @@ class DecoderBlock(Layer, Stateful):
                 ChannelMixer.require_config("DecoderBlock", "mlp", self.mlp)
             Norm.require_config("DecoderBlock", "norm", self.norm)
 
-    @config_or_fields(Config, _signatures.DecoderBlock)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.checks.arguments import shown
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, C, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.norm import RMSNorm
 
 __all__ = ["MultiTokenPredictor"]
+
+
+class _ByConfig(ByConfig[C]):
+    block: Callable[[], nn.Module]
 
 
 class MultiTokenPredictor(Layer):
@@ -72,7 +76,10 @@ class MultiTokenPredictor(Layer):
                     f"got concat={shown(self.concat)}"
                 )
 
-    @config_or_fields(Config, _signatures.MultiTokenPredictor)
+    class _Fields(Config, OnDevice):
+        block: Callable[[], nn.Module] = field(kw_only=True)
+
+    @config_or_fields(Config, either(_ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

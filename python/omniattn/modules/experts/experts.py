@@ -11,7 +11,7 @@ from omniattn import functional
 from omniattn.checks.arguments import require_number, require_tensor, shown
 from omniattn.functional.layers.moe import ACTIVATIONS
 from omniattn.functional.routing import Routing
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Float32Buffers, Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.mlp import check_clamp
 
@@ -113,7 +113,9 @@ class Experts(DefaultVectors, Layer):
             check_clamp("Experts", self.clamp)
             require_number("Experts", "default_decay", self.default_decay, 0, 1)
 
-    @config_or_fields(Config, _signatures.Experts)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

@@ -12,7 +12,7 @@ from omniattn import functional
 from omniattn.checks.arguments import require_float, shown
 from omniattn.functional.routing import BALANCE_LOSSES, Routing
 from omniattn.functional.routing._checks import require_mask
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -248,7 +248,7 @@ class MoE(ChannelMixer):
 
     state: RouterState | None
 
-    @config_or_fields(Config, _signatures.MoE, make=Config.of)
+    @config_or_fields(Config, either(ByConfig[Config], Config.of).init, make=Config.of)
     def __init__(
         self,
         config: Config,

@@ -19,7 +19,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.functional.routing import ROUTER_GRADS, Routing
 from omniattn.functional.routing.routers import check_groups
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Float32Buffers, Layer, LayerConfig, config_or_fields
 
 ROUTERS = ("softmax", "sigmoid", "llama4", "noisy", "expert_choice")
@@ -146,7 +146,9 @@ class Router(Float32Buffers, Layer):
 
     e_score_correction_bias: Tensor | None
 
-    @config_or_fields(Config, _signatures.Router)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

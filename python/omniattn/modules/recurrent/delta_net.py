@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn import functional
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.recurrent.recurrent import (
     Device,
@@ -84,7 +84,9 @@ class DeltaNet(_DeltaMixer):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.DeltaNet)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -125,7 +127,9 @@ class GatedDeltaNet(_DeltaMixer):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.GatedDeltaNet)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -191,7 +195,9 @@ class KimiDeltaAttention(_DeltaMixer):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.KimiDeltaAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:

@@ -17,7 +17,7 @@ from omniattn.functional.recurrences.linear_attention import (
     feature_size,
     log_sigmoid,
 )
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -82,7 +82,9 @@ class LinearAttention(StateMixer):
             if self.head_dim is None:
                 self._require_multiple("dim", "num_heads")
 
-    @config_or_fields(Config, _signatures.LinearAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -187,7 +189,9 @@ class DeltaAttention(LinearAttention):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.DeltaAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -272,7 +276,9 @@ class GatedLinearAttention(RecurrentMixer):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.GatedLinearAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -334,7 +340,9 @@ class MultiScaleRetention(RecurrentMixer):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.MultiScaleRetention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.checks.arguments import autocast_dtype, require_float, require_like
 from omniattn.functional.masks import Mask
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -227,7 +227,9 @@ class RWKV4TimeMix(TimeMix):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.RWKV4TimeMix)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -305,7 +307,9 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.RWKVChannelMix)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as nnf
 
 from omniattn import functional
 from omniattn.checks.arguments import shown
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.norm import GroupNorm
 from omniattn.modules.recurrent._rwkv_init import ramp, rank_of, zigzag
@@ -111,7 +111,9 @@ class RWKV5TimeMix(_HeadsTimeMix):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.RWKV5TimeMix)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -173,7 +175,9 @@ class RWKV6TimeMix(_HeadsTimeMix):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.RWKV6TimeMix)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -299,7 +303,9 @@ class RWKV7TimeMix(_HeadsTimeMix):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.RWKV7TimeMix)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional.state_space.parameters import INITS, RULES
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -190,7 +190,9 @@ class S4D(_SSM):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.S4D)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -253,7 +255,9 @@ class S4(_SSM):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.S4)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:

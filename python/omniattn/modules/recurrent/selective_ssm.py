@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional.recurrences.linear_attention import log_sigmoid
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -67,7 +67,9 @@ class SimpleSelectiveSSM(StateMixer):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.SimpleSelectiveSSM)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -176,7 +176,9 @@ class MLSTM(_XLSTM):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.MLSTM)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -270,7 +272,9 @@ class SLSTM(_XLSTM):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.SLSTM)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:

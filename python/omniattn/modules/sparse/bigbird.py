@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.checks.arguments import require_int
 from omniattn.functional.masks import Mask
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.state import State, Storage, takes_cache
 from omniattn.modules.caches.cache import Cache
@@ -69,7 +69,9 @@ class BigBirdAttention(SparseAttention):
             if self.causal and self.max_length is None:
                 raise ValueError("BigBirdAttention: causal=True needs max_length, got None")
 
-    @config_or_fields(Config, _signatures.BigBirdAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

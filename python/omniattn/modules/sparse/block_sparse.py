@@ -11,7 +11,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.checks.arguments import require_int, shown
 from omniattn.functional.masks import Blocks, GlobalTokens, Mask, block_local_global
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.state import State, takes_cache
 from omniattn.modules.sparse.sparse_attention import SparseAttention, SparseConfig
@@ -62,7 +62,9 @@ class BlockSparseAttention(SparseAttention):
             if self.global_index:
                 GlobalTokens(self.global_index)
 
-    @config_or_fields(Config, _signatures.BlockSparseAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

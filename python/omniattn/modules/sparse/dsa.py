@@ -14,7 +14,7 @@ from omniattn import functional
 from omniattn.checks.arguments import require_choice, shown
 from omniattn.functional.masks import Mask
 from omniattn.modules.attention.mla import MultiHeadLatentAttention
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -213,7 +213,9 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.DeepSeekSparseAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.checks.arguments import require_choice, shown
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.rope import RotaryEmbedding
@@ -75,7 +75,9 @@ class DualChunkAttention(SparseAttention):
                     f"got mscale={shown(self.mscale)}, train_length={self.train_length}"
                 )
 
-    @config_or_fields(Config, _signatures.DualChunkAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

@@ -11,7 +11,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.checks.arguments import require_choice, shown
 from omniattn.functional.masks import GlobalTokens, Representatives
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.sparse.sparse_attention import SparseAttention, SparseConfig
 
@@ -64,7 +64,9 @@ class HubSpokeAttention(SparseAttention):
         def second(self) -> bool:
             return self.dual is not None
 
-    @config_or_fields(Config, _signatures.HubSpokeAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,
@@ -130,7 +132,9 @@ class DeterministicSparseAttention(SparseAttention):
                     f"got representative={self.representative!r}"
                 )
 
-    @config_or_fields(Config, _signatures.DeterministicSparseAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

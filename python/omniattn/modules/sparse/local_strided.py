@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.checks.arguments import require_choice
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.sparse.sparse_attention import SparseAttention, SparseConfig
@@ -75,7 +75,9 @@ class LocalStridedAttention(SparseAttention):
         def projects_out(self) -> bool:
             return not self.residual_inside
 
-    @config_or_fields(Config, _signatures.LocalStridedAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional.masks import GlobalTokens, Mask
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.state import State, takes_cache
@@ -68,7 +68,9 @@ class LongformerAttention(SparseAttention):
         def second(self) -> bool:
             return self.dual
 
-    @config_or_fields(Config, _signatures.LongformerAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

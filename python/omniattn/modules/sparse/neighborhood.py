@@ -13,8 +13,8 @@ from omniattn import functional
 from omniattn.checks.arguments import require_int, require_number, require_tensor
 from omniattn.functional.masks import GridNeighborhood, Mask
 from omniattn.functional.masks.grid import each_axis
-from omniattn.modules.base import _signatures
 from omniattn.modules.base.dropout import Dropout
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -163,7 +163,9 @@ class NeighborhoodAttention1D(_Neighborhood, Mixer):
 
     config: Config
 
-    @config_or_fields(Config, _signatures.NeighborhoodAttention1D)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,
@@ -253,7 +255,9 @@ class NeighborhoodAttention2D(_Neighborhood):
 
         axes = 2
 
-    @config_or_fields(Config, _signatures.NeighborhoodAttention2D)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,
@@ -292,7 +296,9 @@ class NeighborhoodAttention3D(_Neighborhood):
 
         axes = 3
 
-    @config_or_fields(Config, _signatures.NeighborhoodAttention3D)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

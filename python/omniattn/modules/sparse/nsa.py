@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -215,7 +215,9 @@ class NSA(Mixer):
                     f"got compress={shown(self.compress)}"
                 )
 
-    @config_or_fields(Config, _signatures.NSA)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

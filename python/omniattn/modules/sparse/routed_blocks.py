@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.checks.arguments import require_choice, widen
 from omniattn.functional.masks import Mask
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.state import State, Storage
@@ -90,7 +90,9 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
                     "has no gates, got decode='full'"
                 )
 
-    @config_or_fields(Config, _signatures.RoutedBlockAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

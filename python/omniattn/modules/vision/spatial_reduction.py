@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.checks.arguments import require_tensor
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.norm import LayerNorm
@@ -55,7 +55,9 @@ class SpatialReductionAttention(Layer):
             super().__post_init__()
             self._require_multiple("dim", "num_heads")
 
-    @config_or_fields(Config, _signatures.SpatialReductionAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,

@@ -11,7 +11,7 @@ from omniattn import functional
 from omniattn.checks.arguments import require_tensor
 from omniattn.functional.masks import Documents
 from omniattn.functional.scores import WindowBias
-from omniattn.modules.base import _signatures
+from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.norm import LayerNorm
@@ -64,7 +64,9 @@ class WindowAttention(Layer):
                     f"got shift={self.shift}, window={self.window}"
                 )
 
-    @config_or_fields(Config, _signatures.WindowAttention)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,
@@ -169,7 +171,9 @@ class SwinBlock(Layer):
         drop_path_p: float = 0.0
         norm_eps: float = 1e-5
 
-    @config_or_fields(Config, _signatures.SwinBlock)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,
@@ -228,7 +232,9 @@ class PatchMerging(Layer):
         init_std: float = 0.02
         backend: str | None = None
 
-    @config_or_fields(Config, _signatures.PatchMerging)
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(
         self,
         config: Config,
