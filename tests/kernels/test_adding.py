@@ -31,7 +31,7 @@ SCORE_PROGRAM = """
 #include <cmath>
 
 #include "kernels/attention/attention_plan_cpu.cpp"
-#include "kernels/attention/attention_weights_cpu.cpp"
+#include "kernels/attention_weights/attention_weights_cpu.cpp"
 #include "runtime/gemm_tile_cpu.cpp"
 
 using namespace omniattn;

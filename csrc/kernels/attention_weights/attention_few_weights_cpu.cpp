@@ -2,7 +2,7 @@
 // is a few key blocks of one kv head, whose keys it reads once, in place.
 #include "kernels/attention/attention_decode_tile.h"
 #include "kernels/attention/attention_kernels_cpu.h"
-#include "kernels/attention/attention_weights.h"
+#include "kernels/attention_weights/attention_weights.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "semantics/softmax.h"

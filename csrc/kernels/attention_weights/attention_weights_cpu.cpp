@@ -3,7 +3,7 @@
 // heads one by one, each in query order.
 #include "kernels/attention/attention_distance.h"
 #include "kernels/attention/attention_kernels_cpu.h"
-#include "kernels/attention/attention_weights.h"
+#include "kernels/attention_weights/attention_weights.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "semantics/block_schedule.h"
