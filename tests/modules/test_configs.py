@@ -28,6 +28,8 @@ from omniattn.modules import (
     RollingCache,
     RotaryEmbedding,
 )
+from omniattn.modules.base import fields
+from omniattn.modules.base.fields import Size
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -155,6 +157,7 @@ def test_a_subclass_may_have_arguments_of_its_own():
         (lambda: RMSNorm.Config(True), "RMSNorm: dim must be int, got dim=True"),
         (lambda: MLP.Config(6, 4, init_std=-1.0), "MLP: init_std must be"),
         (lambda: MLP.Config(6, 4, dropout_p=1.5), "MLP: dropout_p must be"),
+        (lambda: MLP.Config(6, 4, dropout_p=2), "MLP: dropout_p must be a finite number >= 0 and"),
         (lambda: MultiheadAttention.Config(8, 2, dropout=-1.0), "MultiheadAttention: dropout must"),
         (
             lambda: modules.DifferentialAttention.Config(8, 2, 1, window_size=(1,)),
@@ -177,6 +180,36 @@ def test_a_subclass_may_have_arguments_of_its_own():
 def test_sizes_and_options_are_checked_where_they_are_given(call, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(modules.LayerConfig):
+    size: Size
+    part: Size | None = None
+    share: "fields.Probability | None" = None
+    sizes: tuple[Size, ...] = ()
+
+
+def test_kinds_are_the_types_of_fields_and_checks():
+    types = "(size: int, part: int | None = None, share: 'float | None' = None"
+    assert str(inspect.signature(Own)).startswith(types)
+    Own(1, 2, 0.5, (3,))
+    for given, message in [
+        ((0,), "Own: size must be an integer >= 1, got size=0"),
+        ((1, 0), "Own: part must be an integer >= 1, got part=0"),
+        ((1, "2"), "Own: part must be int | None, got part='2'"),
+        ((1, 2, 1.5), "Own: share must be a finite number >= 0 and <= 1, got share=1.5"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            Own(*given)
+
+
+def test_a_field_that_a_subclass_declares_again_has_the_kind_of_the_subclass():
+    @dataclasses.dataclass(frozen=True)
+    class Lower(Own):
+        size: int
+
+    assert Lower(0).size == 0
 
 
 @pytest.mark.parametrize("name", LAYERS)

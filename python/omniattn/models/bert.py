@@ -23,6 +23,7 @@ from omniattn.modules import (
     Linear,
     Residual,
 )
+from omniattn.modules.base.fields import Epsilon, Probability, Size
 
 #: Names in transformers that the models with different heads share.
 HF_OPTIONS = {
@@ -73,15 +74,15 @@ class BertSizes(EncoderConfig):
         Devlin et al., "BERT", 2018, arXiv 1810.04805.
     """
 
-    norm_eps: float = 1e-12
-    vocab_size: int = 257  # bytes and the mask
-    dim: int = 192
-    num_layers: int = 4
-    num_heads: int = 6
-    hidden_dim: int = 768
-    max_positions: int = 512
-    token_types: int = 2
-    dropout_p: float = 0.0
+    norm_eps: Epsilon = 1e-12
+    vocab_size: Size = 257  # bytes and the mask
+    dim: Size = 192
+    num_layers: Size = 4
+    num_heads: Size = 6
+    hidden_dim: Size = 768
+    max_positions: Size = 512
+    token_types: Size = 2
+    dropout_p: Probability = 0.0
 
     @property
     def longest(self) -> int:
@@ -127,7 +128,7 @@ class BertClassifierConfig(BertSizes):
         fixed=HF_FIXED | {"classifier_dropout": None},
     )
 
-    classes: int = 2
+    classes: Size = 2
 
     def build(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

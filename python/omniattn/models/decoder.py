@@ -30,6 +30,7 @@ from omniattn.modules import (
     RotaryEmbedding,
     State,
 )
+from omniattn.modules.base.fields import Probability, Size
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig
 from omniattn.modules.base.state import Stateful, Storage, restored_on_error, takes_cache
@@ -69,12 +70,12 @@ class Decoder(Model, Stateful):
             residual_in_fp32: keep the sum of all layers in float32 where the weights have 16 bits.
         """
 
-        vocab_size: int = 256
-        dim: int = 192
-        num_layers: int = 4
+        vocab_size: Size = 256
+        dim: Size = 192
+        num_layers: Size = 4
         tie_embeddings: bool = False
         init_std: float = 0.02
-        dropout_p: float = 0.0
+        dropout_p: Probability = 0.0
         gradient_checkpointing: bool = False
         residual_in_fp32: bool = False
 

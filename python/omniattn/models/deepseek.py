@@ -9,6 +9,7 @@ from typing import Any
 from omniattn.models.family import LlamaFamilyConfig, llama_counterpart
 from omniattn.models.hf import Conversion
 from omniattn.modules import GatedMLP, MoE, MultiHeadLatentAttention, MultiTokenPredictor
+from omniattn.modules.base.fields import Positive, Size, SizeOrZero
 from omniattn.reference import scaling_to_hf
 
 
@@ -47,12 +48,12 @@ class MLAConfig(LlamaFamilyConfig):
 
     architecture = "mla"
 
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = 64
-    qk_nope_dim: int = 32
-    qk_rope_dim: int = 16
-    v_dim: int = 32
-    mscale: float = 1.0
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size = 64
+    qk_nope_dim: SizeOrZero = 32
+    qk_rope_dim: SizeOrZero = 16
+    v_dim: Size = 32
+    mscale: Positive = 1.0
 
     def attention(self, layer: int) -> MultiHeadLatentAttention.Config:
         return _latent_attention(self)
@@ -109,22 +110,22 @@ class DeepSeekConfig(LlamaFamilyConfig):
         Conversion(_mscale_to_hf, lambda theirs: {"mscale": _mscale(theirs.rope_parameters)}),
     )
 
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = 64
-    qk_nope_dim: int = 32
-    qk_rope_dim: int = 16
-    v_dim: int = 32
-    mscale: float = 1.0
-    dense_layers: int = 1
-    expert_dim: int = 96
-    experts: int = 16
-    top_k: int = 4
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size = 64
+    qk_nope_dim: SizeOrZero = 32
+    qk_rope_dim: SizeOrZero = 16
+    v_dim: Size = 32
+    mscale: Positive = 1.0
+    dense_layers: SizeOrZero = 1
+    expert_dim: Size = 96
+    experts: Size = 16
+    top_k: Size = 4
     shared: int = 1
-    groups: int = 1
-    top_groups: int = 1
+    groups: Size = 1
+    top_groups: Size = 1
     route_scale: float = 1.0
     bias_rate: float = 1e-3
-    mtp_depths: int = 0
+    mtp_depths: SizeOrZero = 0
     mtp_weight: float = 0.3
 
     @property

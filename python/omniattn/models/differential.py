@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from omniattn.models.family import LlamaFamilyConfig
 from omniattn.modules import DifferentialAttention, GatedMLP
+from omniattn.modules.base.fields import Size
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class DifferentialConfig(LlamaFamilyConfig):
 
     architecture = "differential"
 
-    num_heads: int = 3
-    num_kv_heads: int = 1
-    head_dim: int | None = None
+    num_heads: Size = 3
+    num_kv_heads: Size = 1
+    head_dim: Size | None = None
 
     def attention(self, layer: int) -> DifferentialAttention.Config:
         return DifferentialAttention.Config(

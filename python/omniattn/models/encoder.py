@@ -7,6 +7,7 @@ from typing import Any
 
 from omniattn.models.model import ModelConfig
 from omniattn.modules import MLP, Attention, LayerNorm, Linear
+from omniattn.modules.base.fields import Epsilon
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class EncoderConfig(ModelConfig):
         norm_eps, init_std: of the norms and all weights.
     """
 
-    norm_eps: float = 1e-6
+    norm_eps: Epsilon = 1e-6
     init_std: float = 0.02
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from omniattn.models.family import HEAD_DIM, LlamaFamilyConfig, llama_counterpart
 from omniattn.modules import MLP, Attention, MoE
+from omniattn.modules.base.fields import Size
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class MixtralConfig(LlamaFamilyConfig):
         HEAD_DIM,
     )
 
-    num_kv_heads: int = 2
-    head_dim: int | None = None
-    experts: int = 8
-    top_k: int = 2
+    num_kv_heads: Size = 2
+    head_dim: Size | None = None
+    experts: Size = 8
+    top_k: Size = 2
 
     def attention(self, layer: int) -> Attention.Config:
         return Attention.Config(
@@ -65,9 +66,9 @@ class SwitchConfig(LlamaFamilyConfig):
 
     architecture = "switch"
 
-    num_kv_heads: int = 2
-    head_dim: int | None = None
-    experts: int = 8
+    num_kv_heads: Size = 2
+    head_dim: Size | None = None
+    experts: Size = 8
 
     def attention(self, layer: int) -> Attention.Config:
         return Attention.Config(

@@ -20,6 +20,7 @@ from omniattn.modules import (
     RMSNorm,
     RotaryEmbedding,
 )
+from omniattn.modules.base.fields import Epsilon, Positive, Size
 from omniattn.modules.base.layer import LayerConfig
 from omniattn.reference import RopeScaling, scaling_from_hf, scaling_to_hf
 
@@ -41,11 +42,11 @@ class LlamaFamilyConfig(Decoder.Config):
         norm_eps, rope_base, rope_scaling: of the norms and the rotary embedding.
     """
 
-    num_heads: int = 6
-    hidden_dim: int = 512
-    max_positions: int = 2048
-    norm_eps: float = 1e-5
-    rope_base: float = 10000.0
+    num_heads: Size = 6
+    hidden_dim: Size = 512
+    max_positions: Size = 2048
+    norm_eps: Epsilon = 1e-5
+    rope_base: Positive = 10000.0
     rope_scaling: RopeScaling | None = None
 
     @abstractmethod

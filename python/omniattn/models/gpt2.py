@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from omniattn.models.decoder import Decoder
 from omniattn.models.hf import Counterpart
 from omniattn.modules import MLP, Attention, DecoderBlock, LayerNorm, LearnedPositional
+from omniattn.modules.base.fields import Epsilon, Size
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class GPT2Config(Decoder.Config):
     )
 
     tie_embeddings: bool = True
-    num_heads: int = 6
-    max_positions: int = 1024
-    norm_eps: float = 1e-5
+    num_heads: Size = 6
+    max_positions: Size = 1024
+    norm_eps: Epsilon = 1e-5
 
     @property
     def norm(self) -> LayerNorm.Config:

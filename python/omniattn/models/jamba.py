@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omniattn.models.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import Attention, DecoderBlock, GatedMLP, Mamba, MoE, RMSNorm
+from omniattn.modules.base.fields import Epsilon, Size
 from omniattn.modules.base.layer import LayerConfig
 
 if TYPE_CHECKING:
@@ -86,23 +87,23 @@ class JambaConfig(Decoder.Config):
         conversions=(Conversion(_rank_to_hf, _rank_from_hf),),
     )
 
-    num_layers: int = 8  # so that one has attention
-    num_heads: int = 6
-    num_kv_heads: int = 2
-    hidden_dim: int = 512
+    num_layers: Size = 8  # so that one has attention
+    num_heads: Size = 6
+    num_kv_heads: Size = 2
+    hidden_dim: Size = 512
     attention_period: int = 8
     attention_offset: int = 4
-    experts: int = 16
-    top_k: int = 2
+    experts: Size = 16
+    top_k: Size = 2
     expert_period: int = 2
     expert_offset: int = 1
     d_state: int = 16
     d_conv: int = 4
     expand: int = 2
-    dt_rank: int | None = None
+    dt_rank: Size | None = None
     conv_bias: bool = True
     bias: bool = False
-    norm_eps: float = 1e-6
+    norm_eps: Epsilon = 1e-6
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,6 +12,7 @@ import torch
 from omniattn.models.decoder import Decoder
 from omniattn.models.family import HEAD_DIM, LlamaFamilyConfig, llama_counterpart
 from omniattn.modules import Attention, GatedMLP
+from omniattn.modules.base.fields import Size
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class LlamaConfig(LlamaFamilyConfig):
         HEAD_DIM,
     )
 
-    num_kv_heads: int = 2
-    head_dim: int | None = None
+    num_kv_heads: Size = 2
+    head_dim: Size | None = None
 
     def attention(self, layer: int) -> Attention.Config:
         return Attention.Config(

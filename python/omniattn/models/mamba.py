@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omniattn.models.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import DecoderBlock, Mamba, RMSNorm
+from omniattn.modules.base.fields import Epsilon, Size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -75,7 +76,7 @@ class MambaConfig(Decoder.Config):
     d_state: int = 16
     d_conv: int = 4
     expand: int = 2
-    dt_rank: int | None = None
+    dt_rank: Size | None = None
     dt_min: float = 1e-3
     dt_max: float = 0.1
     dt_init: str = "random"
@@ -83,7 +84,7 @@ class MambaConfig(Decoder.Config):
     dt_init_floor: float = 1e-4
     conv_bias: bool = True
     bias: bool = False
-    norm_eps: float = 1e-5
+    norm_eps: Epsilon = 1e-5
 
     @property
     def norm(self) -> RMSNorm.Config:
@@ -138,7 +139,7 @@ class FalconMambaConfig(MambaConfig):
         options={**_HF.options, "mixer_norm_eps": "mixer_rms_eps"},
     )
 
-    mixer_norm_eps: float = 1e-6
+    mixer_norm_eps: Epsilon = 1e-6
 
     @property
     def mixer(self) -> Mamba.Config:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from omniattn.models.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import DecoderBlock, Mamba2, RMSNorm
+from omniattn.modules.base.fields import Epsilon, Size
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,12 @@ class Mamba2Config(Decoder.Config):
     d_state: int = 128
     d_conv: int = 4
     expand: int = 2
-    headdim: int = 64
-    ngroups: int = 1
+    headdim: Size = 64
+    ngroups: Size = 1
     dt_limit: tuple[float, float] = (0.0, math.inf)
     bias: bool = False
     conv_bias: bool = True
-    norm_eps: float = 1e-5
+    norm_eps: Epsilon = 1e-5
 
     @property
     def norm(self) -> RMSNorm.Config:

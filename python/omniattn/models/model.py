@@ -11,6 +11,7 @@ from torch import nn
 
 from omniattn.checks.arguments import require_device, require_integers, require_rows, shown
 from omniattn.models.hf import SYNONYMS, TOKEN_IDS, Counterpart, copy_weights
+from omniattn.modules.base.fields import Backend, Fields
 from omniattn.modules.base.layer import Layer, LayerConfig, check_fields
 from omniattn.reference import RopeScaling
 
@@ -121,7 +122,7 @@ class Model(nn.Module):
 
 
 @dataclass(frozen=True)
-class ModelConfig(ABC):
+class ModelConfig(Fields, ABC):
     """Sizes and options of an architecture.
 
     Args:
@@ -137,7 +138,7 @@ class ModelConfig(ABC):
     #: Counterpart in transformers; None if it has none.
     hf: ClassVar[Counterpart | None] = None
 
-    backend: str | None = field(default=None, kw_only=True)
+    backend: Backend = field(default=None, kw_only=True)
     token_ids: tuple[tuple[str, Any], ...] = field(default=(), kw_only=True, compare=False)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -25,6 +25,7 @@ from omniattn.modules import (
     State,
     T5RelativeBias,
 )
+from omniattn.modules.base.fields import Epsilon, Probability, Size
 from omniattn.modules.base.state import Stateful, Storage, restored_on_error, takes_cache
 
 if TYPE_CHECKING:
@@ -87,17 +88,17 @@ class T5Config(ModelConfig):
         conversions=(Conversion(lambda _: {}, lambda theirs: {"gated": theirs.is_gated_act}),),
     )
 
-    vocab_size: int = 358  # bytes, sentinels, end and start
-    dim: int = 160
-    num_layers: int = 3
-    num_heads: int = 5
-    head_dim: int = 32
-    hidden_dim: int = 640
+    vocab_size: Size = 358  # bytes, sentinels, end and start
+    dim: Size = 160
+    num_layers: Size = 3
+    num_heads: Size = 5
+    head_dim: Size = 32
+    hidden_dim: Size = 640
     buckets: int = 32
-    max_distance: int = 128
+    max_distance: Size = 128
     gated: bool = False
-    dropout_p: float = 0.0
-    norm_eps: float = 1e-6
+    dropout_p: Probability = 0.0
+    norm_eps: Epsilon = 1e-6
     residual_in_fp32: bool = False
 
     def build(

@@ -23,6 +23,7 @@ from omniattn.modules import (
     SwinBlock,
     WindowAttention,
 )
+from omniattn.modules.base.fields import Epsilon, Probability, Size
 
 #: Names in transformers that ViT and Swin share.
 HF_OPTIONS = {
@@ -56,10 +57,10 @@ class VisionConfig(EncoderConfig):
         classes, channels, image, patch: sizes; images are square, `patch` divides their side.
     """
 
-    classes: int = 10
-    channels: int = 1
-    image: int = 8
-    patch: int = 2
+    classes: Size = 10
+    channels: Size = 1
+    image: Size = 8
+    patch: Size = 2
 
 
 class Classifier(Model):
@@ -163,9 +164,9 @@ class ViTConfig(VisionConfig):
         conversions=(Conversion(_class_token_only, lambda _: {}),),
     )
 
-    dim: int = 64
-    num_layers: int = 4
-    num_heads: int = 4
+    dim: Size = 64
+    num_layers: Size = 4
+    num_heads: Size = 4
     pool: str = "token"
 
     def __post_init__(self) -> None:
@@ -286,12 +287,12 @@ class SwinConfig(VisionConfig):
         fixed=HF_FIXED | {"mlp_ratio": 4.0, "use_absolute_embeddings": False},
     )
 
-    norm_eps: float = 1e-5
-    dim: int = 32
-    depths: tuple[int, ...] = (2, 2)
-    heads: tuple[int, ...] = (2, 4)
-    window: int = 2
-    drop_path_p: float = 0.0
+    norm_eps: Epsilon = 1e-5
+    dim: Size = 32
+    depths: tuple[Size, ...] = (2, 2)
+    heads: tuple[Size, ...] = (2, 4)
+    window: Size = 2
+    drop_path_p: Probability = 0.0
 
     def build(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

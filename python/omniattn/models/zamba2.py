@@ -27,6 +27,7 @@ from omniattn.modules import (
     RotaryEmbedding,
     State,
 )
+from omniattn.modules.base.fields import Epsilon, Positive, Size
 from omniattn.modules.base.state import Stateful, StatePair, Storage, takes_cache
 from omniattn.modules.caches.cache import cache_like, require_cache, with_cache
 
@@ -314,20 +315,20 @@ class Zamba2Config(Decoder.Config):
     tie_embeddings: bool = True
     hybrid_layers: tuple[int, ...] = (1, 3)
     num_transformers: int = 1
-    num_heads: int = 6
-    num_kv_heads: int = 6
-    hidden_dim: int = 512
-    adapter_rank: int = 16
+    num_heads: Size = 6
+    num_kv_heads: Size = 6
+    hidden_dim: Size = 512
+    adapter_rank: Size = 16
     adapt_attention: bool = False
-    rope_base: float | None = None
+    rope_base: Positive | None = None
     d_state: int = 64
     d_conv: int = 4
     expand: int = 2
-    headdim: int = 48
-    ngroups: int = 1
+    headdim: Size = 48
+    ngroups: Size = 1
     dt_min: float = 1e-3
     bias: bool = False
-    norm_eps: float = 1e-5
+    norm_eps: Epsilon = 1e-5
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,6 +15,7 @@ from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.modules.attention.score_mod import with_positions
+from omniattn.modules.base.fields import Backend, Epsilon, Probability, Signed, Size, WindowSize
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences, sequences_of
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -102,22 +103,22 @@ class Attention(Mixer):
                 and refused. 1 leaves the bias out.
         """
 
-        dim: int
-        num_heads: int
-        num_kv_heads: int | None = None
-        head_dim: int | None = None
+        dim: Size
+        num_heads: Size
+        num_kv_heads: Size | None = None
+        head_dim: Size | None = None
         causal: bool = True
         cross: bool = False
-        source_dim: int | None = None
-        window_size: tuple[int, int] = (-1, -1)
+        source_dim: Size | None = None
+        window_size: WindowSize = (-1, -1)
         qk_norm: str | None = None
-        qk_norm_eps: float = 1e-6
+        qk_norm_eps: Epsilon = 1e-6
         bias: bool = False
         out_bias: bool = False
         rope_interleaved: bool = False
-        scale: float | None = None
+        scale: Signed | None = None
         softcap: float = 0.0
-        dropout_p: float = 0.0
+        dropout_p: Probability = 0.0
         sinks: bool = False
         head_scale: bool = False
         gate: str | None = None
@@ -125,10 +126,10 @@ class Attention(Mixer):
         init_std: float = 0.02
         out_init_std: float = 0.02
         q_init_std: float | None = None
-        backend: str | None = None
+        backend: Backend = None
         qk_norm_offset: float = 0.0
         normalizer: str = "softmax"
-        norm_n: int | None = None
+        norm_n: Size | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -14,6 +14,7 @@ from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.modules.attention.score_mod import with_positions
+from omniattn.modules.base.fields import Backend, Epsilon, Size, WindowSize
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -70,20 +71,20 @@ class DifferentialAttention(Mixer):
             causal, window_size, rope_interleaved, init_std, out_init_std, backend: as in Attention.
         """
 
-        dim: int
-        num_heads: int
+        dim: Size
+        num_heads: Size
         depth: int
-        num_kv_heads: int | None = None
-        head_dim: int | None = None
+        num_kv_heads: Size | None = None
+        head_dim: Size | None = None
         form: str = "published"
         gqa_map: str = "flash"
         causal: bool = True
-        window_size: tuple[int, int] = (-1, -1)
+        window_size: WindowSize = (-1, -1)
         rope_interleaved: bool = True
-        norm_eps: float = 1e-5
+        norm_eps: Epsilon = 1e-5
         init_std: float = 0.02
         out_init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -14,6 +14,7 @@ from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.modules.attention.score_mod import with_positions
+from omniattn.modules.base.fields import Backend, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences, sequences_of
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -66,18 +67,18 @@ class GatedAttentionUnit(Mixer):
             causal, rope_interleaved, init_std, backend: as in Attention.
         """
 
-        dim: int
-        expansion: int = 2
-        key_dim: int = 128
+        dim: Size
+        expansion: Size = 2
+        key_dim: Size = 128
         attention: str = "relu2"
-        norm_n: int | None = None
+        norm_n: Size | None = None
         relative: str | None = None
-        max_length: int = 512
+        max_length: Size = 512
         bias_inside_n: bool = False
         causal: bool = True
         rope_interleaved: bool = False
         init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -15,6 +15,15 @@ from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.modules.attention.score_mod import with_positions
+from omniattn.modules.base.fields import (
+    Backend,
+    Epsilon,
+    Positive,
+    Probability,
+    Size,
+    SizeOrZero,
+    WindowSize,
+)
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -78,26 +87,26 @@ class MultiHeadLatentAttention(Mixer):
             norm_eps, dropout_p, init_std, out_init_std, backend: as in Attention.
         """
 
-        dim: int
-        num_heads: int
-        q_lora_rank: int | None
-        kv_lora_rank: int
-        qk_nope_dim: int
-        qk_rope_dim: int
-        v_dim: int
+        dim: Size
+        num_heads: Size
+        q_lora_rank: Size | None
+        kv_lora_rank: Size
+        qk_nope_dim: SizeOrZero
+        qk_rope_dim: SizeOrZero
+        v_dim: Size
         causal: bool = True
-        window_size: tuple[int, int] = (-1, -1)
+        window_size: WindowSize = (-1, -1)
         rope_interleaved: bool = True
-        mscale: float = 1.0
+        mscale: Positive = 1.0
         latent_norm: bool = True
         q_rope_from: str = "latent"
         separate_kv_latents: bool = False
         absorb_max: int = 1
-        norm_eps: float = 1e-6
-        dropout_p: float = 0.0
+        norm_eps: Epsilon = 1e-6
+        dropout_p: Probability = 0.0
         init_std: float = 0.02
         out_init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -11,6 +11,7 @@ from omniattn import functional
 from omniattn.checks.arguments import require_tensor
 from omniattn.checks.jagged import same_boundaries
 from omniattn.functional.masks import All, BoolMask, Causal, KeyPadding, Mask
+from omniattn.modules.base.fields import Backend, Probability, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences, sequences_of
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
@@ -49,16 +50,16 @@ class MultiheadAttention(Layer):
     class Config(LayerConfig):
         """The arguments of torch.nn.MultiheadAttention, and `backend` of the ops."""
 
-        embed_dim: int
-        num_heads: int
-        dropout: float = 0.0
+        embed_dim: Size
+        num_heads: Size
+        dropout: Probability = 0.0
         bias: bool = True
         add_bias_kv: bool = False
         add_zero_attn: bool = False
-        kdim: int | None = None
-        vdim: int | None = None
+        kdim: Size | None = None
+        vdim: Size | None = None
         batch_first: bool = False
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from omniattn.checks.arguments import require_tensor
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceRows, T5Bias
+from omniattn.modules.base.fields import Backend, Probability, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
@@ -45,9 +46,9 @@ class T5RelativeBias(Layer):
     class Config(LayerConfig):
         """Sizes; `bidirectional` for encoders; `init_std` of the table (T5: dim^-1/2)."""
 
-        num_heads: int
-        num_buckets: int = 32
-        max_distance: int = 128
+        num_heads: Size
+        num_buckets: Size = 32
+        max_distance: Size = 128
         bidirectional: bool = True
         init_std: float = 0.02
 
@@ -122,18 +123,18 @@ class DisentangledAttention(Layer):
             dropout_p, init_std, backend: as in Attention.
         """
 
-        dim: int
-        num_heads: int
-        max_distance: int = 512
+        dim: Size
+        num_heads: Size
+        max_distance: Size = 512
         buckets: int = 0
         content_to_position: bool = True
         position_to_content: bool = True
         share_projections: bool = True
         clamp_distance: bool = True
         p2c_index: str = "code"
-        dropout_p: float = 0.0
+        dropout_p: Probability = 0.0
         init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

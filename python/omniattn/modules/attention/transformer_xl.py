@@ -19,6 +19,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, DistanceRows
+from omniattn.modules.base.fields import Backend, Probability, SignedInt, Size
 from omniattn.modules.base.forms import C, ConfigAlone, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -78,15 +79,15 @@ class TransformerXLAttention(Mixer):
             dropout_p, init_std, backend: as in Attention.
         """
 
-        dim: int
-        num_heads: int
-        head_dim: int | None = None
+        dim: Size
+        num_heads: Size
+        head_dim: Size | None = None
         memory_length: int = 128
         same_length: bool = False
-        clamp_length: int = -1
-        dropout_p: float = 0.0
+        clamp_length: SignedInt = -1
+        dropout_p: Probability = 0.0
         init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
@@ -14,17 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, overload
 import torch
 from torch import Tensor, nn
 
-from omniattn.checks.arguments import (
-    BACKENDS,
-    holds_arrays,
-    require_int,
-    require_number,
-    require_pair,
-    shown,
-)
+from omniattn.checks.arguments import holds_arrays, shown
 from omniattn.former_names import accept_former_names, present_names
 from omniattn.functional._keywords import explain_init
-from omniattn.functional.layers.norm import CASTINGS
+from omniattn.modules.base.fields import Fields, check_number
 from omniattn.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -32,19 +24,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., None])
 
-#: Ends of the names of sizes.
-_SIZES = (
-    *("dim", "heads", "features", "rank", "layers", "experts", "groups", "axes", "sr_ratio"),
-    *("vocab_size", "positions", "classes", "channels", "image", "patch", "window", "expansion"),
-    *("max_length", "max_distance", "num_buckets", "depths", "token_types", "norm_n", "top_k"),
-)
-#: Sizes of parts that a layer or model may lack.
-_OPTIONAL = ("qk_nope_dim", "qk_rope_dim", "dense_layers", "mtp_depths")
-#: Numbers that may be negative; no other one may.
-_SIGNED = ("offset", "scale", "clamp_length", "lower_bound")
-#: Numbers that must not be 0.
-_POSITIVE = ("base", "mscale", "max_exponent", "mlp_ratio")
-_LARGEST = sys.float_info.max
 #: Types that the parts of a plain field's annotation allow.
 _TYPES: dict[str, type] = {
     "int": Integral,
@@ -56,7 +35,7 @@ _TYPES: dict[str, type] = {
 
 
 def check_fields(config: Any) -> None:
-    """Checks the fields of a config by their annotations, and common fields by their names.
+    """Checks the fields of a config by their annotations.
 
     Raises:
         TypeError: a value of another type than annotated.
@@ -65,59 +44,41 @@ def check_fields(config: Any) -> None:
     op = type(config).__qualname__.removesuffix(".Config")
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
-        if name.endswith(_SIZES) and isinstance(value, Real):
-            least = 0 if name in _OPTIONAL else 1
-            if not isinstance(value, Integral) or int(value) < least:
-                raise ValueError(
-                    f"{op}: {name} must be an integer >= {least}, got {name}={shown(value)}"
-                )
-        annotation = field.type
-        if not isinstance(annotation, str):
-            annotation = inspect.formatannotation(annotation)
-        kinds = annotation.split(" | ")
-        allowed = tuple(_TYPES[kind] for kind in kinds if kind in _TYPES)
-        wrong = not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)
-        parts = [kind for kind in kinds if kind.endswith("Config")]
-        if len(allowed) + len(parts) == len(kinds):
-            wrong = wrong and not (parts and isinstance(value, LayerConfig))
-        else:
-            wrong = holds_arrays(value) and "Tensor" not in annotation
-        if wrong:
-            raise TypeError(f"{op}: {name} must be {annotation}, got {name}={shown(value)}")
-        if isinstance(value, Real) and not isinstance(value, bool):
-            _check_number(op, name, value)
-        if name == "window_size":
-            require_pair(op, name, value, -1)
-        for option, choices in (("casting", CASTINGS), ("backend", BACKENDS)):
-            if name == option and value not in choices:
-                raise ValueError(
-                    f"{op}: {name} must be one of {choices}, got {name}={shown(value)}"
-                )
+        kind = config._kinds.get(name)
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        of_numbers = kind is not None and kind.of_numbers
+        if kind is not None and of_numbers and is_number:
+            kind.check(op, name, value)
+        _check_type(op, name, value, field.type)
+        if is_number and not of_numbers:
+            check_number(op, name, value)
+        if kind is not None and not of_numbers:
+            kind.check(op, name, value)
 
 
-def _check_number(op: str, name: str, value: Any) -> None:
-    least = None if name in _SIGNED else 0
-    if isinstance(value, Integral) and not name.endswith(_POSITIVE):
-        require_int(op, name, value, least)
-        return
-    if name.endswith("eps") and not 0 <= value <= _LARGEST:
-        raise ValueError(f"{op}: {name} must be finite and >= 0, got {name}={value}")
-    if not -_LARGEST <= value <= _LARGEST:
-        raise ValueError(f"{op}: {name} must be finite, got {name}={value}")
-    if name.endswith(("dropout_p", "dropout", "drop_path_p")):
-        require_number(op, name, value, 0, 1)
-    elif name.endswith(_POSITIVE):
-        require_number(op, name, value, above=0)
-    elif least is not None:
-        require_number(op, name, value, least)
+def _check_type(op: str, name: str, value: Any, annotation: Any) -> None:
+    if not isinstance(annotation, str):
+        annotation = inspect.formatannotation(annotation)
+    kinds = annotation.split(" | ")
+    allowed = tuple(_TYPES[kind] for kind in kinds if kind in _TYPES)
+    wrong = not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)
+    parts = [kind for kind in kinds if kind.endswith("Config")]
+    if len(allowed) + len(parts) == len(kinds):
+        wrong = wrong and not (parts and isinstance(value, LayerConfig))
+    else:
+        wrong = holds_arrays(value) and "Tensor" not in annotation
+    if wrong:
+        raise TypeError(f"{op}: {name} must be {annotation}, got {name}={shown(value)}")
 
 
 @dataclass(frozen=True)
-class LayerConfig:
+class LayerConfig(Fields):
     """Base class of the configs of layers."""
 
-    #: The layer that has this class as its `Config`.
-    layer: ClassVar[type[Layer]]
+    @property
+    def layer(self) -> type[Layer]:
+        """The layer that has this class as its `Config`, which sets this attribute."""
+        raise NotImplementedError(f"{type(self).__qualname__}: no layer has this Config")
 
     def __post_init__(self) -> None:
         check_fields(self)

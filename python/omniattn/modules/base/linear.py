@@ -8,6 +8,7 @@ from torch import nn
 
 from omniattn import functional
 from omniattn.checks.arguments import has_own_ops
+from omniattn.modules.base.fields import Backend, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 
@@ -34,11 +35,11 @@ class Linear(Layer, nn.Linear):
     class Config(LayerConfig):
         """Sizes; `init_std` of the normal weights (a bias starts at 0); `backend` of the op."""
 
-        in_features: int
-        out_features: int
+        in_features: Size
+        out_features: Size
         bias: bool = False
         init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
     class _Fields(Config, OnDevice): ...
 

@@ -11,6 +11,7 @@ from omniattn import functional
 from omniattn.checks.arguments import require_number, shown
 from omniattn.functional.layers.activation import activated
 from omniattn.functional.layers.ffn import ACTIVATIONS
+from omniattn.modules.base.fields import Backend, Probability, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear, is_plain
@@ -82,14 +83,14 @@ class MLP(_FeedForward):
 
         activations: ClassVar[Mapping[str, Any]] = ACTIVATIONS
 
-        dim: int
-        hidden_dim: int
+        dim: Size
+        hidden_dim: Size
         activation: str = "gelu"
         bias: bool = True
         init_std: float = 0.02
         out_init_std: float = 0.02
-        backend: str | None = None
-        dropout_p: float = 0.0
+        backend: Backend = None
+        dropout_p: Probability = 0.0
         recompute: bool = False
 
         def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from omniattn import functional
 from omniattn.checks.arguments import require_choice
 from omniattn.functional.layers.gated_norm import GATES
+from omniattn.modules.base.fields import Backend, Casting, Epsilon, Signed, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.mixer import Norm
@@ -39,11 +40,11 @@ class RMSNorm(Norm, nn.RMSNorm):
     class Config(LayerConfig):
         """Size and options of the norm."""
 
-        dim: int
-        eps: float = 1e-6
-        offset: float = 0.0
-        casting: str = "fp32"
-        backend: str | None = None
+        dim: Size
+        eps: Epsilon = 1e-6
+        offset: Signed = 0.0
+        casting: Casting = "fp32"
+        backend: Backend = None
 
     class _Fields(Config, OnDevice): ...
 
@@ -101,10 +102,10 @@ class LayerNorm(Norm, nn.LayerNorm):
     class Config(LayerConfig):
         """Size and options of the norm."""
 
-        dim: int
-        eps: float = 1e-5
+        dim: Size
+        eps: Epsilon = 1e-5
         bias: bool = True
-        backend: str | None = None
+        backend: Backend = None
 
     class _Fields(Config, OnDevice): ...
 
@@ -158,12 +159,12 @@ class GroupNorm(Layer):
     class Config(LayerConfig):
         """Size and options; without `center` the heads are RMS-normalised (RetNet)."""
 
-        dim: int
-        num_groups: int
-        eps: float = 1e-5
+        dim: Size
+        num_groups: Size
+        eps: Epsilon = 1e-5
         center: bool = True
         affine: bool = True
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -238,13 +239,13 @@ class RMSNormGated(Layer):
     class Config(LayerConfig):
         """Size and options, as in functional.rms_norm_gated."""
 
-        dim: int
-        eps: float = 1e-6
+        dim: Size
+        eps: Epsilon = 1e-6
         norm_before_gate: bool = True
         activation: str = "silu"
-        num_groups: int = 1
-        casting: str = "fp32"
-        backend: str | None = None
+        num_groups: Size = 1
+        casting: Casting = "fp32"
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -17,6 +17,7 @@ from omniattn.checks.arguments import (
     require_tensor,
     shown,
 )
+from omniattn.modules.base.fields import Positive, Size
 from omniattn.modules.base.forms import Arguments, ByConfig, C, ConfigAlone, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 
@@ -65,10 +66,10 @@ class SinusoidalPositional(Layer):
     class Config(LayerConfig):
         """Width and form of the table."""
 
-        dim: int
+        dim: Size
         layout: str = "interleaved"
         freqs: str = "transformer"
-        base: float = 10000.0
+        base: Positive = 10000.0
         scale_input: bool = False
 
         def __post_init__(self) -> None:
@@ -113,10 +114,10 @@ class SinCosPositional2d(Layer):
     class Config(LayerConfig):
         """Width, prefix tokens and order of the halves."""
 
-        dim: int
+        dim: Size
         prefix: int = 0
         order: str = "wh"
-        base: float = 10000.0
+        base: Positive = 10000.0
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -180,8 +181,8 @@ class LearnedPositional(Layer):
     class Config(LayerConfig):
         """Size and initialisation of the table."""
 
-        max_positions: int
-        dim: int
+        max_positions: Size
+        dim: Size
         init_std: float = 0.02
 
     class _Fields(Config, OnDevice): ...
@@ -266,8 +267,8 @@ class ALiBi(Layer):
     class Config(LayerConfig):
         """Heads and options; `form` as in functional.alibi_bias."""
 
-        num_heads: int
-        max_exponent: float = 8.0
+        num_heads: Size
+        max_exponent: Positive = 8.0
         trainable: bool = False
         form: str = "distance"
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.checks.arguments import require_number, shown, widen
 from omniattn.modules.base.dropout import Dropout
+from omniattn.modules.base.fields import Probability
 from omniattn.modules.base.forms import C, ConfigAlone, OnDevice, either
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.mixer import Norm
@@ -103,8 +104,8 @@ class Residual(nn.Module):
 
         norm: LayerConfig
         placement: str = "pre"
-        dropout_p: float = 0.0
-        drop_path_p: float = 0.0
+        dropout_p: Probability = 0.0
+        drop_path_p: Probability = 0.0
         residual_in_fp32: bool = False
 
         def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.checks.arguments import require_integers, require_number
 from omniattn.functional.positions.rope_tables import RopeScaling, rope_scaling
+from omniattn.modules.base.fields import Positive, Size
 from omniattn.modules.base.forms import ConfigAlone, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 
@@ -57,13 +58,13 @@ class RotaryEmbedding(Layer):
             num_axes: 2 for images: row and column rotate half of the pairs each.
         """
 
-        rotary_dim: int
-        base: float = 10000.0
+        rotary_dim: Size
+        base: Positive = 10000.0
         scaling: RopeScaling | None = None
         sticky: bool = False
         sections: tuple[int, ...] | None = None
         sections_interleaved: bool = False
-        num_axes: int = 1
+        num_axes: Size = 1
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.checks.arguments import shown
 from omniattn.functional.recurrences._steps import causal_conv1d_inplace
+from omniattn.modules.base.fields import Backend, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 
@@ -47,11 +48,11 @@ class ShortConvolution(Layer):
             backend: of the op.
         """
 
-        dim: int
+        dim: Size
         kernel_size: int = 4
         bias: bool = False
         activation: str | None = "silu"
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -14,6 +14,7 @@ from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import ScoreMod
 from omniattn.modules.attention.attention import Attention
 from omniattn.modules.base.dropout import Dropout
+from omniattn.modules.base.fields import Probability
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.mixer import ChannelMixer, Mixer, Norm
@@ -73,7 +74,7 @@ class DecoderBlock(Layer, Stateful):
         mlp: LayerConfig | None
         norm: LayerConfig
         cross: Attention.Config | None = None
-        dropout_p: float = 0.0
+        dropout_p: Probability = 0.0
         residual_in_fp32: bool = False
 
         def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.checks.arguments import shown
+from omniattn.modules.base.fields import Backend, Epsilon, Size
 from omniattn.modules.base.forms import ByConfig, C, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -59,14 +60,14 @@ class MultiTokenPredictor(Layer):
         output to the next (and so expects the trunk's after its final norm). `parallel`: every
         depth predicts from the trunk alone; the other two options then have no effect."""
 
-        dim: int
-        depths: int = 1
-        eps: float = 1e-6
+        dim: Size
+        depths: Size = 1
+        eps: Epsilon = 1e-6
         concat: str = "hidden_first"
         post_norm: bool = True
         parallel: bool = False
         init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -11,6 +11,7 @@ from omniattn import functional
 from omniattn.checks.arguments import require_number, require_tensor, shown
 from omniattn.functional.layers.moe import ACTIVATIONS
 from omniattn.functional.routing import Routing
+from omniattn.modules.base.fields import Backend, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Float32Buffers, Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.mlp import check_clamp
@@ -88,9 +89,9 @@ class Experts(DefaultVectors, Layer):
             init_std, out_init_std: of gate_up_proj and down_proj.
         """
 
-        dim: int
-        hidden_dim: int
-        experts: int
+        dim: Size
+        hidden_dim: Size
+        experts: Size
         activation: str = "swiglu"
         bias: bool = False
         clamp: tuple[float, float] = (1.702, 7.0)
@@ -101,7 +102,7 @@ class Experts(DefaultVectors, Layer):
         recompute: bool = False
         init_std: float = 0.02
         out_init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

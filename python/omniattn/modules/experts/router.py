@@ -19,6 +19,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.functional.routing import ROUTER_GRADS, Routing
 from omniattn.functional.routing.routers import check_groups
+from omniattn.modules.base.fields import Epsilon, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Float32Buffers, Layer, LayerConfig, config_or_fields
 
@@ -62,18 +63,18 @@ class Router(Float32Buffers, Layer):
             init_std: of the weight.
         """
 
-        dim: int
-        experts: int
-        top_k: int
+        dim: Size
+        experts: Size
+        top_k: Size
         router: str = "softmax"
         router_bias: bool = False
         renormalize: bool = True
         route_scale: float = 1.0
-        groups: int = 1
-        top_groups: int = 1
+        groups: Size = 1
+        top_groups: Size = 1
         router_grad: str = "exact"
         jitter: float = 0.0
-        noise_eps: float = 0.0
+        noise_eps: Epsilon = 0.0
         capacity_factor: float | None = None
         capacity: int | None = None
         capacity_per_sequence: bool = False

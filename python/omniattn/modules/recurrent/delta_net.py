@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn import functional
+from omniattn.modules.base.fields import Signed
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.recurrent.recurrent import (
@@ -182,7 +183,7 @@ class KimiDeltaAttention(_DeltaMixer):
         """
 
         gate: str | None = "sigmoid"
-        lower_bound: float | None = None
+        lower_bound: Signed | None = None
         gate_bias: bool = True
 
         def __post_init__(self) -> None:

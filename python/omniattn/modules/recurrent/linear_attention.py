@@ -17,6 +17,7 @@ from omniattn.functional.recurrences.linear_attention import (
     feature_size,
     log_sigmoid,
 )
+from omniattn.modules.base.fields import Backend, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -67,14 +68,14 @@ class LinearAttention(StateMixer):
             init_std, backend: as in Attention.
         """
 
-        dim: int
-        num_heads: int
-        head_dim: int | None = None
+        dim: Size
+        num_heads: Size
+        head_dim: Size | None = None
         feature_map: str = "elu1"
         normalize: bool | None = None
         causal: bool = True
         init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -271,7 +272,7 @@ class GatedLinearAttention(RecurrentMixer):
         shrink: ClassVar[int] = 2
         expand: ClassVar[int] = 2
         conv_size: int = 0
-        gate_rank: int = 16
+        gate_rank: Size = 16
         gate_normalizer: float = 16.0
 
     config: Config

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.checks.arguments import shown
 from omniattn.functional.recurrences._steps import decay_rates, in_place, selective_scan_inplace
+from omniattn.modules.base.fields import Backend, Epsilon, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -104,12 +105,12 @@ class Mamba(StateMixer):
             init_std, out_init_std, backend: as in Attention.
         """
 
-        dim: int
+        dim: Size
         d_state: int = 16
         d_conv: int = 4
         expand: int = 2
-        inner_dim: int | None = None
-        dt_rank: int | None = None
+        inner_dim: Size | None = None
+        dt_rank: Size | None = None
         dt_min: float = 1e-3
         dt_max: float = 0.1
         dt_init: str = "random"
@@ -117,11 +118,11 @@ class Mamba(StateMixer):
         dt_init_floor: float = 1e-4
         conv_bias: bool = True
         bias: bool = False
-        norm_eps: float | None = None
+        norm_eps: Epsilon | None = None
         norm_weights: bool = True
         init_std: float = 0.02
         out_init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.functional.recurrences._steps import decay_rates, in_place, ssd_inplace
 from omniattn.functional.state_space.ssd import require_limits
+from omniattn.modules.base.fields import Backend, Epsilon, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -69,18 +70,18 @@ class Mamba2(StateMixer):
             backend: as in Attention.
         """
 
-        dim: int
+        dim: Size
         d_state: int = 128
         d_conv: int = 4
         expand: int = 2
-        headdim: int = 64
-        ngroups: int = 1
+        headdim: Size = 64
+        ngroups: Size = 1
         dt_limit: tuple[float, float] = (0.0, math.inf)
         bias: bool = False
         conv_bias: bool = True
-        norm_eps: float = 1e-5
+        norm_eps: Epsilon = 1e-5
         init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

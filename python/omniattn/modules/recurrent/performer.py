@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.checks.arguments import require_choice
 from omniattn.functional.recurrences.random_features import FEATURES, empty_state
+from omniattn.modules.base.fields import Backend, Epsilon, Signed, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -62,19 +63,19 @@ class Performer(StateMixer):
             init_std, backend: as in Attention.
         """
 
-        dim: int
-        num_heads: int
-        head_dim: int | None = None
-        features: int | None = None
+        dim: Size
+        num_heads: Size
+        head_dim: Size | None = None
+        features: Size | None = None
         kind: str = "positive"
         orthogonal: bool = True
         row_norm: str = "chi"
         causal: bool = True
-        scale: float | None = None
-        eps: float = 1e-6
-        feature_eps: float = 0.0
+        scale: Signed | None = None
+        eps: Epsilon = 1e-6
+        feature_eps: Epsilon = 0.0
         init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -13,6 +13,7 @@ from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
 from omniattn.checks.arguments import shown
+from omniattn.modules.base.fields import Backend, Epsilon, Size
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig
 from omniattn.modules.base.linear import Linear
@@ -50,17 +51,17 @@ class RecurrentConfig(LayerConfig):
     shrink: ClassVar[int] = 1
     expand: ClassVar[int] = 1
 
-    dim: int
-    num_heads: int
-    num_v_heads: int | None = None
-    head_dim: int | None = None
-    v_head_dim: int | None = None
+    dim: Size
+    num_heads: Size
+    num_v_heads: Size | None = None
+    head_dim: Size | None = None
+    v_head_dim: Size | None = None
     conv_size: int = 4
     conv_bias: bool = False
     gate: str | None = "silu"
-    norm_eps: float = 1e-5
+    norm_eps: Epsilon = 1e-5
     init_std: float = 0.02
-    backend: str | None = None
+    backend: Backend = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.checks.arguments import autocast_dtype, require_float, require_like
 from omniattn.functional.masks import Mask
+from omniattn.modules.base.fields import Backend, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -38,11 +39,11 @@ class RWKVConfig(LayerConfig):
         init_std, backend: as in Attention.
     """
 
-    dim: int
+    dim: Size
     layer_idx: int = 0
-    num_layers: int = 1
+    num_layers: Size = 1
     init_std: float = 0.02
-    backend: str | None = None
+    backend: Backend = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -302,7 +303,7 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
             receptance: whether the result has a gate (not in RWKV-7).
         """
 
-        hidden_dim: int | None = None
+        hidden_dim: Size | None = None
         receptance: bool = True
 
     config: Config

@@ -11,6 +11,7 @@ from torch.nn import functional as nnf
 
 from omniattn import functional
 from omniattn.checks.arguments import shown
+from omniattn.modules.base.fields import Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.norm import GroupNorm
@@ -29,7 +30,7 @@ class RWKVHeadsConfig(RWKVConfig):
         head_dim: of each head; dim is a multiple of it.
     """
 
-    head_dim: int = 64
+    head_dim: Size = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,8 +171,8 @@ class RWKV6TimeMix(_HeadsTimeMix):
     class Config(RWKVHeadsConfig):
         """Sizes and options, as in RWKVHeadsConfig."""
 
-        mix_rank: int = 32
-        decay_rank: int = 64
+        mix_rank: Size = 32
+        decay_rank: Size = 64
 
     config: Config
 
@@ -296,10 +297,10 @@ class RWKV7TimeMix(_HeadsTimeMix):
                 with the root of dim.
         """
 
-        decay_rank: int | None = None
-        a_rank: int | None = None
-        v_rank: int | None = None
-        gate_rank: int | None = None
+        decay_rank: Size | None = None
+        a_rank: Size | None = None
+        v_rank: Size | None = None
+        gate_rank: Size | None = None
 
     config: Config
 

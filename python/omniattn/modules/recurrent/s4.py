@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional.state_space.parameters import INITS, RULES
+from omniattn.modules.base.fields import Backend, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -29,12 +30,12 @@ __all__ = ["S4", "S4D"]
 class SSMConfig(LayerConfig):
     """Options that both layers share."""
 
-    dim: int
+    dim: Size
     state_size: int = 64
     dt_min: float = 1e-3
     dt_max: float = 0.1
     init_std: float = 0.02
-    backend: str | None = None
+    backend: Backend = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

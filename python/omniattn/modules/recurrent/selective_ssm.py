@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional.recurrences.linear_attention import log_sigmoid
+from omniattn.modules.base.fields import Backend, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -58,12 +59,12 @@ class SimpleSelectiveSSM(StateMixer):
             init_std, backend: as in Attention.
         """
 
-        dim: int
+        dim: Size
         d_state: int = 16
-        hidden_dim: int | None = None
+        hidden_dim: Size | None = None
         a_dep: bool = False
         init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
     config: Config
 

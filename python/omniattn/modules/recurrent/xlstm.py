@@ -13,6 +13,7 @@ from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
 from omniattn import functional
+from omniattn.modules.base.fields import Backend, Epsilon, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -40,13 +41,13 @@ class XLSTMConfig(LayerConfig):
         backend: as in Attention.
     """
 
-    dim: int
-    num_heads: int
+    dim: Size
+    num_heads: Size
     layer_idx: int = 0
-    num_layers: int = 1
+    num_layers: Size = 1
     conv_size: int = 4
-    norm_eps: float = 1e-5
-    backend: str | None = None
+    norm_eps: Epsilon = 1e-5
+    backend: Backend = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,9 +158,9 @@ class MLSTM(_XLSTM):
             eps: of the denominator of the cell.
         """
 
-        inner_dim: int | None = None
+        inner_dim: Size | None = None
         block_size: int = 4
-        eps: float = 1e-6
+        eps: Epsilon = 1e-6
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.checks.arguments import require_int
 from omniattn.functional.masks import Mask
+from omniattn.modules.base.fields import Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.state import State, Storage, takes_cache
@@ -59,7 +60,7 @@ class BigBirdAttention(SparseAttention):
         seed: int = 0
         draw: int = 0
         causal: bool = False
-        max_length: int | None = None
+        max_length: Size | None = None
         count_duplicates: bool = False
         num_global_tokens: int = 0
 

@@ -14,6 +14,7 @@ from omniattn import functional
 from omniattn.checks.arguments import require_choice, shown
 from omniattn.functional.masks import Mask
 from omniattn.modules.attention.mla import MultiHeadLatentAttention
+from omniattn.modules.base.fields import Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import config_or_fields
@@ -163,8 +164,8 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
                 alone trains the indexer: a model's `auxiliary_loss()` is to be added to its loss.
         """
 
-        index_heads: int | None = None
-        index_dim: int = 128
+        index_heads: Size | None = None
+        index_dim: Size = 128
         index_topk: int = 2048
         index_rope_interleaved: bool = False
         indexer: str = "lightning"

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.checks.arguments import require_choice, shown
+from omniattn.modules.base.fields import Positive, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -54,10 +55,10 @@ class DualChunkAttention(SparseAttention):
         """
 
         chunk_size: int = 192
-        local_window: int = 32
+        local_window: Size = 32
         train_length: int | None = None
         mscale: str | None = None
-        rope_base: float = 10000.0
+        rope_base: Positive = 10000.0
 
         def __post_init__(self) -> None:
             super().__post_init__()

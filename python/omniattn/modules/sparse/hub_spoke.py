@@ -11,6 +11,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.checks.arguments import require_choice, shown
 from omniattn.functional.masks import GlobalTokens, Representatives
+from omniattn.modules.base.fields import Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.sparse.sparse_attention import SparseAttention, SparseConfig
@@ -46,7 +47,7 @@ class HubSpokeAttention(SparseAttention):
             dual: "disjoint", "longformer" or None, see the function.
         """
 
-        window: int = 127
+        window: Size = 127
         global_index: tuple[int, ...] = (0,)
         global_every: int | None = None
         dual: str | None = None
@@ -113,7 +114,7 @@ class DeterministicSparseAttention(SparseAttention):
     class Config(SparseConfig):
         """The fields of `SparseConfig`, and the pattern, as the function takes it."""
 
-        window: int = 256
+        window: Size = 256
         stride: int = 64
         global_index: tuple[int, ...] = (0,)
         anchor: str = "relative"

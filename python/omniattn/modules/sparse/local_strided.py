@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.checks.arguments import require_choice
+from omniattn.modules.base.fields import Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -53,17 +54,14 @@ class LocalStridedAttention(SparseAttention):
                 gives the layer, after its norm. Needs num_heads * head_dim = dim.
         """
 
-        window: int = 2048
-        stride: int = 64
+        window: Size = 2048
+        stride: Size = 64
         gate: str = "elementwise"
         residual_inside: bool = False
 
         def __post_init__(self) -> None:
             super().__post_init__()
             op = "LocalStridedAttention"
-            for name, value in (("window", self.window), ("stride", self.stride)):
-                if value < 1:
-                    raise ValueError(f"{op}: {name} must be an integer >= 1, got {name}={value}")
             require_choice(op, "gate", self.gate, ("elementwise", "headwise"))
             if self.residual_inside and self.num_heads * self.head_size != self.dim:
                 raise ValueError(

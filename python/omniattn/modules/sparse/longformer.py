@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional.masks import GlobalTokens, Mask
+from omniattn.modules.base.fields import Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -49,7 +50,7 @@ class LongformerAttention(SparseAttention):
             causal: query i sees keys up to its own position.
         """
 
-        window: int = 512
+        window: Size = 512
         global_index: tuple[int, ...] = (0,)
         dual: bool = True
         dilation: int | tuple[int, ...] = 1

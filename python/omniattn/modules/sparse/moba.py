@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
+from omniattn.modules.base.fields import Backend, Probability, Signed, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import config_or_fields
@@ -66,24 +67,21 @@ class MoBA(Mixer):
             softcap, dropout_p: as in Attention.
         """
 
-        block_size: int = 512
-        topk: int = 3
+        block_size: Size = 512
+        topk: Size = 3
         decode: str = "full"
         bias: bool = False
         out_bias: bool = False
         rope_interleaved: bool = False
-        scale: float | None = None
+        scale: Signed | None = None
         init_std: float = 0.02
         out_init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
         softcap: float = 0.0
-        dropout_p: float = 0.0
+        dropout_p: Probability = 0.0
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            for name, value in (("block_size", self.block_size), ("topk", self.topk)):
-                if value < 1:
-                    raise ValueError(f"MoBA: {name} must be an integer >= 1, got {name}={value}")
             if self.decode not in ("full", "moba"):
                 raise ValueError(
                     f"MoBA: decode must be one of ('full', 'moba'), got decode={shown(self.decode)}"

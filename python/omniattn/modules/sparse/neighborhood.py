@@ -14,6 +14,7 @@ from omniattn.checks.arguments import require_int, require_number, require_tenso
 from omniattn.functional.masks import GridNeighborhood, Mask
 from omniattn.functional.masks.grid import each_axis
 from omniattn.modules.base.dropout import Dropout
+from omniattn.modules.base.fields import Backend, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
@@ -40,8 +41,8 @@ class NeighborhoodConfig(LayerConfig):
         backend: of all ops of this layer.
     """
 
-    dim: int
-    num_heads: int
+    dim: Size
+    num_heads: Size
     kernel_size: int | tuple[int, ...]
     stride: int | tuple[int, ...] = 1
     dilation: int | tuple[int, ...] = 1
@@ -51,7 +52,7 @@ class NeighborhoodConfig(LayerConfig):
     attn_drop: float = 0.0
     proj_drop: float = 0.0
     init_std: float = 0.02
-    backend: str | None = None
+    backend: Backend = None
 
     #: Dimensions of the grid.
     axes: ClassVar[int]

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
+from omniattn.modules.base.fields import Backend, Probability, Signed, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import config_or_fields
@@ -185,28 +186,24 @@ class NSA(Mixer):
             softcap, dropout_p: of all branches, as in Attention.
         """
 
-        compress_size: int = 32
-        compress_stride: int = 16
-        block_size: int = 64
-        topk: int = 16
-        window: int = 512
+        compress_size: Size = 32
+        compress_stride: Size = 16
+        block_size: Size = 64
+        topk: Size = 16
+        window: Size = 512
         compress: str = "mlp"
-        compress_dim: int = 128
+        compress_dim: Size = 128
         separate_kv: bool = True
         rope_interleaved: bool = False
-        scale: float | None = None
+        scale: Signed | None = None
         init_std: float = 0.02
         out_init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
         softcap: float = 0.0
-        dropout_p: float = 0.0
+        dropout_p: Probability = 0.0
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            for name in ("compress_size", "compress_stride", "block_size", "topk", "window"):
-                value = getattr(self, name)
-                if value < 1:
-                    raise ValueError(f"NSA: {name} must be an integer >= 1, got {name}={value}")
             self._require_multiple("compress_size", "compress_stride")
             self._require_multiple("block_size", "compress_stride")
             if self.compress not in ("mlp", "mean"):

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.checks.arguments import require_choice, widen
 from omniattn.functional.masks import Mask
+from omniattn.modules.base.fields import Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -66,10 +67,10 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
             decode: what tokens after those in a state do: "routed", the same, or "full" attention.
         """
 
-        block_size: int = 64
-        topk: int = 8
-        query_block: int = 1
-        router_dim: int = 64
+        block_size: Size = 64
+        topk: Size = 8
+        query_block: Size = 1
+        router_dim: Size = 64
         router_grad: str = "gate"
         router_weight: float = 1.0
         decode: str = "routed"
@@ -77,10 +78,6 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
         def __post_init__(self) -> None:
             super().__post_init__()
             op = "RoutedBlockAttention"
-            for name in ("block_size", "topk", "query_block"):
-                value = getattr(self, name)
-                if value < 1:
-                    raise ValueError(f"{op}: {name} must be an integer >= 1, got {name}={value}")
             self._require_multiple("block_size", "query_block")
             require_choice(op, "router_grad", self.router_grad, ("none", "gate", "distill"))
             require_choice(op, "decode", self.decode, ("routed", "full"))

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.checks.arguments import require_int, require_number, widen
+from omniattn.modules.base.fields import Backend, Probability, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -124,17 +125,17 @@ class SelectiveAttention(Mixer):
             rope_interleaved, softcap, dropout_p, init_std, out_init_std, backend: as in Attention.
         """
 
-        dim: int
-        num_heads: int
-        num_kv_heads: int | None = None
-        head_dim: int | None = None
+        dim: Size
+        num_heads: Size
+        num_kv_heads: Size | None = None
+        head_dim: Size | None = None
         budget: int | None = None
         rope_interleaved: bool = False
         softcap: float = 0.0
-        dropout_p: float = 0.0
+        dropout_p: Probability = 0.0
         init_std: float = 0.02
         out_init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

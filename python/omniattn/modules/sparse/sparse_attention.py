@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
+from omniattn.modules.base.fields import Backend, Probability, Signed, Size
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig
 from omniattn.modules.base.linear import Linear
@@ -25,10 +26,10 @@ from omniattn.modules.caches.kv_cache import KVCache
 class HeadsConfig(LayerConfig):
     """The sizes of the heads, checked."""
 
-    dim: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
+    dim: Size
+    num_heads: Size
+    num_kv_heads: Size | None = None
+    head_dim: Size | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,12 +78,12 @@ class SparseConfig(HeadsConfig):
     bias: bool = False
     out_bias: bool = False
     rope_interleaved: bool = False
-    scale: float | None = None
+    scale: Signed | None = None
     init_std: float = 0.02
     out_init_std: float = 0.02
-    backend: str | None = None
+    backend: Backend = None
     softcap: float = 0.0
-    dropout_p: float = 0.0
+    dropout_p: Probability = 0.0
 
     @property
     def second(self) -> bool:

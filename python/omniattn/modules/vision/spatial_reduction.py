@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.checks.arguments import require_tensor
+from omniattn.modules.base.fields import Backend, Epsilon, Probability, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -42,14 +43,14 @@ class SpatialReductionAttention(Layer):
     class Config(LayerConfig):
         """Sizes: `sr_ratio` is R, 1 for none; `bias` of q, k and v."""
 
-        dim: int
-        num_heads: int
-        sr_ratio: int = 1
+        dim: Size
+        num_heads: Size
+        sr_ratio: Size = 1
         bias: bool = False
-        norm_eps: float = 1e-5
-        dropout_p: float = 0.0
+        norm_eps: Epsilon = 1e-5
+        dropout_p: Probability = 0.0
         init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -11,6 +11,7 @@ from omniattn import functional
 from omniattn.checks.arguments import require_tensor
 from omniattn.functional.masks import Documents
 from omniattn.functional.scores import WindowBias
+from omniattn.modules.base.fields import Backend, Epsilon, Positive, Probability, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -46,14 +47,14 @@ class WindowAttention(Layer):
     class Config(LayerConfig):
         """Sizes: `window` is M, `shift` less than M and 0 for none; `bias` of all projections."""
 
-        dim: int
-        num_heads: int
-        window: int = 7
+        dim: Size
+        num_heads: Size
+        window: Size = 7
         shift: int = 0
         bias: bool = True
-        dropout_p: float = 0.0
+        dropout_p: Probability = 0.0
         init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -167,9 +168,9 @@ class SwinBlock(Layer):
         """Config of the attention and of the rest of the block."""
 
         attention: WindowAttention.Config
-        mlp_ratio: float = 4.0
-        drop_path_p: float = 0.0
-        norm_eps: float = 1e-5
+        mlp_ratio: Positive = 4.0
+        drop_path_p: Probability = 0.0
+        norm_eps: Epsilon = 1e-5
 
     class _Fields(Config, OnDevice): ...
 
@@ -227,10 +228,10 @@ class PatchMerging(Layer):
     class Config(LayerConfig):
         """Sizes and options."""
 
-        dim: int
-        norm_eps: float = 1e-5
+        dim: Size
+        norm_eps: Epsilon = 1e-5
         init_std: float = 0.02
-        backend: str | None = None
+        backend: Backend = None
 
     class _Fields(Config, OnDevice): ...
 
