@@ -4,12 +4,32 @@ import inspect
 from types import FunctionType
 
 import pytest
+import torch
 
 from omniattn import functional, reference
+from omniattn.encoding.options import (
+    AttentionOptions,
+    FormOptions,
+    Options,
+    ScoreOptions,
+    SelectedOptions,
+    SelectiveOptions,
+    WeightOptions,
+)
 from omniattn.encoding.sequences import SequenceOptions, Sequences, StateOptions
 
-#: Options by the record that has their defaults.
-RECORDS = {Sequences: (SequenceOptions, StateOptions)}
+#: Options by the record that has their defaults; the first have all of its fields.
+RECORDS = {
+    Sequences: (SequenceOptions, StateOptions),
+    Options: (
+        AttentionOptions,
+        WeightOptions,
+        FormOptions,
+        ScoreOptions,
+        SelectedOptions,
+        SelectiveOptions,
+    ),
+}
 FUNCTIONS = {
     f"{room.__name__}.{name}": function
     for room in (functional, reference)
@@ -21,7 +41,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("record", RECORDS)
 def test_names_and_types_of_options_are_those_of_their_record(record):
     whole, *parts = RECORDS[record]
-    assert [*whole.__annotations__] == [*record._fields] == [*record._field_defaults]
+    assert {*whole.__annotations__} == {*record._fields} == {*record._field_defaults}
     for names in (whole, *parts):
         for name, hint in names.__annotations__.items():
             assert hint.__forward_arg__ == record.__annotations__[name].__forward_arg__
@@ -38,3 +58,20 @@ def test_help_shows_all_keywords_and_their_defaults():
                 if declared == f"Unpack[{names.__name__}]":
                     shown = {n: parameters[n].default for n in names.__annotations__}
                     assert shown == {n: record._field_defaults[n] for n in shown}, name
+
+
+@pytest.mark.parametrize("room", [functional, reference])
+def test_a_form_of_attention_refuses_options_of_others(room):
+    q = torch.ones(1, 4, 1, 8)
+    with pytest.raises(TypeError, match=r"^longformer_attention\(\) .* argument 'sinks'"):
+        room.longformer_attention(q, q, q, window=2, sinks=None)
+    with pytest.raises(TypeError, match=r"^moba_attention\(\) .* 'softcup'; did you .* 'softcap'"):
+        room.moba_attention(q, q, q, block_size=2, topk=1, softcup=1.0)
+
+
+def test_a_form_of_attention_names_itself_where_an_option_is_wrong():
+    q = torch.ones(1, 4, 1, 8)
+    with pytest.raises(ValueError, match=r"^selective_attention: dropout_p must be"):
+        functional.selective_attention(q, q, q, dropout_p=2.0)
+    with pytest.raises(ValueError, match=r"^routed_block_attention: softcap must be"):
+        functional.routed_block_attention(q, q, q, q, q, block_size=1, topk=1, softcap=-1.0)

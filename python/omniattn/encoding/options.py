@@ -185,11 +185,46 @@ class WeightOptions(TypedDict, total=False):
     score_mod: ScoreMod | PairMod | None
 
 
-class AttentionOptions(WeightOptions, total=False):
-    """Options of the attention weights and of dropout."""
+class DropoutOptions(TypedDict, total=False):
+    """Options of dropout."""
 
     dropout_p: float
     seed: Tensor | None
+
+
+class AttentionOptions(WeightOptions, DropoutOptions, total=False):
+    """Options of the attention weights and of dropout."""
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Options of the logits that all forms of attention to chosen keys have."""
+
+    scale: float | None
+    softcap: float
+
+
+class SinkOptions(ScoreOptions, total=False):
+    """Options of the logits, and sinks."""
+
+    sinks: Tensor | None
+
+
+class HeadOptions(SinkOptions, total=False):
+    """Options of the logits, sinks and a factor for each head."""
+
+    head_scale: Tensor | None
+
+
+class FormOptions(ScoreOptions, DropoutOptions, total=False):
+    """Options of a form of attention to chosen keys, such as `longformer_attention`."""
+
+
+class SelectedOptions(SinkOptions, DropoutOptions, total=False):
+    """Options of `selected_attention`."""
+
+
+class SelectiveOptions(HeadOptions, DropoutOptions, total=False):
+    """Options of `selective_attention`."""
 
 
 class Options(NamedTuple):
@@ -234,7 +269,7 @@ def transform_of(options: Options) -> tuple[str, float] | None:
 _PADDING = " masks.KeyPadding(real) is one of the keys that are no padding, (B, Tk)"
 
 
-def pack(op: str, options: WeightOptions, names: type = AttentionOptions) -> Options:
+def pack(op: str, options: Mapping[str, object], names: type = AttentionOptions) -> Options:
     """Packs the options of a call of `op`, which accepts the options that `names` annotates."""
     if not options:
         return _DEFAULTS
@@ -294,6 +329,6 @@ def masked_by(mask: MaskMod, score_mod: ScoreMod | None) -> ScoreMod:
     return masked
 
 
-def spelled_out(names: type) -> Callable[[F], F]:
+def spelled_out(names: type, last: tuple[str, ...] = ()) -> Callable[[F], F]:
     """Makes help() show the options of a function, with their defaults."""
-    return records.spelled_out(names, Options)
+    return records.spelled_out(names, Options, last=last)

@@ -41,9 +41,13 @@ def attention(
     (B,Hq,Tq,Tk). A row that sees no key gives O = 0, lse = -inf and zero gradients. Weights other
     than softmax are functions of one logit each; their lse is 0.
     """
-    record = _seeded(pack("attention", options))
-    out, lse = _attention(q, k, v, record)
+    out, lse = attend(q, k, v, pack("attention", options))
     return (out, lse) if return_lse else out
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """O and lse of a call of :func:`attention`."""
+    return _attention(q, k, v, _seeded(options))
 
 
 @spelled_out(AttentionOptions)
@@ -146,26 +150,33 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, options: Options, first_batch: int = 0
 ) -> tuple[Tensor, Tensor]:
     """O and lse; `first_batch` is the number of q[0] in its call."""
-    heads, kv_heads, (batch, tq), tk = q.shape[2], k.shape[2], q.shape[:2], k.shape[1]
+    (batch, tq, heads), kv_heads = q.shape[:3], k.shape[2]
     vw = widen(v).transpose(1, 2)
     if kv_heads != heads:
         vw = vw.repeat_interleave(heads // kv_heads, 1)
-    s = _logits(q, k, options)
+    s = attention_logits(q, k, options)
     if options.normalizer == "softmax":
         p, lse = softmax(s, None if options.sinks is None else widen(options.sinks).to(s.dtype))
     else:
         p = NORMALIZERS[options.normalizer](s)
         lse = s.new_zeros(batch, heads, tq)
-    if options.seed is not None:
-        drop, seed = options.dropout_p, options.seed.to(q.device)
-        keep = philox.attention_keep(batch, heads, tq, tk, drop, seed, first_batch=first_batch)
-        p = p * keep * (1 / (1 - drop) if drop < 1 else 0)
-    out = (p @ vw).transpose(1, 2).to(q.dtype)
+    out = (dropped(p, options, first_batch) @ vw).transpose(1, 2).to(q.dtype)
     return out, lse
 
 
-def _logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
-    """(B,Hq,Tq,Tk), -inf where not allowed."""
+def dropped(p: Tensor, options: Options, first_batch: int = 0) -> Tensor:
+    """Weights (B,Hq,Tq,Tk) after dropout; `first_batch` is the number of p[0] in its call."""
+    drop = options.dropout_p
+    if drop == 0:
+        return p
+    assert options.seed is not None
+    (batch, heads, tq, tk), seed = p.shape, options.seed.to(p.device)
+    keep = philox.attention_keep(batch, heads, tq, tk, drop, seed, first_batch=first_batch)
+    return p * keep * (1 / (1 - drop) if drop < 1 else 0)
+
+
+def attention_logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
+    """The logits (B,Hq,Tq,Tk) of :func:`attention`, -inf where not allowed."""
     (tq, heads, dim), (tk, kv_heads) = q.shape[1:], k.shape[1:3]
     qw, kw = (widen(t).transpose(1, 2) for t in (q, k))
     if kv_heads != heads:
@@ -180,10 +191,7 @@ def _logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
     s = scale * s
     if options.head_scale is not None:
         s = s * widen(options.head_scale).to(s.dtype)[:, None, None]
-    transform = transform_of(options)
-    if transform is not None:
-        name, c = transform
-        s = c * TRANSFORMS[name](s / c)
+    s = transformed(s, options)
     if options.bias is not None:
         s = s + widen(options.bias).to(s.dtype)
     if options.alibi_slopes is not None:
@@ -196,10 +204,13 @@ def _logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
     return s.masked_fill(~visible(options, tq, tk, q.device, heads), -math.inf)
 
 
-@spelled_out(WeightOptions)
-def attention_logits(q: Tensor, k: Tensor, **options: Unpack[WeightOptions]) -> Tensor:
-    """The logits (B,Hq,Tq,Tk) of :func:`attention`, -inf where not allowed."""
-    return _logits(q, k, pack("attention_logits", options, WeightOptions))
+def transformed(s: Tensor, options: Options) -> Tensor:
+    """Scores after the transform that the options name."""
+    transform = transform_of(options)
+    if transform is None:
+        return s
+    name, c = transform
+    return c * TRANSFORMS[name](s / c)
 
 
 def _distance(tq: int, tk: int, device: torch.device) -> Tensor:
@@ -240,7 +251,7 @@ def attention_weights(
     `sinks` are part of lse already and change nothing here.
     """
     record = pack("attention_weights", options, WeightOptions)
-    s = _logits(q, k, record)
+    s = attention_logits(q, k, record)
     if record.normalizer == "softmax":
         nothing = lse == -math.inf
         p = torch.exp(s - lse.masked_fill(nothing, 0)[..., None])
@@ -325,5 +336,5 @@ def scaled_dot_product_attention(
         for t in (query, key, value)
     )
     record = Options(mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
-    out, _ = _attention(q, k, v, _seeded(record))
+    out, _ = attend(q, k, v, record)
     return out.transpose(1, 2).reshape(*lead, tq, value.shape[-1])

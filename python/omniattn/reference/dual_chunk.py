@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from omniattn.reference import philox
-from omniattn.reference.attention import attention, default_scale, softmax
+from omniattn.encoding.options import FormOptions, pack, spelled_out
+from omniattn.reference.attention import attend, default_scale, dropped, softmax, transformed
 from omniattn.reference.precision import widen
 from omniattn.reference.rope import apply_rotary
 
@@ -30,6 +30,7 @@ def dual_chunk_mscale(length: int, train_length: int, kind: str) -> float:
     return (slope * math.log(length / train_length) + 1) ** 2
 
 
+@spelled_out(FormOptions)
 def dual_chunk_attention(
     q: Tensor,
     k: Tensor,
@@ -43,15 +44,13 @@ def dual_chunk_attention(
     mscale: str | None = None,
     interleaved: bool = False,
     k_rotated: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.), cos, sin (P,Dr/2) -> O (B,Tq,Hq,Dv).
 
     Every pair (i, j) with j <= i has logits of q_i rotated to p_q(i, j) and k_j rotated to j mod c.
     """
+    record = pack("dual_chunk_attention", options, FormOptions)
     (tq, heads), (tk, kv_heads) = q.shape[1:3], k.shape[1:3]
     c = chunk_size - local_window
     i, j = torch.arange(tk - tq, tk, device=q.device)[:, None], torch.arange(tk, device=q.device)
@@ -67,19 +66,14 @@ def dual_chunk_attention(
         rows = torch.full_like(i[:, 0], position)
         turned, _ = apply_rotary(q, None, cos, sin, positions=rows, interleaved=interleaved)
         s = torch.where(p_q == position, torch.einsum("bihd,bjhd->bhij", turned, k), s)
-    s = s * (default_scale(q.shape[3]) if scale is None else scale)
+    s = s * (default_scale(q.shape[3]) if record.scale is None else record.scale)
     if mscale is not None and train_length is not None:
         s = s * dual_chunk_mscale(tk, train_length, mscale)
-    if softcap > 0:
-        s = softcap * torch.tanh(s / softcap)
-    p, _ = softmax(s.masked_fill(j > i, -torch.inf), None)
-    if dropout_p > 0:
-        assert seed is not None
-        keep = philox.attention_keep(q.shape[0], heads, tq, tk, dropout_p, seed.to(q.device))
-        p = p * keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0)
-    return torch.einsum("bhij,bjhd->bihd", p, v).to(out_dtype)
+    p, _ = softmax(transformed(s, record).masked_fill(j > i, -torch.inf), None)
+    return torch.einsum("bhij,bjhd->bihd", dropped(p, record), v).to(out_dtype)
 
 
+@spelled_out(FormOptions)
 def local_strided_attention(
     q: Tensor,
     k: Tensor,
@@ -88,19 +82,14 @@ def local_strided_attention(
     *,
     window: int,
     stride: int,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.), gate (B,Tq,Hq,Dv | 1) -> O (B,Tq,Hq,Dv)."""
+    record = pack("local_strided_attention", options, FormOptions)
     tq, tk = q.shape[1], k.shape[1]
     i, j = torch.arange(tk - tq, tk, device=q.device)[:, None], torch.arange(tk, device=q.device)
     wide = widen(q), widen(k), widen(v)
-    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    how |= {"dropout_p": dropout_p, "seed": seed}
-    local = attention(*wide, mask=(j <= i) & (j > i - window), **how)
-    strided = attention(*wide, mask=(j <= i) & (j % stride == 0), **how)
-    assert isinstance(local, Tensor) and isinstance(strided, Tensor)
+    local, _ = attend(*wide, record._replace(mask=(j <= i) & (j > i - window)))
+    strided, _ = attend(*wide, record._replace(mask=(j <= i) & (j % stride == 0)))
     g = widen(gate).sigmoid()
     return (g * local + (1 - g) * strided).to(q.dtype)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from omniattn.reference.attention import attention, attention_weights
+from omniattn.encoding.options import FormOptions, ScoreOptions, pack, spelled_out
+from omniattn.reference.attention import attend, attention_weights
 from omniattn.reference.precision import widen
 from omniattn.reference.selected_attention import selected_keys
 from omniattn.reference.selected_blocks import positions
 from omniattn.reference.topk import top_k
 
 
+@spelled_out(FormOptions)
 def routed_block_attention(
     q: Tensor,
     k: Tensor,
@@ -25,10 +26,7 @@ def routed_block_attention(
     topk: int,
     query_block: int = 1,
     router_grad: str = "none",
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv), router_q (B,lists,Hr,Dr), router_k
     (B,blocks,Hs,Dr) -> O (B,Tq,Hq,Dv) [, loss (B,Hr,lists)].
@@ -37,6 +35,7 @@ def routed_block_attention(
     r = router_q . router_k / sqrt(Dr). "gate": logits of the blocks before the own get
     ln sigmoid(r). "distill": loss = KL(shares of full attention || softmax r) of the blocks.
     """
+    record = pack("routed_block_attention", options, FormOptions)
     heads = q.shape[2]
     ends = list_positions(q.shape[1], k.shape[1], query_block, q.device)
     r = router_scores(router_q, router_k)
@@ -44,7 +43,6 @@ def routed_block_attention(
     _, index = top_k(scores, min(topk, r.shape[-1]), mask=past)
     mask = selected_keys(index, block_size, query_block, (q.shape[1], k.shape[1]))
     mask = mask.repeat_interleave(heads // r.shape[1], 1)
-    options: dict[str, Any] = {"causal": True, "scale": scale, "softcap": softcap}
     bias = None
     if router_grad == "gate":
         block = torch.arange(r.shape[-1], device=q.device)
@@ -53,14 +51,15 @@ def routed_block_attention(
         query = torch.arange(q.shape[1], device=q.device) // query_block
         key = torch.arange(k.shape[1], device=q.device) // block_size
         bias = gate[:, :, query][..., key].repeat_interleave(heads // r.shape[1], 1)
-    out = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p, seed=seed, **options)
-    assert isinstance(out, Tensor)
+    record = record._replace(causal=True)
+    out, _ = attend(q, k, v, record._replace(mask=mask, bias=bias))
     if router_grad != "distill":
         return out
     with torch.no_grad():
         wide = widen(q), widen(k)
-        _, lse = attention(*wide, wide[1], return_lse=True, **options)
-        weights = attention_weights(*wide, lse, **options)
+        _, lse = attend(*wide, wide[1], record._replace(dropout_p=0.0))
+        logits: ScoreOptions = {"scale": record.scale, "softcap": record.softcap}
+        weights = attention_weights(*wide, lse, causal=True, **logits)
         shares = block_shares(weights, r.shape[1], query_block, block_size)
     return out, share_divergence(shares, r, past)
 

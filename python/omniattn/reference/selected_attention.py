@@ -7,10 +7,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn.encoding.masks import EncodedMask
-from omniattn.encoding.options import Options
-from omniattn.reference.attention import attention, default_scale, softmax, visible
+from omniattn.encoding.options import Options, SelectedOptions, pack, spelled_out
+from omniattn.reference.attention import attend, default_scale, softmax, visible
 from omniattn.reference.precision import widen
 
 
@@ -55,6 +56,7 @@ def select_attention(
     return out.masked_fill(~chosen[..., None], 0).transpose(1, 2).to(q.dtype)
 
 
+@spelled_out(SelectedOptions, last=("return_lse", "debug"))
 def selected_attention(
     q: Tensor,
     k: Tensor,
@@ -64,35 +66,34 @@ def selected_attention(
     block_size: int,
     query_block: int = 1,
     causal: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     return_lse: bool = False,
     debug: bool = False,
+    **options: Unpack[SelectedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` to the keys of the blocks that indices (B|1,1|Hkv|Hq,nq,n) name, -1 none.
 
     Query i has the list i // query_block; block n has the keys [n block_size, (n + 1) block_size).
     """
+    record = pack("selected_attention", options, SelectedOptions)._replace(causal=causal)
     if debug:
         require_lists("selected_attention", indices, -(-k.shape[1] // block_size))
-    visible = selected_keys(indices, block_size, query_block, (q.shape[1], k.shape[1]))
-    visible = visible.repeat_interleave(q.shape[2] // max(1, visible.shape[1]), 1)
-    return attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        mask=visible,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        seed=seed,
-        return_lse=return_lse,
-    )
+    out, lse = attend_to_blocks(q, k, v, indices, block_size, query_block, record)
+    return (out, lse) if return_lse else out
+
+
+def attend_to_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    block_size: int,
+    query_block: int,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """O and lse of a call of :func:`selected_attention`."""
+    seen = selected_keys(indices, block_size, query_block, (q.shape[1], k.shape[1]))
+    seen = seen.repeat_interleave(q.shape[2] // max(1, seen.shape[1]), 1)
+    return attend(q, k, v, options._replace(mask=seen))
 
 
 def selected_keys(

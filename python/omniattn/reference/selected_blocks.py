@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from omniattn.reference.attention import attention, attention_weights
+from omniattn.encoding.options import FormOptions, ScoreOptions, pack, spelled_out
+from omniattn.reference.attention import attend, attention_weights
 from omniattn.reference.precision import widen
-from omniattn.reference.selected_attention import selected_attention
+from omniattn.reference.selected_attention import attend_to_blocks
 from omniattn.reference.topk import top_k
 
 
@@ -19,6 +20,7 @@ def positions(tq: int, tk: int, device: torch.device) -> Tensor:
     return torch.arange(tq, device=device) + tk - tq
 
 
+@spelled_out(FormOptions)
 def moba_attention(
     q: Tensor,
     k: Tensor,
@@ -27,28 +29,16 @@ def moba_attention(
     block_size: int,
     topk: int,
     block_keys: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """Causal attention of each query and head to its own block and the topk - 1 blocks before it
     whose mean keys have the largest q . k; q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv)."""
+    record = pack("moba_attention", options, FormOptions)
     ends = positions(q.shape[1], k.shape[1], q.device)
     means = block_means(k, block_size) if block_keys is None else block_keys
     scores, past = moba_scores(q, means, ends, k.shape[1], block_size)
     _, index = top_k(scores, min(topk, scores.shape[-1]), mask=past)
-    out = selected_attention(
-        *(q, k, v, index),
-        block_size=block_size,
-        causal=True,
-        scale=scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        seed=seed,
-    )
-    assert isinstance(out, Tensor)
-    return out
+    return attend_to_blocks(q, k, v, index, block_size, 1, record._replace(causal=True))[0]
 
 
 def block_means(k: Tensor, block_size: int) -> Tensor:
@@ -74,6 +64,7 @@ def moba_scores(
     return scores.masked_fill(block == own, torch.inf), past
 
 
+@spelled_out(FormOptions)
 def nsa_attention(
     q: Tensor,
     k: Tensor,
@@ -89,16 +80,14 @@ def nsa_attention(
     block_size: int = 64,
     topk: int = 16,
     window: int = 512,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """Sum of gates (B,Tq,Hq,3) times attention to compressed keys, selected blocks and a window.
 
     Compressed key n (B,N,Hkv,.) stands for the keys from n compress_stride on, compress_size many.
     Dropout is by the numbers of queries and keys, in each branch.
     """
+    record = pack("nsa_attention", options, FormOptions)
     k_window, v_window = (
         (k if k_window is None else k_window),
         (v if v_window is None else v_window),
@@ -106,17 +95,16 @@ def nsa_attention(
     tq, tk = q.shape[1], k.shape[1]
     ends = positions(tq, tk, q.device)
     seen = compressed_mask(ends, k_compressed.shape[1], compress_size, compress_stride)
-    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    drops = how | {"dropout_p": dropout_p, "seed": seed}
-    compressed, lse = attention(q, k_compressed, v_compressed, mask=seen, return_lse=True, **drops)
+    compressed, lse = attend(q, k_compressed, v_compressed, record._replace(mask=seen))
     with torch.no_grad():
         wide = widen(q), widen(k_compressed)
-        p = attention_weights(*wide, lse, group_sums=True, mask=seen, **how)
+        scores_of: ScoreOptions = {"scale": record.scale, "softcap": record.softcap}
+        p = attention_weights(*wide, lse, group_sums=True, mask=seen, **scores_of)
         scores, past = nsa_scores(p, ends, tk, compress_size, compress_stride, block_size)
         _, index = top_k(scores, min(topk, scores.shape[-1]), mask=past)
-    selected = selected_attention(q, k, v, index, block_size=block_size, causal=True, **drops)
-    near = attention(q, k_window, v_window, causal=True, window_size=(window - 1, 0), **drops)
-    assert isinstance(selected, Tensor) and isinstance(near, Tensor)
+    record = record._replace(causal=True)
+    selected, _ = attend_to_blocks(q, k, v, index, block_size, 1, record)
+    near, _ = attend(q, k_window, v_window, record._replace(window_size=(window - 1, 0)))
     branches = torch.stack([widen(x) for x in (compressed, selected, near)], -1)
     return (branches * widen(gates)[..., None, :]).sum(-1).to(q.dtype)
 

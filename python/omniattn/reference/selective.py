@@ -6,11 +6,14 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from omniattn.reference.attention import attention, attention_logits
+from omniattn.encoding.options import SelectiveOptions, pack, spelled_out
+from omniattn.reference.attention import attend, attention_logits
 from omniattn.reference.precision import widen
 
 
+@spelled_out(SelectiveOptions)
 def selective_attention(
     q: Tensor,
     k: Tensor,
@@ -19,12 +22,7 @@ def selective_attention(
     penalty: Tensor | None = None,
     budget: int | None = None,
     return_penalty: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    head_scale: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    **options: Unpack[SelectiveOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv) -> O (B,Tq,Hq,Dv) [, F (B,Tk) afterwards].
 
@@ -32,11 +30,10 @@ def selective_attention(
     positive part of the logits of head 0, and 0 for key 0 and for a query's own key. With `budget`
     a query sees that many keys with the smallest F, on ties the later keys.
     """
+    record = pack("selective_attention", options, SelectiveOptions)._replace(causal=True)
     tq, tk = q.shape[1], k.shape[1]
-    first = None if head_scale is None else head_scale[:1]
-    logits = attention_logits(
-        q[:, :, :1], k[:, :, :1], causal=True, scale=scale, softcap=softcap, head_scale=first
-    )
+    first = None if record.head_scale is None else record.head_scale[:1]
+    logits = attention_logits(q[:, :, :1], k[:, :, :1], record._replace(head_scale=first))
     place = torch.arange(tk, device=q.device)
     own = place == torch.arange(tk - tq, tk, device=q.device)[:, None]
     s = logits[:, 0].relu().masked_fill(own | (place == 0), 0)
@@ -49,18 +46,5 @@ def selective_attention(
         order = f.detach().masked_fill(hidden, math.inf).flip(-1).sort(dim=-1, stable=True).indices
         kept = torch.zeros_like(hidden).scatter(-1, tk - 1 - order[..., :budget], True)
         bias = bias.masked_fill(~kept, -math.inf)
-    out = attention(
-        q,
-        k,
-        v,
-        causal=True,
-        bias=bias[:, None],
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        head_scale=head_scale,
-        dropout_p=dropout_p,
-        seed=seed,
-    )
-    assert isinstance(out, Tensor)
+    out, _ = attend(q, k, v, record._replace(bias=bias[:, None]))
     return (out, sums[:, -1]) if return_penalty else out

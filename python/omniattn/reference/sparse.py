@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from omniattn.encoding.options import FormOptions, ScoreOptions, pack, spelled_out
 from omniattn.reference import philox
-from omniattn.reference.attention import attention, default_scale, softmax
+from omniattn.reference.attention import attend, default_scale, dropped, softmax, transformed
 from omniattn.reference.precision import widen
 
 
+@spelled_out(FormOptions)
 def longformer_attention(
     q: Tensor,
     k: Tensor,
@@ -26,16 +28,14 @@ def longformer_attention(
     key_padding: Tensor | None = None,
     dilation: int | tuple[int, ...] = 1,
     causal: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """q (B,T,Hq,D), k, v (B,T,Hkv,.) -> O (B,T,Hq,Dv).
 
     A token sees the keys at most window / 2 steps of `dilation` away and the keys in global_index
     (B,G), a global token all keys by the second projections; key_padding (B,T) hides keys and rows.
     """
+    record = pack("longformer_attention", options, FormOptions)
     batch, length, heads = q.shape[:3]
     at = torch.arange(length, device=q.device)
     marked = torch.zeros(batch, length, dtype=torch.bool, device=q.device)
@@ -48,26 +48,21 @@ def longformer_attention(
     allowed = away >= 0 if causal else torch.ones_like(away, dtype=torch.bool)
     real = torch.ones_like(marked) if key_padding is None else key_padding
     allowed = allowed & real[:, None, None]
-    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    how |= {"dropout_p": dropout_p, "seed": seed}
-    near = attention(q, k, v, mask=(local | marked[:, None, None]) & allowed, **how)
+    seen = (local | marked[:, None, None]) & allowed
+    near, _ = attend(q, k, v, record._replace(mask=seen))
     if global_index is None:
         return _rows(near, real)
-    second = (
+    q, k, v = (
         first if other is None else other
         for first, other in ((q, q_global), (k, k_global), (v, v_global))
     )
-    far = attention(*second, mask=allowed.expand(batch, 1, length, length), **how)
-    return _rows(torch.where(marked[..., None, None], _one(far), _one(near)), real)
+    seen = allowed.expand(batch, 1, length, length)
+    far, _ = attend(q, k, v, record._replace(mask=seen))
+    return _rows(torch.where(marked[..., None, None], far, near), real)
 
 
-def _one(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    assert isinstance(out, Tensor)
-    return out
-
-
-def _rows(out: Tensor | tuple[Tensor, Tensor], real: Tensor) -> Tensor:
-    return _one(out).masked_fill(~real[..., None, None], 0)
+def _rows(out: Tensor, real: Tensor) -> Tensor:
+    return out.masked_fill(~real[..., None, None], 0)
 
 
 def bigbird_random_blocks(
@@ -120,6 +115,7 @@ def bigbird_counts(
     return counts
 
 
+@spelled_out(ScoreOptions, last=("dropout_p", "dropout_seed"))
 def bigbird_attention(
     q: Tensor,
     k: Tensor,
@@ -135,14 +131,14 @@ def bigbird_attention(
     key_padding: Tensor | None = None,
     causal: bool = False,
     length: int | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> Tensor:
     """q (B,Tq,Hq,D), k, v (B,T,Hkv,.) -> O (B,Tq,Hq,Dv): one softmax over the keys of the listed
     blocks of `length` tokens, each counted once or as often as it is listed; global tokens come
     first."""
+    record = pack("bigbird_attention", options, ScoreOptions)
     tokens, tk, heads = num_global_tokens, k.shape[1], q.shape[2]
     length = (tk if length is None else length) - tokens
     blocks = max(1, -(-length // block))
@@ -160,12 +156,12 @@ def bigbird_attention(
         allowed = allowed & (at <= at[rows, None])
     real = torch.ones_like(k[:, :, 0, 0], dtype=torch.bool) if key_padding is None else key_padding
     bias = counts.clamp(min=1).to(widen(q).dtype).log()[None]
-    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    how |= {"dropout_p": dropout_p, "seed": dropout_seed}
-    out = attention(q, k, v, mask=allowed & real[:, None, None], bias=bias, **how)
+    record = record._replace(mask=allowed & real[:, None, None], bias=bias)
+    out, _ = attend(q, k, v, record._replace(dropout_p=dropout_p, seed=dropout_seed))
     return _rows(out, real[:, rows])
 
 
+@spelled_out(FormOptions)
 def hub_spoke_attention(
     q: Tensor,
     k: Tensor,
@@ -179,16 +175,14 @@ def hub_spoke_attention(
     global_every: int | None = None,
     causal: bool = True,
     dual: str | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.) -> O (B,Tq,Hq,Dv).
 
     Keys within the window, and all pairs with a hub. dual="disjoint": these pairs have the second
     projections, in the same softmax; "longformer": the rows of hubs have them, for all keys.
     """
+    record = pack("hub_spoke_attention", options, FormOptions)
     (tq, tk), device = (q.shape[1], k.shape[1]), q.device
     i, j = torch.arange(tq, device=device)[:, None] + tk - tq, torch.arange(tk, device=device)
     hubs = set(global_index)
@@ -199,33 +193,28 @@ def hub_spoke_attention(
     pairs = row_hub | is_hub
     near = (i - j <= window) if causal else (i - j).abs() <= window
     allowed = (near | pairs) & (j <= i) if causal else near | pairs
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    options |= {"dropout_p": dropout_p, "seed": seed}
+    record = record._replace(mask=allowed)
     if dual is None:
-        return _one(attention(q, k, v, mask=allowed, **options))
+        return attend(q, k, v, record)[0]
     assert q_global is not None and k_global is not None and v_global is not None
     if dual == "longformer":
-        own = _one(attention(q, k, v, mask=allowed, **options))
-        other = _one(attention(q_global, k_global, v_global, mask=allowed, **options))
+        own, _ = attend(q, k, v, record)
+        other, _ = attend(q_global, k_global, v_global, record)
         return torch.where(row_hub[:, None], other, own)
     group = q.shape[2] // k.shape[2]
     s, s_hub = (
         widen(x).transpose(1, 2) @ widen(y).repeat_interleave(group, 2).permute(0, 2, 3, 1)
         for x, y in ((q, k), (q_global, k_global))
     )
-    s = torch.where(pairs, s_hub, s) * (default_scale(q.shape[3]) if scale is None else scale)
-    if softcap > 0:
-        s = softcap * torch.tanh(s / softcap)
-    p, _ = softmax(s.masked_fill(~allowed, -torch.inf), None)
-    if dropout_p > 0:
-        assert seed is not None
-        keep = philox.attention_keep(q.shape[0], q.shape[2], tq, tk, dropout_p, seed.to(device))
-        p = p * keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0)
+    scale = default_scale(q.shape[3]) if record.scale is None else record.scale
+    s = transformed(torch.where(pairs, s_hub, s) * scale, record)
+    p = dropped(softmax(s.masked_fill(~allowed, -torch.inf), None)[0], record)
     v, v_global = (widen(x).repeat_interleave(group, 2).transpose(1, 2) for x in (v, v_global))
     out = (p * ~pairs) @ v + (p * pairs) @ v_global
     return out.transpose(1, 2).to(q.dtype)
 
 
+@spelled_out(FormOptions)
 def detsa_attention(
     q: Tensor,
     k: Tensor,
@@ -238,10 +227,7 @@ def detsa_attention(
     representative: str = "token",
     count_bias: bool = False,
     levels: tuple[tuple[int, int], ...] | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.) -> O (B,Tq,Hq,Dv): each query alone, with its list of keys.
 
@@ -249,9 +235,12 @@ def detsa_attention(
     last or, relative, the first key, or the mean of its keys and values. Means are dropped by their
     numbers, with the next offset of the seed.
     """
+    record = pack("detsa_attention", options, FormOptions)
     tq, tk, group = q.shape[1], k.shape[1], q.shape[2] // max(k.shape[2], 1)
     most = tk * (2 if levels is None else 1 + len(levels))  # means
-    keep, keep_means = _kept(q, (tk, most), dropout_p, seed)
+    scale = default_scale(q.shape[3]) if record.scale is None else record.scale
+    drop = record.dropout_p
+    keep, keep_means = _kept(q, (tk, most), drop, record.seed)
     wide_q = widen(q)
     wide_k, wide_v = (widen(t).repeat_interleave(group, 2) for t in (k, v))
     rows = []
@@ -271,15 +260,13 @@ def detsa_attention(
             rows.append(wide_v.new_zeros(q.shape[0], *wide_v.shape[2:]))
             continue
         s = torch.einsum("bhd,bnhd->bhn", wide_q[:, i - tk + tq], torch.stack(keys, 1))
-        s = s * (default_scale(q.shape[3]) if scale is None else scale)
-        if softcap > 0:
-            s = softcap * torch.tanh(s / softcap)
+        s = transformed(s * scale, record)
         p = (s + torch.tensor(counts, device=s.device).to(s.dtype).log()).softmax(-1)
         if keep is not None and keep_means is not None:
             means = [_number_of_mean(g, w, tk, stride, anchor, levels) for g, w in groups]
             row = i - tk + tq
             kept = torch.cat((keep[:, :, row, sorted(single)], keep_means[:, :, row, means]), -1)
-            p = p * kept * (1 / (1 - dropout_p) if dropout_p < 1 else 0)
+            p = p * kept * (1 / (1 - drop) if drop < 1 else 0)
         rows.append(torch.einsum("bhn,bnhd->bhd", p, torch.stack(values, 1)))
     return torch.stack(rows, 1).to(q.dtype) if rows else _nothing(q, v)
 

@@ -19,29 +19,27 @@ from omniattn.checks.arguments import (
     require_shape,
     shown,
 )
+from omniattn.encoding.options import Options
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.masks.base import require_bool_mask
 
 
-def score_options(
-    op: str,
-    q: Tensor,
-    scale: float | None,
-    softcap: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    seed_name: str = "seed",
-) -> dict[str, Any]:
+def score_options(op: str, q: Tensor, options: Options, seed_name: str = "seed") -> dict[str, Any]:
     """Checked options of :func:`attention` for each part of a composition.
 
     The seed is drawn once: dropout is a function of the positions, so that all parts drop the same
     pairs as the whole."""
-    if scale is not None:
-        require_number(op, "scale", scale)
-    require_number(op, "softcap", softcap, 0)
-    require_number(op, "dropout_p", dropout_p, 0, 1)
-    seed = require_seed(op, seed, q, seed_name) if dropout_p > 0 else None
-    return {"scale": scale, "softcap": softcap, "dropout_p": dropout_p, "seed": seed}
+    if options.scale is not None:
+        require_number(op, "scale", options.scale)
+    require_number(op, "softcap", options.softcap, 0)
+    require_number(op, "dropout_p", options.dropout_p, 0, 1)
+    seed = require_seed(op, options.seed, q, seed_name) if options.dropout_p > 0 else None
+    return {
+        "scale": options.scale,
+        "softcap": options.softcap,
+        "dropout_p": options.dropout_p,
+        "seed": seed,
+    }
 
 
 def self_attention_inputs(

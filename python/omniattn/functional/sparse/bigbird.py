@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn import reference
 from omniattn.checks.arguments import (
@@ -18,6 +19,7 @@ from omniattn.checks.arguments import (
     require_shape,
     use_reference,
 )
+from omniattn.encoding.options import ScoreOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention.attention import attention
 from omniattn.functional.attention.lse import merge_attention
@@ -95,6 +97,7 @@ def bigbird_random_blocks(
     return found
 
 
+@spelled_out(ScoreOptions, last=("dropout_p", "dropout_seed", "backend"))
 def bigbird_attention(
     q: Tensor,
     k: Tensor,
@@ -110,11 +113,10 @@ def bigbird_attention(
     key_padding: Tensor | None = None,
     causal: bool = False,
     length: int | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> Tensor:
     """Attention to the first and the last block, to three blocks around, and to random ones.
 
@@ -163,6 +165,7 @@ def bigbird_attention(
         torch.Size([1, 200, 2, 4])
     """
     op = "bigbird_attention"
+    record = pack(op, options, ScoreOptions)._replace(dropout_p=dropout_p, seed=dropout_seed)
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     total = k.shape[1] if length is None else length
@@ -177,7 +180,7 @@ def bigbird_attention(
         _require_random(op, rand_blocks, q, blocks, count_duplicates)
     if key_padding is not None:
         require_real(op, key_padding, k)
-    how = score_options(op, q, scale, softcap, dropout_p, dropout_seed, "dropout_seed")
+    how = score_options(op, q, record, "dropout_seed")
     if use_reference(op, backend, q):
         return reference.bigbird_attention(
             *(q, k, v),
@@ -191,10 +194,9 @@ def bigbird_attention(
             key_padding=key_padding,
             causal=causal,
             length=length,
-            scale=scale,
-            softcap=softcap,
             dropout_p=dropout_p,
             dropout_seed=how["seed"],
+            **options,
         )
     if rand_blocks is None:
         drawn = _drawn_counts if is_traced() else _kept_counts

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn import reference
 from omniattn.checks.arguments import require_bool, require_choice, use_reference
 from omniattn.encoding.masks import Sizes
+from omniattn.encoding.options import FormOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention.attention import attention
 from omniattn.functional.attention.lse import merge_attention
@@ -35,6 +37,7 @@ __all__ = ["detsa_attention"]
 Levels = tuple[tuple[int, int], ...]
 
 
+@spelled_out(FormOptions, last=("backend",))
 def detsa_attention(
     q: Tensor,
     k: Tensor,
@@ -47,11 +50,8 @@ def detsa_attention(
     representative: str = "token",
     count_bias: bool = False,
     levels: Levels | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """Causal attention to the last keys, to one of each `stride` before them, and to global tokens.
 
@@ -100,6 +100,7 @@ def detsa_attention(
         torch.Size([1, 9, 2, 4])
     """
     op = "detsa_attention"
+    record = pack(op, options, FormOptions)
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     require_choice(op, "representative", representative, ("token", "mean"))
@@ -112,7 +113,7 @@ def detsa_attention(
     global_index = index_tuple(op, "global_index", global_index)
     if global_index:
         require_global_tokens(op, global_index, None, ("global_index", "global_every"))
-    options = score_options(op, q, scale, softcap, dropout_p, seed)
+    how = score_options(op, q, record)
     if use_reference(op, backend, q):
         return reference.detsa_attention(
             *(q, k, v),
@@ -123,15 +124,15 @@ def detsa_attention(
             representative=representative,
             count_bias=count_bias,
             levels=levels,
-            **options,
+            **how,
         )
-    options["backend"] = backend
+    how["backend"] = backend
     if representative == "token":
         mask = deterministic_sparse(window, stride, global_index, anchor=anchor, levels=levels)
-        out: Tensor = attention(q, k, v, mask=mask, **options)
+        out: Tensor = attention(q, k, v, mask=mask, **how)
         return out
     near: tuple[Tensor, Tensor] = attention(
-        q, k, v, mask=_single_keys(window, global_index), return_lse=True, **options
+        q, k, v, mask=_single_keys(window, global_index), return_lse=True, **how
     )
     length = k.shape[1]
     if anchor == "absolute":
@@ -146,9 +147,9 @@ def detsa_attention(
     bias = None
     if count_bias:
         bias = torch.tensor(counts, device=q.device).to(widen(q).dtype).log()[None, None, None]
-    if options["seed"] is not None:  # distinct dropout bits for means and keys
-        options["seed"] = options["seed"] + options["seed"].new_tensor([0, 1])
-    far = attention(q, keys, values, mask=_kept(groups), bias=bias, return_lse=True, **options)
+    if how["seed"] is not None:  # distinct dropout bits for means and keys
+        how["seed"] = how["seed"] + how["seed"].new_tensor([0, 1])
+    far = attention(q, keys, values, mask=_kept(groups), bias=bias, return_lse=True, **how)
     return merge_attention(*zip(near, far, strict=True))[0]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn import reference
 from omniattn.checks.arguments import (
@@ -22,6 +23,7 @@ from omniattn.checks.arguments import (
     use_reference,
 )
 from omniattn.encoding.masks import Sizes
+from omniattn.encoding.options import FormOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes, require_parameter
 from omniattn.functional.attention.attention import attention
 from omniattn.functional.attention.lse import merge_attention
@@ -37,6 +39,7 @@ from omniattn.reference.precision import widen
 __all__ = ["dual_chunk_attention", "dual_chunk_mscale", "local_strided_attention"]
 
 
+@spelled_out(FormOptions, last=("backend",))
 def dual_chunk_attention(
     q: Tensor,
     k: Tensor,
@@ -50,11 +53,8 @@ def dual_chunk_attention(
     mscale: str | None = None,
     interleaved: bool = False,
     k_rotated: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """Causal attention whose rotary distances stay below chunk_size, however long the text is.
 
@@ -105,6 +105,7 @@ def dual_chunk_attention(
         torch.Size([1, 20, 2, 4])
     """
     op = "dual_chunk_attention"
+    record = pack(op, options, FormOptions)
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     tq, tk = q.shape[1], k.shape[1]
@@ -116,7 +117,7 @@ def dual_chunk_attention(
     require_bool(op, "interleaved", interleaved)
     _require_tables(op, q, cos, sin, chunk_size)
     _require_scaling(op, mscale, train_length)
-    options = score_options(op, q, scale, softcap, dropout_p, seed)
+    how = score_options(op, q, record)
     if use_reference(op, backend, q):
         return reference.dual_chunk_attention(
             *(q, k, v, cos, sin),
@@ -126,13 +127,13 @@ def dual_chunk_attention(
             mscale=mscale,
             interleaved=interleaved,
             k_rotated=k_rotated,
-            **options,
+            **how,
         )
     require_constant_tables(op, cos, sin)
-    scale = default_scale(q.shape[3]) if scale is None else scale
+    scale = default_scale(q.shape[3]) if record.scale is None else record.scale
     if mscale is not None and train_length is not None:
         scale = scale * dual_chunk_mscale(tk, train_length, mscale)
-    options |= {"scale": scale, "backend": backend}
+    how |= {"scale": scale, "backend": backend}
     c = chunk_size - local_window
     turn = functools.partial(_turned, tables=(cos, sin), interleaved=interleaved, backend=backend)
     if not k_rotated:
@@ -150,7 +151,7 @@ def dual_chunk_attention(
             *(turn(q, positions), k, v),
             mask=mask,
             return_lse=True,
-            **options,
+            **how,
         )
         for positions, mask in kinds
     ]
@@ -193,6 +194,7 @@ def _turned(
     return out
 
 
+@spelled_out(FormOptions, last=("backend",))
 def local_strided_attention(
     q: Tensor,
     k: Tensor,
@@ -201,11 +203,8 @@ def local_strided_attention(
     *,
     window: int,
     stride: int,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """A gated mean of causal attention to the last `window` keys and to every `stride`-th key.
 
@@ -243,6 +242,7 @@ def local_strided_attention(
         torch.Size([1, 6, 2, 4])
     """
     op = "local_strided_attention"
+    record = pack(op, options, FormOptions)
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     require_int(op, "window", window, 1)
@@ -252,14 +252,12 @@ def local_strided_attention(
         gate = gate.to(q.dtype)
     rows = (*q.shape[:2], q.shape[2])
     require_parameter(op, "gate", gate, q, [(*rows, v.shape[3]), (*rows, 1)])
-    options = score_options(op, q, scale, softcap, dropout_p, seed)
+    how = score_options(op, q, record)
     if use_reference(op, backend, q):
-        return reference.local_strided_attention(
-            q, k, v, gate, window=window, stride=stride, **options
-        )
-    options["backend"] = backend
-    local = attention(q, k, v, mask=SlidingWindow(window - 1, 0), **options)
-    far = _strided(q, k, v, stride, options)
+        return reference.local_strided_attention(q, k, v, gate, window=window, stride=stride, **how)
+    how["backend"] = backend
+    local = attention(q, k, v, mask=SlidingWindow(window - 1, 0), **how)
+    far = _strided(q, k, v, stride, how)
     g = widen(gate).sigmoid()
     return (g * widen(local) + (1 - g) * widen(far)).to(q.dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn import reference
 from omniattn.checks.arguments import (
@@ -13,6 +14,7 @@ from omniattn.checks.arguments import (
     shown,
     use_reference,
 )
+from omniattn.encoding.options import FormOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention.attention import attention
 from omniattn.functional.attention.lse import merge_attention
@@ -23,6 +25,7 @@ from omniattn.functional.sparse._common import score_options, second_set
 __all__ = ["hub_spoke_attention"]
 
 
+@spelled_out(FormOptions, last=("backend",))
 def hub_spoke_attention(
     q: Tensor,
     k: Tensor,
@@ -36,11 +39,8 @@ def hub_spoke_attention(
     global_every: int | None = None,
     causal: bool = True,
     dual: str | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """Attention to the last `window` keys and to hubs, with or without projections of their own.
 
@@ -84,6 +84,7 @@ def hub_spoke_attention(
         torch.Size([1, 6, 2, 4])
     """
     op = "hub_spoke_attention"
+    record = pack(op, options, FormOptions)
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     require_int(op, "window", window, 0)
@@ -100,7 +101,7 @@ def hub_spoke_attention(
     global_index = index_tuple(op, "global_index", global_index)
     require_global_tokens(op, global_index, global_every, ("global_index", "global_every"))
     hubs = GlobalTokens(global_index, global_every)
-    options = score_options(op, q, scale, softcap, dropout_p, seed)
+    how = score_options(op, q, record)
     if use_reference(op, backend, q):
         return reference.hub_spoke_attention(
             *(q, k, v),
@@ -110,20 +111,20 @@ def hub_spoke_attention(
             global_every=global_every,
             causal=causal,
             dual=dual,
-            **options,
+            **how,
         )
-    options["backend"] = backend
+    how["backend"] = backend
     every = hub_spoke(window, hubs.index, global_every=global_every, causal=causal)
     if dual != "disjoint":
-        out: Tensor = attention(q, k, v, mask=every, **options)
+        out: Tensor = attention(q, k, v, mask=every, **how)
         if dual is None:
             return out
-        other = attention(*second, mask=every, **options)
+        other = attention(*second, mask=every, **how)
         position = torch.arange(q.shape[1], device=q.device) + k.shape[1] - q.shape[1]
         return torch.where(hubs.among(position)[:, None, None], other, out)
     mine, theirs = _kinds(hubs, window, causal)
-    near = attention(q, k, v, mask=mine, return_lse=True, **options)
-    far = attention(*second, mask=theirs, return_lse=True, **options)
+    near = attention(q, k, v, mask=mine, return_lse=True, **how)
+    far = attention(*second, mask=theirs, return_lse=True, **how)
     return merge_attention(*zip(near, far, strict=True))[0]
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn import reference
 from omniattn.checks.arguments import require_bool, require_int, shown, use_reference
 from omniattn.encoding.masks import BLOCK
+from omniattn.encoding.options import FormOptions, pack, spelled_out
 from omniattn.functional.attention._common import LONGEST
 from omniattn.functional.attention.attention import attention
 from omniattn.functional.attention.lse import merge_attention
@@ -28,6 +30,7 @@ from omniattn.functional.sparse.selected_attention import selected_attention
 __all__ = ["longformer_attention"]
 
 
+@spelled_out(FormOptions, last=("backend",))
 def longformer_attention(
     q: Tensor,
     k: Tensor,
@@ -41,11 +44,8 @@ def longformer_attention(
     key_padding: Tensor | None = None,
     dilation: int | tuple[int, ...] = 1,
     causal: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """Each token attends to a window around it and to global tokens, and these attend to all.
 
@@ -91,6 +91,7 @@ def longformer_attention(
         torch.Size([1, 6, 2, 4])
     """
     op = "longformer_attention"
+    record = pack(op, options, FormOptions)
     q, k, v = self_attention_inputs(op, q, k, v)
     require_int(op, "window", window, 0)
     if window % 2:
@@ -103,7 +104,7 @@ def longformer_attention(
         require_real(op, key_padding, q)
     if global_index is not None:
         global_index = token_sets(op, "global_index", global_index, q)
-    how = score_options(op, q, scale, softcap, dropout_p, seed)
+    how = score_options(op, q, record)
     if use_reference(op, backend, q):
         return reference.longformer_attention(
             *(q, k, v, *second),

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn import reference
 from omniattn.checks.arguments import (
@@ -14,13 +15,13 @@ from omniattn.checks.arguments import (
     is_one_of,
     require_choice,
     require_int,
-    require_number,
-    require_seed,
     use_reference,
 )
+from omniattn.encoding.options import FormOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention.attention import attention
 from omniattn.functional.attention.lse import attention_weights, merge_attention
+from omniattn.functional.sparse._common import score_options
 from omniattn.functional.sparse.selected_attention import selected_attention
 from omniattn.functional.sparse.selected_blocks import chosen, parts_of
 from omniattn.reference.precision import widen
@@ -49,11 +50,8 @@ def routed_block_attention(
     topk: int,
     query_block: int = 1,
     router_grad: Literal["none", "gate"] = "none",
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor: ...
 @overload
 def routed_block_attention(
@@ -67,11 +65,8 @@ def routed_block_attention(
     topk: int,
     query_block: int = 1,
     router_grad: Literal["distill"],
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[FormOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def routed_block_attention(
@@ -85,12 +80,10 @@ def routed_block_attention(
     topk: int,
     query_block: int = 1,
     router_grad: RouterGrad,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@spelled_out(FormOptions, last=("backend",))
 def routed_block_attention(
     q: Tensor,
     k: Tensor,
@@ -102,11 +95,8 @@ def routed_block_attention(
     topk: int,
     query_block: int = 1,
     router_grad: RouterGrad = "none",
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of each block of queries to `topk` blocks of keys, by learned scores.
 
@@ -165,26 +155,20 @@ def routed_block_attention(
         torch.Size([1, 8, 2, 4])
     """
     op = "routed_block_attention"
+    record = pack(op, options, FormOptions)
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     for name, size in (("block_size", block_size), ("topk", topk), ("query_block", query_block)):
         require_int(op, name, size, 1, 2**31 - 1)
     require_choice(op, "router_grad", router_grad, ("none", "gate", "distill"))
-    if scale is not None:
-        require_number(op, "scale", scale)
-    require_number(op, "softcap", softcap, 0)
-    require_number(op, "dropout_p", dropout_p, 0, 1)
     router_q = cast_like(op, "router_q", router_q, q, "q")
     router_k = cast_like(op, "router_k", router_k, q, "q")
     _check_router(op, q, k, router_q, router_k, block_size, query_block)
-    # Drawn once, for the calls of all places.
-    seed = require_seed(op, seed, q) if dropout_p > 0 else None
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    options |= {"dropout_p": dropout_p, "seed": seed}
+    how = score_options(op, q, record)
     sizes: dict[str, Any] = {"block_size": block_size, "query_block": query_block}
     if use_reference(op, backend, q):
-        options |= sizes | {"topk": topk, "router_grad": router_grad}
-        return reference.routed_block_attention(q, k, v, router_q, router_k, **options)
+        how |= sizes | {"topk": topk, "router_grad": router_grad}
+        return reference.routed_block_attention(q, k, v, router_q, router_k, **how)
     tq, tk = q.shape[1], k.shape[1]
     ends = list_positions(tq, tk, query_block, q.device)
 
@@ -192,15 +176,16 @@ def routed_block_attention(
         return with_own(router_scores(part, router_k.detach()), ends, block_size)
 
     index = chosen(router_q, ends, router_q.shape[2] * router_k.shape[1], topk, scores, backend)
-    options |= sizes | {"causal": True, "backend": backend}
+    how |= sizes | {"causal": True, "backend": backend}
     if router_grad == "gate":
         own = (ends // block_size)[:, None]
-        return _gated(q, k, v, router_q, router_k, index, own, options)
-    out = selected_attention(q, k, v, index, **options)
+        return _gated(q, k, v, router_q, router_k, index, own, how)
+    out = selected_attention(q, k, v, index, **how)
     assert isinstance(out, Tensor)
     if router_grad == "none":
         return out
-    full = {"scale": scale, "softcap": softcap, "causal": True, "backend": backend}
+    logits = {"scale": record.scale, "softcap": record.softcap}
+    full = logits | {"causal": True, "backend": backend}
     with full_precision(q):
         loss = _distillation(q, k, router_q, router_k, ends, block_size, query_block, full)
     return out, loss

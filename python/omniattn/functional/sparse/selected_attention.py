@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, overload
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn.checks.arguments import (
     implementation,
@@ -15,7 +16,7 @@ from omniattn.checks.arguments import (
     require_seed,
     use_reference,
 )
-from omniattn.encoding.options import Options
+from omniattn.encoding.options import SelectedOptions, pack, spelled_out
 from omniattn.functional.attention._common import (
     autocast,
     check_shapes,
@@ -42,14 +43,10 @@ def selected_attention(
     block_size: int,
     query_block: int = 1,
     causal: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     return_lse: Literal[False] = False,
     debug: bool = False,
     backend: str | None = None,
+    **options: Unpack[SelectedOptions],
 ) -> Tensor: ...
 @overload
 def selected_attention(
@@ -61,14 +58,10 @@ def selected_attention(
     block_size: int,
     query_block: int = 1,
     causal: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     return_lse: Literal[True],
     debug: bool = False,
     backend: str | None = None,
+    **options: Unpack[SelectedOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def selected_attention(
@@ -80,15 +73,12 @@ def selected_attention(
     block_size: int,
     query_block: int = 1,
     causal: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     return_lse: bool,
     debug: bool = False,
     backend: str | None = None,
+    **options: Unpack[SelectedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@spelled_out(SelectedOptions, last=("return_lse", "debug", "backend"))
 def selected_attention(
     q: Tensor,
     k: Tensor,
@@ -98,14 +88,10 @@ def selected_attention(
     block_size: int,
     query_block: int = 1,
     causal: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     return_lse: bool = False,
     debug: bool = False,
     backend: str | None = None,
+    **options: Unpack[SelectedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` of each query to the blocks of keys that it has selected.
 
@@ -166,6 +152,7 @@ def selected_attention(
         tensor([2., 7.])
     """
     op = "selected_attention"
+    record = pack(op, options, SelectedOptions)
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     require_int(op, "block_size", block_size, 1, LONGEST)
@@ -173,20 +160,19 @@ def selected_attention(
     require_bool(op, "causal", causal)
     require_bool(op, "return_lse", return_lse)
     require_bool(op, "debug", debug)
-    options = Options(scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, seed=seed)
-    checked_codes(op, q, full_shape(q, k), options)
+    checked_codes(op, q, full_shape(q, k), record)
     indices = _lists(op, indices, q, k, query_block)
     blocks = -(-k.shape[1] // block_size)
     if debug:
         require_lists(op, indices, blocks)
     elif use_reference(op, backend, q) and not is_traced():  # as the kernels do
         require_entries(op, indices, blocks)
-    seed = require_seed(op, seed, q) if dropout_p > 0 else None
-    factor = default_scale(q.shape[3]) if scale is None else float(scale)
+    seed = require_seed(op, record.seed, q) if record.dropout_p > 0 else None
+    factor = default_scale(q.shape[3]) if record.scale is None else float(record.scale)
     run = implementation(op, backend, q, op_of_selected)
     out, lse = run(
-        *(q, k, v, indices, sinks, seed, int(block_size), int(query_block), causal),
-        *(factor, float(softcap), float(dropout_p)),
+        *(q, k, v, indices, record.sinks, seed, int(block_size), int(query_block), causal),
+        *(factor, float(record.softcap), float(record.dropout_p)),
     )
     return (out, lse) if return_lse else out
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn import reference
 from omniattn.checks.arguments import (
@@ -18,6 +19,7 @@ from omniattn.checks.arguments import (
     require_shape,
     use_reference,
 )
+from omniattn.encoding.options import FormOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention.attention import attention
 from omniattn.functional.attention.lse import attention_weights
@@ -35,6 +37,7 @@ __all__ = ["moba_attention", "nsa_attention"]
 SCORES = 1 << 22
 
 
+@spelled_out(FormOptions, last=("backend",))
 def moba_attention(
     q: Tensor,
     k: Tensor,
@@ -43,11 +46,8 @@ def moba_attention(
     block_size: int,
     topk: int,
     block_keys: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """Mixture of block attention: each query and head attends to `topk` blocks of keys.
 
@@ -86,6 +86,7 @@ def moba_attention(
         torch.Size([1, 8, 2, 4])
     """
     op = "moba_attention"
+    record = pack(op, options, FormOptions)
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     _check(op, block_size=block_size, topk=topk)
@@ -100,10 +101,10 @@ def moba_attention(
         shape = (k.shape[0], k.shape[1] // block_size, *k.shape[2:])
         require_shape(op, "block_keys", block_keys, shape)
         block_keys = widen(block_keys.detach())
-    options = score_options(op, q, scale, softcap, dropout_p, seed)
+    how = score_options(op, q, record)
     if use_reference(op, backend, q):
-        options |= {"block_size": block_size, "topk": topk, "block_keys": block_keys}
-        return reference.moba_attention(q, k, v, **options)
+        how |= {"block_size": block_size, "topk": topk, "block_keys": block_keys}
+        return reference.moba_attention(q, k, v, **how)
     tk = k.shape[1]
     means = block_means(k, block_size) if block_keys is None else block_keys
 
@@ -113,11 +114,12 @@ def moba_attention(
     ends = positions(q.shape[1], tk, q.device)
     index = chosen(q, ends, q.shape[2] * -(-tk // block_size), topk, scores, backend)
     out: Tensor = selected_attention(
-        q, k, v, index, block_size=block_size, causal=True, backend=backend, **options
+        q, k, v, index, block_size=block_size, causal=True, backend=backend, **how
     )
     return out
 
 
+@spelled_out(FormOptions, last=("backend",))
 def nsa_attention(
     q: Tensor,
     k: Tensor,
@@ -133,11 +135,8 @@ def nsa_attention(
     block_size: int = 64,
     topk: int = 16,
     window: int = 512,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[FormOptions],
 ) -> Tensor:
     """Native sparse attention: a gated sum of attention to compressed keys, blocks and a window.
 
@@ -189,11 +188,12 @@ def nsa_attention(
         tensor(1.5000)
     """
     op = "nsa_attention"
+    record = pack(op, options, FormOptions)
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     _check(op, compress_size=compress_size, block_size=block_size, topk=topk, window=window)
     require_int(op, "compress_stride", compress_stride, 1, LONGEST_STRIDE)
-    options = score_options(op, q, scale, softcap, dropout_p, seed)
+    how = score_options(op, q, record)
     for name, size in (("compress_size", compress_size), ("block_size", block_size)):
         if size % compress_stride:
             raise ValueError(
@@ -221,22 +221,20 @@ def nsa_attention(
             block_size=block_size,
             topk=topk,
             window=window,
-            **options,
+            **how,
         )
     (tq, tk), sizes = (q.shape[1], k.shape[1]), (compress_size, compress_stride)
     ends = positions(tq, tk, q.device)
-    options["backend"] = backend
+    how["backend"] = backend
     seen: PooledKeys | None = None
     if tq == 1 and not is_traced():  # a step sees a range: hidden keys are not read
         last = min(count, max(0, (tk - compress_size) // compress_stride + 1))
         k_compressed, v_compressed = k_compressed[:, :last], v_compressed[:, :last]
-        if dropout_p == 0:
+        if record.dropout_p == 0:
             k_window, v_window = k_window[:, -window:], v_window[:, -window:]
     else:
         seen = PooledKeys(*sizes, first=tk - tq)
-    compressed, lse = attention(
-        q, k_compressed, v_compressed, mask=seen, return_lse=True, **options
-    )
+    compressed, lse = attention(q, k_compressed, v_compressed, mask=seen, return_lse=True, **how)
     # In full precision, as the definition has it: rounded weights are often equal.
     kept_k, kept_lse = widen(k_compressed.detach()), lse.detach()
 
@@ -245,15 +243,15 @@ def nsa_attention(
             *(widen(part), kept_k, kept_lse[:, :, queries]),
             group_sums=True,
             mask=None if seen is None else PooledKeys(*sizes, first=seen.first + queries.start),
-            scale=scale,
-            softcap=softcap,
+            scale=record.scale,
+            softcap=record.softcap,
             backend=backend,
         )
         return nsa_scores(p, ends, tk, *sizes, block_size)
 
     index = chosen(q, ends, k.shape[2] * max(count, 1), topk, scores, backend)
-    selected = selected_attention(q, k, v, index, block_size=block_size, causal=True, **options)
-    near = attention(q, k_window, v_window, causal=True, window_size=(window - 1, 0), **options)
+    selected = selected_attention(q, k, v, index, block_size=block_size, causal=True, **how)
+    near = attention(q, k_window, v_window, causal=True, window_size=(window - 1, 0), **how)
     first, second, third = widen(gates)[..., None].unbind(-2)
     return (first * compressed + second * selected + third * near).to(q.dtype)
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn import reference
 from omniattn.checks.arguments import (
     autocast_dtype,
     require_bool,
     require_int,
-    require_number,
     require_seed,
     use_reference,
     widen,
 )
+from omniattn.encoding.options import Options, SelectiveOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes, require_parameter
 from omniattn.functional.layers.topk import top_k
 from omniattn.functional.sparse._by_queries import CarriedBiasOf, attention_with_carry
+from omniattn.functional.sparse._common import score_options
 from omniattn.ops._autograd import may_need_gradient
 from omniattn.reference.attention import default_scale
 
@@ -36,13 +38,8 @@ def selective_attention(
     penalty: Tensor | None = None,
     budget: int | None = None,
     return_penalty: Literal[False] = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    head_scale: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[SelectiveOptions],
 ) -> Tensor: ...
 @overload
 def selective_attention(
@@ -53,14 +50,10 @@ def selective_attention(
     penalty: Tensor | None = None,
     budget: int | None = None,
     return_penalty: bool,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    head_scale: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[SelectiveOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@spelled_out(SelectiveOptions, last=("backend",))
 def selective_attention(
     q: Tensor,
     k: Tensor,
@@ -69,13 +62,8 @@ def selective_attention(
     penalty: Tensor | None = None,
     budget: int | None = None,
     return_penalty: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    head_scale: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     backend: str | None = None,
+    **options: Unpack[SelectiveOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention in which each token can hide earlier ones from all queries after it.
 
@@ -118,19 +106,18 @@ def selective_attention(
         tensor([[0., 2., 1., 0.]])
     """
     op = "selective_attention"
+    record = pack(op, options, SelectiveOptions)
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     if budget is not None:
         require_int(op, "budget", budget, 1)
     require_bool(op, "return_penalty", return_penalty)
-    require_number(op, "softcap", softcap, 0)
-    if scale is not None:
-        require_number(op, "scale", scale)
-    for name, t in (("sinks", sinks), ("head_scale", head_scale)):
+    for name, t in (("sinks", record.sinks), ("head_scale", record.head_scale)):
         if t is not None:
             require_parameter(op, name, t, q, [(q.shape[2],)])
-    if seed is not None:
-        require_seed(op, seed, q)
+    if record.seed is not None:
+        require_seed(op, record.seed, q)
+    how = score_options(op, q, record) | {"sinks": record.sinks, "head_scale": record.head_scale}
     dtype = widen(q.new_zeros(0)).dtype
     carry = q.new_zeros(q.shape[0], k.shape[1], dtype=dtype)
     if penalty is not None:
@@ -138,43 +125,29 @@ def selective_attention(
         if penalty.dtype != dtype:
             raise TypeError(f"{op}: penalty must be {dtype}, got penalty.dtype={penalty.dtype}")
         carry = penalty
-    options: dict[str, Any] = {
-        "scale": scale,
-        "softcap": softcap,
-        "sinks": sinks,
-        "head_scale": head_scale,
-        "dropout_p": dropout_p,
-        "seed": seed,
-    }
     if use_reference(op, backend, q):
         return reference.selective_attention(
-            q, k, v, penalty=penalty, budget=budget, return_penalty=return_penalty, **options
+            q, k, v, penalty=penalty, budget=budget, return_penalty=return_penalty, **how
         )
     if q.shape[2] == 0:
         raise ValueError(f"{op}: q must have heads, got q.shape={tuple(q.shape)}")
     # In half precision, gradients of the parts would be rounded before they are summed.
-    given = (q, k, v, penalty, sinks, head_scale)
+    given = (q, k, v, penalty, record.sinks, record.head_scale)
     wide = any(t is not None and may_need_gradient(t) for t in given)
     rows = (widen(q), widen(k), widen(v)) if wide else (q, k, v)
     is_cast = autocast_dtype(q) is not None  # export makes a graph of its own of each such block
     with torch.autocast(q.device.type, enabled=False) if is_cast else contextlib.nullcontext():
-        bias_of = _penalties(*rows[:2], scale, softcap, head_scale, budget)
+        bias_of = _penalties(*rows[:2], record, budget)
         out, carry = attention_with_carry(
-            *rows, bias_of, carry, causal=True, backend=backend, **options
+            *rows, bias_of, carry, causal=True, backend=backend, **how
         )
     out = out.to(v.dtype)
     return (out, carry) if return_penalty else out
 
 
-def _penalties(
-    q: Tensor,
-    k: Tensor,
-    scale: float | None,
-    softcap: float,
-    head_scale: Tensor | None,
-    budget: int | None,
-) -> CarriedBiasOf:
+def _penalties(q: Tensor, k: Tensor, options: Options, budget: int | None) -> CarriedBiasOf:
     """Computes -F of consecutive queries from F of the first."""
+    scale, softcap, head_scale = options.scale, options.softcap, options.head_scale
     before = k.shape[1] - q.shape[1]
     rows = widen(q[:, :, 0]) * (default_scale(q.shape[3]) if scale is None else scale)
     if head_scale is not None:
