@@ -157,6 +157,18 @@ def test_layers(name, one_thread):
     check(calls, subsets(calls.names, name))
 
 
+@pytest.mark.parametrize("shape", [(0, 5, 8), (BATCH, 0, 8), (BATCH, 1, 8)], ids=str)
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in {*WITHOUT, *ARGUMENTS}])
+def test_layers_of_few_tokens(name, shape, one_thread):
+    """All parameters have gradients, which are zeros where there are no tokens."""
+    calls = layer(name)
+    used = [name for name, gradient in calls.gradients(calls.names).items() if gradient is not None]
+    calls.arguments["x"] = random(*shape)
+    for name, gradient in calls.gradients(used).items():
+        assert gradient is not None, f"{name}: no gradient"
+        assert gradient.isfinite().all() and (shape[1] > 0 or not gradient.any())
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_models(name, one_thread):
     calls = model(name)

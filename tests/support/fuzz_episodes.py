@@ -32,6 +32,9 @@ HEADS = ("G", "H", "Hv")
 SMALL, LARGE = 30_000, 600_000
 #: Errors of gross mistakes, in budgets of the specs, which are for the sizes of their cases.
 GROSS = 8.0
+#: Differences of logs, which have rounded also where their difference is 0, and the budget with it:
+#: budgets are relative to the results, and one class or one key has no other result than 0.
+LOSSES = {name for name, spec in SPECS.items() if spec.family == "loss"} | {"dsa_indexer_loss"}
 #: How much a result may change with its strides or with the cut of a sequence, in largest values.
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 Results = tuple[Tensor, ...]
@@ -143,9 +146,6 @@ def drawn_sizes(draw: random.Random, case: Case) -> dict[str, int]:
     return sizes
 
 
-_REPEATED = {"max_seqlen_q": "Tq", "max_seqlen_k": "Tk", "length": "L"}
-
-
 @functools.cache
 def _own_inputs(name: str) -> Callable[[Case, Random], dict[str, Tensor]]:
     return SPECS[name].inputs
@@ -160,12 +160,8 @@ def drawn_call(
         cases = [c for c in spec.cases if chosen is None or chosen(spec, c)]
         case = draw.choice(cases)
         sizes = drawn_sizes(draw, case)
-        options = {
-            n: sizes[_REPEATED[n]] if n in _REPEATED and _REPEATED[n] in sizes else v
-            for n, v in case.options.items()
-        }
         dtype, salt = draw.choice(spec.dtypes), draw.getrandbits(32)
-        for tried in (replace(case, sizes=sizes, options=options), case):
+        for tried in (case.resized(sizes), case):
             if tried is case and _work(case.sizes) > 2 * LARGE:
                 continue
             try:
@@ -222,7 +218,9 @@ def assert_all_same(what: str, actual: Results, expected: Results) -> None:
 def assert_right(drawn: Drawn) -> None:
     """Within a multiple of the spec's budget of the definition in fp64."""
     measured = testing.measure_error(drawn.spec, drawn.case, drawn.dtype, "forward+backward")
-    assert measured.error <= GROSS * measured.budget, f"{measured}"
+    wide = torch.float64 if drawn.dtype == torch.float64 else torch.float32
+    least = torch.finfo(wide).eps if drawn.spec.name in LOSSES else 0.0
+    assert measured.error <= GROSS * max(measured.budget, least), f"{measured}"
 
 
 def check_some(draw: random.Random, drawn: Drawn) -> None:

@@ -72,16 +72,17 @@ def attention_varlen(
     require_not_mapped("attention_varlen", "cu_seqlens_q", cu_seqlens_q)
     require_not_mapped("attention_varlen", "cu_seqlens_k", cu_seqlens_k)
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    if len(ends_q) == 1:  # one sequence of no tokens, since gradients are zeros, not absent
+        ends_q, ends_k = [0, 0], [0, 0]
     record = _seeded(pack("attention_varlen", options))
     outs, lses = [], []
     for n in range(len(ends_q) - 1):
         (q0, q1), (k0, k1) = ends_q[n : n + 2], ends_k[n : n + 2]
         mine = _of_sequence(record, n, q1 - q0, k1 - k0, cached=False)
         out, lse = _attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], mine, n)
-        outs.append(out[0])
-        lses.append(lse[0])
-    out = torch.cat(outs) if outs else q.new_zeros(0, q.shape[1], v.shape[2])
-    lse = torch.cat(lses, 1) if lses else widen(q.new_zeros(q.shape[1], 0))
+        outs.append(out.reshape(out.shape[1:]))
+        lses.append(lse.reshape(lse.shape[1:]))
+    out, lse = torch.cat(outs), torch.cat(lses, 1)
     return (out, lse) if return_lse else out
 
 
@@ -106,14 +107,13 @@ def attention_cached(
         k, v = (t[block_table.clamp(min=0)].flatten(1, 2) for t in (k, v))
     record = _seeded(pack("attention_cached", options))
     outs, lses = [], []
-    for n, tk in enumerate(cache_seqlens.tolist()):
+    for n, tk in enumerate(cache_seqlens.tolist() or [0]):  # also gradients of no sequence
         one = slice(n, n + 1)
         mine = _of_sequence(record, n, q.shape[1], tk, cached=True)
         out, lse = _attention(q[one], k[one, :tk], v[one, :tk], mine, n)
         outs.append(out)
         lses.append(lse)
-    out = torch.cat(outs) if outs else q.new_zeros(0, *q.shape[1:3], v.shape[3])
-    lse = torch.cat(lses) if lses else widen(q.new_zeros(0, q.shape[2], q.shape[1]))
+    out, lse = torch.cat(outs), torch.cat(lses)
     return (out, lse) if return_lse else out
 
 

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from omniattn.encoding.options import FormOptions, pack, spelled_out
 from omniattn.reference.attention import attend, default_scale, dropped, softmax, transformed
+from omniattn.reference.empty import nothing_of
 from omniattn.reference.precision import widen
 from omniattn.reference.rope import apply_rotary
 
@@ -61,7 +62,7 @@ def dual_chunk_attention(
     if not k_rotated:
         k, _ = apply_rotary(k, None, cos, sin, positions=j % c, interleaved=interleaved)
     k, v = (t.repeat_interleave(heads // kv_heads, 2) for t in (k, v))
-    s = q.new_zeros(q.shape[0], heads, tq, tk)
+    s = q.new_zeros(q.shape[0], heads, tq, tk) + nothing_of(q, k)
     for position in p_q.unique().tolist():
         rows = torch.full_like(i[:, 0], position)
         turned, _ = apply_rotary(q, None, cos, sin, positions=rows, interleaved=interleaved)

@@ -36,6 +36,8 @@ def cross_entropy(
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits / temperature
     kept = target != ignore_index
+    if logits.shape[-1] == 0:  # no row has a class
+        return _reduced(logits.sum(-1), torch.zeros_like(target, dtype=logits.dtype), reduction)
     log_p, index = logits.log_softmax(-1), target.masked_fill(~kept, 0)
     weights = torch.ones_like(index, dtype=log_p.dtype)
     if class_weight is not None:

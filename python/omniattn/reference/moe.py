@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from omniattn.reference.activation import clamped_swiglu
+from omniattn.reference.empty import nothing_of
 from omniattn.reference.precision import widen
 from omniattn.reference.vmap import require_not_mapped
 
@@ -103,7 +104,8 @@ def experts_in_dtype(
     *leading, dim = x.shape
     tokens, k = math.prod(leading), index.shape[-1]
     flat, chosen = x.reshape(tokens, dim), index.reshape(tokens, k)
-    slots = flat.new_zeros(tokens, k, dim)
+    biases = (bias for bias in (up_bias, down_bias) if bias is not None)
+    slots = flat.new_zeros(tokens, k, dim) + nothing_of(x, weights, up, down, *biases)
     factors = weights.to(slots.dtype).reshape(tokens, k).masked_fill(chosen < 0, 0.0)[..., None]
     for e in range(up.shape[0]):
         token, slot = torch.where(chosen == e)

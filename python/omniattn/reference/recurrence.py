@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
+from omniattn.reference.empty import nothing_of
 from omniattn.reference.limits import clamp
 from omniattn.reference.precision import compute_dtype, widen
 
@@ -88,11 +89,8 @@ def recurrence(
             o = torch.where(inside, o, 0).sum(0, keepdim=True)
         outputs.append(o)
     if not outputs:  # gradients are zeros, not absent
-        gates = (t.to(dtype) for t in (g, beta, min_denominator) if t is not None)
-        nothing = sum(t.sum() for t in (*rows, *gates))
-        for of_heads in (bonus, skip):
-            if of_heads is not None:
-                nothing = nothing + of_heads[..., :0].to(dtype).sum()
+        others = (t for t in (g, beta, min_denominator, bonus, skip) if t is not None)
+        nothing = nothing_of(wide_v, *rows, *others)
         return (v + nothing).to(o_dtype), state + nothing
     o = torch.stack(outputs, 1)
     if normalize:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn.reference.activation import log_sigmoid
+from omniattn.reference.empty import nothing_of
 from omniattn.reference.limits import clamp
 from omniattn.reference.precision import complex_dtype, compute_dtype
 
@@ -45,9 +46,7 @@ def over_time(
             )
         found.append(outputs)
     if not found:  # gradients are zeros, not absent
-        nothing = sum((x.sum() * 0 for x in (*inputs, *others)), torch.zeros(()).to(state[0]))
-        state = tuple(x + nothing for x in state)
-        return (), state
+        return (), tuple(x + nothing_of(*inputs, *others) for x in state)
     return tuple(torch.stack(each, 1) for each in zip(*found, strict=True)), state
 
 

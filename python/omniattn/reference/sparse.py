@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 from omniattn.encoding.options import FormOptions, ScoreOptions, pack, spelled_out
 from omniattn.reference import philox
 from omniattn.reference.attention import attend, default_scale, dropped, softmax, transformed
+from omniattn.reference.empty import nothing_of
 from omniattn.reference.precision import widen
 
 
@@ -154,7 +155,9 @@ def bigbird_attention(
     allowed = counts > 0
     if causal:
         allowed = allowed & (at <= at[rows, None])
-    real = torch.ones_like(k[:, :, 0, 0], dtype=torch.bool) if key_padding is None else key_padding
+    real = key_padding
+    if real is None:
+        real = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
     bias = counts.clamp(min=1).to(widen(q).dtype).log()[None]
     record = record._replace(mask=allowed & real[:, None, None], bias=bias)
     out, _ = attend(q, k, v, record._replace(dropout_p=dropout_p, seed=dropout_seed))
@@ -243,6 +246,7 @@ def detsa_attention(
     keep, keep_means = _kept(q, (tk, most), drop, record.seed)
     wide_q = widen(q)
     wide_k, wide_v = (widen(t).repeat_interleave(group, 2) for t in (k, v))
+    none = wide_v.new_zeros(q.shape[0], *wide_v.shape[2:]) + nothing_of(q, k, v)
     rows = []
     for i in range(tk - tq, tk):
         single = {j for j in range(max(i - window, 0), i + 1)}
@@ -257,7 +261,7 @@ def detsa_attention(
         values += [wide_v[:, list(g)].mean(1) for g, _ in groups]
         counts = [1] * len(single) + [len(g) if count_bias else 1 for g, _ in groups]
         if not keys:
-            rows.append(wide_v.new_zeros(q.shape[0], *wide_v.shape[2:]))
+            rows.append(none)
             continue
         s = torch.einsum("bhd,bnhd->bhn", wide_q[:, i - tk + tq], torch.stack(keys, 1))
         s = transformed(s * scale, record)
@@ -268,7 +272,7 @@ def detsa_attention(
             kept = torch.cat((keep[:, :, row, sorted(single)], keep_means[:, :, row, means]), -1)
             p = p * kept * (1 / (1 - drop) if drop < 1 else 0)
         rows.append(torch.einsum("bhn,bnhd->bhd", p, torch.stack(values, 1)))
-    return torch.stack(rows, 1).to(q.dtype) if rows else _nothing(q, v)
+    return torch.stack(rows or [none], 1)[:, :tq].to(q.dtype)
 
 
 def _kept(
@@ -303,10 +307,6 @@ def _number_of_mean(
     sizes = {stride} if levels is None else {size for _, size in levels}
     before = sum(tk - size + 1 for size in sizes if size <= tk and (size < len(group) or not whole))
     return before + (group[0] if whole else len(group) - 1)
-
-
-def _nothing(q: Tensor, v: Tensor) -> Tensor:
-    return q.new_zeros(*q.shape[:3], v.shape[3])
 
 
 def _groups(

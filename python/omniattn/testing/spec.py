@@ -38,6 +38,9 @@ SHORT_DTYPE = {
     torch.float16: "f16",
 }
 
+#: Options that repeat a size.
+_REPEATED = {"max_seqlen_q": "Tq", "max_seqlen_k": "Tk", "length": "L"}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -56,6 +59,11 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.label}-{''.join(f'{k}{n}' for k, n in self.sizes.items())}"
+
+    def resized(self, sizes: Mapping[str, int]) -> Case:
+        """Returns the case with other sizes, which options that repeat a size follow."""
+        options = {n: sizes.get(_REPEATED.get(n, ""), v) for n, v in self.options.items()}
+        return replace(self, sizes=sizes, options=options)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ _LONG = 133
 #: Sequences of a batch, past the 8 that run side by side, and of one step, past the 64 at a time.
 _SEVERAL, _MANY = 9, 67
 _LENGTHS = ("T", "Tq", "Tk", "M", "L", "X")
-#: Options that repeat a size.
-_REPEATED = {"max_seqlen_q": "Tq", "max_seqlen_k": "Tk", "length": "L"}
 
 
 def enlarged(case: Case) -> Case:
@@ -40,8 +38,7 @@ def enlarged(case: Case) -> Case:
     fixed = case.sizes.keys() & {"N", "S"} and "cu_seqlens" in case.tensors
     if "T" in sizes and sizes["B"] > 0 and not fixed:
         sizes["B"] = max(sizes["B"], _MANY if "T" in few else _SEVERAL)
-    options = {n: sizes[_REPEATED[n]] if n in _REPEATED else v for n, v in case.options.items()}
-    return replace(case, sizes=sizes, options=options)
+    return case.resized(sizes)
 
 
 def subsets(names: Iterable[str], seed: str, drawn: int = 3) -> Iterator[tuple[str, ...]]:

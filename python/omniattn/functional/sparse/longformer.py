@@ -26,6 +26,7 @@ from omniattn.functional.sparse._common import (
     with_tokens,
 )
 from omniattn.functional.sparse.selected_attention import selected_attention
+from omniattn.reference.empty import nothing_of
 
 __all__ = ["longformer_attention"]
 
@@ -118,7 +119,9 @@ def longformer_attention(
     how["backend"] = backend
     reach = window // 2
     out, lse = _windows(q, k, v, dilations, reach, key_padding, causal, how)
-    if global_index is not None and q.shape[1]:
+    if global_index is not None and q.shape[1] == 0:
+        out = out + nothing_of(*second)
+    elif global_index is not None:
         outside = _outside(global_index, q.shape[1], dilations, reach, causal)
         if key_padding is not None:
             outside = outside & _at(key_padding, global_index)[:, None, None]

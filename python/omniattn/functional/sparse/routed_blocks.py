@@ -24,6 +24,7 @@ from omniattn.functional.attention.lse import attention_weights, merge_attention
 from omniattn.functional.sparse._common import score_options
 from omniattn.functional.sparse.selected_attention import selected_attention
 from omniattn.functional.sparse.selected_blocks import chosen, parts_of
+from omniattn.reference.empty import nothing_of
 from omniattn.reference.precision import widen
 from omniattn.reference.routed_blocks import (
     block_shares,
@@ -253,7 +254,7 @@ def _gated(
         gate = gate.repeat_interleave(query_block, 2)[..., : q.shape[1]]
         parts.append((out, lse + gate.repeat_interleave(heads // gate.shape[1], 1)))
     if not parts:  # no keys
-        return selected_attention(q, k, v, index, **options)
+        return selected_attention(q, k, v, index, **options) + nothing_of(router_q, router_k)
     return merge_attention(*zip(*parts, strict=True))[0]
 
 

@@ -29,6 +29,7 @@ from omniattn.functional.state_space._s4 import (
 )
 from omniattn.functional.state_space.parameters import RULES, discretize, expm1
 from omniattn.functional.state_space.structured import vandermonde
+from omniattn.reference.empty import nothing_of
 
 __all__ = ["fft_conv", "s4", "s4_kernel", "s4d", "s4d_kernel"]
 
@@ -94,7 +95,7 @@ def fft_conv(
         taps = torch.nn.functional.pad(taps[:, : max(steps - 1, 0)], (1, 0))
     x = u.to(dtype)
     if u.numel() == 0 or taps.shape[1] == 0:
-        y = x * 0 + kernel.sum() * 0
+        y = torch.zeros_like(x) + nothing_of(x, kernel)
     else:
         block = max(1, _BLOCK_BYTES // (2 * steps * u.shape[0] * x.element_size()))
         if is_compiling():  # a graph has a node for each operation of each block
@@ -111,7 +112,7 @@ def _mixed(x: Tensor, kernel: Tensor, D: Tensor | None, delayed: bool) -> Tensor
     steps = x.shape[1]
     taps = kernel[: max(steps - delayed, 0)]
     if x.numel() == 0 or taps.numel() == 0:
-        y = x.new_zeros(*x.shape[:2], kernel.shape[1]) + x.sum() * 0 + kernel.sum() * 0
+        y = x.new_zeros(*x.shape[:2], kernel.shape[1]) + nothing_of(x, kernel)
     else:
         size = 2 * steps
         inputs, filters = torch.fft.rfft(x, n=size, dim=1), torch.fft.rfft(taps, n=size, dim=0)

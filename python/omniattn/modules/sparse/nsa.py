@@ -53,14 +53,18 @@ class Compression(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, Hkv, D) -> (B, windows that fit into T, Hkv, D)."""
         c = self.config
-        if x.shape[1] < c.compress_size:
+        short, learned = x.shape[1] < c.compress_size, c.compress == "mlp"
+        if short and not (learned and torch.is_grad_enabled()):
             return x[:, :0]
-        if c.compress == "mean":
+        if not learned:
             return x.unfold(1, c.compress_size, c.compress_stride).mean(-1)
-        # Folds heads into the batch, and copies. With views or 4-D products torch would export
-        # for one length only.
-        windows = x.unfold(1, c.compress_size, c.compress_stride).permute(0, 2, 1, 4, 3)
-        windows = windows.clone(memory_format=torch.contiguous_format).flatten(-2)
+        if short:  # gradients of the weights are zeros, not absent
+            windows = x[:, :0].transpose(1, 2).repeat(1, 1, 1, c.compress_size)
+        else:
+            # Folds heads into the batch, and copies. With views or 4-D products torch would export
+            # for one length only.
+            windows = x.unfold(1, c.compress_size, c.compress_stride).permute(0, 2, 1, 4, 3)
+            windows = windows.clone(memory_format=torch.contiguous_format).flatten(-2)
         rows = windows.flatten(0, 1) + self.position.flatten()
         found: Tensor = self.down(nn.functional.silu(self.up(rows)))
         return found.unflatten(0, windows.shape[:2]).transpose(1, 2)
