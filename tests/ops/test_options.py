@@ -7,6 +7,12 @@ import pytest
 import torch
 
 from omniattn import functional, reference
+from omniattn.encoding.losses import (
+    CrossEntropy,
+    CrossEntropyOptions,
+    Divergence,
+    DivergenceOptions,
+)
 from omniattn.encoding.options import (
     AttentionOptions,
     FormOptions,
@@ -20,6 +26,8 @@ from omniattn.encoding.sequences import SequenceOptions, Sequences, StateOptions
 
 #: Options by the record that has their defaults; the first have all of its fields.
 RECORDS = {
+    CrossEntropy: (CrossEntropyOptions,),
+    Divergence: (DivergenceOptions,),
     Sequences: (SequenceOptions, StateOptions),
     Options: (
         AttentionOptions,
@@ -75,3 +83,12 @@ def test_a_form_of_attention_names_itself_where_an_option_is_wrong():
         functional.selective_attention(q, q, q, dropout_p=2.0)
     with pytest.raises(ValueError, match=r"^routed_block_attention: softcap must be"):
         functional.routed_block_attention(q, q, q, q, q, block_size=1, topk=1, softcap=-1.0)
+
+
+@pytest.mark.parametrize("room", [functional, reference])
+def test_losses_refuse_unknown_options(room):
+    x, target = torch.ones(2, 3), torch.tensor([0, 1])
+    with pytest.raises(TypeError, match=r"^linear_cross_entropy\(\) .* did you .* 'reduction'"):
+        room.linear_cross_entropy(x, x, target, reductio="sum")
+    with pytest.raises(TypeError, match=r"^linear_jsd\(\) .* argument 'softcap'"):
+        room.linear_jsd(x, x, x, x, softcap=1.0)

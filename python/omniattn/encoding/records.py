@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from omniattn.suggestions import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 
 #: Names of the parameters of each function that `spelled_out` has shown.
 _PARAMETERS: dict[str, list[str]] = {}
@@ -34,6 +35,16 @@ def unexpected(
     if hint:
         hint += "".join(text for word, text in advice.items() if word in unknown)
     return TypeError(f"{op}() got an unexpected keyword argument {unknown!r}{hint}")
+
+
+def packed(op: str, record: type[R], options: Mapping[str, Any]) -> R:
+    """Packs the options of a call of `op`, which takes all fields of the record."""
+    make: Any = record
+    try:
+        found: R = make(**options)
+    except TypeError:
+        raise unexpected(op, options, make._fields) from None
+    return found
 
 
 def spelled_out(names: type, record: Any, *, last: tuple[str, ...] = ()) -> Callable[[F], F]:

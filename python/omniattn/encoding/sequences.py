@@ -38,12 +38,7 @@ _DEFAULTS = Sequences()
 
 def sequences_of(op: str, options: StateOptions) -> Sequences:
     """Packs the options of a call of `op`."""
-    if not options:
-        return _DEFAULTS
-    try:
-        return Sequences(**options)
-    except TypeError:
-        raise records.unexpected(op, options, Sequences._fields) from None
+    return records.packed(op, Sequences, options) if options else _DEFAULTS
 
 
 def spelled_out(names: type, last: tuple[str, ...] = ()) -> Callable[[F], F]:

@@ -6,22 +6,24 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from omniattn.encoding.losses import (
+    CrossEntropy,
+    CrossEntropyOptions,
+    Divergence,
+    DivergenceOptions,
+)
+from omniattn.encoding.records import packed, spelled_out
 from omniattn.reference.gemm import linear
 from omniattn.reference.precision import widen
 
 
+@spelled_out(CrossEntropyOptions, CrossEntropy)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
-    *,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    temperature: float = 1.0,
-    reduction: str = "mean",
+    **options: Unpack[CrossEntropyOptions],
 ) -> Tensor:
     """-(1 - e) w_y ln p_y - e/V sum_v w_v ln p_v + z_loss w_y lse^2, e = label_smoothing,
     w = class_weight (1 without) and p the softmax of x / temperature, where x is
@@ -31,6 +33,8 @@ def cross_entropy(
     "mean" divides by the sum of w_y of the other rows and gives 0 where that is 0 (torch gives
     NaN).
     """
+    record = packed("cross_entropy", CrossEntropy, options)
+    class_weight, ignore_index, label_smoothing, z_loss, softcap, temperature, _ = record
     logits = widen(logits)
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
@@ -51,7 +55,7 @@ def cross_entropy(
         all_classes = log_p if class_weight is None else log_p * class_weight
         loss = loss - label_smoothing * all_classes.mean(-1)
     loss = loss.masked_fill(~kept, 0)
-    return _reduced(loss, weights.masked_fill(~kept, 0), reduction)
+    return _reduced(loss, weights.masked_fill(~kept, 0), record.reduction)
 
 
 def _reduced(loss: Tensor, weights: Tensor, reduction: str) -> Tensor:
@@ -63,35 +67,21 @@ def _reduced(loss: Tensor, weights: Tensor, reduction: str) -> Tensor:
     return loss.sum() / torch.where(total != 0, total, torch.ones_like(total))
 
 
+@spelled_out(CrossEntropyOptions, CrossEntropy)
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
     *,
     bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    temperature: float = 1.0,
-    reduction: str = "mean",
+    **options: Unpack[CrossEntropyOptions],
 ) -> Tensor:
     """cross_entropy(x W^T + b, target) with logits that are never rounded to a half dtype.
 
     x (..., K), weight (V, K), bias (V,), target (...).
     """
-    return cross_entropy(
-        linear(widen(x), weight, bias),
-        target,
-        class_weight=class_weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        temperature=temperature,
-        reduction=reduction,
-    )
+    packed("linear_cross_entropy", CrossEntropy, options)
+    return cross_entropy(linear(widen(x), weight, bias), target, **options)
 
 
 def linear_log_prob(
@@ -117,16 +107,15 @@ def linear_log_prob(
     )
 
 
+@spelled_out(DivergenceOptions, Divergence, last=("log_probs", "reduction"))
 def jsd(
     student: Tensor,
     teacher: Tensor,
     target: Tensor | None = None,
     *,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
     log_probs: bool = False,
     reduction: str = "mean",
+    **options: Unpack[DivergenceOptions],
 ) -> Tensor:
     """beta KL(P || M) + (1 - beta) KL(Q || M) with M = beta P + (1 - beta) Q, Q and P the softmaxes
     of student / temperature and teacher / temperature; KL(P || Q) at beta = 0, KL(Q || P) at 1.
@@ -134,6 +123,7 @@ def jsd(
     student and teacher (..., V), logits or with `log_probs` ln Q and ln P; target (...). Rows
     whose target is `ignore_index` give 0. "mean" divides by the number of the other rows.
     """
+    beta, temperature, ignore_index = packed("jsd", Divergence, options)
     x, y = widen(student), widen(teacher)
     if not log_probs:
         x, y = ((t / temperature).log_softmax(-1) for t in (x, y))
@@ -155,6 +145,7 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q).masked_fill(p.exp() == 0, 0)).sum(-1)
 
 
+@spelled_out(DivergenceOptions, Divergence, last=("reduction",))
 def linear_jsd(
     x: Tensor,
     weight: Tensor,
@@ -164,21 +155,14 @@ def linear_jsd(
     *,
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
     reduction: str = "mean",
+    **options: Unpack[DivergenceOptions],
 ) -> Tensor:
     """jsd of x W^T + b and the teacher's, with logits that are never rounded to a half dtype.
 
     x (..., K), weight (V, K), bias (V,); teacher_x (..., K'), teacher_weight (V, K'); target (...).
     """
-    return jsd(
-        linear(widen(x), weight, bias),
-        linear(widen(teacher_x), teacher_weight, teacher_bias),
-        target,
-        beta=beta,
-        temperature=temperature,
-        ignore_index=ignore_index,
-        reduction=reduction,
-    )
+    packed("linear_jsd", Divergence, options)
+    student = linear(widen(x), weight, bias)
+    teacher = linear(widen(teacher_x), teacher_weight, teacher_bias)
+    return jsd(student, teacher, target, reduction=reduction, **options)

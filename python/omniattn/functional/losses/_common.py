@@ -15,6 +15,7 @@ from omniattn.checks.arguments import (
     require_number,
     require_shape,
 )
+from omniattn.encoding.losses import CrossEntropy, Divergence
 from omniattn.ops._autograd import may_need_gradient
 from omniattn.ops.loss import REDUCTIONS as REDUCTIONS
 from omniattn.reference.precision import compute_dtype
@@ -79,29 +80,21 @@ def check_probabilities(op: str, target: Tensor, x: Tensor, ignore_index: int) -
         )
 
 
-def check_options(
-    op: str,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    temperature: float,
-    reduction: str,
-) -> int:
-    require_int(op, "ignore_index", ignore_index)
-    require_number(op, "label_smoothing", label_smoothing, 0, 1)
-    require_number(op, "z_loss", z_loss, 0)
-    require_number(op, "softcap", softcap, 0)
-    require_number(op, "temperature", temperature, above=0)
-    require_choice(op, "reduction", reduction, REDUCTIONS)
-    return REDUCTIONS[reduction]
+def check_cross_entropy(op: str, options: CrossEntropy) -> int:
+    """Checks the options except for the class weights; returns the number of the reduction."""
+    require_int(op, "ignore_index", options.ignore_index)
+    require_number(op, "label_smoothing", options.label_smoothing, 0, 1)
+    require_number(op, "z_loss", options.z_loss, 0)
+    require_number(op, "softcap", options.softcap, 0)
+    require_number(op, "temperature", options.temperature, above=0)
+    require_choice(op, "reduction", options.reduction, REDUCTIONS)
+    return REDUCTIONS[options.reduction]
 
 
-def check_divergence(
-    op: str, ignore_index: int, beta: float, temperature: float, reduction: str
-) -> int:
-    require_int(op, "ignore_index", ignore_index)
-    require_number(op, "beta", beta, 0, 1)
-    require_number(op, "temperature", temperature, above=0)
+def check_divergence(op: str, options: Divergence, reduction: str) -> int:
+    """Checks the options; returns the number of the reduction."""
+    require_int(op, "ignore_index", options.ignore_index)
+    require_number(op, "beta", options.beta, 0, 1)
+    require_number(op, "temperature", options.temperature, above=0)
     require_choice(op, "reduction", reduction, REDUCTIONS)
     return REDUCTIONS[reduction]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn.checks.arguments import autocast_linear, implementation, require_float
 from omniattn.checks.jagged import token_wise
 from omniattn.compositions.loss import soft_cross_entropy
+from omniattn.encoding.losses import CrossEntropy, CrossEntropyOptions
+from omniattn.encoding.records import packed, spelled_out
 from omniattn.functional.layers.gemm import linear
 from omniattn.functional.losses._common import (
     check_class_weight,
+    check_cross_entropy,
     check_linear,
-    check_options,
     check_probabilities,
     check_target,
     wanted_gradients,
@@ -23,18 +26,13 @@ __all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_prob"]
 
 
 @token_wise(numbers=("target",))
+@spelled_out(CrossEntropyOptions, CrossEntropy, last=("backend",))
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    temperature: float = 1.0,
-    reduction: str = "mean",
     backend: str | None = None,
+    **options: Unpack[CrossEntropyOptions],
 ) -> Tensor:
     """Cross entropy over the last dimension.
 
@@ -86,36 +84,31 @@ def cross_entropy(
         tensor(0.6931)
     """
     op = "cross_entropy"
+    record = packed(op, CrossEntropy, options)
     require_float(op, "logits", logits)
     if logits.dim() == 0:
         raise ValueError(f"{op}: logits must have at least 1 dimension, got logits.shape=()")
-    class_weight = check_class_weight(op, class_weight, logits, logits.shape[-1])
-    options = (ignore_index, label_smoothing, z_loss, softcap, temperature)
-    number = check_options(op, *options, reduction)
+    class_weight = check_class_weight(op, record.class_weight, logits, logits.shape[-1])
+    number, numbers = check_cross_entropy(op, record), record[1:-1]
     run = implementation(op, backend, logits, ops.cross_entropy)
     if isinstance(target, Tensor) and target.is_floating_point() and target.dim() == logits.dim():
-        check_probabilities(op, target, logits, ignore_index)
-        return soft_cross_entropy(run, logits, target, class_weight, *options[1:], number)
+        check_probabilities(op, target, logits, record.ignore_index)
+        return soft_cross_entropy(run, logits, target, class_weight, *numbers[1:], number)
     target = check_target(op, target, logits)
-    loss: Tensor = run(logits, target, class_weight, *options, number)
+    loss: Tensor = run(logits, target, class_weight, *numbers, number)
     return loss
 
 
 @token_wise(numbers=("target",))
+@spelled_out(CrossEntropyOptions, CrossEntropy, last=("backend",))
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
     *,
     bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    temperature: float = 1.0,
-    reduction: str = "mean",
     backend: str | None = None,
+    **options: Unpack[CrossEntropyOptions],
 ) -> Tensor:
     """Cross entropy of ``x weight^T + bias``, with the logits of a chunk of tokens at a time.
 
@@ -149,15 +142,15 @@ def linear_cross_entropy(
         tensor(1.3863)
     """
     op = "linear_cross_entropy"
+    record = packed(op, CrossEntropy, options)
     x, weight, bias = autocast_linear(x, weight, bias)
     check_linear(op, x, weight, bias)
     target = check_target(op, target, x)
-    class_weight = check_class_weight(op, class_weight, x, weight.shape[0])
-    options = (ignore_index, label_smoothing, z_loss, softcap, temperature)
-    number = check_options(op, *options, reduction)
-    wanted = wanted_gradients(reduction, x, weight, bias)
+    class_weight = check_class_weight(op, record.class_weight, x, weight.shape[0])
+    number, numbers = check_cross_entropy(op, record), record[1:-1]
+    wanted = wanted_gradients(record.reduction, x, weight, bias)
     run = implementation(op, backend, x, ops.linear_cross_entropy)
-    loss: Tensor = run(x, weight, bias, target, class_weight, *options, number, *wanted)
+    loss: Tensor = run(x, weight, bias, target, class_weight, *numbers, number, *wanted)
     return loss
 
 
@@ -209,17 +202,17 @@ def linear_log_prob(
     x, weight, bias = autocast_linear(x, weight, bias)
     check_linear(op, x, weight, bias)
     target = check_target(op, target, x)
-    options = (ignore_index, 0.0, 0.0, softcap, temperature)
-    number = check_options(op, *options, "none")
+    record = CrossEntropy(None, ignore_index, 0.0, 0.0, softcap, temperature, "none")
+    number, numbers = check_cross_entropy(op, record), record[1:-1]
     if backend is None and _keeps_logits(x, weight, bias):
         run = implementation(op, backend, x, ops.cross_entropy)
         # Not torch's product, whose bits depend on the number of threads on some processors.
         logits = linear(x, weight, bias, backend="cpu" if x.is_cpu else None)
-        kept: Tensor = run(logits, target, None, *options, number)
+        kept: Tensor = run(logits, target, None, *numbers, number)
         return -kept
     run = implementation(op, backend, x, ops.linear_cross_entropy)
     wanted = (False, False, False)
-    loss: Tensor = run(x, weight, bias, target, None, *options, number, *wanted)
+    loss: Tensor = run(x, weight, bias, target, None, *numbers, number, *wanted)
     return -loss
 
 

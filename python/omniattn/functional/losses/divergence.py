@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from omniattn.checks.arguments import (
     FLOATS,
@@ -17,6 +18,8 @@ from omniattn.checks.arguments import (
     shown,
 )
 from omniattn.checks.jagged import token_wise
+from omniattn.encoding.losses import Divergence, DivergenceOptions
+from omniattn.encoding.records import packed, spelled_out
 from omniattn.functional.losses._common import (
     check_divergence,
     check_linear,
@@ -30,17 +33,16 @@ __all__ = ["jsd", "linear_jsd"]
 
 
 @token_wise("teacher", numbers=("target",))
+@spelled_out(DivergenceOptions, Divergence, last=("log_probs", "reduction", "backend"))
 def jsd(
     student: Tensor,
     teacher: Tensor,
     target: Tensor | None = None,
     *,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
     log_probs: bool = False,
     reduction: str = "mean",
     backend: str | None = None,
+    **options: Unpack[DivergenceOptions],
 ) -> Tensor:
     """Generalised Jensen-Shannon divergence of a student's from a teacher's distribution.
 
@@ -81,6 +83,7 @@ def jsd(
         tensor(0.6931)
     """
     op = "jsd"
+    record = packed(op, Divergence, options)
     require_float(op, "student", student)
     if student.dim() == 0:
         raise ValueError(f"{op}: student must have at least 1 dimension, got student.shape=()")
@@ -90,14 +93,14 @@ def jsd(
     refuse_gradient(op, "teacher", teacher)
     target = None if target is None else check_target(op, target, student)
     require_bool(op, "log_probs", log_probs)
-    options = (ignore_index, beta, temperature)
-    number = check_divergence(op, *options, reduction)
+    number = check_divergence(op, record, reduction)
+    beta, temperature, ignore_index = record
     if log_probs and temperature != 1:
         raise ValueError(
             f"{op}: temperature must be 1 with log_probs, got temperature={shown(temperature)}"
         )
     run = implementation(op, backend, student, ops.jsd)
-    loss: Tensor = run(student, teacher, target, *options, log_probs, number)
+    loss: Tensor = run(student, teacher, target, ignore_index, beta, temperature, log_probs, number)
     return loss
 
 
@@ -111,6 +114,7 @@ def _promoted(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @token_wise("teacher_x", numbers=("target",))
+@spelled_out(DivergenceOptions, Divergence, last=("reduction", "backend"))
 def linear_jsd(
     x: Tensor,
     weight: Tensor,
@@ -120,11 +124,9 @@ def linear_jsd(
     *,
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
     reduction: str = "mean",
     backend: str | None = None,
+    **options: Unpack[DivergenceOptions],
 ) -> Tensor:
     """:func:`jsd` of ``x weight^T + bias`` from the teacher's logits, a chunk of tokens at a time.
 
@@ -157,6 +159,7 @@ def linear_jsd(
         tensor(0.)
     """
     op = "linear_jsd"
+    record = packed(op, Divergence, options)
     x, weight, bias = autocast_linear(x, weight, bias)
     teacher_x, teacher_weight, teacher_bias = autocast_linear(
         teacher_x, teacher_weight, teacher_bias
@@ -172,9 +175,9 @@ def linear_jsd(
     require_shape(op, "teacher_x", teacher_x, (*x.shape[:-1], *teacher_x.shape[-1:]))
     require_shape(op, "teacher_weight", teacher_weight, (weight.shape[0], teacher_weight.shape[1]))
     target = None if target is None else check_target(op, target, x)
-    options = (ignore_index, beta, temperature)
-    number = check_divergence(op, *options, reduction)
+    number = check_divergence(op, record, reduction)
+    numbers = (record.ignore_index, record.beta, record.temperature, number)
     tensors = (x, weight, bias, teacher_x, teacher_weight, teacher_bias, target)
     run = implementation(op, backend, x, ops.linear_jsd)
-    loss: Tensor = run(*tensors, *options, number, *wanted_gradients(reduction, x, weight, bias))
+    loss: Tensor = run(*tensors, *numbers, *wanted_gradients(reduction, x, weight, bias))
     return loss
