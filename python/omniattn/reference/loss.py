@@ -41,7 +41,8 @@ def cross_entropy(
     logits = logits / temperature
     kept = target != ignore_index
     if logits.shape[-1] == 0:  # no row has a class
-        return _reduced(logits.sum(-1), torch.zeros_like(target, dtype=logits.dtype), reduction)
+        none = torch.zeros_like(target, dtype=logits.dtype)
+        return _reduced(logits.sum(-1), none, record.reduction)
     log_p, index = logits.log_softmax(-1), target.masked_fill(~kept, 0)
     weights = torch.ones_like(index, dtype=log_p.dtype)
     if class_weight is not None:
