@@ -8,6 +8,8 @@ from pathlib import Path
 import counts
 import pytest
 
+from omniattn.modules import Cache
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -67,6 +69,34 @@ def test_rooms_import_each_other_in_one_order(package):
     for room, other in arrows:
         graph.setdefault(room, set()).add(other)
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises where there is a circle
+
+
+def concrete_caches(cls: type = Cache) -> set[str]:
+    """The names of the classes that implement the protocol."""
+    below = [name for sub in cls.__subclasses__() for name in concrete_caches(sub)]
+    return {sub.__name__ for sub in cls.__subclasses__()} | set(below)
+
+
+CACHES = concrete_caches()
+
+
+def named(source: str) -> set[str]:
+    """All names that a file imports or reads."""
+    nodes = list(ast.walk(ast.parse(source)))
+    imported = {a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
+    read = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    return imported | read
+
+
+def test_only_the_room_of_caches_names_a_kind_of_cache():
+    """Layers and models ask the protocol, `Cache`."""
+    modules = ROOT / "python/omniattn/modules"
+    assert {"KVCache", "PagedCache", "EvictingCache"} <= CACHES
+    assert named((modules / "caches/new.py").read_text()) & CACHES
+    for path in [*modules.rglob("*.py"), *(ROOT / "python/omniattn/models").rglob("*.py")]:
+        if path.parent.name != "caches" and path != modules / "__init__.py":  # which exports them
+            found = named(path.read_text()) & CACHES
+            assert not found, f"{path.relative_to(ROOT)} must not name {found}"
 
 
 @pytest.mark.parametrize(

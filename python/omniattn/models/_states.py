@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from omniattn.modules import KVCache
+from omniattn.modules import Cache
 from omniattn.modules.base.state import RecurrentState, parts_of
 
 
@@ -50,10 +50,11 @@ def require_states(op: str, state: Any, layers: int, steps: int) -> int:
                     f"{op}: state must be of the same tokens in all layers, "
                     f"got state[0].length={past}, state[{layer}].length={length}"
                 )
-            if isinstance(part, KVCache) and length + steps > part.max_length:
+            limit = part.limit if isinstance(part, Cache) else None
+            if limit is not None and length + steps > limit:
                 raise ValueError(
                     f"{op}: state must have room for the new tokens, "
-                    f"got state[{layer}].max_length={part.max_length}, "
+                    f"got state[{layer}].max_length={limit}, "
                     f"state[{layer}].length={length}, T={steps}"
                 )
     return 0 if past is None else past

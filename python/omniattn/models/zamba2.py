@@ -18,9 +18,9 @@ from omniattn.functional.masks import Mask
 from omniattn.models.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import (
+    Cache,
     DecoderBlock,
     Dropout,
-    KVCache,
     Linear,
     Mamba2,
     RMSNorm,
@@ -29,7 +29,8 @@ from omniattn.modules import (
 )
 from omniattn.modules.base.fields import Epsilon, Positive, Size
 from omniattn.modules.base.state import Stateful, StatePair, Storage, takes_cache
-from omniattn.modules.caches.cache import cache_like, require_cache, with_cache
+from omniattn.modules.caches import new
+from omniattn.modules.caches.cache import require_cache, with_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -77,11 +78,11 @@ class SharedTransformer(nn.Module, Stateful):
         self.gate_up_adapters = adapters(c.dim, 2 * c.hidden_dim)
         self.down_proj = linear(c.hidden_dim, c.dim, c.bias)
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
         """An empty cache; each use has one of its own."""
         c = self.config
-        like = cache_like(self, self.k_proj.weight, **storage)
-        return KVCache(batch, max_length, c.num_kv_heads, c.head_dim, **like)
+        sizes = (batch, max_length, c.num_kv_heads, c.head_dim)
+        return new.keys_and_values(self, self.k_proj.weight, *sizes, **storage)
 
     def _adapted(self, name: str, x: Tensor, use: int) -> Tensor:
         """``W x + B_i A_i x``."""

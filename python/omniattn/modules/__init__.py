@@ -41,6 +41,7 @@ from omniattn.modules.caches.kv_cache import (
 )
 from omniattn.modules.caches.paged import PagedCache, PagePool
 from omniattn.modules.caches.rolling import RollingCache
+from omniattn.modules.caches.selective import SelectiveCache
 from omniattn.modules.experts.expert_parallel import ExpertParallel
 from omniattn.modules.experts.experts import Experts
 from omniattn.modules.experts.moe import MoE
@@ -77,7 +78,7 @@ from omniattn.modules.sparse.neighborhood import (
 )
 from omniattn.modules.sparse.nsa import NSA, NSAState
 from omniattn.modules.sparse.routed_blocks import RoutedBlockAttention
-from omniattn.modules.sparse.selective_attention import SelectiveAttention, SelectiveCache
+from omniattn.modules.sparse.selective_attention import SelectiveAttention
 from omniattn.modules.vision.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.vision.swin import PatchMerging, SwinBlock, WindowAttention
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from omniattn.checks.arguments import clamp, require_number, shown
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
-from omniattn.modules.attention.score_mod import with_positions
 from omniattn.modules.base.fields import Backend, Epsilon, Probability, Signed, Size, WindowSize
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences, sequences_of
@@ -23,12 +21,9 @@ from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import Mixer, require_tokens
 from omniattn.modules.base.norm import LayerNorm, RMSNorm
 from omniattn.modules.base.state import State, Storage, takes_cache
-from omniattn.modules.caches.cache import Cache, cache_like, require_cache
-from omniattn.modules.caches.evicting import EvictingCache
-from omniattn.modules.caches.eviction import Eviction, Window, policies_of_groups
-from omniattn.modules.caches.kv_cache import CrossCache, KVCache
-from omniattn.modules.caches.paged import PagedCache, in_pages
-from omniattn.modules.caches.rolling import RollingCache
+from omniattn.modules.caches import new
+from omniattn.modules.caches.cache import Cache, require_cache
+from omniattn.modules.caches.eviction import Eviction, policies_of_groups
 
 
 class Attention(Mixer):
@@ -66,6 +61,7 @@ class Attention(Mixer):
     """
 
     takes_score_mod = True
+    evicts = True
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
@@ -277,8 +273,37 @@ class Attention(Mixer):
             eviction: which tokens to keep, a policy or one for each query head; causal
                 self-attention by softmax without a window only.
         """
-        like = cache_like(self, self.k_proj.weight, **storage)
-        return new_cache(self.config, batch, max_length, rolling, eviction, like)
+        c, like = self.config, (self, self.k_proj.weight)
+        if eviction is not None:
+            policies = self._policies(eviction, rolling)
+            return new.by_policy(
+                *like, policies, batch, max_length, c.kv_heads, c.head_size, **storage
+            )
+        if c.cross:
+            return new.of_source(*like, **storage)
+        if not rolling:
+            return new.keys_and_values(*like, batch, max_length, c.kv_heads, c.head_size, **storage)
+        if not c.causal or c.window_size[0] < 0:
+            raise ValueError(
+                "Attention: a rolling cache must have causal=True and a left window, "
+                f"got causal={c.causal}, window_size={c.window_size}"
+            )
+        length = min(max_length, c.window_size[0] + 1)
+        return new.of_window(*like, batch, length, c.kv_heads, c.head_size, **storage)
+
+    def _policies(
+        self, eviction: Eviction | Sequence[Eviction], rolling: bool
+    ) -> Eviction | tuple[Eviction, ...]:
+        """One policy, or one for each kv head."""
+        c = self.config
+        whole = c.causal and c.window_size == (-1, -1) and c.normalizer == "softmax"
+        if rolling or not whole:
+            raise ValueError(
+                "Attention: eviction needs causal self-attention by softmax without a window, "
+                f"got causal={c.causal}, window_size={c.window_size}, "
+                f"normalizer={shown(c.normalizer)}, rolling={rolling}"
+            )
+        return policies_of_groups("Attention", eviction, c.num_heads, c.kv_heads)
 
     def _keys_and_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
         v = self.v_proj(source).unflatten(-1, (self.config.kv_heads, -1))
@@ -332,21 +357,18 @@ class Attention(Mixer):
             if source is not None:
                 raise ValueError("Attention: source must be None unless cross=True")
             k, v = self._keys_and_values(x)
-            evicting = cache if isinstance(cache, EvictingCache) else None
-            if rope is not None and (evicting is None or not evicting.moves):
+            if rope is not None and (cache is None or not cache.moves):
                 q, k = functional.apply_rotary(
                     q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
                 )
-            if evicting is not None:
-                late = rope if evicting.moves else None
-                attend = partial(evicting.attend, rope=late, interleaved=c.rope_interleaved)
-            elif isinstance(cache, PagedCache) and mask is None and bias is None:
-                k, v, attend = in_pages(cache, k, v)
-            elif cache is not None:
-                k, v = cache.append(k, v)
-                positional = any(term is not None for term in (bias, relative, alibi_slopes))
-                given = (mask, score_mod, attend)
-                mask, score_mod, attend = with_positions(cache, k, *given, positional)
+            if cache is not None:
+                k, v, mask, score_mod, attend = cache.attention(
+                    *(k, v, attend, mask, score_mod),
+                    bias=bias,
+                    positional=any(t is not None for t in (bias, relative, alibi_slopes)),
+                    rope=rope,
+                    interleaved=c.rope_interleaved,
+                )
         if c.normalizer == "sigmoid":
             by_n = self._sigmoid_bias(q, k, keys, cache)
             bias = by_n if bias is None else bias + by_n
@@ -404,37 +426,3 @@ class Attention(Mixer):
             raise ValueError("Attention: source must be given with cross=True and no filled cache")
         k, v = self._keys_and_values(source)
         return (k, v) if cache is None else cache.append(k, v)
-
-
-def new_cache(
-    config: Attention.Config,
-    batch: int,
-    max_length: int,
-    rolling: bool,
-    eviction: Eviction | Sequence[Eviction] | None,
-    storage: Storage,
-) -> Cache:
-    """An empty cache; arguments as of `Attention.new_state`."""
-    c, sizes = config, (config.kv_heads, config.head_size)
-    if eviction is not None:
-        whole = c.causal and c.window_size == (-1, -1) and c.normalizer == "softmax"
-        if rolling or not whole:
-            raise ValueError(
-                "Attention: eviction needs causal self-attention by softmax without a window, "
-                f"got causal={c.causal}, window_size={c.window_size}, "
-                f"normalizer={shown(c.normalizer)}, rolling={rolling}"
-            )
-        policies = policies_of_groups("Attention", eviction, c.num_heads, c.kv_heads)
-        if isinstance(policies, Window):
-            return RollingCache(batch, min(max_length, policies.size), *sizes, **storage)
-        return EvictingCache(policies, batch, max_length, *sizes, **storage)
-    if c.cross:
-        return CrossCache()
-    if not rolling:
-        return KVCache(batch, max_length, *sizes, **storage)
-    if not c.causal or c.window_size[0] < 0:
-        raise ValueError(
-            "Attention: a rolling cache must have causal=True and a left window, "
-            f"got causal={c.causal}, window_size={c.window_size}"
-        )
-    return RollingCache(batch, min(max_length, c.window_size[0] + 1), *sizes, **storage)

@@ -13,7 +13,6 @@ from omniattn import functional
 from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
-from omniattn.modules.attention.score_mod import with_positions
 from omniattn.modules.base.fields import Backend, Epsilon, Size, WindowSize
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
@@ -22,8 +21,8 @@ from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import Mixer, require_tokens
 from omniattn.modules.base.norm import RMSNorm
 from omniattn.modules.base.state import State, Storage, takes_cache
-from omniattn.modules.caches.cache import cache_like, require_cache
-from omniattn.modules.caches.kv_cache import KVCache
+from omniattn.modules.caches import new
+from omniattn.modules.caches.cache import Cache, require_cache
 
 
 class DifferentialAttention(Mixer):
@@ -176,10 +175,10 @@ class DifferentialAttention(Mixer):
             for vector in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2):
                 nn.init.normal_(vector, std=0.1)
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
         """An empty cache: keys [k_1 | k_2] and values of size 2 D for each kv head."""
-        like = cache_like(self, self.k_proj.weight, **storage)
-        return KVCache(batch, max_length, self.config.kv_heads, 2 * self.config.head_size, **like)
+        sizes = (batch, max_length, self.config.kv_heads, 2 * self.config.head_size)
+        return new.keys_and_values(self, self.k_proj.weight, *sizes, **storage)
 
     def scalar_lambda(self) -> Tensor | float:
         """lambda, fp32."""
@@ -221,9 +220,8 @@ class DifferentialAttention(Mixer):
             )
         q, k, v = self._pairs(q), self._pairs(k), self._pairs(v)
         if cache is not None:
-            k, v = cache.append(k, v)
-            mask, score_mod, attend = with_positions(
-                cache, k, mask, score_mod, attend, bias is not None
+            k, v, mask, score_mod, attend = cache.extend(
+                k, v, attend, mask, score_mod, positional=bias is not None
             )
         group = c.num_heads // c.kv_heads
         maps = []

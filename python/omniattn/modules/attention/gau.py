@@ -13,7 +13,6 @@ from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import DistanceBias, RelativeBias, T5Bias
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
-from omniattn.modules.attention.score_mod import with_positions
 from omniattn.modules.base.fields import Backend, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences, sequences_of
@@ -21,8 +20,8 @@ from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import Mixer, require_tokens
 from omniattn.modules.base.state import State, Storage, takes_cache
-from omniattn.modules.caches.cache import cache_like, require_cache
-from omniattn.modules.caches.kv_cache import KVCache
+from omniattn.modules.caches import new
+from omniattn.modules.caches.cache import Cache, require_cache
 
 
 class GatedAttentionUnit(Mixer):
@@ -128,7 +127,7 @@ class GatedAttentionUnit(Mixer):
         if self.config.relative is not None:
             nn.init.normal_(self.relative_bias, std=0.02)
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
         """An empty cache of one head: keys of key_dim, values of expansion dim numbers."""
         c = self.config
         if c.attention == "relu2" and c.norm_n is None:
@@ -136,9 +135,8 @@ class GatedAttentionUnit(Mixer):
                 "GatedAttentionUnit: decoding needs a constant norm_n, got norm_n=None: weights of "
                 "earlier tokens would change with the number of keys"
             )
-        like = cache_like(self, self.v_proj.weight, **storage)
-        wide = c.expansion * c.dim
-        return KVCache(batch, max_length, 1, c.key_dim, v_head_dim=wide, **like)
+        sizes, wide = (batch, max_length, 1, c.key_dim), c.expansion * c.dim
+        return new.keys_and_values(self, self.v_proj.weight, *sizes, v_head_dim=wide, **storage)
 
     def _relative(self, n: int) -> RelativeBias | None:
         c = self.config
@@ -188,9 +186,8 @@ class GatedAttentionUnit(Mixer):
         v = v[:, :, None]
         attend = sequences.attention()
         if cache is not None:
-            k, v = cache.append(k, v)
-            mask, score_mod, attend = with_positions(
-                cache, k, mask, score_mod, attend, c.relative is not None
+            k, v, mask, score_mod, attend = cache.extend(
+                k, v, attend, mask, score_mod, positional=c.relative is not None
             )
         if c.relative == "toeplitz":
             keys = k.shape[1] if sequences.nested is None else sequences.longest

@@ -14,7 +14,6 @@ from omniattn import functional
 from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
-from omniattn.modules.attention.score_mod import with_positions
 from omniattn.modules.base.fields import (
     Backend,
     Epsilon,
@@ -31,8 +30,8 @@ from omniattn.modules.base.linear import Linear, weight_of
 from omniattn.modules.base.mixer import Mixer, require_tokens
 from omniattn.modules.base.norm import RMSNorm
 from omniattn.modules.base.state import State, Storage, takes_cache
-from omniattn.modules.caches.cache import cache_like, require_cache
-from omniattn.modules.caches.kv_cache import KVCache, LatentCache
+from omniattn.modules.caches import new
+from omniattn.modules.caches.cache import Cache, require_cache
 
 
 class MultiHeadLatentAttention(Mixer):
@@ -177,14 +176,15 @@ class MultiHeadLatentAttention(Mixer):
             self.kv_b_proj = linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_dim + c.v_dim))
         self.o_proj = linear(c.num_heads * c.v_dim, c.dim, c.out_init_std)
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
         """An empty cache of the latents."""
         c = self.config
-        like = cache_like(self, self.kv_a_proj_with_mqa.weight, **storage)
+        weight, rank = self.kv_a_proj_with_mqa.weight, c.kv_lora_rank
         if not c.separate_kv_latents:
-            return LatentCache(batch, max_length, c.kv_lora_rank, c.qk_rope_dim, **like)
-        size = c.kv_lora_rank + c.qk_rope_dim
-        return KVCache(batch, max_length, 1, size, v_head_dim=c.kv_lora_rank, **like)
+            sizes = (batch, max_length, rank, c.qk_rope_dim)
+            return new.of_latents(self, weight, *sizes, **storage)
+        sizes = (batch, max_length, 1, rank + c.qk_rope_dim)
+        return new.keys_and_values(self, weight, *sizes, v_head_dim=rank, **storage)
 
     def _rotate(self, x: Tensor, start: int, rope: tuple[Tensor, Tensor]) -> Tensor:
         """x (B, T, H, D) with its dimensions from `start` on rotated."""
@@ -316,8 +316,7 @@ class MultiHeadLatentAttention(Mixer):
         q = self._queries(self._query_latent(x), x)
         q, k, v = self._rotated(q, *self._latents(x), rope)
         if cache is not None:
-            k, v = cache.append(k, v)
-            mask, score_mod, attend = with_positions(cache, k, mask, score_mod, attend)
+            k, v, mask, score_mod, attend = cache.extend(k, v, attend, mask, score_mod)
         if absorb is None:
             absorb = cache is not None and x.shape[1] <= c.absorb_max
         if absorb:

@@ -26,8 +26,8 @@ from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import Mixer, require_tokens
 from omniattn.modules.base.state import State, Storage, takes_cache
-from omniattn.modules.caches.cache import cache_like, require_cache, with_cache
-from omniattn.modules.caches.kv_cache import KVCache
+from omniattn.modules.caches import new
+from omniattn.modules.caches.cache import Cache, require_cache, with_cache
 
 
 class _OnBiases(OnDevice):
@@ -166,10 +166,10 @@ class TransformerXLAttention(Mixer):
         angle = distance[:, None] * 10000.0**-exponent
         return torch.cat([angle.sin(), angle.cos()], -1).to(x.dtype)
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
         """An empty cache of the layer's inputs (B, T, 1, dim), stored as keys; it has no values."""
-        like = cache_like(self, self.qkv_net.weight, **storage)
-        return KVCache(batch, max_length, 1, self.config.dim, v_head_dim=0, **like)
+        sizes = (batch, max_length, 1, self.config.dim)
+        return new.keys_and_values(self, self.qkv_net.weight, *sizes, v_head_dim=0, **storage)
 
     @takes_cache
     def forward(

@@ -49,6 +49,8 @@ class Mixer(Layer, Stateful):
 
     shares: ClassVar[bool] = False
     takes_score_mod: ClassVar[bool] = False
+    #: True if `new_state` takes an `eviction`.
+    evicts: ClassVar[bool] = False
 
 
 class ChannelMixer(Layer):

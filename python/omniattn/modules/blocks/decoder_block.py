@@ -122,7 +122,7 @@ class DecoderBlock(Layer, Stateful):
         `eviction` is that of `Attention`; a mixer whose state does not grow takes none.
         """
         more: dict[str, Any] = {}
-        if eviction is not None and isinstance(self.mixer, Attention):
+        if eviction is not None and self.mixer.evicts:
             more["eviction"] = eviction
         state: State = self.mixer.new_state(batch, max_length, **storage, **more)
         if eviction is not None and not more and not isinstance(state, RecurrentState):

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from omniattn.checks.arguments import FLOATS, autocast_dtype, require_int
+from omniattn import functional
+from omniattn.checks.arguments import FLOATS, require_int
 from omniattn.functional.masks import BoolMask, Mask
+from omniattn.functional.scores.score_mod import MaskMod, ScoreMod, masked_by
 from omniattn.modules.base.state import State, Storage, require_index
+
+Attend = Callable[..., Any]
+
+
+class Reading(NamedTuple):
+    """Attention to the tokens of a cache.
+
+    k, v: keys and values.
+    mask, score_mod: of these keys.
+    attend: function of queries, k, v and the options of functional.attention.
+    """
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor | Mask | MaskMod | None
+    score_mod: ScoreMod | None
+    attend: Attend
 
 
 class Cache(ABC):
@@ -22,6 +43,12 @@ class Cache(ABC):
 
     #: Number of tokens seen by the longest sequence.
     length: int
+    #: True if `attention` rotates queries and keys, by their places in the cache.
+    moves: bool = False
+    #: Period of the rotations of the keys, None if they are rotated by their positions.
+    period: int | None = None
+    #: Number of keys of a block whose mean is stored, None if no means are.
+    block_size: int | None = None
 
     @property
     def filled(self) -> bool:
@@ -70,6 +97,73 @@ class Cache(ABC):
     def first(self, count: int) -> Tensor | None:
         """Position (B,) of the first of ordered views of `count` tokens, None if it is 0."""
         return None
+
+    @property
+    def limit(self) -> int | None:
+        """Number of tokens that fit, None if there is no such bound."""
+        return None
+
+    @property
+    def block_keys(self) -> Tensor | None:
+        """Means (B, whole blocks, Hkv, D) of the keys of blocks, None if they are not stored."""
+        return None
+
+    def extend(
+        self,
+        k: Tensor,
+        v: Tensor,
+        attend: Attend,
+        mask: Tensor | Mask | MaskMod | None = None,
+        score_mod: ScoreMod | None = None,
+        *,
+        positional: bool = False,
+    ) -> Reading:
+        """Stores n new tokens. Returns the attention of their queries to the views.
+
+        Args:
+            k, v: (B, n, Hkv, D), (B, n, Hkv, Dv).
+            attend: functional.attention, or another function with its options.
+            mask, score_mod: of the layer's caller, who counts the tokens of the sequence.
+            positional: True if other parts of the scores depend on positions.
+        """
+        k, v = self.append(k, v)
+        if mask is not None and not isinstance(mask, (Tensor, Mask)):
+            score_mod, mask = masked_by(mask, score_mod), None
+        mask = with_cache(self, mask, positional or score_mod is not None)
+        if score_mod is None:
+            return Reading(k, v, mask, None, attend)
+        # q becomes the position among the keys, as the caller of a layer counts. The number of keys
+        # is an input of the traced function, so that each step reuses the same trace.
+        sizes = torch.full((k.shape[0],), k.shape[1], device=k.device)
+        first = self.first(k.shape[1])
+        if first is not None:
+            score_mod = _moved(score_mod, first)
+        attend = partial(functional.attention_cached, cache_seqlens=sizes)
+        return Reading(k, v, mask, score_mod, attend)
+
+    def attention(
+        self,
+        k: Tensor,
+        v: Tensor,
+        attend: Attend,
+        mask: Tensor | Mask | MaskMod | None,
+        score_mod: ScoreMod | None,
+        *,
+        bias: Tensor | None = None,
+        positional: bool = False,
+        rope: tuple[Tensor, Tensor] | None = None,
+        interleaved: bool = False,
+    ) -> Reading:
+        """`extend` for a layer that does nothing to keys and values before it attends.
+
+        A cache may then read its storage in place, or attend itself.
+
+        Args:
+            k, v, attend, mask, score_mod, positional: see `extend`.
+            bias: tensor that is added to the scores.
+            rope, interleaved: rotation of the new tokens, which a cache that `moves` does itself.
+        """
+        return self.extend(k, v, attend, mask, score_mod, positional=positional)
 
 
 class StoredCache(Cache):
@@ -138,23 +232,6 @@ def storage_like(
     }
 
 
-def cache_like(
-    layer: object,
-    weight: Tensor,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Storage:
-    """`storage_like` of a cache whose keys and values attention reads as they are, which must have
-    the dtype of its queries: that of the weight, or of autocast."""
-    given = weight.dtype if dtype is None or not weight.is_floating_point() else dtype
-    if given not in (weight.dtype, autocast_dtype(weight)):
-        raise TypeError(
-            f"{type(layer).__name__}: dtype of new_state must be that of the parameters, or under "
-            f"autocast its dtype, got dtype={dtype}, parameters of {weight.dtype}"
-        )
-    return storage_like(weight, device, dtype)
-
-
 def new_storage(
     name: str,
     shape: tuple[int, int, int],
@@ -196,3 +273,12 @@ def with_cache(
     if mask is None or cache.mask is None:
         return cache.mask if mask is None else mask
     return cache.mask & (BoolMask(mask) if isinstance(mask, Tensor) else mask)
+
+
+def _moved(score_mod: ScoreMod, first: Tensor) -> ScoreMod:
+    """Returns score_mod with queries and keys counted from position first[b]."""
+
+    def moved(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score_mod(score, b, h, q + first[b], k + first[b])
+
+    return moved

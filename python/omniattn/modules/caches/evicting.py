@@ -12,9 +12,10 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.checks.arguments import require_int, widen
-from omniattn.functional.masks import BoolMask
+from omniattn.functional.masks import BoolMask, Mask
+from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.modules.base.state import require_index, take
-from omniattn.modules.caches.cache import Cache, check_new, new_storage
+from omniattn.modules.caches.cache import Attend, Cache, Reading, check_new, new_storage
 from omniattn.modules.caches.eviction import Eviction, Slots, evicted_of, require_plain
 
 Rope = tuple[Tensor, Tensor]
@@ -89,7 +90,6 @@ class EvictingCache(Cache):
                 f"got eviction={self.policies}"
             )
         self.max_length = max_length
-        #: Whether `attend` rotates queries and keys, by their places in the cache.
         self.moves = any(p.moves for p in self.policies)
         bounds = [p.capacity for p in self.policies]
         #: The most tokens kept after a call, None if only max_length bounds them.
@@ -138,6 +138,22 @@ class EvictingCache(Cache):
             "EvictingCache: append alone has no weights to choose by; a layer must call attend, as "
             f"Attention does, got k={tuple(k.shape)}"
         )
+
+    def attention(
+        self,
+        k: Tensor,
+        v: Tensor,
+        attend: Attend,
+        mask: Tensor | Mask | MaskMod | None,
+        score_mod: ScoreMod | None,
+        *,
+        rope: Rope | None = None,
+        interleaved: bool = False,
+        **options: Any,
+    ) -> Reading:
+        late = rope if self.moves else None
+        attend = partial(self.attend, rope=late, interleaved=interleaved)
+        return Reading(k, v, mask, score_mod, attend)
 
     def attend(
         self,

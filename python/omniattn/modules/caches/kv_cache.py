@@ -47,6 +47,10 @@ class KVCache(StoredCache):
         """Number of tokens that fit."""
         return self._k.shape[2]
 
+    @property
+    def limit(self) -> int:
+        return self.max_length
+
     def views(self) -> tuple[Tensor, Tensor]:
         return self._first(self.length)
 
@@ -90,6 +94,8 @@ class BlockKeyCache(KVCache):
         torch.Size([1, 2, 2, 4])
     """
 
+    block_size: int
+
     def __init__(
         self,
         batch: int,
@@ -101,7 +107,7 @@ class BlockKeyCache(KVCache):
         **storage: Unpack[Storage],
     ) -> None:
         super().__init__(batch, max_length, num_kv_heads, head_dim, **storage)
-        self._size = block_size
+        self.block_size = block_size
         shape = (batch, max_length // block_size, num_kv_heads, head_dim)
         self._means = self._k.new_zeros(
             shape, dtype=torch.promote_types(self._k.dtype, torch.float32)
@@ -111,22 +117,22 @@ class BlockKeyCache(KVCache):
     def nbytes(self) -> int:
         return super().nbytes + self._means.nbytes
 
-    @property
-    def block_size(self) -> int:
-        """Keys of a block."""
-        return self._size
-
     def means(self) -> Tensor:
         """(B, whole blocks, Hkv, D)."""
-        return self._means[:, : self.length // self._size]
+        return self._means[:, : self.length // self.block_size]
+
+    @property
+    def block_keys(self) -> Tensor:
+        return self.means()
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        first = self.length // self._size
+        size = self.block_size
+        first = self.length // size
         views = super().append(k, v)
-        last = self.length // self._size
+        last = self.length // size
         if last > first:
-            rows = views[0][:, first * self._size : last * self._size]
-            self._means[:, first:last] = block_means(rows, self._size)
+            rows = views[0][:, first * size : last * size]
+            self._means[:, first:last] = block_means(rows, size)
         return views
 
     def reorder(self, index: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.checks.arguments import require_int
 from omniattn.functional.masks import KeyPadding, Mask
+from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.modules.base.state import require_index, take
-from omniattn.modules.caches.cache import Cache, check_new, new_storage
+from omniattn.modules.caches.cache import Attend, Cache, Reading, check_new, new_storage
 
 
 class PagePool:
@@ -198,6 +199,26 @@ class PagedCache(Cache):
             pages[page, slot] = rows
         self._lengths = [length + new for length in self._lengths]
 
+    def attention(
+        self,
+        k: Tensor,
+        v: Tensor,
+        attend: Attend,
+        mask: Tensor | Mask | MaskMod | None,
+        score_mod: ScoreMod | None,
+        *,
+        bias: Tensor | None = None,
+        **options: Any,
+    ) -> Reading:
+        """Reads the pages in place unless a mask or bias is for the views."""
+        if mask is not None or bias is not None:
+            return super().attention(k, v, attend, mask, score_mod, bias=bias, **options)
+        self.store(k, v)
+        attend = partial(
+            functional.attention_cached, cache_seqlens=self.lengths, block_table=self.block_table
+        )
+        return Reading(*self.pages, mask, score_mod, attend)
+
     def _reserve(self, new: int) -> None:
         """Gives every sequence pages of its own for its next tokens."""
         size = self.pool.page_size
@@ -318,14 +339,3 @@ class PagedCache(Cache):
         for row in self._pages:
             self.pool.retain(row)
         self.pool.release(list(home.values()))
-
-
-def in_pages(
-    cache: PagedCache, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Callable[..., Tensor]]:
-    """Stores k and v; all pages, and the attention that reads them in place."""
-    cache.store(k, v)
-    attend = partial(
-        functional.attention_cached, cache_seqlens=cache.lengths, block_table=cache.block_table
-    )
-    return *cache.pages, attend

@@ -22,8 +22,8 @@ from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import require_no_mask, require_tokens
 from omniattn.modules.base.norm import LayerNorm
 from omniattn.modules.base.state import State, Storage, take, takes_cache
-from omniattn.modules.caches.cache import cache_like
-from omniattn.modules.caches.kv_cache import KVCache
+from omniattn.modules.caches import new
+from omniattn.modules.caches.cache import Cache
 from omniattn.modules.experts.auxiliary import AuxiliaryLoss
 
 
@@ -35,11 +35,11 @@ class DSAState:
         index: cache of the indexer's keys, after their norm and rotation; it has no values.
     """
 
-    def __init__(self, latents: KVCache, index: KVCache) -> None:
+    def __init__(self, latents: Cache, index: Cache) -> None:
         self.latents, self.index = latents, index
 
     @property
-    def parts(self) -> tuple[KVCache, ...]:
+    def parts(self) -> tuple[Cache, ...]:
         """States of the same tokens."""
         return self.latents, self.index
 
@@ -236,8 +236,9 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
         self, batch: int, max_length: int, **storage: Unpack[Storage]
     ) -> DSAState:
         """Empty caches of the latents and of the indexer's keys."""
-        like = cache_like(self, self.kv_a_proj_with_mqa.weight, **storage)
-        index = KVCache(batch, max_length, 1, self.config.index_dim, v_head_dim=0, **like)
+        weight = self.kv_a_proj_with_mqa.weight
+        sizes = (batch, max_length, 1, self.config.index_dim)
+        index = new.keys_and_values(self, weight, *sizes, v_head_dim=0, **storage)
         return DSAState(super().new_state(batch, max_length, **storage), index)
 
     @takes_cache

@@ -17,8 +17,8 @@ from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.rope import RotaryEmbedding
 from omniattn.modules.base.state import State, Storage
-from omniattn.modules.caches.cache import Cache, cache_like
-from omniattn.modules.caches.kv_cache import PeriodicKeyCache
+from omniattn.modules.caches import new
+from omniattn.modules.caches.cache import Cache
 from omniattn.modules.sparse.sparse_attention import SparseAttention, SparseConfig
 
 
@@ -103,17 +103,16 @@ class DualChunkAttention(SparseAttention):
             device, dtype: of the storage, default: as the parameters.
         """
         c = self.config
-        like = cache_like(self, cast(Linear, self.get_submodule("q_proj")).weight, **storage)
+        weight = cast(Linear, self.get_submodule("q_proj")).weight
         sizes = (batch, max_length, c.kv_heads, c.head_size)
-        return PeriodicKeyCache(*sizes, period=self._period, **like)
+        return new.with_period(self, weight, *sizes, period=self._period, **storage)
 
     def _cache_of(self, state: State | None) -> Cache | None:
         cache = super()._cache_of(state)
-        period = getattr(cache, "period", None)
-        if cache is not None and period != self._period:
+        if cache is not None and cache.period != self._period:
             raise ValueError(
                 "DualChunkAttention: state must have period=chunk_size - local_window="
-                f"{self._period}, got a {type(cache).__name__} with period={period}"
+                f"{self._period}, got a {type(cache).__name__} with period={cache.period}"
             )
         return cache
 

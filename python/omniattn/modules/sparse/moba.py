@@ -20,8 +20,8 @@ from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import Mixer, require_no_mask, require_tokens
 from omniattn.modules.base.state import State, Storage, takes_cache
-from omniattn.modules.caches.cache import cache_like, require_cache
-from omniattn.modules.caches.kv_cache import BlockKeyCache, KVCache
+from omniattn.modules.caches import new
+from omniattn.modules.caches.cache import Cache, require_cache
 from omniattn.modules.sparse.sparse_attention import HeadsConfig
 
 
@@ -110,14 +110,13 @@ class MoBA(Mixer):
         self.v_proj = linear(c.dim, kv_dim, c.bias, c.init_std)
         self.o_proj = linear(q_dim, c.dim, c.out_bias, c.out_init_std)
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
         """An empty cache of all keys and values, and of the means of blocks if steps choose."""
         c = self.config
-        like = cache_like(self, self.k_proj.weight, **storage)
-        sizes = (batch, max_length, c.kv_heads, c.head_size)
+        weight, sizes = self.k_proj.weight, (batch, max_length, c.kv_heads, c.head_size)
         if c.decode == "moba":
-            return BlockKeyCache(*sizes, block_size=c.block_size, **like)
-        return KVCache(*sizes, **like)
+            return new.with_block_means(self, weight, *sizes, block_size=c.block_size, **storage)
+        return new.keys_and_values(self, weight, *sizes, **storage)
 
     @takes_cache
     def forward(
@@ -140,7 +139,7 @@ class MoBA(Mixer):
         c = self.config
         require_no_mask("MoBA", mask)
         cache = require_cache("MoBA", state)
-        if isinstance(cache, BlockKeyCache) and cache.block_size != c.block_size:
+        if cache is not None and cache.block_size not in (None, c.block_size):
             raise ValueError(
                 f"MoBA: state must have block_size={c.block_size}, "
                 f"got block_size={cache.block_size}"
@@ -164,7 +163,7 @@ class MoBA(Mixer):
             out = functional.attention(q, k, v, **options)
         else:
             options |= {"block_size": c.block_size, "topk": c.topk}
-            if isinstance(cache, BlockKeyCache):
-                options["block_keys"] = cache.means()
+            if cache is not None:
+                options["block_keys"] = cache.block_keys
             out = sequences.apart(partial(functional.moba_attention, **options), q, k, v)
         return sequences.restored(self.o_proj(out.flatten(-2)))

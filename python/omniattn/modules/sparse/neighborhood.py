@@ -21,8 +21,8 @@ from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import Mixer, require_no_mask, require_tokens
 from omniattn.modules.base.state import State, Storage, takes_cache
-from omniattn.modules.caches.cache import cache_like, require_cache
-from omniattn.modules.caches.kv_cache import KVCache
+from omniattn.modules.caches import new
+from omniattn.modules.caches.cache import Cache, require_cache
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class NeighborhoodAttention1D(_Neighborhood, Mixer):
     def _causal(self) -> bool:
         return self.config.is_causal in (True, (True,))
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> KVCache:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
         """An empty cache of keys and values; needs is_causal=True and stride=1."""
         c = self.config
         if not self._causal or c.stride not in (1, (1,)):
@@ -190,8 +190,8 @@ class NeighborhoodAttention1D(_Neighborhood, Mixer):
                 "NeighborhoodAttention1D: a state must have is_causal=True and stride=1, "
                 f"got is_causal={c.is_causal}, stride={c.stride}"
             )
-        like = cache_like(self, self.qkv.weight, **storage)
-        return KVCache(batch, max_length, c.num_heads, c.dim // c.num_heads, **like)
+        sizes = (batch, max_length, c.num_heads, c.dim // c.num_heads)
+        return new.keys_and_values(self, self.qkv.weight, *sizes, **storage)
 
     @takes_cache
     def forward(

@@ -20,8 +20,8 @@ from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import Mixer, require_no_mask, require_tokens
 from omniattn.modules.base.state import State, Storage, take, takes_cache
-from omniattn.modules.caches.cache import cache_like
-from omniattn.modules.caches.kv_cache import KVCache
+from omniattn.modules.caches import new
+from omniattn.modules.caches.cache import Cache
 from omniattn.modules.sparse.sparse_attention import HeadsConfig
 
 
@@ -79,9 +79,7 @@ class NSAState:
         size, stride: of the windows of compressed keys.
     """
 
-    def __init__(
-        self, branches: list[KVCache], compressed: KVCache, size: int, stride: int
-    ) -> None:
+    def __init__(self, branches: list[Cache], compressed: Cache, size: int, stride: int) -> None:
         self.branches, self.compressed = branches, compressed
         self._size, self._stride = size, stride
 
@@ -91,7 +89,7 @@ class NSAState:
         return len(self.branches), self._size, self._stride
 
     @property
-    def parts(self) -> tuple[KVCache, ...]:
+    def parts(self) -> tuple[Cache, ...]:
         """States of the same tokens."""
         return tuple(self.branches)
 
@@ -107,7 +105,7 @@ class NSAState:
     def nbytes(self) -> int:
         return sum(cache.nbytes for cache in self._all())
 
-    def _all(self) -> list[KVCache]:
+    def _all(self) -> list[Cache]:
         return [*self.branches, self.compressed]
 
     def crop(self, length: int) -> None:
@@ -245,10 +243,10 @@ class NSA(Mixer):
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> NSAState:
         """Empty caches of all branches and of the compressed keys."""
         c = self.config
-        like = cache_like(self, self.k_proj.weight, **storage)
 
-        def cache(length: int) -> KVCache:
-            return KVCache(batch, length, c.kv_heads, c.head_size, **like)
+        def cache(length: int) -> Cache:
+            sizes = (batch, length, c.kv_heads, c.head_size)
+            return new.keys_and_values(self, self.k_proj.weight, *sizes, **storage)
 
         branches = [cache(max_length) for _ in range(3 if c.separate_kv else 1)]
         windows = max(0, (max_length - c.compress_size) // c.compress_stride + 1)

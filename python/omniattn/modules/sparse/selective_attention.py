@@ -11,83 +11,16 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.checks.arguments import require_int, require_number, widen
+from omniattn.checks.arguments import require_int, require_number
 from omniattn.modules.base.fields import Backend, Probability, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import Mixer, require_tokens
-from omniattn.modules.base.state import State, Storage, take, takes_cache
-from omniattn.modules.caches.cache import cache_like
-from omniattn.modules.caches.kv_cache import KVCache
-
-
-class SelectiveCache(KVCache):
-    """A KVCache with the penalty (B, T) of each token, by which later queries see less of it.
-
-    Tokens cannot be cropped, except all of them: the penalties of those before them count them.
-
-    Example:
-        >>> cache = SelectiveCache(1, 16, 2, 4)
-        >>> k, v = cache.append(torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2, 4))
-        >>> cache.penalty
-        tensor([[0., 0., 0.]])
-    """
-
-    def __init__(
-        self,
-        batch: int,
-        max_length: int,
-        num_kv_heads: int,
-        head_dim: int,
-        **storage: Unpack[Storage],
-    ) -> None:
-        super().__init__(batch, max_length, num_kv_heads, head_dim, **storage)
-        self._penalty = widen(self._k.new_zeros(batch, max_length))
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self._penalty.nbytes
-
-    @property
-    def penalty(self) -> Tensor:
-        """Penalty (B, length) of each token for the next query; 0 for tokens that no query has seen
-        yet."""
-        return self._penalty[:, : self.length]
-
-    def penalise(self, penalty: Tensor) -> None:
-        """Stores the penalties (B, T) of all tokens."""
-        self.penalty.copy_(penalty)
-
-    def crop(self, length: int) -> None:
-        require_int("SelectiveCache", "length", length)
-        if length not in (0, self.length):
-            raise ValueError(
-                "SelectiveCache: the penalties of other tokens count those that would be cropped, "
-                f"go on from a copy.deepcopy; length must be 0 or {self.length}, "
-                f"got length={length}"
-            )
-        super().crop(length)
-        if length == 0:
-            self._penalty.zero_()
-
-    def reorder(self, index: Tensor) -> None:
-        super().reorder(index)
-        self._penalty = self._penalty.index_select(0, index)
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"penalty": self.penalty.clone()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        k, v, penalty = take("SelectiveCache", state, "k", "v", "penalty")
-        if penalty.shape != (k.shape[0], k.shape[1]):
-            raise ValueError(
-                f"SelectiveCache: penalty must have shape {(k.shape[0], k.shape[1])}, "
-                f"got penalty={tuple(penalty.shape)}"
-            )
-        super().load_state_dict({"k": k, "v": v})
-        self.penalise(penalty)
+from omniattn.modules.base.state import State, Storage, takes_cache
+from omniattn.modules.caches import new
+from omniattn.modules.caches.cache import Cache
 
 
 class SelectiveAttention(Mixer):
@@ -192,11 +125,10 @@ class SelectiveAttention(Mixer):
         self.v_proj = linear(c.dim, kv_dim, c.init_std)
         self.o_proj = linear(q_dim, c.dim, c.out_init_std)
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> SelectiveCache:
+    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
         """An empty cache with penalties."""
-        c = self.config
-        like = cache_like(self, self.k_proj.weight, **storage)
-        return SelectiveCache(batch, max_length, c.kv_heads, c.head_size, **like)
+        sizes = (batch, max_length, self.config.kv_heads, self.config.head_size)
+        return new.with_penalties(self, self.k_proj.weight, *sizes, **storage)
 
     @takes_cache
     def forward(
@@ -219,12 +151,8 @@ class SelectiveAttention(Mixer):
         c = self.config
         if mask is not None:
             raise ValueError("SelectiveAttention: mask must be None, got a mask")
-        if state is not None and not isinstance(state, SelectiveCache):
-            raise TypeError(
-                "SelectiveAttention: state must be a SelectiveCache, "
-                f"got type(state)={type(state).__name__}"
-            )
-        x, sequences = sequences_of("SelectiveAttention", "x", x, state=state)
+        cache = new.require_penalties("SelectiveAttention", state)
+        x, sequences = sequences_of("SelectiveAttention", "x", x, state=cache)
         require_tokens("SelectiveAttention", x, c.dim)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (p(x).unflatten(-1, (-1, c.head_size)) for p in projections)
@@ -234,12 +162,12 @@ class SelectiveAttention(Mixer):
             )
         options: dict[str, Any] = {"budget": c.budget, "softcap": c.softcap, "backend": c.backend}
         options["dropout_p"] = c.dropout_p if self.training else 0.0
-        if state is None:
+        if cache is None:
             out = sequences.apart(partial(functional.selective_attention, **options), q, k, v)
             return sequences.restored(self.o_proj(out.flatten(-2)))
-        k, v = state.append(k, v)
+        k, v = cache.append(k, v)
         out, penalty = functional.selective_attention(
-            q, k, v, penalty=state.penalty, return_penalty=True, **options
+            q, k, v, penalty=cache.penalty, return_penalty=True, **options
         )
-        state.penalise(penalty)
+        cache.penalise(penalty)
         return self.o_proj(out.flatten(-2))

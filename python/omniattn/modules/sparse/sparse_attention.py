@@ -18,8 +18,8 @@ from omniattn.modules.base.layer import LayerConfig
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import Mixer, require_tokens
 from omniattn.modules.base.state import State, Storage, takes_cache
-from omniattn.modules.caches.cache import Cache, cache_like, require_cache
-from omniattn.modules.caches.kv_cache import KVCache
+from omniattn.modules.caches import new
+from omniattn.modules.caches.cache import Cache, require_cache
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class SparseAttention(Mixer):
         c: SparseConfig = self.config
         self._require_causal()
         heads = c.kv_heads * (2 if c.second else 1)
-        like = cache_like(self, cast(Linear, self.get_submodule("q_proj")).weight, **storage)
-        return KVCache(batch, max_length, heads, c.head_size, **like)
+        weight = cast(Linear, self.get_submodule("q_proj")).weight
+        return new.keys_and_values(self, weight, batch, max_length, heads, c.head_size, **storage)
 
     def _require_causal(self) -> None:
         if not getattr(self.config, "causal", True):

@@ -1,0 +1,123 @@
+"""New caches for layers, which know a cache by its protocol alone.
+
+Each function takes a layer, the weight that makes its keys, sizes as of the class that it builds,
+and device and dtype of the storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from omniattn.checks.arguments import autocast_dtype
+from omniattn.modules.base.state import State, Storage
+from omniattn.modules.caches.cache import Cache, storage_like
+from omniattn.modules.caches.evicting import EvictingCache
+from omniattn.modules.caches.eviction import Eviction, Window
+from omniattn.modules.caches.kv_cache import (
+    BlockKeyCache,
+    CrossCache,
+    KVCache,
+    LatentCache,
+    PeriodicKeyCache,
+)
+from omniattn.modules.caches.rolling import RollingCache
+from omniattn.modules.caches.selective import SelectiveCache
+
+
+def _like(
+    layer: object,
+    weight: Tensor,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Storage:
+    """`storage_like` of a cache whose keys and values attention reads as they are, which must have
+    the dtype of its queries: that of the weight, or of autocast."""
+    given = weight.dtype if dtype is None or not weight.is_floating_point() else dtype
+    if given not in (weight.dtype, autocast_dtype(weight)):
+        raise TypeError(
+            f"{type(layer).__name__}: dtype of new_state must be that of the parameters, or under "
+            f"autocast its dtype, got dtype={dtype}, parameters of {weight.dtype}"
+        )
+    return storage_like(weight, device, dtype)
+
+
+def keys_and_values(
+    layer: object,
+    weight: Tensor,
+    batch: int,
+    max_length: int,
+    heads: int,
+    head_dim: int,
+    *,
+    v_head_dim: int | None = None,
+    **storage: Unpack[Storage],
+) -> Cache:
+    """An empty cache of all tokens."""
+    like = _like(layer, weight, **storage)
+    return KVCache(batch, max_length, heads, head_dim, v_head_dim=v_head_dim, **like)
+
+
+def with_block_means(
+    layer: object, weight: Tensor, *sizes: int, block_size: int, **storage: Unpack[Storage]
+) -> Cache:
+    """An empty cache of all tokens and of the means of the keys of blocks."""
+    return BlockKeyCache(*sizes, block_size=block_size, **_like(layer, weight, **storage))
+
+
+def with_period(
+    layer: object, weight: Tensor, *sizes: int, period: int, **storage: Unpack[Storage]
+) -> Cache:
+    """An empty cache of all tokens, for keys rotated by their positions modulo `period`."""
+    return PeriodicKeyCache(*sizes, period=period, **_like(layer, weight, **storage))
+
+
+def with_penalties(
+    layer: object, weight: Tensor, *sizes: int, **storage: Unpack[Storage]
+) -> SelectiveCache:
+    """An empty cache of all tokens and their penalties."""
+    return SelectiveCache(*sizes, **_like(layer, weight, **storage))
+
+
+def require_penalties(op: str, state: State | None) -> SelectiveCache | None:
+    """`state`, which must be a cache with penalties."""
+    if state is None or isinstance(state, SelectiveCache):
+        return state
+    raise TypeError(f"{op}: state must be a SelectiveCache, got type(state)={type(state).__name__}")
+
+
+def of_latents(layer: object, weight: Tensor, *sizes: int, **storage: Unpack[Storage]) -> Cache:
+    """An empty cache of keys whose first numbers are the values."""
+    return LatentCache(*sizes, **_like(layer, weight, **storage))
+
+
+def of_source(layer: object, weight: Tensor, **storage: Unpack[Storage]) -> Cache:
+    """An empty cache of the keys and values of another sequence, stored as they come."""
+    _like(layer, weight, **storage)
+    return CrossCache()
+
+
+def of_window(layer: object, weight: Tensor, *sizes: int, **storage: Unpack[Storage]) -> Cache:
+    """An empty cache of the last tokens."""
+    return RollingCache(*sizes, **_like(layer, weight, **storage))
+
+
+def by_policy(
+    layer: object,
+    weight: Tensor,
+    policies: Eviction | Sequence[Eviction],
+    batch: int,
+    max_length: int,
+    heads: int,
+    head_dim: int,
+    **storage: Unpack[Storage],
+) -> Cache:
+    """An empty cache of the tokens that a policy keeps, or one policy for each head."""
+    if isinstance(policies, Window):
+        length = min(max_length, policies.size)
+        return of_window(layer, weight, batch, length, heads, head_dim, **storage)
+    like = _like(layer, weight, **storage)
+    return EvictingCache(policies, batch, max_length, heads, head_dim, **like)
