@@ -85,6 +85,14 @@ def test_a_form_of_attention_names_itself_where_an_option_is_wrong():
         functional.routed_block_attention(q, q, q, q, q, block_size=1, topk=1, softcap=-1.0)
 
 
+def test_definitions_of_recurrences_refuse_options_of_the_formula_and_a_backend():
+    q = torch.ones(1, 2, 1, 4)
+    with pytest.raises(TypeError, match=r"^gated_linear_attention\(\) .* argument 'beta'"):
+        reference.gated_linear_attention(q, q, q, -q, beta=q)
+    with pytest.raises(TypeError, match=r"^rwkv7\(\) .* argument 'backend'"):
+        reference.rwkv7(q, -q, q, q, q, q, backend="cpu")
+
+
 @pytest.mark.parametrize("room", [functional, reference])
 def test_losses_refuse_unknown_options(room):
     x, target = torch.ones(2, 3), torch.tensor([0, 1])

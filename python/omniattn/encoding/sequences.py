@@ -36,9 +36,13 @@ class Sequences(NamedTuple):
 _DEFAULTS = Sequences()
 
 
-def sequences_of(op: str, options: StateOptions) -> Sequences:
-    """Packs the options of a call of `op`."""
-    return records.packed(op, Sequences, options) if options else _DEFAULTS
+def sequences_of(op: str, options: StateOptions, names: type = SequenceOptions) -> Sequences:
+    """Packs the options of a call of `op`, which accepts the options that `names` annotates."""
+    if not options:
+        return _DEFAULTS
+    if not options.keys() <= names.__annotations__.keys():
+        raise records.unexpected(op, options, names.__annotations__)
+    return Sequences(**options)
 
 
 def spelled_out(names: type, last: tuple[str, ...] = ()) -> Callable[[F], F]:

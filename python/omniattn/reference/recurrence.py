@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as nnf
+from typing_extensions import Unpack
 
+from omniattn.encoding.sequences import StateOptions, sequences_of, spelled_out
 from omniattn.reference.empty import nothing_of
 from omniattn.reference.limits import clamp
 from omniattn.reference.precision import compute_dtype, widen
@@ -132,6 +134,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 SIGNED = frozenset(("identity",))
 
 
+@spelled_out(StateOptions)
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -144,8 +147,7 @@ def linear_attention(
     g: Tensor | None = None,
     beta: Tensor | None = None,
     eps: float = 1e-6,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
     """o = num / den of num_t = sum_s (phi(q_t) . phi(k_s)) v_s and den_t, the same without v, over
     s <= t or over all s; den is at least eps in size.
@@ -163,9 +165,9 @@ def linear_attention(
     values = widen(v)
     if normalize:
         values = torch.cat((values, values.new_ones(*v.shape[:3], 1)), -1)
-    o, state = recurrence(q, k, values, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    o, state = _run("linear_attention", options, q, k, values, g, scale=1.0)
     if not causal:
-        o = _read(q, state, cu_seqlens)
+        o = _read(q, state, options.get("cu_seqlens"))
     if normalize:
         o = o[..., :-1] / divisor(o[..., -1:], None, eps)
     return o.to(v.dtype), state
@@ -181,6 +183,7 @@ def _read(q: Tensor, states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return torch.einsum("thk,thkv->thv", q[0], states[sequence])[None]
 
 
+@spelled_out(StateOptions)
 def gated_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -188,15 +191,13 @@ def gated_linear_attention(
     g: Tensor,
     *,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
     """S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t."""
-    return recurrence(
-        q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=_scale(q, scale)
-    )
+    return _run("gated_linear_attention", options, q, k, v, g, scale=scale)
 
 
+@spelled_out(StateOptions)
 def retention(
     q: Tensor,
     k: Tensor,
@@ -205,8 +206,7 @@ def retention(
     gamma: Tensor | None = None,
     scale: float | None = None,
     normalize: bool = False,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
     """`recurrence` with the constant decay exp(g) = gamma_h, by default 1 - 2^(-5 - h).
 
@@ -218,15 +218,17 @@ def retention(
         heads = torch.arange(v.shape[2], dtype=compute_dtype(v), device=v.device)
         gamma = 1 - torch.exp2(-5 - heads)
     g = gamma.to(compute_dtype(v)).log().expand(v.shape[:3])
-    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "scale": _scale(q, scale)}
+    op = "retention"
     if not normalize:
-        return recurrence(q, k, v, g, initial_state=initial_state, **options)
+        return _run(op, options, q, k, v, g, scale=scale)
+    initial_state, cu_seqlens, _ = sequences_of(op, options, StateOptions)
     one = widen(v).new_ones(*v.shape[:3], 1)
-    state, powers = initial_state, None
+    first, powers = initial_state, None
     if initial_state is not None:
-        state, powers = initial_state[:, :, :-1], initial_state[:, :, -1:, -1:]
+        first, powers = initial_state[:, :, :-1], initial_state[:, :, -1:, -1:]
     wide = torch.cat((widen(v), one), -1)
-    o, state = recurrence(q, k, wide, g, initial_state=state, **options)
+    given: StateOptions = {"initial_state": first, "cu_seqlens": cu_seqlens}
+    o, state = _run(op, given, q, k, wide, g, scale=scale)
     p, last = recurrence(one, one, one, g, initial_state=powers, cu_seqlens=cu_seqlens)
     o = o / p.sqrt()
     o = o[..., :-1] / o[..., -1:].detach().abs().clamp(min=1)
@@ -234,6 +236,7 @@ def retention(
     return o.to(v.dtype), torch.cat((state, below), 2)
 
 
+@spelled_out(StateOptions)
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -243,8 +246,7 @@ def delta_rule(
     g: Tensor | None = None,
     scale: float | None = None,
     l2norm: bool = False,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
     """S_t = S' + beta_t k_t (v_t - S'^T k_t)^T with S' = diag(exp(g_t)) S_{t-1}."""
     if l2norm:
@@ -252,26 +254,26 @@ def delta_rule(
             (widen(t) * torch.rsqrt(widen(t).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype)
             for t in (q, k)
         )
-    return recurrence(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=_scale(q, scale),
-        delta=True,
-    )
+    return _run("delta_rule", options, q, k, v, g, beta, scale=scale, delta=True)
 
 
+@spelled_out(StateOptions)
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = False,
+    **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
     """delta_rule with a decay for each head (g (B, T, Hv)) or channel (B, T, Hv, K)."""
-    return delta_rule(q, k, v, beta, g=g, **options)
+    return delta_rule(q, k, v, beta, g=g, scale=scale, l2norm=l2norm, **options)
 
 
+@spelled_out(StateOptions)
 def rwkv6(
     r: Tensor,
     k: Tensor,
@@ -280,25 +282,17 @@ def rwkv6(
     u: Tensor,
     *,
     scale: float | None = 1.0,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
     """o_t = scale (S_{t-1} + diag(u) k_t v_t^T)^T r_t, S_t = diag(exp(w_t)) S_{t-1} + k_t v_t^T."""
     g = w.expand(*v.shape[:3], r.shape[-1])
+    cu_seqlens = options.get("cu_seqlens")
     count = r.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     bonus = u.expand(count, *u.shape)
-    return recurrence(
-        r,
-        k,
-        v,
-        g,
-        bonus=bonus,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=_scale(r, scale),
-    )
+    return _run("rwkv6", options, r, k, v, g, scale=scale, bonus=bonus)
 
 
+@spelled_out(StateOptions)
 def dplr_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -308,23 +302,13 @@ def dplr_delta_rule(
     g: Tensor,
     *,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
     """S_t = diag(exp(g_t)) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T, o_t = scale S_t^T q_t."""
-    return recurrence(
-        q,
-        k,
-        v,
-        g,
-        a=a,
-        b=b,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=_scale(q, scale),
-    )
+    return _run("dplr_delta_rule", options, q, k, v, g, scale=scale, a=a, b=b)
 
 
+@spelled_out(StateOptions)
 def rwkv7(
     r: Tensor,
     w: Tensor,
@@ -334,12 +318,13 @@ def rwkv7(
     b: Tensor,
     *,
     scale: float | None = 1.0,
-    **options: Any,
+    **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
     """dplr_delta_rule in the order of RWKV-7, with a scale of 1."""
-    return dplr_delta_rule(r, k, v, a, b, w, scale=scale, **options)
+    return _run("rwkv7", options, r, k, v, w, scale=scale, a=a, b=b)
 
 
+@spelled_out(StateOptions)
 def ssd(
     x: Tensor,
     dt: Tensor,
@@ -352,13 +337,13 @@ def ssd(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
     """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T, y_t = (h_t C_t + D x_t) silu(z_t).
 
     x, z (B, T, H, P), B, C (B, T, G, N), states (N, H, P, N), D (H) or (H, P).
     """
+    initial_state, cu_seqlens, _ = sequences_of("ssd", options, StateOptions)
     wide = widen(x)
     step = dt.to(wide.dtype)
     if dt_bias is not None:
@@ -382,8 +367,24 @@ def ssd(
     return y.to(x.dtype), state.mT
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
-    return scale if scale is not None else max(1, q.shape[-1]) ** -0.5
+def _run(
+    op: str,
+    options: StateOptions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None,
+    **terms: Any,
+) -> tuple[Tensor, Tensor]:
+    """:func:`recurrence` with the options of a call of `op`; the scale is K^-0.5 by default."""
+    initial_state, cu_seqlens, _ = sequences_of(op, options, StateOptions)
+    if scale is None:
+        scale = max(1, q.shape[-1]) ** -0.5
+    terms |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "scale": scale}
+    return recurrence(q, k, v, g, beta, **terms)
 
 
 #: One definition: the shape of g says which it is.

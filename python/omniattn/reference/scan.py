@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as nnf
+from typing_extensions import Unpack
 
+from omniattn.encoding.sequences import StateOptions, sequences_of, spelled_out
 from omniattn.reference.activation import log_sigmoid
 from omniattn.reference.empty import nothing_of
 from omniattn.reference.limits import clamp
@@ -117,19 +119,19 @@ def rwkv_quadratic(
     return torch.einsum("bhcij,bjhc->bihc", weight, v.to(dtype)).to(v.dtype)
 
 
+@spelled_out(StateOptions)
 def rwkv_recurrent(
     r: Tensor,
     k: Tensor,
     v: Tensor,
     w: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
     """y_t = s_t / n_t, s_t = e^-w s_{t-1} + e^(r_t . k_t) v_t, and n_t, the same without v.
 
     A state (N, 3, Hv, V) is s and n times e^-max, and max.
     """
+    initial_state, cu_seqlens, _ = sequences_of("rwkv_recurrent", options, StateOptions)
     dtype, heads = compute_dtype(v), v.shape[2]
     r, k, wide = _of_value_heads(r, heads), _of_value_heads(k, heads), v.to(dtype)
     score = (r * k).sum(-1, keepdim=True).expand(v.shape)
@@ -294,13 +296,13 @@ def mlstm(
     return outputs[0].to(v.dtype), final
 
 
+@spelled_out(StateOptions)
 def slstm(
     x: Tensor,
     r: Tensor,
     *,
     forget_gate: str = "sigmoid",
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
     """h_t = sigmoid(o) c_t / n_t of raw gates (i, f, z, o) = x_t + R h_{t-1}, x (B, T, 4, H, D),
     r (4, H, D, D), and the final state (N, 4, H, D) of h, c, n, m.
@@ -308,6 +310,7 @@ def slstm(
     m_t = max(ln f + m_{t-1}, i), or i where n = 0; f' = e^(ln f + m_{t-1} - m_t), or 0 where n = 0;
     i' = e^(i - m_t); c_t = f' c_{t-1} + i' tanh(z); n_t = f' n_{t-1} + i'.
     """
+    initial_state, cu_seqlens, _ = sequences_of("slstm", options, StateOptions)
     dtype, heads, size = compute_dtype(x), x.shape[3], x.shape[4]
     wide, matrix = x.to(dtype), r.to(dtype)
     if initial_state is None:
