@@ -15,8 +15,9 @@ from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.modules.base.fields import Backend, Epsilon, Probability, Signed, Size, WindowSize
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
+from omniattn.modules.base.heads import HeadsConfig
 from omniattn.modules.base.jagged import Sequences, sequences_of
-from omniattn.modules.base.layer import LayerConfig, config_or_fields
+from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import Mixer, require_tokens
 from omniattn.modules.base.norm import LayerNorm, RMSNorm
@@ -64,7 +65,7 @@ class Attention(Mixer):
     evicts = True
 
     @dataclass(frozen=True)
-    class Config(LayerConfig):
+    class Config(HeadsConfig):
         """Sizes and options.
 
         Args:
@@ -99,10 +100,6 @@ class Attention(Mixer):
                 and refused. 1 leaves the bias out.
         """
 
-        dim: Size
-        num_heads: Size
-        num_kv_heads: Size | None = None
-        head_dim: Size | None = None
         causal: bool = True
         cross: bool = False
         source_dim: Size | None = None
@@ -129,16 +126,6 @@ class Attention(Mixer):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.num_heads <= 0 or self.kv_heads <= 0 or self.num_heads % self.kv_heads:
-                raise ValueError(
-                    "Attention: num_heads must be a multiple of num_kv_heads, "
-                    f"got num_heads={self.num_heads}, num_kv_heads={self.kv_heads}"
-                )
-            if self.head_dim is None and self.dim % self.num_heads:
-                raise ValueError(
-                    "Attention: dim must be a multiple of num_heads unless head_dim is given, "
-                    f"got dim={self.dim}, num_heads={self.num_heads}"
-                )
             require_number("Attention", "softcap", self.softcap, 0)
             if self.cross and self.causal:
                 raise ValueError("Attention: cross must have causal=False, got causal=True")
@@ -166,21 +153,6 @@ class Attention(Mixer):
                 raise ValueError(f"Attention: norm_n needs sigmoid, got norm_n={self.norm_n}")
             if self.normalizer == "sigmoid" and self.sinks:
                 raise ValueError("Attention: sinks need softmax, got normalizer='sigmoid'")
-
-        @property
-        def kv_heads(self) -> int:
-            """Number of key and value heads."""
-            return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-
-        @property
-        def head_size(self) -> int:
-            """Size of one head."""
-            return self.dim // self.num_heads if self.head_dim is None else self.head_dim
-
-        @property
-        def rotary_dim(self) -> int:
-            """Dimensions of a head that a model rotates."""
-            return self.head_size
 
     class _Fields(Config, OnDevice): ...
 

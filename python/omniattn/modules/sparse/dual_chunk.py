@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from omniattn.checks.arguments import require_choice, shown
 from omniattn.modules.base.fields import Positive, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
-from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.rope import RotaryEmbedding
 from omniattn.modules.base.state import State, Storage
 from omniattn.modules.caches import new
@@ -103,9 +103,8 @@ class DualChunkAttention(SparseAttention):
             device, dtype: of the storage, default: as the parameters.
         """
         c = self.config
-        weight = cast(Linear, self.get_submodule("q_proj")).weight
         sizes = (batch, max_length, c.kv_heads, c.head_size)
-        return new.with_period(self, weight, *sizes, period=self._period, **storage)
+        return new.with_period(self, self._key_weight, *sizes, period=self._period, **storage)
 
     def _cache_of(self, state: State | None) -> Cache | None:
         cache = super()._cache_of(state)
@@ -117,10 +116,14 @@ class DualChunkAttention(SparseAttention):
         return cache
 
     def _rotated(
-        self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor] | None, at: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        at: Callable[[], Tensor],
     ) -> tuple[Tensor, Tensor]:
         c = self.config
-        tables = self.rotary(at % self._period)
+        tables = self.rotary(at() % self._period)
         k, _ = functional.apply_rotary(
             k, None, *tables, interleaved=c.rope_interleaved, backend=c.backend
         )

@@ -61,10 +61,6 @@ class HubSpokeAttention(SparseAttention):
                     f"got dual={shown(self.dual)}"
                 )
 
-        @property
-        def second(self) -> bool:
-            return self.dual is not None
-
     class _Fields(Config, OnDevice): ...
 
     @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
@@ -78,6 +74,10 @@ class HubSpokeAttention(SparseAttention):
         super().__init__()
         self.config = config
         self._build(device, dtype)
+
+    @property
+    def _second(self) -> bool:
+        return bool(self.config.dual)
 
     def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
         c = self.config

@@ -69,10 +69,6 @@ class LocalStridedAttention(SparseAttention):
                     f"got num_heads={self.num_heads}, head_dim={self.head_size}, dim={self.dim}"
                 )
 
-        @property
-        def projects_out(self) -> bool:
-            return not self.residual_inside
-
     class _Fields(Config, OnDevice): ...
 
     @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
@@ -91,6 +87,10 @@ class LocalStridedAttention(SparseAttention):
         self.l_proj = Linear(own, device=device, dtype=dtype)
         self.draws("l_proj")
         self.reset_parameters()
+
+    @property
+    def _projects_out(self) -> bool:
+        return not self.config.residual_inside
 
     def reset_parameters(self) -> None:
         """Draws l_proj, whose bias makes g 0.8 where its weights give 0."""

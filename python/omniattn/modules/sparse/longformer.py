@@ -65,10 +65,6 @@ class LongformerAttention(SparseAttention):
             if self.global_index:
                 GlobalTokens(self.global_index)
 
-        @property
-        def second(self) -> bool:
-            return self.dual
-
     class _Fields(Config, OnDevice): ...
 
     @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
@@ -85,6 +81,10 @@ class LongformerAttention(SparseAttention):
         if config.dual:
             self.draws(*(f"{name}_{end}" for name in "qkv" for end in ("proj", "global_proj")))
             self.reset_parameters()
+
+    @property
+    def _second(self) -> bool:
+        return bool(self.config.dual)
 
     def reset_parameters(self) -> None:
         """Draws the projections as Linear does; global tokens begin with copies of them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +14,16 @@ from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
 from omniattn.modules.base.fields import Backend, Probability, Signed, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
-from omniattn.modules.base.jagged import sequences_of
+from omniattn.modules.base.heads import HeadsConfig
 from omniattn.modules.base.layer import config_or_fields
-from omniattn.modules.base.linear import Linear
-from omniattn.modules.base.mixer import Mixer, require_no_mask, require_tokens
+from omniattn.modules.base.mixer import require_no_mask
 from omniattn.modules.base.state import State, Storage, takes_cache
 from omniattn.modules.caches import new
-from omniattn.modules.caches.cache import Cache, require_cache
-from omniattn.modules.sparse.sparse_attention import HeadsConfig
+from omniattn.modules.caches.cache import Cache
+from omniattn.modules.sparse.sparse_attention import SparseAttention
 
 
-class MoBA(Mixer):
+class MoBA(SparseAttention):
     """Mixture of block attention: y = W_o moba_attention(q, k, v), causal.
 
     Each query and head attends to its own block of keys and to the topk - 1 blocks before it whose
@@ -98,22 +96,13 @@ class MoBA(Mixer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config = c = config
-        q_dim, kv_dim = c.num_heads * c.head_size, c.kv_heads * c.head_size
-
-        def linear(n_in: int, n_out: int, bias: bool, std: float) -> Linear:
-            config = Linear.Config(n_in, n_out, bias, std, c.backend)
-            return Linear(config, device=device, dtype=dtype)
-
-        self.q_proj = linear(c.dim, q_dim, c.bias, c.init_std)
-        self.k_proj = linear(c.dim, kv_dim, c.bias, c.init_std)
-        self.v_proj = linear(c.dim, kv_dim, c.bias, c.init_std)
-        self.o_proj = linear(q_dim, c.dim, c.out_bias, c.out_init_std)
+        self.config = config
+        self._build(device, dtype)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
         """An empty cache of all keys and values, and of the means of blocks if steps choose."""
         c = self.config
-        weight, sizes = self.k_proj.weight, (batch, max_length, c.kv_heads, c.head_size)
+        weight, sizes = self._key_weight, (batch, max_length, c.kv_heads, c.head_size)
         if c.decode == "moba":
             return new.with_block_means(self, weight, *sizes, block_size=c.block_size, **storage)
         return new.keys_and_values(self, weight, *sizes, **storage)
@@ -136,34 +125,26 @@ class MoBA(Mixer):
             rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
             mask: must be None; padding goes to the end of the sequences.
         """
-        c = self.config
         require_no_mask("MoBA", mask)
-        cache = require_cache("MoBA", state)
-        if cache is not None and cache.block_size not in (None, c.block_size):
+        return self._run(x, state, rope, mask)
+
+    def _cache_of(self, state: State | None) -> Any:
+        cache, size = super()._cache_of(state), self.config.block_size
+        if cache is not None and cache.block_size not in (None, size):
             raise ValueError(
-                f"MoBA: state must have block_size={c.block_size}, "
-                f"got block_size={cache.block_size}"
+                f"MoBA: state must have block_size={size}, got block_size={cache.block_size}"
             )
-        x, sequences = sequences_of("MoBA", "x", x, state=cache)
-        require_tokens("MoBA", x, c.dim)
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, c.head_size))
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        return cache
+
+    def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
+        c, cache = self.config, given["cache"]
+        q, k, v = tensors
+        if c.decode == "full" and x.shape[1] == 1 < k.shape[1]:
+            return functional.attention(q, k, v, **self._score_options())
+        return functional.moba_attention(
+            *(q, k, v),
+            block_size=c.block_size,
+            topk=c.topk,
+            block_keys=None if cache is None else cache.block_keys,
+            **self._score_options(),
         )
-        if rope is not None:
-            q, k = functional.apply_rotary(
-                q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
-            )
-        decodes = cache is not None and cache.filled and x.shape[1] == 1
-        if cache is not None:
-            k, v = cache.append(k, v)
-        options: dict[str, Any] = {"scale": c.scale, "softcap": c.softcap, "backend": c.backend}
-        options["dropout_p"] = c.dropout_p if self.training else 0.0
-        if decodes and c.decode == "full":
-            out = functional.attention(q, k, v, **options)
-        else:
-            options |= {"block_size": c.block_size, "topk": c.topk}
-            if cache is not None:
-                options["block_keys"] = cache.block_keys
-            out = sequences.apart(partial(functional.moba_attention, **options), q, k, v)
-        return sequences.restored(self.o_proj(out.flatten(-2)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,13 +17,13 @@ from omniattn.functional.masks.grid import each_axis
 from omniattn.modules.base.dropout import Dropout
 from omniattn.modules.base.fields import Backend, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
-from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
-from omniattn.modules.base.mixer import Mixer, require_no_mask, require_tokens
+from omniattn.modules.base.mixer import require_no_mask
 from omniattn.modules.base.state import State, Storage, takes_cache
 from omniattn.modules.caches import new
-from omniattn.modules.caches.cache import Cache, require_cache
+from omniattn.modules.caches.cache import Cache
+from omniattn.modules.sparse.sparse_attention import QKV, SparseAttention
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class _Neighborhood(Layer):
         """q, k and v (B, T, H, D) of x (B, T, dim)."""
         return self.qkv(x).unflatten(-1, (3, self.config.num_heads, -1)).unbind(2)
 
-    def _attend(self, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _in_grid(self, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         c = self.config
         return functional.attention(
             *(q, k, v),
@@ -118,8 +119,8 @@ class _Neighborhood(Layer):
             backend=c.backend,
         )
 
-    def _projected(self, out: Tensor) -> Tensor:
-        y: Tensor = self.drop(self.proj(out.flatten(-2)))
+    def _joined(self, out: Tensor) -> Tensor:
+        y: Tensor = self.drop(self.proj(out))
         return y
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,11 +132,11 @@ class _Neighborhood(Layer):
             grid = ", ".join(("depth", "height", "width")[-c.axes :])
             raise ValueError(f"{op}: x must have shape (B, {grid}, {c.dim}), got {got}")
         shape = tuple(x.shape[1:-1])
-        out = self._attend(c.mask(shape), *self._heads(x.flatten(1, -2)))
-        return self._projected(out).view(x.shape)
+        out = self._in_grid(c.mask(shape), *self._heads(x.flatten(1, -2)))
+        return self._joined(out.flatten(-2)).view(x.shape)
 
 
-class NeighborhoodAttention1D(_Neighborhood, Mixer):
+class NeighborhoodAttention1D(_Neighborhood, SparseAttention):
     """Attention of each token to its `kernel_size` nearest ones.
 
     As a mixer of a decoder it needs is_causal=True; a text may then be shorter than the window.
@@ -211,24 +212,29 @@ class NeighborhoodAttention1D(_Neighborhood, Mixer):
             rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
             mask: must be None.
         """
-        op, c = "NeighborhoodAttention1D", self.config
-        require_no_mask(op, mask)
-        cache = require_cache(op, state)
-        x, sequences = sequences_of(op, "x", x, state=cache)
-        require_tokens(op, x, c.dim)
+        require_no_mask("NeighborhoodAttention1D", mask)
+        return self._run(x, state, rope, mask)
+
+    def _projected(
+        self,
+        x: Tensor,
+        suffix: str,
+        rope: tuple[Tensor, Tensor] | None,
+        at: Callable[[], Tensor],
+    ) -> QKV:
         q, k, v = self._heads(x)
         if rope is not None:
-            q, k = functional.apply_rotary(q, k, *rope, backend=c.backend)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        out = sequences.apart(self._near, q, k, v)
-        return sequences.restored(self._projected(out))
+            q, k = functional.apply_rotary(q, k, *rope, backend=self.config.backend)
+        return q, k, v
 
-    def _near(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        c, length = self.config, k.shape[1]
+    def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
+        c, (q, k, v), length = self.config, tensors, tensors[1].shape[1]
         if self._causal:  # a grid of which these are the first tokens
             length = max(length, *c.least)
-        return self._attend(c.mask((length,)), q, k, v) if length else q
+        return self._in_grid(c.mask((length,)), q, k, v) if length else q
+
+    def _output(self, out: Tensor, x: Tensor) -> Tensor:
+        return self._joined(out)
 
 
 class NeighborhoodAttention2D(_Neighborhood):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +14,14 @@ from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
 from omniattn.modules.base.fields import Backend, Probability, Signed, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
-from omniattn.modules.base.jagged import sequences_of
+from omniattn.modules.base.heads import HeadsConfig
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
-from omniattn.modules.base.mixer import Mixer, require_no_mask, require_tokens
+from omniattn.modules.base.mixer import require_no_mask
 from omniattn.modules.base.state import State, Storage, take, takes_cache
 from omniattn.modules.caches import new
 from omniattn.modules.caches.cache import Cache
-from omniattn.modules.sparse.sparse_attention import HeadsConfig
+from omniattn.modules.sparse.sparse_attention import QKV, SparseAttention
 
 
 class Compression(nn.Module):
@@ -141,7 +140,7 @@ def _require_sizes(op: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> 
         )
 
 
-class NSA(Mixer):
+class NSA(SparseAttention):
     """Native sparse attention: y = W_o sum_c sigmoid(W_g x)_c O_c of three causal branches.
 
     The branches attend to compressed keys, to the blocks that the weights of these select for a
@@ -240,7 +239,9 @@ class NSA(Mixer):
         self.k_compression = Compression(c, device, dtype)
         self.v_compression = Compression(c, device, dtype)
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> NSAState:
+    def new_state(  # type: ignore[override]
+        self, batch: int, max_length: int, **storage: Unpack[Storage]
+    ) -> NSAState:
         """Empty caches of all branches and of the compressed keys."""
         c = self.config
 
@@ -270,33 +271,31 @@ class NSA(Mixer):
             rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
             mask: must be None; padding goes to the end of the sequences.
         """
-        c = self.config
         require_no_mask("NSA", mask)
-        if state is not None and not isinstance(state, NSAState):
-            raise TypeError(f"NSA: state must be an NSAState, got {type(state).__name__}")
-        if state is not None:
-            branches = 3 if c.separate_kv else 1
-            _require_sizes("NSA", state.sizes, (branches, c.compress_size, c.compress_stride))
-        x, sequences = sequences_of("NSA", "x", x, state=state)
-        require_tokens("NSA", x, c.dim)
-        q = self.q_proj(x).unflatten(-1, (c.num_heads, -1))
-        k, v = (proj(x).unflatten(-1, (-1, c.head_size)) for proj in (self.k_proj, self.v_proj))
-        if rope is not None:
-            q, k = functional.apply_rotary(
-                q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
-            )
-        pairs = list(zip(k.split(c.kv_heads, 2), v.split(c.kv_heads, 2), strict=True))
-        if state is not None:
-            pairs = [cache.append(*pair) for cache, pair in zip(state.branches, pairs, strict=True)]
-        gates = torch.sigmoid(self.g_proj(x)).unflatten(-1, (c.num_heads, 3))
-        attend = partial(self._attend, state)
-        out = sequences.apart(attend, q, gates, *(t for pair in pairs for t in pair))
-        return sequences.restored(self.o_proj(out.flatten(-2)))
+        return self._run(x, state, rope, mask)
 
-    def _attend(self, state: NSAState | None, q: Tensor, gates: Tensor, *pairs: Tensor) -> Tensor:
-        """O of the keys and values of each branch, or of one pair for all branches."""
+    def _cache_of(self, state: State | None) -> Any:
+        if state is None:
+            return None
+        if not isinstance(state, NSAState):
+            raise TypeError(f"NSA: state must be an NSAState, got {type(state).__name__}")
         c = self.config
-        compressed = self._compressed(pairs[0], pairs[1], state)
+        branches = 3 if c.separate_kv else 1
+        _require_sizes("NSA", state.sizes, (branches, c.compress_size, c.compress_stride))
+        return state
+
+    def _with_past(self, cache: Any, x: Tensor, *sets: QKV) -> tuple[Tensor, ...]:
+        """q, the gates of x, and the keys and values of each branch, or one pair for all."""
+        c, ((q, k, v),) = self.config, sets
+        pairs = list(zip(k.split(c.kv_heads, 2), v.split(c.kv_heads, 2), strict=True))
+        if cache is not None:
+            pairs = [own.append(*pair) for own, pair in zip(cache.branches, pairs, strict=True)]
+        gates = torch.sigmoid(self.g_proj(x)).unflatten(-1, (c.num_heads, 3))
+        return q, gates, *(t for pair in pairs for t in pair)
+
+    def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
+        c, (q, gates, *pairs) = self.config, tensors
+        compressed = self._compressed(pairs[0], pairs[1], given["cache"])
         return functional.nsa_attention(
             *(q, *(pairs[2:4] or pairs), *compressed, gates),
             k_window=pairs[-2],
@@ -306,10 +305,7 @@ class NSA(Mixer):
             block_size=c.block_size,
             topk=c.topk,
             window=c.window,
-            scale=c.scale,
-            softcap=c.softcap,
-            dropout_p=c.dropout_p if self.training else 0.0,
-            backend=c.backend,
+            **self._score_options(),
         )
 
     def _compressed(self, k: Tensor, v: Tensor, state: NSAState | None) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,18 +11,18 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.checks.arguments import require_int, require_number
-from omniattn.modules.base.fields import Backend, Probability, Size
+from omniattn.functional.masks import Mask
+from omniattn.modules.base.fields import Backend, Probability
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
-from omniattn.modules.base.jagged import sequences_of
-from omniattn.modules.base.layer import LayerConfig, config_or_fields
-from omniattn.modules.base.linear import Linear
-from omniattn.modules.base.mixer import Mixer, require_tokens
+from omniattn.modules.base.heads import HeadsConfig
+from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.state import State, Storage, takes_cache
 from omniattn.modules.caches import new
 from omniattn.modules.caches.cache import Cache
+from omniattn.modules.sparse.sparse_attention import SparseAttention
 
 
-class SelectiveAttention(Mixer):
+class SelectiveAttention(SparseAttention):
     """Causal attention whose head 0 says which tokens all heads see less of from then on.
 
     ``y = W_o softmax(q k^T / sqrt(D) - F) v``, see `functional.selective_attention`. It has the
@@ -46,7 +45,7 @@ class SelectiveAttention(Mixer):
     """
 
     @dataclass(frozen=True)
-    class Config(LayerConfig):
+    class Config(HeadsConfig):
         """Sizes and options.
 
         Args:
@@ -58,10 +57,9 @@ class SelectiveAttention(Mixer):
             rope_interleaved, softcap, dropout_p, init_std, out_init_std, backend: as in Attention.
         """
 
-        dim: Size
-        num_heads: Size
-        num_kv_heads: Size | None = None
-        head_dim: Size | None = None
+        bias: ClassVar[bool] = False
+        out_bias: ClassVar[bool] = False
+
         budget: int | None = None
         rope_interleaved: bool = False
         softcap: float = 0.0
@@ -73,34 +71,9 @@ class SelectiveAttention(Mixer):
         def __post_init__(self) -> None:
             super().__post_init__()
             name = "SelectiveAttention"
-            if self.num_heads <= 0 or self.kv_heads <= 0 or self.num_heads % self.kv_heads:
-                raise ValueError(
-                    f"{name}: num_heads must be a multiple of num_kv_heads, "
-                    f"got num_heads={self.num_heads}, num_kv_heads={self.kv_heads}"
-                )
-            if self.head_dim is None and self.dim % self.num_heads:
-                raise ValueError(
-                    f"{name}: dim must be a multiple of num_heads unless head_dim is given, "
-                    f"got dim={self.dim}, num_heads={self.num_heads}"
-                )
             if self.budget is not None:
                 require_int(name, "budget", self.budget, 1)
             require_number(name, "softcap", self.softcap, 0)
-
-        @property
-        def kv_heads(self) -> int:
-            """Number of key and value heads."""
-            return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-
-        @property
-        def head_size(self) -> int:
-            """Size of one head."""
-            return self.dim // self.num_heads if self.head_dim is None else self.head_dim
-
-        @property
-        def rotary_dim(self) -> int:
-            """Dimensions of a head that a model rotates."""
-            return self.head_size
 
     class _Fields(Config, OnDevice): ...
 
@@ -113,22 +86,13 @@ class SelectiveAttention(Mixer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config = c = config
-        q_dim, kv_dim = c.num_heads * c.head_size, c.kv_heads * c.head_size
-
-        def linear(n_in: int, n_out: int, std: float) -> Linear:
-            own = Linear.Config(n_in, n_out, False, std, c.backend)
-            return Linear(own, device=device, dtype=dtype)
-
-        self.q_proj = linear(c.dim, q_dim, c.init_std)
-        self.k_proj = linear(c.dim, kv_dim, c.init_std)
-        self.v_proj = linear(c.dim, kv_dim, c.init_std)
-        self.o_proj = linear(q_dim, c.dim, c.out_init_std)
+        self.config = config
+        self._build(device, dtype)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
         """An empty cache with penalties."""
         sizes = (batch, max_length, self.config.kv_heads, self.config.head_size)
-        return new.with_penalties(self, self.k_proj.weight, *sizes, **storage)
+        return new.with_penalties(self, self._key_weight, *sizes, **storage)
 
     @takes_cache
     def forward(
@@ -137,7 +101,7 @@ class SelectiveAttention(Mixer):
         *,
         state: State | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | Mask | None = None,
     ) -> Tensor:
         """x (B, T, dim) -> (B, T, dim).
 
@@ -148,26 +112,24 @@ class SelectiveAttention(Mixer):
             rope: cos, sin of the positions of x (of x.values()).
             mask: must be None.
         """
-        c = self.config
         if mask is not None:
             raise ValueError("SelectiveAttention: mask must be None, got a mask")
-        cache = new.require_penalties("SelectiveAttention", state)
-        x, sequences = sequences_of("SelectiveAttention", "x", x, state=cache)
-        require_tokens("SelectiveAttention", x, c.dim)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (p(x).unflatten(-1, (-1, c.head_size)) for p in projections)
-        if rope is not None:
-            q, k = functional.apply_rotary(
-                q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
-            )
-        options: dict[str, Any] = {"budget": c.budget, "softcap": c.softcap, "backend": c.backend}
-        options["dropout_p"] = c.dropout_p if self.training else 0.0
+        return self._run(x, state, rope, mask)
+
+    def _cache_of(self, state: State | None) -> Any:
+        return new.require_penalties("SelectiveAttention", state)
+
+    def _score_options(self) -> dict[str, Any]:
+        c = self.config
+        options = {"budget": c.budget, "softcap": c.softcap, "backend": c.backend}
+        return options | {"dropout_p": c.dropout_p if self.training else 0.0}
+
+    def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
+        (q, k, v), cache, options = tensors, given["cache"], self._score_options()
         if cache is None:
-            out = sequences.apart(partial(functional.selective_attention, **options), q, k, v)
-            return sequences.restored(self.o_proj(out.flatten(-2)))
-        k, v = cache.append(k, v)
+            return functional.selective_attention(q, k, v, **options)
         out, penalty = functional.selective_attention(
             q, k, v, penalty=cache.penalty, return_penalty=True, **options
         )
         cache.penalise(penalty)
-        return self.o_proj(out.flatten(-2))
+        return out

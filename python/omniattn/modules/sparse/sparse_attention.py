@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,50 +13,17 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
-from omniattn.modules.base.fields import Backend, Probability, Signed, Size
+from omniattn.modules.base.fields import Backend, Probability, Signed
+from omniattn.modules.base.heads import HeadsConfig
 from omniattn.modules.base.jagged import sequences_of
-from omniattn.modules.base.layer import LayerConfig
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import Mixer, require_tokens
 from omniattn.modules.base.state import State, Storage, takes_cache
 from omniattn.modules.caches import new
 from omniattn.modules.caches.cache import Cache, require_cache
 
-
-@dataclass(frozen=True)
-class HeadsConfig(LayerConfig):
-    """The sizes of the heads, checked."""
-
-    dim: Size
-    num_heads: Size
-    num_kv_heads: Size | None = None
-    head_dim: Size | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        op = type(self).__qualname__.removesuffix(".Config")
-        if self.num_heads % self.kv_heads:
-            raise ValueError(
-                f"{op}: num_heads must be a multiple of num_kv_heads, "
-                f"got num_heads={self.num_heads}, num_kv_heads={self.kv_heads}"
-            )
-        if self.head_dim is None:
-            self._require_multiple("dim", "num_heads")
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key and value heads."""
-        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-
-    @property
-    def head_size(self) -> int:
-        """Size of one head."""
-        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
-
-    @property
-    def rotary_dim(self) -> int:
-        """Dimensions of a head that a model rotates."""
-        return self.head_size
+#: Queries, keys and values of one set of projections.
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -85,28 +53,31 @@ class SparseConfig(HeadsConfig):
     softcap: float = 0.0
     dropout_p: Probability = 0.0
 
-    @property
-    def second(self) -> bool:
-        """Whether there is a second set of projections."""
-        return False
-
-    @property
-    def projects_out(self) -> bool:
-        """Whether there is an o_proj."""
-        return True
-
 
 class SparseAttention(Mixer):
     """y = W_o attend(W_q x, W_k x, W_v x); a subclass says how in `_attend`.
 
-    A second set of projections, where the config has one, is that of global tokens; the cache
-    keeps the keys and values of both.
+    `_run` is the forward of all of them. A subclass changes a step of it: the cache that fits, the
+    projections, the rotation, the tokens that join the cache, the output.
+
+    A second set of projections, where a layer has one, is that of global tokens; the cache keeps
+    the keys and values of both.
     """
 
     config: Any
 
+    @property
+    def _second(self) -> bool:
+        """True if there is a second set of projections."""
+        return False
+
+    @property
+    def _projects_out(self) -> bool:
+        """True if there is an o_proj."""
+        return True
+
     def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        c: SparseConfig = self.config
+        c = self.config
         sizes = {"q": c.num_heads * c.head_size, "k": c.kv_heads * c.head_size}
         sizes["v"] = sizes["k"]
 
@@ -114,11 +85,15 @@ class SparseAttention(Mixer):
             config = Linear.Config(n_in, n_out, bias, std, c.backend)
             return Linear(config, device=device, dtype=dtype)
 
-        for suffix in ("proj", "global_proj") if c.second else ("proj",):
+        for suffix in ("proj", "global_proj") if self._second else ("proj",):
             for name, size in sizes.items():
                 self.add_module(f"{name}_{suffix}", linear(c.dim, size, c.bias, c.init_std))
-        if c.projects_out:
+        if self._projects_out:
             self.o_proj = linear(sizes["q"], c.dim, c.out_bias, c.out_init_std)
+
+    @property
+    def _key_weight(self) -> Tensor:
+        return cast(Linear, self.get_submodule("k_proj")).weight
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
         """An empty cache.
@@ -127,11 +102,10 @@ class SparseAttention(Mixer):
             batch, max_length: sizes.
             device, dtype: of the storage, default: as the parameters.
         """
-        c: SparseConfig = self.config
+        c = self.config
         self._require_causal()
-        heads = c.kv_heads * (2 if c.second else 1)
-        weight = cast(Linear, self.get_submodule("q_proj")).weight
-        return new.keys_and_values(self, weight, batch, max_length, heads, c.head_size, **storage)
+        sizes = (batch, max_length, c.kv_heads * (2 if self._second else 1), c.head_size)
+        return new.keys_and_values(self, self._key_weight, *sizes, **storage)
 
     def _require_causal(self) -> None:
         if not getattr(self.config, "causal", True):
@@ -166,29 +140,32 @@ class SparseAttention(Mixer):
         mask: Tensor | Mask | None,
         **given: Any,
     ) -> Tensor:
-        c, op = self.config, type(self).__name__
+        op = type(self).__name__
         cache = self._cache_of(state)
         x, sequences = sequences_of(op, "x", x, state=cache)
-        require_tokens(op, x, c.dim)
-        if mask is not None or (cache is not None and cache.mask is not None):
+        require_tokens(op, x, self.config.dim)
+        if mask is not None or getattr(cache, "mask", None) is not None:
             raise ValueError(f"{op}: mask must be None, the pattern is the mask")
         if sequences.nested is not None and given.get("key_padding") is not None:
             raise ValueError(f"{op}: key_padding must be None where x is nested, got a tensor")
         if cache is not None:
             self._require_causal()
-        at = sequences.positions(x) + (0 if cache is None else cache.length)
-        first = self._projected(x, "proj", rope, at)
-        second = self._projected(x, "global_proj", rope, at) if c.second else None
-        if cache is not None:
-            first, second = _cached(cache, first, second)
+        past = 0 if cache is None else cache.length
+
+        def at() -> Tensor:
+            return sequences.positions(x) + past
+
+        suffixes = ("proj", "global_proj") if self._second else ("proj",)
+        sets = [self._projected(x, suffix, rope, at) for suffix in suffixes]
+        tensors = self._with_past(cache, x, *sets)
         outs = [
-            self._attend(*part, x=own, **self._of_sequence(row, given))
-            for row, (*part, own) in sequences.each(*first, *(second or ()), x)
+            self._attend(*part, x=own, cache=cache, **self._of_sequence(row, given))
+            for row, (*part, own) in sequences.each(*tensors, x)
         ]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
         return sequences.restored(self._output(out.flatten(-2), x))
 
-    def _cache_of(self, state: State | None) -> Cache | None:
+    def _cache_of(self, state: State | None) -> Any:
         """`state`, checked."""
         return require_cache(type(self).__name__, state)
 
@@ -202,8 +179,13 @@ class SparseAttention(Mixer):
         return y
 
     def _projected(
-        self, x: Tensor, suffix: str, rope: tuple[Tensor, Tensor] | None, at: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        x: Tensor,
+        suffix: str,
+        rope: tuple[Tensor, Tensor] | None,
+        at: Callable[[], Tensor],
+    ) -> QKV:
+        """q, k and v of a set of projections, rotated. `at` gives the positions (T,) of x."""
         size = self.config.head_size
         q, k, v = (
             self.get_submodule(f"{name}_{suffix}")(x).unflatten(-1, (-1, size)) for name in "qkv"
@@ -212,9 +194,12 @@ class SparseAttention(Mixer):
         return q, k, v
 
     def _rotated(
-        self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor] | None, at: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        at: Callable[[], Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """q and k of tokens at the positions `at` (T,) with rotary embedding."""
         if rope is None:
             return q, k
         c = self.config
@@ -222,6 +207,21 @@ class SparseAttention(Mixer):
             q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
         )
         return turned
+
+    def _with_past(self, cache: Any, x: Tensor, *sets: QKV) -> tuple[Tensor, ...]:
+        """The tensors that `_attend` takes: queries, and keys and values of all tokens."""
+        if cache is None:
+            return tuple(t for each in sets for t in each)
+        if len(sets) == 1:
+            q, k, v = sets[0]
+            return q, *cache.append(k, v)
+        k, v = cache.append(*(torch.cat([each[i] for each in sets], 2) for i in (1, 2)))
+        first, second = sets
+        heads = first[1].shape[2]
+        return (
+            *(first[0], k[:, :, :heads], v[:, :, :heads]),
+            *(second[0], k[:, :, heads:], v[:, :, heads:]),
+        )
 
     def _score_options(self) -> dict[str, Any]:
         """The options of scores and dropout that all functions take."""
@@ -235,22 +235,4 @@ class SparseAttention(Mixer):
 
     @abstractmethod
     def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
-        """O (B, Tq, Hq, D) of q, k, v and of the second set."""
-
-
-def _cached(
-    cache: Cache,
-    first: tuple[Tensor, Tensor, Tensor],
-    second: tuple[Tensor, Tensor, Tensor] | None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
-    """All keys and values for the queries of both sets."""
-    if second is None:
-        k, v = cache.append(*first[1:])
-        return (first[0], k, v), None
-    heads = first[1].shape[2]
-    both = (torch.cat(pair, 2) for pair in zip(first[1:], second[1:], strict=True))
-    k, v = cache.append(*both)
-    return (
-        (first[0], k[:, :, :heads], v[:, :, :heads]),
-        (second[0], k[:, :, heads:], v[:, :, heads:]),
-    )
+        """O (B, Tq, Hq, D) of the result of `_with_past`; `cache` is in `given`."""
