@@ -1,4 +1,4 @@
-"""Hugging Face transformers on this package's kernels.
+"""Runs Hugging Face transformers on this package's kernels.
 
 import omniattn.hf
 omniattn.hf.register()

@@ -18,13 +18,13 @@ from omniattn.hf.selected import attention_to_chosen
 
 __all__ = ["attention_forward", "collects_weights"]
 
-#: Keywords of transformers' attention functions that change the result and are not computed here:
-#: sinks of each query (Inkling 2), caches that the kernels of FlashAttention read.
-#: Other keywords are ignored: models pass on whatever they were called with, also arguments of a
-#: loss, a collator or another layer, so no list of these can be complete. A test compares this list
-#: with all calls of attention functions in the installed transformers.
+#: Keywords of transformers' attention functions that change the result and are not supported:
+#: sinks per query (Inkling 2) and the caches of FlashAttention kernels.
+#: Other keywords are ignored: models forward all their keyword arguments, including those of a
+#: loss, a collator or another layer, so no list can be complete. A test compares this list with all
+#: calls of attention functions in the installed transformers.
 UNSUPPORTED = frozenset({"block_table", "cache", "cache_seqlens", "k_cache", "sinks", "v_cache"})
-#: Layers that say `is_causal`, but see all keys where they get no mask.
+#: Layers that set `is_causal` but attend to all keys when they get no mask.
 _NEVER_CAUSAL = ("BridgeTowerSelfAttention",)
 
 
@@ -49,7 +49,7 @@ def attention_forward(
     block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of a transformers model, by :func:`omniattn.functional.attention`.
+    """Computes the attention of a transformers layer by :func:`omniattn.functional.attention`.
 
     Args:
         module: the calling layer; without a mask its `is_causal` decides.
@@ -59,19 +59,19 @@ def attention_forward(
         attention_mask: a RuleMask, bool (True = attend) or additive float.
         dropout, scaling, softcap, s_aux (sinks), position_bias: of the layer.
         is_causal: overrides `module.is_causal`.
-        sliding_window: acts where no mask is given; a mask already contains it.
-        cu_seq_lens_q, cu_seq_lens_k: ends of the sequences packed in a row of a batch of one.
-        output_attentions: give the weights as well, as the layer's config may say, too.
-        cache: of continuous batching, up to transformers 5.23; then no mask is read.
-        indices: (B, Tq, n) keys that an indexer has chosen (DeepSeek-V3.2), hidden ones among them.
-        block_indices: (B, Hkv, Tq, n) blocks of keys that it has chosen (MiniMax-M3), -1 for none.
+        sliding_window: used only without a mask; a mask already contains it.
+        cu_seq_lens_q, cu_seq_lens_k: cumulative lengths of the sequences packed in one row.
+        output_attentions: return the weights as well; the layer's config can request them, too.
+        cache: of continuous batching, up to transformers 5.23; the mask is then ignored.
+        indices: (B, Tq, n) keys chosen by an indexer (DeepSeek-V3.2), possibly masked ones.
+        block_indices: (B, Hkv, Tq, n) blocks of keys chosen by it (MiniMax-M3), -1 for none.
 
     Returns:
         (B, Tq, Hq, Dv), and the weights (B, Hq, Tq, Tk) before dropout or None.
 
     Raises:
-        NotImplementedError: a keyword that changes the result and is not computed here.
-        ValueError: no mask, and the layer does not say whether it is causal.
+        NotImplementedError: a keyword that changes the result is not supported.
+        ValueError: neither a mask nor `is_causal` is given.
     """
     paged = is_paged(cache, kwargs)
     _check_supported(module, attention_mask, {**kwargs, "cache": None if paged else cache})
@@ -97,7 +97,7 @@ def attention_forward(
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         packed = _packed_mask(cu_seq_lens_q, cu_seq_lens_k, query, key)
     elif (packing := active()) is not None and not _has_documents(attention_mask):
-        packed = packing.mask()  # of a model whose masks do not know of it
+        packed = packing.mask()  # the model's own mask ignores packing
     if chooses:
         options |= {"dropout_p": dropout, "packed": packed}
         options["output_attentions"] = bool(output_attentions)
@@ -121,8 +121,10 @@ def attention_forward(
 
 
 def collects_weights(module: nn.Module) -> bool:
-    """Whether weights are asked for in a way that a layer does not hand on, as GPT-2's: by its
-    config, or of the model, whose hooks then collect them."""
+    """Returns True if weights are requested by the config or by the model's output hooks.
+
+    Layers such as GPT-2's do not pass such requests on as `output_attentions`.
+    """
     if getattr(getattr(module, "config", None), "output_attentions", False):
         return True
     if torch.compiler.is_compiling():
@@ -151,7 +153,7 @@ def _check_supported(
             'attention does not compute; use attn_implementation="eager"'
         )
     if attention_mask is None and getattr(module, "compressor", None) is not None:
-        raise NotImplementedError(  # only compiled models get no mask
+        raise NotImplementedError(  # only compiled models call it without a mask
             f"omniattn.hf: {type(module).__name__} appends compressed keys and their mask to a "
             'mask, which compiled models do not have; use attn_implementation="eager" to compile it'
         )
@@ -160,8 +162,10 @@ def _check_supported(
 def _check_combined(
     module: nn.Module, position_bias: Tensor | None, chooses: bool, paged: bool, other: bool
 ) -> None:
-    """Raises NotImplementedError for what is computed, but not together; `other` is what continuous
-    batching has not either."""
+    """Raises NotImplementedError for arguments that are supported only separately.
+
+    `other` is True for further arguments that continuous batching does not support.
+    """
     if paged and (chooses or other or position_bias is not None):
         raise NotImplementedError(
             f"omniattn.hf: {type(module).__name__} can have no position_bias, no chosen keys and "
@@ -187,11 +191,11 @@ def _mask_and_bias(
     keys = key.shape[2]
     mask: masks.Mask | None = None
     if isinstance(attention_mask, RuleMask) and attention_mask.rules == masks.All(()):
-        mask = None  # fits any keys: BERT as a decoder makes it for the new token alone
+        mask = None  # valid for any keys: BERT as a decoder makes it for the new token only
     elif isinstance(attention_mask, RuleMask) and _is_of_first_token(attention_mask, query):
-        mask = None  # as broadcast: a cache whose first layer has no keys says that there are none
+        mask = None  # broadcasts: made for no past keys if the cache's first layer has none
     elif isinstance(attention_mask, RuleMask) and _is_of_one_query(attention_mask, query, keys):
-        mask = masks.BoolMask(attention_mask.visible())  # as broadcast: BridgeTower
+        mask = masks.BoolMask(attention_mask.visible())  # broadcasts over queries: BridgeTower
     elif isinstance(attention_mask, RuleMask):
         if attention_mask.shape[2:] != (query.shape[2], keys):
             raise ValueError(
@@ -211,8 +215,7 @@ def _mask_and_bias(
 
 
 def _remedy(mask: RuleMask) -> str:
-    """Returns the error's advice for a model whose first layer has no attention and so counts no
-    keys."""
+    """Returns the error's advice for a model whose first layer has no attention, hence no keys."""
     if mask.shape[3] > 1:
         return ""
     return (
@@ -233,8 +236,7 @@ def _is_of_one_query(mask: RuleMask, query: Tensor, keys: int) -> bool:
 def _default_mask(
     module: nn.Module, queries: int, is_causal: bool | None, window: int | None
 ) -> masks.Mask | None:
-    """Returns the mask that transformers implies by None: one new token, or queries from the first
-    key on."""
+    """Returns the mask that None implies: for one new token, or for queries from the first key."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
     if is_causal is None or (window is not None and not is_causal):
@@ -253,7 +255,7 @@ def _default_mask(
 def _packed_mask(
     cu_q: Tensor | None, cu_k: Tensor | None, query: Tensor, key: Tensor
 ) -> masks.Mask:
-    """Pairs within one of the sequences that are packed in a row."""
+    """Returns the mask of pairs within the same packed sequence."""
     if cu_q is None or cu_k is None or query.shape[0] != 1:
         raise ValueError(
             "omniattn.hf: cu_seq_lens_q and cu_seq_lens_k must come together and with a batch of "

@@ -1,5 +1,4 @@
-"""The attention of BigBird and BigBird-Pegasus on this package's: blocks that are global, near or
-drawn as transformers draws them, and all pairs."""
+"""Attention of BigBird and BigBird-Pegasus: full, and sparse with transformers' random blocks."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from omniattn.hf.subclass import subclass
 
 __all__ = ["block_sparse_forward", "find_bigbird", "full_forward", "layer_forward"]
 
-#: Lengths for which their layers draw by the plans of the paper.
+#: Lengths for which transformers draws random blocks by the paper's plans.
 _PLANNED = (1024, 3072, 4096)
 
 
 def _heads(self: Any, x: Tensor, *names: str) -> list[Tensor]:
-    """Projections of x (B, T, E), each (B, T, H, D)."""
+    """Returns the named projections of x (B, T, E), each (B, T, H, D)."""
     shape = (self.num_attention_heads, self.attention_head_size)
     return [getattr(self, name)(x).unflatten(-1, shape) for name in names]
 
@@ -38,8 +37,10 @@ def block_sparse_forward(
     to_blocked_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """hidden_states (B, T, E) -> the same; to_mask (B, 1, 1, T) is 1 for real tokens, and the other
-    masks say so once more."""
+    """Maps hidden_states (B, T, E) to the same shape.
+
+    to_mask (B, 1, 1, T) is 1 for real tokens; the other masks repeat it.
+    """
     if kwargs.get("output_attentions") or collects_weights(self):
         raise NotImplementedError(
             f"omniattn.hf: {type(self).__name__} gives no output_attentions with this package's "
@@ -62,8 +63,10 @@ def block_sparse_forward(
 
 
 def _random_blocks(self: Any, length: int) -> Tensor:
-    """The random blocks (H, T / block - 2, r) of this layer: block 0 in evaluation, and in training
-    those that its own methods draw from numpy's generator, which it seeds."""
+    """Returns the random blocks (H, T / block - 2, r) of this layer, as transformers chooses them.
+
+    Block 0 in evaluation; in training, draws of the layer's own methods from numpy's generator.
+    """
     size, count, heads = self.block_size, self.num_random_blocks, self.num_attention_heads
     rows = length // size - 2
     if not self.training:
@@ -98,7 +101,7 @@ def full_forward(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention to all, with additive masks (B, 1, 1 | Tq, Tk); as a decoder with a cache."""
+    """Computes full attention with additive masks (B, 1, 1 | Tq, Tk); a decoder uses a cache."""
     cache = kwargs.pop("past_key_values", None) if cache is None else cache  # until 5.23
     crossed = encoder_hidden_states is not None
     (q,) = _heads(self, hidden_states, "query")
@@ -124,8 +127,10 @@ def full_forward(
 
 
 def layer_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the layer around one of these; for short texts the model gives it another
-    attention while it runs."""
+    """Patches the inner attention, then runs the layer's own forward.
+
+    The model replaces the inner module at run time when a text is short.
+    """
     found = find_bigbird(self.self)
     if callable(found):
         kind: Any = type(self.self)
@@ -140,8 +145,7 @@ _OURS: dict[str, Forward] = {
 
 
 def find_bigbird(module: nn.Module) -> Finding:
-    """Returns our forward for an attention module of BigBird or Pegasus, or for the layer that
-    holds it."""
+    """Returns our forward for a BigBird attention module or for the layer that contains it."""
     kind: Any = type(module)
     name = kind.__name__.removeprefix("BigBird").removeprefix("Pegasus")
     if name == kind.__name__ or hasattr(module, "omniattn_original"):
@@ -169,7 +173,7 @@ def _found(name: str, kind: Any) -> Finding:
 
 
 def _masks(real: Tensor, block: int) -> list[Tensor]:
-    """The masks that the models make of real (B, T)."""
+    """Returns the masks that the models derive from real (B, T)."""
     blocked = real.unflatten(1, (-1, block))
     near = torch.cat([blocked[:, 1:-3], blocked[:, 2:-2], blocked[:, 3:-1]], 2)
     band = blocked[:, 2:-2, :, None] * near[:, :, None]

@@ -1,4 +1,4 @@
-"""Patches the model of transformers' Trainer."""
+"""A callback that patches the model of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["OmniattnCallback", "PatchOptions"]
 
 
 class PatchOptions(TypedDict, total=False):
-    """The options of :func:`patch`."""
+    """Options of :func:`patch`."""
 
     attention: bool
     linear: bool
@@ -29,18 +29,18 @@ class PatchOptions(TypedDict, total=False):
 
 
 class OmniattnCallback(TrainerCallback):
-    """``Trainer(..., callbacks=[OmniattnCallback()])`` trains a model that :func:`patch` patched.
+    """Patches the Trainer's model: ``Trainer(..., callbacks=[OmniattnCallback()])``.
 
     The model is patched when the Trainer is made, before it is wrapped for several devices, mixed
-    precision or torch.compile. One that `model_init` makes later is patched when training begins;
-    in mixed precision it then makes logits, as accelerate has replaced its forward by then. A model
-    that is patched already stays as it is.
+    precision or torch.compile. A model that `model_init` makes later is patched when training
+    begins; in mixed precision it then makes logits, since accelerate has already replaced its
+    forward. A model that is patched already stays unchanged.
 
     Args:
         options: of :func:`patch`, all True by default.
 
     Raises:
-        TypeError: an option that :func:`patch` does not have, or that is no bool.
+        TypeError: an option is unknown to :func:`patch`, or not a bool.
     """
 
     def __init__(self, **options: Unpack[PatchOptions]) -> None:

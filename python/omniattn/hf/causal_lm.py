@@ -1,6 +1,6 @@
-"""Decoders of this package as causal language models of transformers.
+"""Decoders of this package as transformers' causal language models.
 
-They are trained by its Trainer, adapted by PEFT, saved by `save_pretrained`, and generate.
+They work with Trainer, PEFT, `save_pretrained` and `generate`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from omniattn.suggestions import did_you_mean
 
 __all__ = ["OmniattnConfig", "OmniattnForCausalLM"]
 
-#: Name of the states in outputs and arguments, which transformers changed in 5.24.
+#: Name of the states in outputs and arguments; transformers 5.24 changed it.
 _STATES = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-#: A file in the folder of a saved model, by which `trust_remote_code=True` finds the classes.
+#: Source file saved with a model, through which `trust_remote_code=True` finds the classes.
 _REMOTE = '''"""Classes of the package omniattn, which must be installed."""
 
 from omniattn.hf import OmniattnConfig, OmniattnForCausalLM
@@ -42,10 +42,10 @@ __all__ = ["OmniattnConfig", "OmniattnForCausalLM"]
 
 
 class OmniattnConfig(PretrainedConfig):
-    """A config of `omniattn.models`, of a decoder, as one of transformers.
+    """Wraps the config of a decoder of `omniattn.models` as a transformers config.
 
     Args:
-        model: such a config, or what its `to_dict` gives with its "architecture".
+        model: the decoder's config, or its `to_dict()` with an "architecture" entry.
 
     Example:
         >>> from omniattn.models import PRESETS
@@ -79,10 +79,10 @@ class OmniattnConfig(PretrainedConfig):
         super().__init__(**more)
 
     def decoder_config(self) -> Decoder.Config:
-        """The config of this package, with the vocabulary of this one.
+        """Returns the wrapped config with this config's vocabulary size.
 
         Raises:
-            ValueError: an architecture or a layer that is not defined.
+            ValueError: the architecture or a layer is not defined.
         """
         values = {name: value for name, value in self.model.items() if name != "architecture"}
         known, name = ModelConfig.architectures, self.model.get("architecture")
@@ -97,14 +97,14 @@ class OmniattnConfig(PretrainedConfig):
 
 
 class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
-    """A decoder of this package with the interface of transformers.
+    """A decoder of this package with transformers' interface.
 
-    In training with labels it makes no logits, like a model that :func:`patch` patched. The loss
-    includes the losses of routers and of further heads.
+    Training with labels computes no logits, as in a model patched by :func:`patch`. The loss
+    includes router losses and the losses of further heads.
 
     Args:
-        config: of the model.
-        decoder: a decoder to wrap, default a new one of the config.
+        config: configuration of the model.
+        decoder: decoder to wrap; default: a new one built from the config.
 
     Example:
         >>> from omniattn.models import PRESETS
@@ -133,10 +133,10 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def wrap(cls, decoder: Decoder) -> OmniattnForCausalLM:
-        """A model with the parameters of a decoder, not copies of them.
+        """Returns a model that shares the decoder's parameters.
 
         Raises:
-            TypeError: not a decoder.
+            TypeError: `decoder` is not a Decoder.
         """
         if not isinstance(decoder, Decoder):
             raise TypeError(
@@ -159,22 +159,23 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **others: Any,
     ) -> Any:
-        """Logits, the loss of labels, and the states after the tokens.
+        """Computes logits, the loss if labels are given, and the states after the tokens.
 
         Args:
-            input_ids: (B, T), which follow the tokens of the states.
+            input_ids: (B, T), the tokens after those in the states.
             attention_mask: (B, past + T), 0 for padding on either side; (B, 1, T, past + T) bool.
-            position_ids: (B, T). Without a mask, numbers that start again separate the sequences
-                that are packed into a row.
+            position_ids: (B, T). Without a mask, each restart of the positions begins another
+                packed sequence.
             cache, past_key_values: states, from an earlier output.
-            labels: (B, T), -100 where nothing is asked, nor is of padding.
-            use_cache: returns states; default: as the config says, except with gradients or labels.
-            logits_to_keep: of how many last tokens, or of which, there are logits; 0 for all.
-            num_items_in_batch: what the sum of the loss is divided by, default the labels.
-            skip_logits: makes no logits; default: with labels in training.
-            return_dict: False for a tuple.
-            others: `shift_labels`, the labels of the next tokens; the lengths of packed sequences,
-                which `position_ids` say too.
+            labels: (B, T), -100 for tokens without a loss; padding has none either.
+            use_cache: return states; default: the config's value in evaluation, without gradients
+                or labels, otherwise False.
+            logits_to_keep: number of last tokens, or indices of tokens, with logits; 0 for all.
+            num_items_in_batch: divisor of the summed loss; default: the number of labels.
+            skip_logits: compute no logits; default: True in training with labels.
+            return_dict: False to return a tuple.
+            others: `shift_labels`, labels already shifted to the next tokens; lengths of packed
+                sequences, which are redundant with `position_ids`.
         """
         shifted = others.pop("shift_labels", None)
         self._refuse(others)
@@ -209,7 +210,7 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
         return out.to_tuple() if tuples else out
 
     def _caches(self, use_cache: bool | None, packed: bool, asked: bool) -> bool:
-        """Whether a call without states makes some."""
+        """Returns True if a call without states creates them."""
         if use_cache is None:
             possible = not (packed or asked or self.training or torch.is_grad_enabled())
             return bool(self.config.use_cache) and possible
@@ -227,7 +228,7 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
         positions: Tensor | None,
         states: DecoderStates | None,
     ) -> Tensor:
-        """Normed states (B, T, dim)."""
+        """Returns the hidden states (B, T, dim) after the final norm."""
         given: dict[str, Any] = {}
         if mask is not None:
             given["mask"] = _mask(mask)
@@ -242,8 +243,8 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
     def _loss(
         self, x: Tensor, shifted: Tensor, mask: Tensor | None, count: Tensor | int | None
     ) -> Tensor:
-        """The mean loss, or the sum divided by `count`; includes the routers' loss in training."""
-        if mask is not None and mask.dim() == 2:  # padding on the left predicts nothing
+        """Returns the mean loss, or the sum over `count`; in training, with the routers' loss."""
+        if mask is not None and mask.dim() == 2:  # left padding has no next-token loss
             shifted = shifted.masked_fill(mask[:, -shifted.shape[1] :] == 0, -100)
         own = (shifted != -100).sum()
         total = head_loss(self.model, x, shifted, reduction="sum")
@@ -254,7 +255,7 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
         return loss + further * (1.0 if count is None else own / count)
 
     def _refuse(self, others: dict[str, Any]) -> None:
-        """Raises for arguments that other models accept and this one does not."""
+        """Raises for arguments that transformers' other models accept and this one does not."""
         for name, value in others.items():
             if value is None or value is False:
                 continue
@@ -270,25 +271,25 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
                 )
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        """The embeddings of the tokens."""
+        """Returns the token embedding."""
         return self.model.embed_tokens
 
     def set_input_embeddings(self, value: torch.nn.Module) -> None:
-        """Replaces them."""
+        """Replaces the token embedding."""
         self.model.embed_tokens = value
 
     def get_output_embeddings(self) -> torch.nn.Module | None:
-        """The head, or None if it shares the weight of the embeddings."""
+        """Returns the output head, or None if its weight is tied to the embedding."""
         return self.model.lm_head
 
     def set_output_embeddings(self, new_embeddings: torch.nn.Module) -> None:
-        """Replaces it."""
+        """Replaces the output head."""
         self.model.lm_head = new_embeddings
 
     def resize_token_embeddings(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
     ) -> torch.nn.Module:
-        """As of transformers, with the config of the decoder."""
+        """Resizes the embedding as transformers does and updates the decoder's config."""
         embeddings: torch.nn.Module = super().resize_token_embeddings(*args, **kwargs)
         rows = self.model.embed_tokens.weight.shape[0]
         self.config.vocab_size = rows
@@ -298,7 +299,7 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether layers are computed again in the backward."""
+        """True if layers are recomputed in the backward pass."""
         return bool(self.model.config.gradient_checkpointing)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *_: Any, **options: Any) -> None:
@@ -310,11 +311,11 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.config = dataclasses.replace(self.model.config, gradient_checkpointing=enable)
 
     def init_weights(self) -> None:
-        """Nothing: the decoder has drawn its weights, and ties them itself."""
+        """Does nothing: the decoder initialises and ties its own weights."""
 
     @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Initialises the parameters that a checkpoint lacks as the layer does; keeps others."""
+        """Initialises parameters missing from a checkpoint as the layer does; keeps the others."""
         reset = getattr(module, "reset_parameters", None)
         if reset is None:
             return
@@ -326,12 +327,12 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # forward makes its own states
+        return False  # forward creates its own states
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: Any, is_main_process: bool = True, **options: Any
     ) -> None:
-        """As of transformers, with a file by which `trust_remote_code=True` finds the classes."""
+        """Saves as transformers does, with a source file for `trust_remote_code=True`."""
         self.config.auto_map = {
             "AutoConfig": "modeling_omniattn.OmniattnConfig",
             "AutoModelForCausalLM": "modeling_omniattn.OmniattnForCausalLM",
@@ -342,18 +343,18 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
         (Path(save_directory) / "modeling_omniattn.py").write_text(_REMOTE, encoding="utf-8")
 
 
-#: Arguments of forward by name.
+#: Names of forward's arguments.
 _ARGUMENTS = (
     *("input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "labels"),
     *("shift_labels", "use_cache", "logits_to_keep", "num_items_in_batch", "skip_logits"),
     "return_dict",
 )
-#: Lengths of packed sequences that collators add to `position_ids`, which say the same.
+#: Lengths of packed sequences that collators add, redundant with `position_ids`.
 _BOUNDARIES = (*("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),)
 
 
 def _mask(mask: Tensor) -> Tensor | KeyPadding | None:
-    """The mask of a decoder."""
+    """Converts transformers' attention_mask to a decoder's mask."""
     if mask.dim() == 2:
         real = mask.bool()
         known = real.is_cpu and not is_traced()
@@ -367,7 +368,7 @@ def _mask(mask: Tensor) -> Tensor | KeyPadding | None:
 
 
 def _packed(tokens: Tensor, positions: Tensor) -> Tensor | None:
-    """The sequences of a row whose positions start again, as a jagged tensor; None for one."""
+    """Splits a row where its positions restart, into a jagged tensor; None for one sequence."""
     if is_traced():
         raise NotImplementedError(
             "OmniattnForCausalLM: position_ids in a compiled graph need an attention_mask, since "

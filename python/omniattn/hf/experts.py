@@ -1,4 +1,4 @@
-"""transformers' experts interface on `functional.moe_experts`."""
+"""transformers' experts interface implemented by `functional.moe_experts`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omniattn import functional
 
 __all__ = ["experts_forward"]
 
-#: Class names of transformers' ACT2FN -> activation of gated experts, of experts without a gate.
+#: Class of transformers' ACT2FN -> (activation of gated experts, activation without a gate).
 _ACTIVATIONS = {
     "SiLUActivation": ("swiglu", "silu"),
     "SiLU": ("swiglu", "silu"),
@@ -28,11 +28,11 @@ _ACTIVATIONS = {
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Forward of an experts module of transformers: for `experts_implementation="omniattn"`.
+    """Computes transformers' experts, for `experts_implementation="omniattn"`.
 
-    Serves what `use_experts_implementation` describes: gated and plain experts, biases, transposed
-    and interleaved weights, gpt-oss's clamped activation, and the sentinel `num_experts` that
-    expert parallelism puts into slots of other ranks.
+    Supports the layouts of `use_experts_implementation`: gated and plain experts, biases,
+    transposed and interleaved weights, gpt-oss's clamped activation, and the sentinel `num_experts`
+    by which expert parallelism marks the slots of other ranks.
 
     Args:
         self: the experts module, its weights stacked (E, ...).
@@ -44,7 +44,7 @@ def experts_forward(
         (N, d) of hidden_states' dtype.
 
     Raises:
-        NotImplementedError: an activation or a norm after the experts that this package lacks.
+        NotImplementedError: the experts have an unsupported activation or a norm after them.
     """
     if self.has_post_expert_norm:
         raise NotImplementedError(
@@ -71,7 +71,7 @@ def experts_forward(
 
 
 def why_unsupported(experts: Any) -> str | None:
-    """Says why :func:`experts_forward` differs from the module's forward; None if it does not."""
+    """Returns why :func:`experts_forward` cannot replace the module's forward, or None."""
     if experts.has_post_expert_norm:
         return f"{type(experts).__name__} has a norm after each expert"
     try:
@@ -95,7 +95,7 @@ def _activation(experts: Any) -> dict[str, Any]:
 
 
 def _is_clamped(experts: Any) -> bool:
-    """Whether the module's own gate is gpt-oss's: by its value on a few numbers."""
+    """Returns True if the module's gate equals gpt-oss's on a few sample values."""
     if not (hasattr(experts, "alpha") and hasattr(experts, "limit")):
         return False
     pre = torch.tensor([[0.5, -1.5, 90.0, 3.0, -3.0, 90.0, 2.0, -90.0]])

@@ -1,4 +1,4 @@
-"""Finds the forward of this package that computes the same as a layer of transformers."""
+"""Finds the forward of this package that is equivalent to a transformers layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from omniattn.hf.sdpa import find_sdpa, sdpa_forward
 
 __all__ = ["ATTENTIONS", "FINDERS"]
 
-#: Forwards of attention layers that do not ask transformers' AttentionInterface.
+#: Forwards of attention layers that do not use transformers' AttentionInterface.
 ATTENTIONS = (sdpa_forward, longformer_forward, block_sparse_forward, full_forward)
 
 
@@ -37,7 +37,7 @@ def _linear(module: nn.Module) -> Finding:
             return None
         return Left(f"it is of {kind.__module__}")  # quantised, or an adapter around an nn.Linear
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
-        return None  # nn.MultiheadAttention's, which reads its weight alone
+        return None  # nn.MultiheadAttention reads only the weight and never calls it
     if kind.forward is not nn.Linear.forward:
         return Left("it has a forward of its own")
     if not _holds_plain_weight(module):
@@ -49,7 +49,7 @@ def _norm(module: nn.Module) -> Finding:
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
         return None
-    # FalconMamba's norm without a weight has ones in a buffer of that name.
+    # FalconMamba's norm without a weight stores ones in a buffer named weight.
     if not isinstance(weight, nn.Parameter):
         return Left("it has no weight")
     if weight.dim() != 1 or weight.numel() == 0:
@@ -61,19 +61,19 @@ def _norm(module: nn.Module) -> Finding:
     if not _holds_plain_weight(module):
         return Left(f"its weight is a {type(weight).__name__}", logging.WARNING)
     size = weight.shape[0]
-    # In bf16, forms that round in different places differ.
+    # bf16 distinguishes formulas that round in different places.
     found = same(
         lambda dtype: twin(module, dtype, {}), layers.NORMS, size, [torch.float32, torch.bfloat16]
     )
     if isinstance(found, Left) or found is layers.layer_norm:
         return found
-    # The norms differ where bf16 rows meet fp32 weights.
+    # The norms differ for bf16 rows with fp32 weights.
     wide = twin(module, torch.float32, {})
     mixed = same(lambda _: wide, layers.WIDENING_NORMS, size, [torch.bfloat16])
     return found if isinstance(mixed, Left) and found is layers.rms_norm else mixed
 
 
-#: The modules of a gated MLP: of the gate and up, or of both at once, and down; T5's dropout.
+#: Submodules and weight shapes of a gated MLP: separate or fused gate and up, and T5's naming.
 _MLP_PARTS: tuple[dict[str, tuple[int, int] | None], ...] = (
     {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)},
     {"gate_up_proj": (8, 32), "down_proj": (16, 8)},
@@ -86,7 +86,7 @@ def _mlp(module: nn.Module) -> Finding:
     if parts is None:
         return None
     if len(inspect.signature(type(module).forward).parameters) != 2:
-        return Left("its forward takes more than x")  # as the adapters of Zamba 2
+        return Left("its forward takes more than x")  # Zamba 2's adapters
     others = {
         name: each
         for name, each in module._modules.items()
@@ -98,8 +98,8 @@ def _mlp(module: nn.Module) -> Finding:
     if any(each._forward_hooks or each._forward_pre_hooks for each in inner):
         return Left("its activation has a hook, which would not be called", logging.WARNING)
 
-    # Our forward calls the projections, whatever these are: adapters, quantised, sharded. So small
-    # stand-ins show whether the formula between them is ours.
+    # Our forward calls the projections, which may be adapted, quantised or sharded. The comparison
+    # concerns the formula between them alone, so small stand-ins replace them.
     def small(dtype: torch.dtype) -> Any:
         generator = torch.Generator().manual_seed(0)
         fresh = {name: copy.deepcopy(each).train() for name, each in others.items()}
@@ -124,13 +124,15 @@ def _mixer(module: nn.Module) -> Finding:
 
 
 def _holds_plain_weight(module: Any) -> bool:
-    """True if forward will see an ordinary weight: no quantised subclass of torchao, and no DTensor
-    except under fully_shard, which gathers it."""
+    """True if forward will see an ordinary weight.
+
+    Excludes torchao's quantised subclasses, and DTensors unless fully_shard will gather them.
+    """
     sharded = getattr(module, "_is_fsdp_managed_module", False)
     return sharded or not hasattr(type(module.weight), "__tensor_flatten__")
 
 
-#: By option of `patch`.
+#: Option of `patch` -> function that finds the forward of a module.
 FINDERS: dict[str, Callable[[nn.Module], Finding]] = {
     "attention": _attention,
     "linear": _linear,

@@ -1,8 +1,8 @@
-"""This package's layers under the layer names of the `kernels` package.
+"""This package's layers under the names that the `kernels` package uses.
 
-transformers marks layers with `use_kernel_forward_from_hub(name)`; `kernels.kernelize` gives those
-whose name is in a mapping another forward. The mapping here needs no download and no build folder:
-its entries have the forwards of layers.py.
+transformers marks layers with `use_kernel_forward_from_hub(name)`, and `kernels.kernelize` replaces
+the forwards of layers whose names are in a mapping. The mapping here needs no download: its entries
+have the forwards of layers.py.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from omniattn.hf.probe import Forward
 __all__ = ["LocalLayer", "kernel_mapping"]
 
 
-#: Layer names: the forward, and whether torch.compile may trace it.
+#: Layer name -> (forward, True if torch.compile can trace it).
 FORWARDS: dict[str, tuple[Forward, bool]] = {
-    "RMSNorm": (layers.rms_norm_llama, True),  # of 140 models
-    "RMSNormZeroCentered": (layers.rms_norm_gemma, True),  # Qwen3.5's
+    "RMSNorm": (layers.rms_norm_llama, True),  # 140 models
+    "RMSNormZeroCentered": (layers.rms_norm_gemma, True),  # Qwen3.5
     "RMSNormGated": (layers.rms_norm_gated, True),
-    # Not marked by transformers: kernels.replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP").
+    # transformers does not mark it: kernels.replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP").
     "SwiGLUMLP": (layers.glu_mlp, True),
-    "MegaBlocksMoeMLP": (layers.gpt_oss_moe, False),  # the router is the model's own
+    "MegaBlocksMoeMLP": (layers.gpt_oss_moe, False),  # calls the model's own router
     "SoftmaxTopKRouter": (layers.softmax_top_k, True),
 }
 
 
 @dataclass(frozen=True)
 class LocalLayer:
-    """Layer in the form that `kernels` expects of a repository: `load` returns the class.
+    """Provides a layer as `kernels` expects of a repository: `load` returns the class.
 
     Args:
-        layer: a class whose forward runs on the modules of transformers.
+        layer: class whose forward accepts transformers' modules as self.
     """
 
     layer: type[nn.Module]
 
     def load(self) -> type[nn.Module]:
-        """The layer."""
+        """Returns the layer class."""
         return self.layer
 
     def __str__(self) -> str:
@@ -50,15 +50,15 @@ class LocalLayer:
 
 
 def kernel_mapping() -> dict[str, Any]:
-    """Layer names -> device -> this package's layer, for `kernels.use_kernel_mapping`.
+    """Returns layer name -> device -> this package's layer, for `kernels.use_kernel_mapping`.
 
     RMSNorm, RMSNormZeroCentered, RMSNormGated, MegaBlocksMoeMLP and SoftmaxTopKRouter are names
-    that transformers uses; SwiGLUMLP is for classes that a user marks. Rotary functions are not
-    among them: one name stands for several formulas. :func:`omniattn.hf.patch` probes each.
+    that transformers uses; SwiGLUMLP is for classes that a user marks. Rotary functions are missing
+    since one name stands for several formulas; :func:`omniattn.hf.patch` probes each.
 
     Note:
-        gpt-oss, OLMo 2, Nemotron-H, DeepSeek-V4 and some others mark norms that round once as
-        "RMSNorm", too: in half precision those differ by a rounding from the layer here.
+        gpt-oss, OLMo 2, Nemotron-H, DeepSeek-V4 and some others also use "RMSNorm" for norms that
+        round only once: in half precision they differ from this layer by one rounding.
 
     Example:
         >>> sorted(kernel_mapping()["RMSNorm"])

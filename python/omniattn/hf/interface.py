@@ -1,4 +1,4 @@
-"""Finds the models and layers that ask transformers' AttentionInterface for their attention."""
+"""Finds models and layers that dispatch attention through transformers' AttentionInterface."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["asks_for_attention", "other_attention", "own_attention"]
 
 
 def asks_for_attention(module: nn.Module) -> bool:
-    """Whether `module` looks up its attention by transformers' AttentionInterface."""
+    """Returns True if `module` looks up its attention in transformers' AttentionInterface."""
     kind: Any = type(module)
     return _asks(kind)
 
 
 def other_attention(module: nn.Module) -> Iterator[nn.Module]:
-    """The innermost modules that are named an attention and in which no module asks for it."""
+    """Yields the innermost modules named "Attention" in which no module uses the interface."""
     if asks_for_attention(module):
         return
     inner = [other for child in module.children() for other in other_attention(child)]
@@ -35,14 +35,14 @@ def other_attention(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def own_attention(model: PreTrainedModel) -> str | None:
-    """How a model computes attention if it never asks; models inside it do not count."""
+    """Names a model's attention code if it never uses the interface; ignores nested models."""
     kind: Any = type(model)
     return _own_layer(kind) or _own_table(kind)
 
 
 @functools.cache
 def _own_layer(kind: type[PreTrainedModel]) -> str | None:
-    """The attention layer of a modeling file in which no layer asks the AttentionInterface."""
+    """Names the attention layer of a modeling file without uses of the AttentionInterface."""
     for base in kind.__mro__[: kind.__mro__.index(PreTrainedModel)]:
         scope = vars(sys.modules[base.__module__])
         layers = {
@@ -60,12 +60,12 @@ def _own_layer(kind: type[PreTrainedModel]) -> str | None:
 
 @functools.cache
 def _own_table(kind: type[PreTrainedModel]) -> str | None:
-    """The dict from which a model takes attention layers by the name of the implementation."""
+    """Names the dict from which a model selects attention layers by implementation name."""
     scope = vars(sys.modules[kind.__module__])
     if not any(name.endswith("_ATTENTION_CLASSES") for name in scope):
         return None
     parts: list[type] = [kind]
-    for part in parts:  # grows by the layers that the code of a part names
+    for part in parts:  # grows by the layers that a part's code refers to
         for name in re.findall(r"\w+", inspect.getsource(part)):
             if name.endswith("_ATTENTION_CLASSES"):
                 return name
@@ -81,7 +81,7 @@ def _is_layer(value: Any) -> bool:
 
 @functools.cache
 def _asks(kind: Any) -> bool:
-    """Whether a method of a module's class uses transformers' table, PreTrainedModel's excepted."""
+    """Returns True if a method of the class, PreTrainedModel's excepted, uses the interface."""
     own = [base for base in kind.__mro__ if base not in PreTrainedModel.__mro__]
     methods = [inspect.unwrap(x) for base in own for x in vars(base).values() if callable(x)]
     codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]

@@ -1,7 +1,7 @@
-"""Forwards of transformers' layers on this package's kernels.
+"""Forwards for transformers' layers, computed by this package's kernels.
 
-Each is a forward for modules that hold the parameters under transformers' names: for `patch`, which
-chooses among NORMS and MLPS, and for `kernel_mapping`, which goes by names of layers.
+Each expects a module with transformers' parameter names. `patch` chooses among NORMS and MLPS by
+probing, `kernel_mapping` by layer name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def linear(self: Any, x: Tensor) -> Tensor:
 
 
 def eps(module: Any) -> float:
-    """eps of a norm, NaN if it has none."""
+    """Returns the eps of a norm, or NaN if it has none."""
     for name in ("variance_epsilon", "eps", "epsilon"):
         if isinstance(getattr(module, name, None), float):
             return float(getattr(module, name))
@@ -52,20 +52,20 @@ def rms_norm(self: Any, x: Tensor) -> Any:
 
 
 def rms_norm_llama(self: Any, hidden_states: Tensor) -> Any:
-    """Rows are rounded to their dtype before the weight multiplies, which may be wider."""
+    """Rounds rows to their own dtype, then multiplies by the weight, possibly of a wider dtype."""
     if hidden_states.dtype != self.weight.dtype:
         return self.weight * functional.rms_norm(hidden_states, eps=eps(self))
     return functional.rms_norm(hidden_states, self.weight, eps=eps(self), casting="llama")
 
 
 def rms_norm_t5(self: Any, hidden_states: Tensor) -> Any:
-    """Rows are rounded to the dtype of the weight, where they are not in a narrower one."""
+    """Rounds rows to the weight's dtype before multiplying by the weight."""
     x = hidden_states.to(self.weight.dtype)
     return functional.rms_norm(x, self.weight, eps=eps(self), casting="llama")
 
 
 def rms_norm_once(self: Any, x: Tensor) -> Any:
-    """Rows are rounded once, at the end, also those in a narrower dtype than the weight."""
+    """Rounds rows once, at the end, even if their dtype is narrower than the weight's."""
     return functional.rms_norm(x.to(self.weight.dtype), self.weight, eps=eps(self)).to(x.dtype)
 
 
@@ -78,19 +78,19 @@ def layer_norm(self: Any, x: Tensor) -> Any:
     return functional.layer_norm(x, self.weight, getattr(self, "bias", None), eps=eps(self))
 
 
-#: Norms whose weight may be wider than x, as under autocast, and is not cast to its dtype.
+#: Norms that accept a weight of a wider dtype than x, as under autocast, without casting it to x's.
 WIDENING_NORMS = (rms_norm_llama, rms_norm_t5, rms_norm_once, rms_norm_gemma)
 NORMS = (rms_norm, rms_norm_llama, rms_norm_t5, rms_norm_gemma, layer_norm)
 
 
 def _mlp(self: Any, x: Tensor, glu: Callable[..., Tensor]) -> Any:
-    """A gated MLP, its projections under one of the three sets of names."""
+    """Computes a gated MLP whose projections have one of three sets of names."""
     if hasattr(self, "gate_proj"):
         return self.down_proj(glu(self.gate_proj(x), self.up_proj(x)))
     if hasattr(self, "gate_up_proj"):
         return self.down_proj(glu(self.gate_up_proj(x)))
     hidden = self.dropout(glu(self.wi_0(x), self.wi_1(x)))
-    weight = self.wo.weight  # T5 may keep it in fp32; quantised it is a method, or int8
+    weight = self.wo.weight  # may be fp32 in T5; a method or int8 when quantised
     if isinstance(weight, Tensor) and weight.is_floating_point():
         hidden = hidden.to(weight.dtype)
     return self.wo(hidden)
@@ -116,8 +116,7 @@ MLPS = (swiglu_mlp, geglu_tanh_mlp, geglu_mlp, reglu_mlp)
 
 
 def rms_norm_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
-    """A norm with a gate: SiLU, rounded as Qwen3-Next's, or sigmoid, rounded once as Kimi
-    Linear's."""
+    """Computes a norm gated by SiLU, rounded as in Qwen3-Next, or by sigmoid (Kimi Linear)."""
     return functional.rms_norm_gated(
         hidden_states,
         gate,
@@ -129,7 +128,7 @@ def rms_norm_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
 
 
 def glu_mlp(self: Any, x: Tensor) -> Any:
-    """Llama's feed-forward layer in one op; calls its projections if they are no plain linears."""
+    """Computes Llama's MLP in one op; calls the projections if they are not plain linears."""
     projections = (self.gate_proj, self.up_proj, self.down_proj)
     if not all(map(_is_plain, projections)):
         return swiglu_mlp(self, x)
@@ -145,8 +144,10 @@ def glu_mlp(self: Any, x: Tensor) -> Any:
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """Whether a linear is no more than its weight and bias: no adapter (PEFT), hook, quantised or
-    sharded weight, which have an effect only when the layer is called."""
+    """Returns True if a linear is determined by its weight and bias.
+
+    Adapters (PEFT), hooks, and quantised or sharded weights need a call of the layer.
+    """
     return (
         type(linear) is nn.Linear
         and "forward" not in linear.__dict__
@@ -159,8 +160,10 @@ def _is_plain(linear: nn.Module) -> bool:
 
 
 def gpt_oss_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """gpt-oss's router and experts: biases, interleaved weights, clamped activation. (B, T, d) ->
-    (B, T, d) and the weights (B T, k)."""
+    """Computes gpt-oss's router and experts: (B, T, d) -> (B, T, d) and router weights (B T, k).
+
+    The experts have biases, interleaved weights and a clamped activation.
+    """
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     _, weights, index = self.router(flat)
     y = experts_forward(self.experts, flat, index, weights)
@@ -168,8 +171,8 @@ def gpt_oss_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def softmax_top_k(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A router that renormalises the best of a softmax; equal scores go to the smaller expert.
-    (..., d) -> logits (N, E), weights and experts (N, k)."""
+    """Computes a softmax router with renormalised top-k weights: (..., d) -> logits (N, E), weights
+    and experts (N, k). Ties go to the lower expert index."""
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     logits = nn.functional.linear(flat, self.weight)
     routing = functional.softmax_top_k(logits, self.top_k, renormalize=True)

@@ -1,4 +1,4 @@
-"""The lightning attention of MiniMax on this package's recurrence."""
+"""MiniMax's lightning attention computed by this package's recurrence."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _TAKEN = ("hidden_states", "position_embeddings", "attention_mask", "cache")
 
 @functools.cache
 def lightning_forward(kind: Any) -> Finding:
-    """Returns lightning attention's forward on `functional.gated_linear_attention`, which replaces
-    block products and a loop over the remaining tokens."""
+    """Returns a forward of lightning attention based on `functional.gated_linear_attention`."""
 
     def forward(
         self: Any,
@@ -32,8 +31,10 @@ def lightning_forward(kind: Any) -> Finding:
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """hidden_states (B, T, E), attention_mask (B, T) -> the same, and the state (B, H, D, D),
-        in fp32 for half dtypes."""
+        """Maps hidden_states (B, T, E) to the same shape and the state (B, H, D, D).
+
+        The state is in fp32 for half dtypes; attention_mask is (B, T).
+        """
         packing = packing_of(hidden_states, kwargs)
         if not takes(hidden_states):
             refuse(packing, kind.__name__)
@@ -70,7 +71,7 @@ def lightning_forward(kind: Any) -> Finding:
 
 
 class _States:
-    """A cache of linear attention alone."""
+    """A minimal cache with one state of linear attention."""
 
     def __init__(self) -> None:
         self.state: Tensor | None = None
@@ -83,7 +84,7 @@ class _States:
 
 
 def _same(kind: Any, ours: Any) -> bool:
-    """Whether the two give the same on a probe, for a prompt with padding and for a token."""
+    """Returns True if both layers give equal results for a padded prompt and one more token."""
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3, "block_size": 4}
     options = {"hidden_act": "silu", "layer_types": ["linear_attention"] * 3}
     with probing():

@@ -1,5 +1,4 @@
-"""The attention of Longformer and LED, whose layers have projections of their own for tokens that
-see all others, on this package's."""
+"""Attention of Longformer and LED, whose global tokens have separate projections."""
 
 from __future__ import annotations
 
@@ -33,8 +32,11 @@ def longformer_forward(
     is_global_attn: bool | None = None,
     output_attentions: bool = False,
 ) -> tuple[Tensor]:
-    """hidden_states (B, T, E) -> the same; the sets of tokens are bool (B, T). The mask (B, T) says
-    what they do: below 0 is padding, above 0 is global."""
+    """Maps hidden_states (B, T, E) to the same shape.
+
+    attention_mask (B, T) is negative for padding and positive for global tokens; the bool masks
+    (B, T) repeat it.
+    """
     if output_attentions or collects_weights(self):
         raise NotImplementedError(
             f"omniattn.hf: {type(self).__name__} gives no output_attentions with this package's "
@@ -63,7 +65,7 @@ def longformer_forward(
 
 
 def _positions(marked: Tensor) -> Tensor:
-    """Where a bool (B, T) is True, as (B, G), -1 where a row has fewer."""
+    """Returns the positions (B, G) where a bool (B, T) is True, with -1 after a row's last."""
     count = marked.sum(1)
     order = torch.argsort((~marked).to(torch.uint8), dim=1, stable=True)[:, : int(count.max())]
     rank = torch.arange(order.shape[1], device=marked.device)
@@ -71,7 +73,7 @@ def _positions(marked: Tensor) -> Tensor:
 
 
 def find_longformer(module: nn.Module) -> Finding:
-    """:func:`longformer_forward` for the layers that compute this."""
+    """Returns :func:`longformer_forward` for layers equivalent to it."""
     kind: Any = type(module)
     if kind.__name__ not in ("LongformerSelfAttention", "LEDEncoderSelfAttention"):
         return None

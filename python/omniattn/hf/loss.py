@@ -1,9 +1,9 @@
-"""The loss of a causal language model from its hidden states, without its logits.
+"""Computes the loss of a causal language model from its hidden states, without logits.
 
-The head of a patched model gives a DeferredLogits in training. It remembers what the model does to
-its logits before the loss, a scale (Cohere, Granite) and a soft cap (Gemma 2), so that the loss is
-one call of functional.linear_cross_entropy. Anything else that is done to it makes the logits, as
-the model would have: an adapter on the head, a loss of the model's own.
+In training, the head of a patched model returns a DeferredLogits. It records what the model applies
+to its logits before the loss, a scale (Cohere, Granite) and a softcap (Gemma 2), so that the loss
+is one call of functional.linear_cross_entropy. Any other operation on it computes the logits, for
+example an adapter on the head or a loss of the model's own.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ __all__ = [
     "plain_head",
 ]
 
-Number = float  # which is a method in a class below
-#: Computes a loss from the head's input, weight and bias, in place of logits.
+Number = float  # DeferredLogits.float shadows the builtin in its annotations
+#: Function that computes a loss from the head's input, weight and bias.
 Loss = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 def head(self: Any, x: Tensor, loss: Loss | None = None) -> Tensor:
-    """nn.Linear's forward. The loss is computed in it too, where FSDP2 has gathered the weight."""
+    """Computes nn.Linear's forward, or `loss`: only here has FSDP2 gathered the weight."""
     if loss is not None:
         return loss(x, self.weight, self.bias)
     return functional.linear(x, self.weight, self.bias)
 
 
 def plain_head(self: Any, x: Tensor, loss: Loss | None = None) -> Tensor:
-    """:func:`head` on torch's linear."""
+    """Computes :func:`head` with torch's own linear."""
     if loss is not None:
         return loss(x, self.weight, self.bias)
     return nn.functional.linear(x, self.weight, self.bias)
 
 
 def call_head(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`__call__` of a head, past its hooks while it defers."""
+    """Replaces `__call__` of a head; skips the hooks while logits are deferred."""
     if self.omniattn_defers and len(args) == 1 and not kwargs:
         return DeferredLogits(self, *args)
     return nn.Module.__call__(self, *args, **kwargs)
 
 
 class DeferredLogits:
-    """scale * head(x), or cap * tanh(scale * head(x)), which are computed when they are needed.
+    """Represents scale * head(x) or cap * tanh(scale * head(x)), computed only when needed.
 
     Args:
-        head: a module with the forward of this file.
+        head: module with a forward of this file.
         x: (..., K).
         scale, cap: of the formula; cap is None without tanh.
-        steps: what the model did to its logits, to do the same when they are made.
+        steps: operations that the model applied, repeated when the logits are computed.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DeferredLogits:
         self.made: Tensor | None = None
 
     def tensor(self) -> Tensor:
-        """The logits, (..., V)."""
+        """Computes the logits (..., V)."""
         if self.made is None:
             logits = nn.Module.__call__(self.head, self.x)
             for step in self.steps:
@@ -93,7 +93,7 @@ class DeferredLogits:
         return self.made
 
     def may_be_left_out(self, vocab_size: int) -> bool:
-        """Whether nothing has read the logits, or written into them, and their size is right."""
+        """Returns True if the logits were never computed and have the expected size."""
         return self.made is None and self.shape[-1] == vocab_size
 
     def cross_entropy(self, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
@@ -126,7 +126,7 @@ class DeferredLogits:
         return torch.Size((*self.x.shape[:-1], self.head.out_features))
 
     def float(self) -> DeferredLogits:
-        return self._then(Tensor.float, self.scale, self.cap)  # the loss is in fp32 in any case
+        return self._then(Tensor.float, self.scale, self.cap)  # the loss is always in fp32
 
     def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
         return self._then(lambda logits: logits.to(*args, **kwargs), self.scale, self.cap)
@@ -174,11 +174,11 @@ class DeferredLogits:
 
 
 def _of_tensor(name: str) -> Callable[..., Any]:
-    """An operator of the logits themselves."""
+    """Returns an operator that computes the logits and applies itself to them."""
     return lambda self, *args: getattr(self.tensor(), name)(*args)
 
 
-# Python looks these up in the class, not by __getattr__.
+# Python looks operators up in the class, not through __getattr__.
 for _name in (
     *("__add__", "__radd__", "__sub__", "__rsub__", "__rtruediv__", "__neg__", "__pow__"),
     *("__matmul__", "__getitem__", "__setitem__", "__len__", "__iter__"),
@@ -200,7 +200,7 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss without its fp32 copy of the logits, or without logits."""
+    """Computes transformers' ForCausalLMLoss without an fp32 copy of the logits."""
     if shift_labels is None:
         assert labels is not None
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -224,16 +224,16 @@ def causal_lm_loss(
 
 @functools.cache
 def packed_causal_lm_forward(original: Any) -> Forward | None:
-    """:func:`causal_lm_forward` of a model with recurrent layers."""
+    """Returns :func:`causal_lm_forward` for a model with recurrent layers."""
     return _causal_lm_forward(packed.model_forward(original))
 
 
 @functools.cache
 def causal_lm_forward(original: Any) -> Forward | None:
-    """The forward of a model, whose head makes no logits in training with labels.
+    """Returns a model's forward that computes no logits in training with labels.
 
-    It takes `skip_logits` as Liger's does: True skips the logits in evaluation as well, False gives
-    them in training. None for a class whose forward takes no labels.
+    The forward takes `skip_logits` as Liger's does: True skips the logits in evaluation as well,
+    False computes them in training. Returns None if the class's forward takes no labels.
     """
     return _causal_lm_forward(original.forward)
 
@@ -264,12 +264,12 @@ def _causal_lm_forward(own: Forward) -> Forward | None:
 
 
 def _heads(model: Any) -> list[Any]:
-    """The heads of a model that can compute its loss, one apart from copies that PEFT trains."""
+    """Returns the heads that can compute the loss: one, plus any copies that PEFT trains."""
     return [each for each in model.get_output_embeddings().modules() if _is_free(each)]
 
 
 def _is_free(module: nn.Module) -> bool:
-    """Whether a patched head is no more than its weight and bias: nothing else would see logits."""
+    """Returns True if a patched head has no hooks or wrappers that would read its logits."""
     if type(module).__call__ is not call_head or "forward" in module.__dict__:
         return False
     if hasattr(module, "unshard"):  # FSDP2's hooks gather the weight for any call
@@ -280,8 +280,8 @@ def _is_free(module: nn.Module) -> bool:
 
 
 def _without_logits(model: Any, output: Any) -> Any:
-    """A model's output with NO_LOGITS in place of logits, or with those that it made."""
-    # DataParallel's gather knows tensors and None alone.
+    """Replaces deferred logits in an output by NO_LOGITS, or by the logits if computed."""
+    # DataParallel's gather supports only tensors and None.
     missing = None if getattr(model, "_is_replica", False) else NO_LOGITS
 
     def made(value: Any) -> Any:

@@ -1,14 +1,13 @@
 """The mask function of attn_implementation="omniattn".
 
 transformers describes a mask as a Python predicate on (batch, head, query, key). The predicates of
-its masking_utils are recognised and become rules for the kernels, which then skip masked tiles; any
-other predicate becomes the bool tensor that transformers' own sdpa_mask makes of it. Nothing is
-guessed: what is not recognised is only slower.
+its masking_utils are recognised and become mask rules, with which the kernels skip masked tiles.
+Any other predicate becomes the bool tensor of transformers' sdpa_mask: correct but slower.
 
 Some modules outside attention read the mask as well: NLLB-MoE's router, the compressor of
-DeepSeek-V4, the convolutions of Nemotron ASR. They see what transformers makes for the model by
-default: the bool mask of sdpa_mask or, where a model says that it does not know sdpa, the additive
-mask of eager attention.
+DeepSeek-V4, the convolutions of Nemotron ASR. They see the mask that transformers makes by default:
+the bool mask of sdpa_mask or, for models without sdpa support, the additive mask of eager
+attention.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ Predicate = Callable[..., Any]
 
 
 class RuleMask(torch.Tensor):
-    """A mask (B, 1, Tq, Tk) that is held as rules.
+    """A mask (B, 1, Tq, Tk) stored as rules.
 
-    `omniattn.hf` reads `rules`, which apply to the first `keys` keys (the others are invisible).
-    Any other operation, such as a model that combines masks, sees a plain tensor of `dtype`.
+    `omniattn.hf` reads `rules`, which apply to the first `keys` keys; later keys are masked. Any
+    other operation, such as a model's combination of masks, sees a plain tensor of `dtype`.
     """
 
     rules: masks.Mask
@@ -102,14 +101,14 @@ def attention_mask(
     config: PreTrainedConfig | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """The mask of one forward pass; it takes what transformers' mask functions take.
+    """Returns the mask of one forward pass; takes the arguments of transformers' mask functions.
 
     Returns:
-        A RuleMask. Under torch.compile and torch.export None for plain causal, otherwise the dense
-        mask, (B, 1, Tq, Tk).
+        A RuleMask. Under torch.compile and torch.export, None for a plain causal mask, otherwise
+        the dense mask (B, 1, Tq, Tk).
 
     Raises:
-        ValueError: a padding mask that is not (B, T).
+        ValueError: the padding mask is not (B, T).
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
@@ -117,7 +116,7 @@ def attention_mask(
             f"got attention_mask.shape={tuple(attention_mask.shape)}"
         )
 
-    # The mask is never skipped: no mask could not be distinguished from no causal mask.
+    # Never skipped: None would be ambiguous between causal and bidirectional.
     given: dict[str, Any] = {
         "batch_size": batch_size,
         "q_length": q_length,
@@ -135,7 +134,7 @@ def attention_mask(
             **given, allow_is_causal_skip=allow_is_causal_skip, local_size=local_size
         )
         return made if made is None else _as_dtype(made, dtype)
-    if isinstance(q_offset, Tensor):  # a static cache's own count, which its update changes
+    if isinstance(q_offset, Tensor):  # a static cache's counter, updated in place
         given["q_offset"] = q_offset.clone()
     visible: Callable[[], Any] = functools.partial(sdpa_mask, **given, allow_is_causal_skip=False)
     rules, keys = _aligned_rules(q_length, kv_length, q_offset, kv_offset, mask_function, use_vmap)
@@ -149,7 +148,7 @@ def attention_mask(
 
 
 def _knows_sdpa(config: PreTrainedConfig | None) -> bool:
-    """Whether the models of a config are made for bool masks, too."""
+    """Returns True if a config's models accept bool masks."""
     modeling = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
     return modeling is None or all(
         kind._supports_sdpa
@@ -161,7 +160,7 @@ def _knows_sdpa(config: PreTrainedConfig | None) -> bool:
 
 
 def _as_dtype(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a bool mask as it is, or as the bias that eager attention adds to the scores."""
+    """Returns a bool mask unchanged, or converted to eager attention's additive bias."""
     if dtype == torch.bool:
         return visible
     zero = torch.zeros((), dtype=dtype, device=visible.device)
@@ -176,12 +175,12 @@ def _aligned_rules(
     predicate: Predicate,
     use_vmap: bool,
 ) -> tuple[list[masks.Mask] | None, int]:
-    """The rules of a predicate, None if they cannot say it, and how many keys they apply to."""
+    """Returns a predicate's rules, or None if it has none, and the number of keys they apply to."""
     rules = None if use_vmap else _rules(predicate)
     if rules is None or (kv_offset and any(isinstance(rule, masks.Chunked) for rule in rules)):
         return None, kv_length
-    # The rules align the last query with the last key. Keys beyond it, in the unfilled part of a
-    # static cache, are cut off, which only a causal mask allows.
+    # The rules align the last query with the last key. Later keys, in the unfilled part of a static
+    # cache, are cut off, which only a causal mask allows.
     last = int(q_offset) + q_length - kv_offset
     causal = any(isinstance(rule, masks.Causal) for rule in rules)
     keys = last if causal else kv_length
@@ -190,7 +189,7 @@ def _aligned_rules(
 
 
 def _rules(predicate: Predicate) -> list[masks.Mask] | None:
-    """The rules of a predicate of transformers.masking_utils, None if it is not known."""
+    """Returns the rules of a predicate of transformers.masking_utils, or None if unknown."""
     if predicate is causal_mask_function:
         return [masks.Causal()]
     if predicate is bidirectional_mask_function:
@@ -222,29 +221,29 @@ def _all(parts: tuple[Predicate, ...]) -> list[masks.Mask] | None:
     return [rule for rules in found if rules is not None for rule in rules]
 
 
-#: The two predicates of packed sequences; transformers has combined them in either order.
+#: Names of the predicates of packed sequences; their order depends on transformers' version.
 _SAME = "packed_sequence_mask_function.<locals>.inner_mask"
 _REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
 
 
 def _is_packed(parts: tuple[Predicate, ...]) -> bool:
-    """Whether these say that several sequences lie in a row."""
+    """Returns True if the predicates describe packed sequences."""
     return sorted(part.__qualname__ for part in parts) == [_SAME, _REMAPPED]
 
 
 def _packed(*parts: Predicate) -> list[masks.Mask] | None:
-    """Several sequences in a row: positions differ within one exactly as indices do."""
+    """Returns the rules of packed sequences; within one, position and index differences agree."""
     same, remapped = sorted(parts, key=lambda part: part.__qualname__)
     (sequence,) = (cell.cell_contents for cell in same.__closure__ or ())
     cells = dict(zip(remapped.__code__.co_freevars, remapped.__closure__ or (), strict=True))
     rules = _rules(cells["mask_function"].cell_contents)
     if rules is None or any(isinstance(rule, masks.Chunked) for rule in rules):
-        return None  # chunks begin anew with each sequence
+        return None  # chunks restart with each sequence
     return [masks.Documents(sequence), *rules]
 
 
 def _padding(real: Tensor) -> list[masks.Mask]:
-    """The rule of a padding mask (B, T), if it has any."""
+    """Returns the rule of a padding mask (B, T), or no rule if nothing is padded."""
     if real.all():
         return []
     if bool((real[:, 1:] <= real[:, :-1]).all()):

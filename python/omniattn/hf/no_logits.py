@@ -1,4 +1,4 @@
-"""The object in place of logits that a call did not make."""
+"""Placeholder for logits that a call did not compute."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ __all__ = ["NO_LOGITS", "NoLogits"]
 
 
 class NoLogits:
-    """Stands in an output for logits that were left out, and raises where it is used.
+    """Replaces logits that were not computed, and raises when used.
 
-    There is one instance, which copies, pickles and trees of tensors keep. Attributes that are
-    looked up raise AttributeError, so that `hasattr`, by which libraries look for tensors in an
-    output, answers False.
+    It is a singleton, also after copying, pickling and in pytrees. Attribute access raises
+    AttributeError, so that libraries that look for tensors with `hasattr` get False.
     """
 
     __slots__ = ()
@@ -49,7 +48,7 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-# Python looks these up in the class, not by __getattr__.
+# Python looks operators up in the class, not through __getattr__.
 for _name in (
     *("bool", "len", "iter", "next", "contains", "getitem", "setitem", "delitem", "eq", "ne", "lt"),
     *("le", "gt", "ge", "neg", "pos", "abs", "invert", "int", "float", "complex", "index", "round"),

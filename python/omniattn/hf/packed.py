@@ -1,10 +1,10 @@
 """Packed sequences in the recurrent layers of a model.
 
-Attention learns where the sequences of a row begin from its mask. Recurrent layers get no mask, and
-few models pass `position_ids` on to them. So the forward of a patched model notes the boundaries
-for the time of the call, and the functions in `recurrent.py` and `scans.py` look them up. A layer
-that is recomputed in the backward pass, when the call has ended, gets them as a keyword from
-outside the checkpoint.
+Attention gets the boundaries of packed sequences from its mask. Recurrent layers get no mask, and
+few models pass `position_ids` on to them. So the forward of a patched model stores the boundaries
+for the duration of the call, and the functions in `recurrent.py` and `scans.py` look them up. A
+layer that is recomputed in the backward pass, after the call, gets them as a keyword argument of
+the checkpointed function.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ __all__ = [
     "refuse",
 ]
 
-#: Models that make their masks without `position_ids`.
+#: Models that build their masks without `position_ids`.
 _MASKS_WITHOUT_POSITIONS = ("GraniteMoeHybridModel",)
-#: Layers that mix tokens in code of their own.
+#: Layers that mix tokens in their own code, which patching does not replace.
 OTHER_MIXERS = ("Qwen4ExpTextPLELayer", "RecurrentGemmaRecurrentBlock", "RwkvFeedForward")
-#: The keyword by which a layer gets the boundaries.
+#: Keyword argument that passes the boundaries to a layer.
 _KEYWORD = "omniattn_packing"
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where the sequences begin that are packed in the rows of a batch.
+    """Boundaries of the sequences packed into the rows of a batch.
 
     Args:
         starts: (B, T) bool, True at the first token of each sequence.
-        cu_seqlens: (N + 1,) int64, the boundaries in the rows one after the other.
+        cu_seqlens: (N + 1,) int64, boundaries in the concatenated rows.
     """
 
     starts: Tensor
     cu_seqlens: Tensor
 
     def join(self, x: Tensor) -> Tensor:
-        """(B, T, ...) as the one row (1, B T, ...) that `cu_seqlens` describes."""
+        """Concatenates rows: (B, T, ...) -> (1, B T, ...), which `cu_seqlens` refers to."""
         return x.flatten(0, 1)[None]
 
     def split(self, y: Tensor) -> Tensor:
-        """(1, B T, ...) -> (B, T, ...)."""
+        """Inverts :meth:`join`: (1, B T, ...) -> (B, T, ...)."""
         return y[0].unflatten(0, self.starts.shape)
 
     def spread(self, state: Tensor | None) -> Tensor | None:
-        """Scatters the initial states (B, ...) of the first sequence in each row to all sequences
-        (N, ...), with zeros for the others; None stands for all zeros."""
+        """Returns the initial states (N, ...): those given (B, ...) for the first sequence of each
+        row, zeros for the others; None for all zeros."""
         if state is None:
             return None
         counts = self.starts.sum(1)
@@ -81,13 +81,15 @@ class Packing:
         return state[self.starts.sum(1).cumsum(0) - 1]
 
     def mask(self) -> masks.Documents:
-        """Pairs of tokens of one sequence."""
+        """Returns the mask of pairs of tokens in the same sequence."""
         return masks.Documents(self.starts.cumsum(1))
 
 
 class _Active(threading.local):
-    """The packing of the model whose layers this thread runs; `outer` while it runs the other parts
-    of a composite model, such as a vision encoder."""
+    """Packing of the model whose layers this thread runs.
+
+    While other parts of a composite model run, such as a vision encoder, it is in `outer`.
+    """
 
     def __init__(self) -> None:
         self.packing: Packing | None = None
@@ -98,7 +100,7 @@ _active = _Active()
 
 
 def active() -> Packing | None:
-    """The packing of the model whose layers are running."""
+    """Returns the packing of the model whose layers are running."""
     return _active.packing
 
 
@@ -115,8 +117,10 @@ def _within(packing: Packing | None, outer: Packing | None = None) -> Iterator[N
 def packing_of(
     x: Tensor, further: Mapping[str, Any] | None = None, steps: int = 1
 ) -> Packing | None:
-    """The packing for a layer whose input x has the batch in dimension 0 and T in `steps`: that of
-    its model, or the one of its keywords `seq_idx` and `cu_seqlens` where it is called alone."""
+    """Returns the packing for a layer's input x with B in dimension 0 and T in dimension `steps`.
+
+    It is the model's; for a layer called alone, it comes from `seq_idx` and `cu_seqlens`.
+    """
     batch, length = x.shape[0], x.shape[steps]
     packing = _active.packing or _active.outer
     if packing is None:
@@ -130,8 +134,7 @@ def packing_of(
 
 
 def refuse(packing: Packing | None, name: str, further: Mapping[str, Any] | None = None) -> None:
-    """Raises NotImplementedError where transformers' own function, which is about to run, would mix
-    packed sequences."""
+    """Raises NotImplementedError if transformers' own function would mix packed sequences."""
     told = ("seq_idx", "cu_seqlens")
     if packing is not None and all((further or {}).get(each) is None for each in told):
         raise NotImplementedError(
@@ -141,7 +144,7 @@ def refuse(packing: Packing | None, name: str, further: Mapping[str, Any] | None
 
 
 def _packing(starts: Tensor | None, batch: int) -> Packing | None:
-    """None where no row has more than one sequence, if that can be known."""
+    """Returns the packing; None if every row is known to be one sequence."""
     if starts is None or (not torch.compiler.is_compiling() and int(starts.sum()) == batch):
         return None
     bounds = starts.flatten().nonzero().flatten()
@@ -149,14 +152,14 @@ def _packing(starts: Tensor | None, batch: int) -> Packing | None:
 
 
 def _starts(numbers: Tensor) -> Tensor:
-    """(B, T) of True at the first token of a row and where its number changes."""
+    """Returns (B, T) bool, True at each row's first token and where `numbers` changes."""
     return nn.functional.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
 
 
 def _marked(
     given: Mapping[str, Any], batch: int, length: int, device: torch.device
 ) -> Tensor | None:
-    """The starts that `seq_idx` and the boundaries of FlashAttention tell, None for neither."""
+    """Returns the starts given by `seq_idx` and FlashAttention's boundaries, or None."""
     starts: Tensor | None = None
     seq_idx = given.get("seq_idx")
     if seq_idx is not None:
@@ -192,7 +195,7 @@ def _require_all_tokens(name: str, bounds: Tensor, length: int) -> None:
 
 @functools.cache
 def model_forward(kind: Any) -> Forward:
-    """The forward of a model with recurrent layers, which notes the packed sequences of a call."""
+    """Returns a model's forward that stores the packing of each call for recurrent layers."""
     own = kind.forward
     names = tuple(inspect.signature(own).parameters)[1:]
 
@@ -217,8 +220,10 @@ def _notes_packing(module: nn.Module) -> bool:
 
 
 def _find(model: Any, given: Mapping[str, Any]) -> Packing | None:
-    """The packing of a call with these arguments, as transformers' masks have it: positions count
-    where there is neither a padding mask nor a cache."""
+    """Returns the packing of a model's call, by the same rules as transformers' masks.
+
+    Restarts of the positions count only without a padding mask.
+    """
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if tokens is None:
@@ -227,7 +232,7 @@ def _find(model: Any, given: Mapping[str, Any]) -> Packing | None:
     padding, cache = given.get("attention_mask"), _cache(given)
     padded = isinstance(padding, Tensor) and padding.ndim == 2
     positions = given.get("position_ids")
-    if positions is not None and positions.ndim == 3:  # Qwen3.5: those of the text come first
+    if positions is not None and positions.ndim == 3:  # Qwen3.5: text positions come first
         positions = positions[0] if positions.shape[0] == 4 else None
     counted: Tensor | None = None
     if positions is not None and length > 1 and not padded and (cache is None or padding is None):
@@ -246,7 +251,7 @@ def _cache(given: Mapping[str, Any]) -> Any:
 
 
 def _check(model: Any, given: Mapping[str, Any], packing: Packing, counted: Tensor | None) -> None:
-    """Raises for a packed call that some layer of the model would mix."""
+    """Raises for a packed call in which a layer of the model would mix sequences."""
     kind = type(model).__name__
     if given.get("use_cache") or _cache(given) is not None:
         raise ValueError(
@@ -260,7 +265,7 @@ def _check(model: Any, given: Mapping[str, Any], packing: Packing, counted: Tens
             f"omniattn.hf: {kind} takes no packed sequences, as {type(other).__name__} mixes "
             "tokens in code of its own; pass each sequence in a row of its own"
         )
-    # The attention of this package asks `active`, any other its mask.
+    # This package's attention calls `active`; others depend on the mask alone.
     without = any(type(m).__name__ in _MASKS_WITHOUT_POSITIONS for m in layers)
     told = None if without else counted
     if told is not None and (torch.compiler.is_compiling() or torch.equal(told, packing.starts)):
@@ -274,12 +279,12 @@ def _check(model: Any, given: Mapping[str, Any], packing: Packing, counted: Tens
             )
 
 
-#: Layers that have run packed sequences with gradients, by identity.
+#: Layers that have run packed sequences with gradients.
 _ran_packed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def call_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`__call__` of a layer that may be recomputed: hands the packing to its forward."""
+    """Replaces `__call__` of a layer that may be recomputed: passes the packing to its forward."""
     if _active.packing is not None:
         kwargs[_KEYWORD] = _active.packing
     return nn.Module.__call__(self, *args, **kwargs)
@@ -287,7 +292,7 @@ def call_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def recomputed_forward(kind: Any) -> Forward:
-    """The forward of a layer, within the packing that `call_layer` hands to it."""
+    """Returns a layer's forward that runs with the packing passed by `call_layer`."""
     own = kind.forward
 
     @functools.wraps(own)
@@ -302,13 +307,13 @@ def recomputed_forward(kind: Any) -> Forward:
 
 
 def is_recomputed(kind: Any, forward: Forward) -> bool:
-    """Whether `recomputed_forward` made the forward of a class."""
+    """Returns True if `recomputed_forward` made the forward of a class."""
     return issubclass(kind, GradientCheckpointingLayer) and recomputed_forward(kind) is forward
 
 
 def _check_recomputed(layer: nn.Module, packing: Packing | None) -> None:
-    """Raises RuntimeError where a checkpoint around `layer` calls it again in the backward pass of
-    packed sequences, without saying where these begin."""
+    """Raises RuntimeError if a checkpoint recomputes `layer` without the boundaries of the packed
+    sequences."""
     if packing is not None:
         if torch.is_grad_enabled():
             _ran_packed.add(layer)

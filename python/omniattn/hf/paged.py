@@ -1,7 +1,7 @@
-"""Attention on the cache of transformers' continuous batching, as `generate_batch` uses it.
+"""Attention on the paged cache of transformers' continuous batching (`generate_batch`).
 
-The queries of all requests lie in one row, and so do the keys that each of them reads from its
-pages. Neither a mask nor a copy of keys per head is made.
+The queries of all requests are packed in one row, and so are the keys read from their pages. No
+mask and no copy of keys per head is made.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["accept_continuous_batching", "is_paged", "paged_attention"]
 
 
 def is_paged(cache: PagedAttentionCache | None, given: dict[str, Any]) -> bool:
-    """Whether a call of attention is one of continuous batching.
+    """Returns True if a call of attention is part of continuous batching.
 
-    Until transformers 5.23 it comes with the cache; since 5.24 the layers ask the cache, which
-    leaves its indices in the keywords.
+    Up to transformers 5.23 the call passes the cache; since 5.24 the layer updates the cache, whose
+    indices remain in the keywords.
     """
     return isinstance(cache, PagedAttentionCache) or given.get("write_index") is not None
 
@@ -36,7 +36,7 @@ def is_paged(cache: PagedAttentionCache | None, given: dict[str, Any]) -> bool:
 def _update(
     cache: PagedAttentionCache, key: Tensor, value: Tensor, layer: int, given: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """The keys and values of all tokens; `given` gets their ends for this kind of layer."""
+    """Returns all keys and values; puts the layer type's cumulative lengths into `given`."""
     keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=given)
     return keys, values
 
@@ -54,18 +54,18 @@ def paged_attention(
     sinks: Tensor | None,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention of the new tokens of several requests to all keys of their own request.
+    """Computes attention of the new tokens of several requests, each to its own request's keys.
 
     Args:
         module: the calling layer.
         query: (1, Hq, total, D).
-        key: (1, Hkv, total, D) of the new tokens, which go into the cache; without a cache
+        key: (1, Hkv, total, D) of the new tokens, to be added to the cache; without a cache,
             (1, Hkv, total keys, D) of all tokens.
         value: (1, Hkv, total or total keys, Dv).
-        cache: has the other keys and values, if the layer has not asked it.
-        cu_seq_lens_q: ends of the requests in query.
+        cache: holds the earlier keys and values; None if the layer has already updated it.
+        cu_seq_lens_q: cumulative lengths of the requests in query.
         scale, softcap, sinks: see :func:`omniattn.functional.attention`.
-        kwargs: what the manager gives to the model; the cache reads its indices there.
+        kwargs: keywords from the batching manager, with the cache's indices.
 
     Returns:
         (1, total, Hq, Dv).
@@ -95,9 +95,9 @@ def paged_attention(
 
 @functools.cache
 def accept_continuous_batching(is_ours: Any) -> None:
-    """Lets continuous batching keep a model's attention if it is ours.
+    """Makes continuous batching keep our attention.
 
-    transformers compares its name with a list and has no hook for others.
+    transformers compares the implementation's name with a fixed list and has no hook.
     """
     kind: Any = ContinuousBatchingManager
     switch = kind.switch_to_cb_friendly_attn

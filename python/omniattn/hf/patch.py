@@ -1,4 +1,4 @@
-"""Swaps the layers of one transformers model for this package's kernels, and back."""
+"""Replaces the layers of a transformers model by this package's kernels, and restores them."""
 
 from __future__ import annotations
 
@@ -50,56 +50,55 @@ def patch(
     linear_cross_entropy: bool = True,
     experts: bool = True,
 ) -> dict[str, int]:
-    """Makes `model` compute with this package's kernels; parameters and their names stay.
+    """Replaces layers of `model` by this package's kernels; parameters and their names stay.
 
     A layer gets a subclass of its own class with another forward, so that other models, copies,
-    checkpoints and hooks are not touched. Norms, gated MLPs and rotary functions are recognised by
-    what they compute: a copy of each is run on a probe, and the layer swapped if ours gives the
-    same. The logger "omniattn" reports each layer that is left unchanged, with the reason: as a
-    warning if the layer cannot be swapped, such as an attention that does not ask transformers'
+    checkpoints and hooks are not affected. Norms, gated MLPs and rotary functions are recognised by
+    probing: a copy of each runs on random inputs, and the layer is replaced if ours gives the same
+    results. The logger "omniattn" reports each layer that stays unchanged, with the reason: as a
+    warning if the layer cannot be replaced, such as an attention that does not use transformers'
     AttentionInterface (BLOOM, GPT-Neo); at debug level if it computes something else.
 
     The model may be sharded by fully_shard, have adapters, or be wrapped by DDP, torch.compile or
     PEFT, before or after. Quantise first: torch.ao's quantize_dynamic raises on a patched linear.
 
-    A patched model can be pickled: by torch.save as a whole, or to a process that is spawned. Where
-    `attention` or `experts` alone were patched, that process has to call :func:`register` first.
+    A patched model can be pickled: by torch.save as a whole, or to a spawned process. If only
+    `attention` or `experts` was patched, that process has to call :func:`register` first.
 
     Args:
-        model: of transformers, weights loaded; or DistributedDataParallel, DataParallel,
-            torch.compile or PEFT around one.
-        attention: set its attention implementation, and give our function to layers that call
-            torch's scaled_dot_product_attention themselves (Falcon, SAM). Longformer, LED's encoder
-            and the encoders of BigBird and BigBird-Pegasus run `functional.longformer_attention`
-            and `bigbird_attention` with their own masks, random blocks and dropout, but give no
-            attention weights, except BigBird where a text is so short that all attend to all.
-            Layers are counted.
+        model: transformers model with loaded weights, possibly wrapped by
+            DistributedDataParallel, DataParallel, torch.compile or PEFT.
+        attention: set the attention implementation, and replace torch's
+            scaled_dot_product_attention in layers that call it themselves (Falcon, SAM).
+            Longformer, LED's encoder and the encoders of BigBird and BigBird-Pegasus run
+            `functional.longformer_attention` and `bigbird_attention` with their own masks, random
+            blocks and dropout, but return no attention weights, except BigBird for texts so short
+            that attention is full. Counts layers.
         linear: nn.Linear.
-        norm: RMSNorm in its spellings, and LayerNorm.
-        mlp: down_proj(act(gate_proj(x)) * up_proj(x)); the same with one gate_up_proj (Phi-3,
-            GLM-4); wo(dropout(act(wi_0(x)) * wi_1(x))) (T5 v1.1). act: SiLU, GELU, tanh GELU, ReLU.
-            The projections are called as before, adapted or quantised; act is not called, nor are
-            hooks that are added to it later.
+        norm: RMSNorm in its variants, and LayerNorm.
+        mlp: down_proj(act(gate_proj(x)) * up_proj(x)); with one gate_up_proj (Phi-3, GLM-4);
+            wo(dropout(act(wi_0(x)) * wi_1(x))) (T5 v1.1). act: SiLU, GELU, tanh GELU, ReLU. The
+            projections are called as before, adapted or quantised; act and hooks added to it later
+            are not called.
         rope: apply_rotary_pos_emb of attention layers, half-split or interleaved (Cohere, GLM-4),
-            with the heads before or after the tokens, as unsqueeze_dim says.
-        mixer: the short convolutions, the scans of Mamba and Mamba-2 in all models that have
-            them, the delta rules of Qwen3-Next, Qwen3.5, OLMo hybrid and Kimi Linear, the mean of
-            RWKV and the cell of xLSTM; layers are counted.
+            with the heads before or after the tokens, as unsqueeze_dim specifies.
+        mixer: short convolutions, the scans of Mamba and Mamba-2 in all models that have them, the
+            delta rules of Qwen3-Next, Qwen3.5, OLMo hybrid and Kimi Linear, RWKV's weighted mean
+            and xLSTM's cell. Counts layers.
         loss: the loss of causal language models.
-        linear_cross_entropy: compute this loss in training from the hidden states. Logits are then
-            never made; an object in their place raises where it is used. The model's forward takes
-            `skip_logits`, as with Liger: False gives logits in training, True none in evaluation.
-            An adapter or a hook on the head, or a loss that a model computes itself, gets logits as
-            before.
-        experts: set its experts implementation, if this package has their activation.
+        linear_cross_entropy: compute this loss in training from the hidden states. No logits are
+            computed; a placeholder in the output raises when used. The model's forward takes
+            `skip_logits`, as with Liger: False computes logits in training, True skips them in
+            evaluation. Adapters and hooks on the head, and losses that a model computes itself,
+            still get logits.
+        experts: set the experts implementation, if this package supports the activation.
 
     Returns:
-        What was swapped, and how often: {"linear": 15, "norm": 5, ...}. The loss counts for a model
-        that takes labels, whether or not it is called with them, also where it computes its loss
-        itself (T5).
+        Number of replacements of each kind: {"linear": 15, "norm": 5, ...}. The loss counts for a
+        model that takes labels, even if it computes its loss itself (T5).
 
     Raises:
-        TypeError: another class of model, or an option that is no bool.
+        TypeError: the model is of another class, or an option is not a bool.
         ValueError: the model is patched already, or on the meta device.
 
     Example:
@@ -144,7 +143,7 @@ def patch(
         elif found is not None:
             kind: Any = type(module)
             module.__class__ = subclass(kind, found)
-            count[name] += found is not layer_forward  # whose inner layer is counted
+            count[name] += found is not layer_forward  # its inner layer is counted instead
     packs = mixer and any(map(_mixes_tokens, inner.modules()))
     model_kind: Any = type(inner)
     forward = (packed_causal_lm_forward if packs else causal_lm_forward)(model_kind)
@@ -169,10 +168,9 @@ def patch(
 def _defer_logits(
     model: PreTrainedModel, forward: Forward
 ) -> Iterator[tuple[str, nn.Module, Left]]:
-    """Lets the head of a model with this forward compute its loss; else yields the model and the
-    reason why not."""
+    """Makes the model's head compute the loss; otherwise yields the model and the reason."""
     made: Any = model.get_output_embeddings()
-    wrapped = getattr(made, "modules_to_save", None)  # PEFT's, of a head that is trained as a whole
+    wrapped = getattr(made, "modules_to_save", None)  # PEFT's wrapper of a fully trained head
     heads = [made] if wrapped is None else [made.original_module, *wrapped.values()]
     kind: Any = type(model)
     head_kind = _unpatched(made)
@@ -193,8 +191,8 @@ def _defer_logits(
 
 
 def _keep_sequences_apart(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, Left]]:
-    """Lets the parts of a model that have recurrent layers note packed sequences; those that cannot
-    are given with the reason."""
+    """Makes parts of a model with recurrent layers store the packing of each call; yields parts
+    that cannot, with the reason."""
     for part in _pretrained_parts(model):
         layers = list(part.modules())
         if not any(map(_mixes_tokens, layers)):
@@ -220,12 +218,12 @@ def _is_recurrent(module: Any) -> bool:
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
-    """Whether `module` is a recurrent layer, ours or its own."""
+    """Returns True if `module` is a recurrent layer, patched or with code of its own."""
     return _is_recurrent(module) or type(module).__name__ in OTHER_MIXERS
 
 
 def _is_linear(module: Any) -> bool:
-    """True if a head computes the same as nn.Linear."""
+    """Returns True if a head is equivalent to nn.Linear."""
     return (
         isinstance(module, nn.Linear)
         and _unpatched(module).forward is nn.Linear.forward
@@ -236,18 +234,18 @@ def _is_linear(module: Any) -> bool:
 def _set_interfaces(
     model: PreTrainedModel, attention: bool, experts: bool
 ) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Sets the implementations of `model`; all layers of attention and experts, each with None or
-    the reason why it does not run on this package."""
+    """Sets the implementations of `model`; yields each attention and experts layer with None, or
+    with the reason why it does not run on this package."""
     layers = list(filter(asks_for_attention, model.modules())) if attention else []
-    # With such a part, a composite model does not take the name of another attention.
+    # A composite model with such a part rejects another implementation's name.
     own = next(filter(None, map(own_attention, _pretrained_parts(model))), None)
     mixtures = [m for m in model.modules() if hasattr(m, "has_post_expert_norm")] if experts else []
     unsupported = next(filter(None, map(why_unsupported, mixtures)), None)
     if layers or (mixtures and not unsupported):
         register()
         for part in _pretrained_parts(model):
-            # transformers looks for its interfaces in the file of a class and keeps the answer with
-            # the class; for a class that fully_shard made, it would look into torch's file.
+            # transformers searches the source file of a class for its interfaces and caches the
+            # result on the class; for a class made by fully_shard it would search torch's file.
             kind: Any = next(k for k in type(part).__mro__ if not k.__module__.startswith("torch."))
             kind._can_set_attn_implementation()
             kind._can_set_experts_implementation()
@@ -277,14 +275,14 @@ def _set_interfaces(
 
 
 def _runs_on_ours(module: Any) -> bool:
-    """Whether `module` is an attention that was swapped, or a recurrent layer that is named one."""
+    """Returns True if `module` is a patched attention, or a patched recurrent layer named so."""
     kind: Any = type(module)
     swapped = hasattr(kind, "omniattn_original") and kind.forward in ATTENTIONS
     return swapped or _is_recurrent(module)
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undoes :func:`patch`; a model that is not patched stays as it is."""
+    """Undoes :func:`patch`; an unpatched model stays unchanged."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"omniattn.hf.unpatch: model must be a torch.nn.Module, got model={shown(model)}"
@@ -306,7 +304,7 @@ def _unpatched(module: Any) -> Any:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether :func:`patch` has swapped anything in a model."""
+    """Returns True if :func:`patch` has replaced anything in a model."""
     return any(
         hasattr(type(module), "omniattn_original") or "_omniattn_before" in module.__dict__
         for module in model.modules()
@@ -318,12 +316,12 @@ def _pretrained_parts(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def _unwrap(model: Any) -> PreTrainedModel:
-    """The model of transformers within DDP, torch.compile and PEFT; any of them around another."""
+    """Returns the transformers model inside any nesting of DDP, torch.compile and PEFT."""
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
             inner = inner.module
-        elif hasattr(inner, "_orig_mod"):  # of torch.compile, whose import takes seconds
+        elif hasattr(inner, "_orig_mod"):  # torch.compile's; importing its class takes seconds
             inner = inner._orig_mod
         elif hasattr(inner, "get_base_model"):  # PEFT's
             inner = inner.get_base_model()

@@ -1,4 +1,4 @@
-"""Finds the forward that computes the same as a module, by running both."""
+"""Finds a forward that is equivalent to a module's, by running both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Left:
-    """Why a layer is left unchanged, and the level at which that is logged."""
+    """Reason why a layer is left unchanged, and the level at which to log it."""
 
     reason: str
     level: int = logging.DEBUG
@@ -28,26 +28,24 @@ Finding = Forward | Left | None
 
 
 def takes(x: Tensor, activation: str | None = None) -> bool:
-    """Whether ours runs: on CUDA a layer keeps its own, as ours have not run on a GPU yet."""
+    """Returns True if our function applies; on CUDA layers keep their own, as ours are untested."""
     return x.is_cpu and activation in (None, "silu", "swish")
 
 
 def own_copy(state: Tensor) -> Tensor:
-    """A state that its cache is about to overwrite, which what autograd saves must outlive."""
+    """Copies a state that its cache will overwrite, as autograd may have saved it."""
     return state.clone() if torch.is_grad_enabled() else state
 
 
 def draws() -> Callable[..., Tensor]:
-    """Returns a function that draws random tensors of given sizes, in the same sequence each
-    time."""
+    """Returns a function that draws random tensors of given sizes from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 @contextlib.contextmanager
 def probing() -> Iterator[None]:
-    """Where layers are made and run for comparison: the same draws each time, whatever the caller
-    has set."""
+    """Context for probes: fixed seed, without gradients, independent of the caller's settings."""
     with torch.random.fork_rng(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         torch.manual_seed(0)
         with torch.no_grad():
@@ -55,8 +53,10 @@ def probing() -> Iterator[None]:
 
 
 def twin(module: nn.Module, dtype: torch.dtype, modules: dict[str, nn.Module]) -> Any:
-    """A copy of `module` on the CPU with `modules`, in training so that dropout shows, and without
-    hooks. Its parameters are random, as zeros or ones would hide what they do."""
+    """Returns a CPU copy of `module` with submodules `modules`, random parameters and no hooks.
+
+    Zeros or ones as parameters would hide their effect; training mode reveals dropout.
+    """
     generator = torch.Generator().manual_seed(0)
     made: Any = object.__new__(type(module))
     made.__dict__.update(module.__dict__ | nn.Module().__dict__)
@@ -74,18 +74,19 @@ def same(
     size: int,
     dtypes: Sequence[torch.dtype],
 ) -> Forward | Left:
-    """The candidate that computes what the module of `twin` does, in all dtypes; the closest in the
-    last one where several do. A module that takes no rows has none (norms over channels in front,
-    I-BERT's)."""
+    """Returns the candidate that equals the module of `twin` in all dtypes, or why there is none.
+
+    Of several candidates, the closest in the last dtype wins. A module that does not take rows has
+    none (channels-first norms, I-BERT's).
+    """
     generator = torch.Generator().manual_seed(0)
-    # Off centre to tell RMSNorm from LayerNorm; small rows to tell one eps from another, large ones
-    # for activations that are clamped.
+    # The mean separates RMSNorm from LayerNorm, small rows reveal eps, large rows reveal clamps.
     rows = torch.randn(3, 4, size, generator=generator, device="cpu") + 0.5
     rows = (rows * torch.tensor([1e-3, 1.0, 1e2], device="cpu").view(3, 1, 1)).flatten(0, 1)
     errors: dict[Forward, float] = dict.fromkeys(candidates, 0.0)
 
     def run(forward: Forward, module: nn.Module, x: Tensor) -> Tensor:
-        torch.manual_seed(0)  # so that dropout in the same place drops the same
+        torch.manual_seed(0)  # equal dropout masks
         y: Tensor = forward(module, x)
         return y
 

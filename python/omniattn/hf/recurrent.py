@@ -1,4 +1,4 @@
-"""Recurrent layers of transformers with this package's convolutions and recurrences."""
+"""Replaces the convolutions and recurrences of transformers' layers by this package's."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ __all__ = ["recurrent_forward"]
 
 @functools.cache
 def recurrent_forward(kind: Any) -> Finding:
-    """The forward of a layer with our functions in place of its module's: short convolutions, the
-    gated delta rules of Qwen3-Next, OLMo hybrid and Kimi Linear, the weighted mean of RWKV, the
-    scans of state-space models; and of the modules that are the cell of xLSTM and the lightning
-    attention of MiniMax."""
+    """Returns a layer's forward with our functions in place of those its source file uses.
+
+    Replaces short convolutions, the gated delta rules of Qwen3-Next, OLMo hybrid and Kimi Linear,
+    RWKV's weighted mean and the scans of state-space models; and whole modules for xLSTM's cell and
+    MiniMax's lightning attention.
+    """
     if kind.__name__ == "xLSTMBackend":
         return _xlstm_cell(kind)
     if kind.__name__ == "MiniMaxLightningAttention":
@@ -55,8 +57,7 @@ def recurrent_forward(kind: Any) -> Finding:
 
 
 def _on_each_device(original: Forward) -> Forward:
-    """On the CPU transformers' own torch code, where `original` is the kernel of a package for GPUs
-    that is installed."""
+    """Makes a GPU package's kernel `original` run transformers' own code on the CPU."""
     reference: Forward = inspect.unwrap(original)
     if reference is original:
         return original
@@ -72,7 +73,7 @@ def _on_each_device(original: Forward) -> Forward:
 def _fused(original: Forward) -> Forward:
     @functools.wraps(original)
     def fused(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """None on the CPU, so that the layer computes its parts, which are ours."""
+        """Returns None on the CPU, where the layer then calls the unfused functions, ours."""
         if x.is_cpu:
             return None
         refuse(active(), original.__name__, kwargs)
@@ -89,7 +90,7 @@ def _convolution(original: Forward) -> Forward:
         activation: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """hidden_states (B, D, T), weight (D, K) -> the same."""
+        """Maps hidden_states (B, D, T), with weight (D, K), to the same shape."""
         packing = packing_of(hidden_states, kwargs, steps=2)
         if not takes(hidden_states, activation):
             refuse(packing, original.__name__, kwargs)
@@ -115,7 +116,7 @@ def _convolution_step(original: Forward) -> Forward:
         activation: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """hidden_states (B, D, T) that follow the inputs in conv_state, which is updated."""
+        """Convolves hidden_states (B, D, T) after the inputs in conv_state, and updates it."""
         before = weight.shape[-1] - 1
         if not takes(hidden_states, activation) or conv_state.shape[-1] < before:
             return original(hidden_states, conv_state, weight, bias, activation, **kwargs)
@@ -153,7 +154,7 @@ def _delta_rule(ours: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Forward
             use_qk_l2norm_in_kernel: bool = False,
             **kwargs: Any,
         ) -> tuple[Tensor, Tensor | None]:
-            """As in `functional`; chunk_size changes nothing."""
+            """Calls the rule of `functional`; chunk_size has no effect."""
             packing = packing_of(query, kwargs)
             if not takes(query):
                 refuse(packing, original.__name__, kwargs)
@@ -191,7 +192,7 @@ def _wkv(original: Forward) -> Forward:
         state: list[Tensor] | None = None,
         return_state: bool = False,
     ) -> tuple[Tensor, list[Tensor] | None]:
-        """key and value (B, T, C); a state is numerator, denominator and maximum, each (B, C)."""
+        """Takes key and value (B, T, C); state: numerator, denominator and maximum, each (B, C)."""
         refuse(active(), original.__name__)
         if not takes(key):
             theirs: tuple[Tensor, list[Tensor] | None] = original(
@@ -206,7 +207,7 @@ def _wkv(original: Forward) -> Forward:
 
 
 def _xlstm_cell(kind: Any) -> Finding:
-    """The forward of a module that is the cell of mLSTM alone."""
+    """Returns our forward for xLSTM's module that computes only the mLSTM cell."""
 
     def forward(
         self: Any,
@@ -221,10 +222,10 @@ def _xlstm_cell(kind: Any) -> Finding:
         return_last_states: bool | None = None,
         mode: str | None = None,
     ) -> Any:
-        """query, key, value (B, H, T, size), gates (B, H, T); m_initial (B, H, 1)."""
+        """Takes query, key, value (B, H, T, size), gates (B, H, T), m_initial (B, H, 1)."""
         before, how = (c_initial, n_initial, m_initial), mode or self.config.mode
         given = [t for t in before if t is not None]
-        # In inference mode transformers rounds the states to a dtype of their own.
+        # In inference mode transformers rounds the states to a dtype of the config.
         rounded = how == "inference" and self.config.inference_state_dtype != "float32"
         known = how in ("train", "inference") and not rounded
         packing = packing_of(query, steps=2)
@@ -237,7 +238,7 @@ def _xlstm_cell(kind: Any) -> Finding:
         given = [own_copy(t) for t in given]
         if packing is not None:
             given = [t for t in map(packing.spread, given) if t is not None]
-        query = query * query.shape[-1] ** -0.5  # which theirs scales, not the key
+        query = query * query.shape[-1] ** -0.5  # transformers scales the query, not the key
         rows = [t.transpose(1, 2) for t in (query, key, value, igate[..., None], fgate[..., None])]
         if packing is not None:
             rows = [packing.join(t) for t in rows]
@@ -271,7 +272,7 @@ def _xlstm_cell(kind: Any) -> Finding:
 
 
 def _same_cell(kind: Any, ours: Forward) -> bool:
-    """Whether the two give the same on a probe, from a state and of one step too."""
+    """Returns True if both cells agree on a probe, also from an initial state and for one step."""
     draw = draws()
     dtypes = dict.fromkeys(("autocast_kernel_dtype", "inference_state_dtype"), "float32")
     options = {"mode": "inference", "chunk_size": 16, "eps": 1e-6, "return_last_states": True}
@@ -293,9 +294,9 @@ def _same_cell(kind: Any, ours: Forward) -> bool:
 
 _HEADS = _delta_rule(functional.gated_delta_rule)
 _CHANNELS = _delta_rule(functional.kimi_delta_attention)
-#: Whole layers, which packages for GPUs have alone.
+#: Fused layers that exist only in GPU packages.
 _FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
-#: Makers of our functions, by the names of the functions that they replace.
+#: Name of transformers' function -> maker of ours.
 _MAKERS: dict[str, Callable[[Forward], Forward]] = {
     "causal_conv1d_fn": _convolution,
     "causal_conv1d_update": _convolution_step,
@@ -310,7 +311,7 @@ _MAKERS: dict[str, Callable[[Forward], Forward]] = {
 
 
 def _same(name: str, original: Forward, ours: Forward) -> bool:
-    """Whether the two give the same on a probe."""
+    """Returns True if both functions give equal results on a probe."""
     if name in _FUSED:
         return True
     draw = draws()

@@ -1,4 +1,4 @@
-"""Makes attn_implementation="omniattn" and experts_implementation="omniattn" known."""
+"""Registers attn_implementation="omniattn" and experts_implementation="omniattn"."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["register"]
 def register(name: str = "omniattn") -> None:
     """Registers attention, masks and experts under `name`.
 
-    Attention needs the mask function: without it a model has no mask at all and silently loses
+    Attention needs the mask function, too: without it a model would get no mask and silently lose
     causality.
 
     Args:
@@ -33,10 +33,10 @@ def register(name: str = "omniattn") -> None:
 
     Note:
         A model that computes its attention without transformers' AttentionInterface (BLOOM, MPT,
-        DeBERTa, Falcon) would take the name and ignore it, or end in a KeyError. It raises
-        NotImplementedError instead, when it is made and in `set_attn_implementation`. A layer that
-        passes what is not computed here, such as the sinks of each query of Inkling 2, raises it in
-        its forward. docs/hf.md has the list.
+        DeBERTa, Falcon) would accept the name and ignore it, or raise KeyError. It raises
+        NotImplementedError instead, when constructed and in `set_attn_implementation`. A layer that
+        passes an unsupported argument, such as Inkling 2's sinks per query, raises it in its
+        forward. docs/hf.md has the list.
 
     Example:
         >>> from transformers import AttentionInterface
@@ -53,7 +53,7 @@ def register(name: str = "omniattn") -> None:
 
 @functools.cache
 def _check_models() -> None:
-    """Lets every model say whether it can have our attention; transformers has no hook for it."""
+    """Makes every model check that it supports our attention; transformers has no hook for it."""
     kind: Any = PreTrainedModel
     correct, change = kind.get_correct_attn_implementation, kind.set_attn_implementation
 
@@ -91,8 +91,7 @@ def _is_ours(name: str | None) -> bool:
 def _requested(
     config: PreTrainedConfig, implementation: str | dict[str, Any]
 ) -> Iterator[tuple[PreTrainedConfig, str]]:
-    """Yields each config with the implementation that `set_attn_implementation` is about to give
-    it."""
+    """Yields each config with the implementation that `set_attn_implementation` will set."""
     if not isinstance(implementation, dict):
         implementation = dict.fromkeys(("", *config.sub_configs), implementation)
     yield config, implementation.get("", config._attn_implementation)
@@ -103,10 +102,10 @@ def _requested(
 
 
 def require_interface(model: PreTrainedModel) -> None:
-    """Raises NotImplementedError for a model that never asks the AttentionInterface.
+    """Raises NotImplementedError for a model that never uses the AttentionInterface.
 
     Args:
-        model: itself, without the models that it contains.
+        model: checked without the models nested in it.
     """
     layer = own_attention(model)
     if layer is not None:

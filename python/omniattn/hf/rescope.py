@@ -1,4 +1,4 @@
-"""Functions of transformers that find other functions under the names that they call."""
+"""Copies transformers' functions with replaced globals."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["rescoped"]
 
 
 def rescoped(function: Any, ours: Mapping[str, Forward]) -> FunctionType:
-    """A copy of `function`, below its decorators, with `ours` among its globals."""
+    """Returns a copy of `function` and its decorators that sees `ours` among its globals."""
     inner = getattr(function, "__wrapped__", None)
     scope, cells = function.__globals__, function.__closure__
     if inner is None:
-        # Without __name__, by which torch.compile would look globals up in the module.
+        # Without __name__: torch.compile would use it to look globals up in the module.
         scope = {name: value for name, value in scope.items() if name != "__name__"} | dict(ours)
     else:
         new = rescoped(inner, ours)

@@ -1,4 +1,4 @@
-"""Attention layers of transformers with this package's rotary function in place of their own."""
+"""Replaces the rotary function of transformers' attention layers by this package's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["rotary_forward"]
 
 @functools.cache
 def rotary_forward(kind: Any) -> Finding:
-    """The forward of an attention layer with our rotary function in place of its module's."""
+    """Returns an attention layer's forward that calls our rotary function."""
     forward, name = inspect.unwrap(kind.forward), "apply_rotary_pos_emb"
     if not isinstance(forward, FunctionType):
         return None
@@ -48,8 +48,10 @@ _LAYOUTS: tuple[dict[str, int], ...] = ({}, {"unsqueeze_dim": 1}, {"unsqueeze_di
 
 
 def _layout(forward: FunctionType, original: Forward) -> dict[str, int] | None:
-    """The unsqueeze_dim that the calls of `original` in `forward` have, if they do: 1 for heads
-    (B, H, T, D), 2 for (B, T, H, D); None where they have others, or further arguments."""
+    """Returns the keyword unsqueeze_dim, if any, with which `forward` calls `original`.
+
+    1 is for heads (B, H, T, D), 2 for (B, T, H, D). Returns None for any other arguments.
+    """
     signature, found = inspect.signature(original), []
     try:
         source = textwrap.dedent(inspect.getsource(forward))
@@ -68,7 +70,7 @@ def _layout(forward: FunctionType, original: Forward) -> dict[str, int] | None:
 def _rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q, k (B, H, T, D), or (B, T, H, D) for unsqueeze_dim=2, rotated by cos, sin (B, T, Dr/2)."""
+    """Rotates q, k (B, H, T, D), or (B, T, H, D) if unsqueeze_dim=2, by cos, sin (B, T, Dr/2)."""
     heads_first = unsqueeze_dim == 1
     if q.dtype != k.dtype:  # under autocast: each in its own dtype
         table = (cos, sin, unsqueeze_dim, interleaved)
@@ -86,7 +88,7 @@ def _rotate(
 
 
 def _once(table: Tensor) -> Tensor:
-    """The first half of a table that holds all angles twice, one after the other."""
+    """Returns the first half of a table whose halves are equal."""
     return table[..., : table.shape[-1] // 2]
 
 
@@ -114,7 +116,7 @@ def _rotary_pairs_each(
     return _rotate(q, k, cos[..., ::2], sin[..., ::2], unsqueeze_dim, interleaved=True)
 
 
-#: Our rotary functions, and how the tables that each takes hold the angles.
+#: Our rotary functions -> layout of their tables as a function of the angles.
 _ROTARIES: dict[Forward, Callable[[Tensor], Tensor]] = {
     _rotary_half_twice: lambda angles: torch.cat([angles, angles], -1),
     _rotary_half: lambda angles: angles,
@@ -139,7 +141,7 @@ def _same_rotary(original: Forward, ours: Forward, layout: dict[str, int]) -> bo
     except (RuntimeError, ValueError):
         pass
     else:
-        return False  # it lets prefix tokens pass (DINOv3)
+        return False  # it skips prefix tokens (DINOv3)
     return all(
         torch.allclose(a, e, rtol=1e-5, atol=1e-6)
         for a, e in zip(ours(q, k, cos, sin, **layout), expected, strict=True)

@@ -1,4 +1,4 @@
-"""The scans of transformers' state-space models by this package's."""
+"""Replaces the scans of transformers' state-space models by this package's."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ def _channels(original: Forward) -> Forward:
         use_associative_scan: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """hidden_states, dt and z (B, D, T), B and C (B, N, T) -> y (B, D, T). The last two options
-        choose among their forms."""
+        """Maps hidden_states, dt and z (B, D, T), B and C (B, N, T) to y (B, D, T).
+
+        The last two options choose among transformers' implementations and have no effect.
+        """
         options: dict[str, Any] = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
         packing = packing_of(hidden_states, kwargs, steps=2)
         if not takes(hidden_states):
@@ -76,7 +78,7 @@ def _channel_step(original: Forward) -> Forward:
         z: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """hidden_states, dt and z (B, D), B and C (B, N); state (B, D, N) is updated."""
+        """Takes hidden_states, dt, z (B, D), B and C (B, N); updates state (B, D, N)."""
         if not takes(hidden_states):
             options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z}
             theirs: Tensor = original(state, hidden_states, dt, A, B, C, **options, **kwargs)
@@ -113,7 +115,7 @@ def _chunks(original: Forward) -> Forward:
         return_final_states: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As `functional.ssd`, with y in fp32; chunk_size changes nothing."""
+        """Calls `functional.ssd` and returns y in fp32; chunk_size has no effect."""
         packing = packing_of(hidden_states, kwargs)
         if not takes(hidden_states):
             refuse(packing, original.__name__, kwargs)
@@ -134,7 +136,7 @@ def _chunks(original: Forward) -> Forward:
         y, state = state_space_duality(x, dt, A, B, C, *rest, fp32_output=True)
         if packing is not None:
             y, state = packing.split(y), packing.last(state)
-        return (y, state.contiguous()) if return_final_states else y  # for steps in place
+        return (y, state.contiguous()) if return_final_states else y  # steps update it in place
 
     return mamba2_chunk_scan
 
@@ -153,11 +155,13 @@ def _head_step(original: Forward) -> Forward:
         z: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """hidden_states and dt (B, H, P), A (H, P, N), D and dt_bias (H, P), B and C (B, G, N);
-        state (B, H, P, N) is updated. dt, dt_bias and A are one number for each head, expanded."""
+        """Takes hidden_states, dt (B, H, P), A (H, P, N), D, dt_bias (H, P), B and C (B, G, N).
+
+        Updates state (B, H, P, N). dt, dt_bias and A are scalars per head, expanded.
+        """
         given = [(dt, (2,)), (A, (1, 2))] + ([] if dt_bias is None else [(dt_bias, (1,))])
         ours = takes(hidden_states) and all(_expanded(*each) for each in given)
-        if not (ours and dt_softplus):  # without it theirs takes steps below zero as they are
+        if not (ours and dt_softplus):  # without it transformers allows negative steps
             options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "z": z}
             theirs: Tensor = original(state, hidden_states, dt, A, B, C, **options, **kwargs)
             return theirs
@@ -180,12 +184,12 @@ def _head_step(original: Forward) -> Forward:
 
 
 def _widened(state: Tensor, *vectors: Tensor | None) -> list[Tensor | None]:
-    """In the dtype of a state, which is wider than half models' parameters."""
+    """Casts tensors to the state's dtype, which may be wider than the parameters'."""
     return [None if t is None else t.to(state.dtype) for t in vectors]
 
 
 def _in_place(x: Tensor, state: Tensor, *vectors: Tensor | None) -> bool:
-    """Whether the ops can update `state`, with these in its dtype."""
+    """Returns True if the ops can update `state` in place and `vectors` have its dtype."""
     given = [t for t in vectors if t is not None]
     wide = state.dtype == compute_dtype(x) and all(t.dtype == state.dtype for t in given)
     return wide and state.is_contiguous() and in_place(x, state, *given)
@@ -195,7 +199,7 @@ def _expanded(t: Tensor, dims: tuple[int, ...]) -> bool:
     return all(t.stride(d) == 0 or t.shape[d] == 1 for d in dims)
 
 
-#: Makers of our functions, by the names of the functions that they replace.
+#: Name of transformers' function -> maker of ours.
 SCANS: dict[str, Callable[[Forward], Forward]] = {
     "mamba_selective_scan": _channels,
     "mamba_selective_state_update": _channel_step,

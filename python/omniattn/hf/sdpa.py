@@ -1,5 +1,4 @@
-"""Attention layers that call torch's scaled_dot_product_attention themselves, such as Falcon's and
-SAM's, with this package's in its place."""
+"""Replaces torch's scaled_dot_product_attention in layers that call it (Falcon, SAM)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _SETTING = "_attn_implementation"
 
 
 class _Ours(TorchFunctionMode):
-    """Calls this package's function for torch's; all others as they are."""
+    """Replaces torch's function by this package's while active; leaves all others alone."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -30,13 +29,13 @@ class _Ours(TorchFunctionMode):
 
 
 def sdpa_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The layer's own forward, with our attention."""
+    """Runs the layer's own forward with our attention."""
     with _Ours():
         return self.omniattn_original.forward(self, *args, **kwargs)
 
 
 def find_sdpa(module: nn.Module) -> Finding:
-    """:func:`sdpa_forward` for a layer whose own forward calls torch's function."""
+    """Returns :func:`sdpa_forward` for a layer whose own forward calls torch's function."""
     kind: Any = type(module)
     forward = inspect.unwrap(kind.forward)
     if "Attention" not in kind.__name__ or not isinstance(forward, FunctionType):

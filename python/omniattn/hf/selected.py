@@ -1,5 +1,7 @@
-"""Attention of transformers' layers to keys that an indexer has chosen: single keys (DeepSeek-V3.2
-and its kin) or blocks of them (MiniMax-M3)."""
+"""Attention of transformers' layers to keys chosen by an indexer.
+
+The indexer chooses single keys (DeepSeek-V3.2 and successors) or blocks of keys (MiniMax-M3).
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,19 @@ def attention_to_chosen(
     output_attentions: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention to the keys that are chosen and visible.
+    """Computes attention to the keys that are both chosen and unmasked.
 
     Args:
-        module: the calling layer, whose indexer knows the size of a block.
+        module: the calling layer, whose indexer has the block size.
         query: (B, Hq, Tq, D).
         key: (B, Hkv, Tk, D).
         value: (B, Hkv, Tk, Dv).
-        attention_mask: of all keys; None is causal.
-        indices: (B, Tq, n) numbers of keys, which may be hidden ones: an indexer whose choice is
-            larger than what a query sees fills it up with any others.
-        block_indices: in place of these (B, Hkv, Tq, n) numbers of blocks, -1 for none.
-        packed: pairs within one of several sequences in a row.
-        output_attentions: give the weights as well.
+        attention_mask: mask over all keys; None is causal.
+        indices: (B, Tq, n) key indices, possibly masked ones: a query with fewer than n unmasked
+            keys gets arbitrary others.
+        block_indices: (B, Hkv, Tq, n) block indices instead, -1 for none.
+        packed: mask of pairs within the same packed sequence.
+        output_attentions: return the weights as well.
         options: scale, softcap, sinks and dropout_p of `functional.selected_attention`.
 
     Returns:
@@ -75,7 +77,7 @@ def _block_size(module: Any) -> int:
 def _tokens(
     module: nn.Module, indices: Tensor | None, block_indices: Tensor | None, keys: int
 ) -> Tensor:
-    """The chosen keys (B, 1 | Hkv, Tq, n), -1 for none."""
+    """Returns the chosen keys (B, 1 | Hkv, Tq, n), -1 for none."""
     if block_indices is None:
         assert indices is not None
         return indices[:, None]
@@ -93,8 +95,8 @@ def _without_hidden(
     queries: int,
     keys: int,
 ) -> Tensor:
-    """`chosen` with -1 for keys that the mask hides."""
-    if mask is None:  # one new token, or queries from the first key on
+    """Returns `chosen` with -1 for masked keys."""
+    if mask is None:  # causal: one new token, or queries from the first key
         if queries > 1:
             chosen = _up_to(chosen, 0)
     elif isinstance(mask, RuleMask) and (parts := _plain_rules(mask)) is not None:
@@ -110,7 +112,7 @@ def _without_hidden(
 
 
 def _plain_rules(mask: RuleMask) -> tuple[masks.Mask, ...] | None:
-    """The rules of a causal mask with padding, for which no pairs are needed; else None."""
+    """Returns the rules of a causal mask with padding, which need no dense mask; else None."""
     rules = mask.rules
     if not isinstance(rules, masks.All) or rules.masks[:1] != (masks.Causal(),):
         return None
@@ -119,13 +121,13 @@ def _plain_rules(mask: RuleMask) -> tuple[masks.Mask, ...] | None:
 
 
 def _up_to(chosen: Tensor, first: int) -> Tensor:
-    """`chosen` with -1 for keys after the query's own, which is `first` for the first query."""
+    """Returns `chosen` with -1 for keys after query i's own position, `first` + i."""
     rows = torch.arange(first, first + chosen.shape[2], device=chosen.device)[:, None]
     return chosen.masked_fill(chosen > rows, -1)
 
 
 def _where(chosen: Tensor, seen: Tensor) -> Tensor:
-    """`chosen` (B, H, Tq, n) with -1 for keys that seen (B | 1, 1 | H, Tq, Tk) hides."""
+    """Returns `chosen` (B, H, Tq, n) with -1 where seen (B | 1, 1 | H, Tq, Tk) is False."""
     every = seen.expand(*chosen.shape[:2], -1, -1)
     return chosen.masked_fill(~every.gather(3, chosen.clamp(min=0).long()), -1)
 
@@ -136,7 +138,7 @@ def _visible(module: nn.Module, mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     seen = mask == 0
-    # A tensor that is traced has no values to check.
+    # A traced tensor has no values to check.
     if torch.compiler.is_compiling() or bool((seen | (mask < -1e4)).all()):
         return seen
     raise NotImplementedError(
@@ -147,7 +149,7 @@ def _visible(module: nn.Module, mask: Tensor) -> Tensor:
 
 
 def _weights(q: Tensor, k: Tensor, lse: Tensor, lists: Tensor, options: dict[str, Any]) -> Tensor:
-    """The weights (B, Hq, Tq, Tk) from the lists of a call."""
+    """Computes the weights (B, Hq, Tq, Tk) of a call from its lists of keys."""
     block = options["block_size"]
     blocks = -(-k.shape[1] // block)
     shape = (*lists.shape[:3], blocks + 1)

@@ -1,4 +1,4 @@
-"""The states of a decoder of this package as a cache of transformers' generation."""
+"""States of a decoder of this package with the interface of transformers' caches."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["DecoderStates"]
 
 
 class DecoderStates:
-    """The states of all layers, caches and recurrent ones, which are made at the first tokens.
+    """Holds the caches and recurrent states of all layers, allocated at the first tokens.
 
     Args:
-        decoder: whose states these are.
-        max_length: tokens that the first storage has room for; it doubles when it is full.
+        decoder: the decoder that uses the states.
+        max_length: initial capacity in tokens; it doubles when exceeded.
     """
 
     #: Attributes that transformers reads from a cache.
@@ -36,7 +36,7 @@ class DecoderStates:
         return f"DecoderStates(length={self.get_seq_length()}, max_length={self.max_length})"
 
     def of(self, tokens: Tensor, dtype: torch.dtype) -> list[State]:
-        """The states before these tokens (B, T), with room for them."""
+        """Returns the states before these tokens (B, T), with capacity for them."""
         batch, needed = tokens.shape[0], self.get_seq_length() + tokens.shape[1]
         if self.states is not None and needed <= self.max_length:
             return self.states
@@ -48,7 +48,7 @@ class DecoderStates:
         return self.states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of tokens seen."""
+        """Returns the number of tokens seen."""
         return 0 if self.states is None else self.states[layer_idx].length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -57,7 +57,7 @@ class DecoderStates:
             state.reorder(beam_idx.to(self.decoder.embed_tokens.weight.device))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these sequences."""
+        """Keeps the sequences at `indices`."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -66,13 +66,13 @@ class DecoderStates:
             self.reorder_cache(torch.arange(self._batch()).repeat_interleave(repeats))
 
     def crop(self, max_length: int) -> None:
-        """Forgets all tokens from position `max_length` on, or the last ones if it is negative."""
+        """Drops tokens from position `max_length` on; if negative, the last -max_length tokens."""
         length = max_length if max_length >= 0 else self.get_seq_length() + max_length
         for state in self.states or ():
             state.crop(min(length, state.length))
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Drops all states."""
         self.states = None
 
     def _batch(self) -> int:

@@ -1,4 +1,4 @@
-"""Classes of transformers with another forward, and back to the classes themselves."""
+"""Makes subclasses of transformers' classes with another forward, and finds the originals."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["original_of", "subclass"]
 
 _log = logging.getLogger("omniattn")
 
-#: Functions that make forwards of classes. These cannot be pickled; all others are module-level
-#: functions.
+#: Functions that make a class's forward. Their results are closures, which cannot be pickled; all
+#: other forwards are module-level functions.
 _MAKERS = (
     rotary_forward,
     recurrent_forward,
@@ -34,8 +34,10 @@ _LINEARS = (layers.linear, loss.head)
 
 @functools.cache
 def subclass(original: Any, forward: Forward) -> Any:
-    """Returns a subclass of `original` with another forward. The instance holds no state, so that
-    copies are correct, including DataParallel's."""
+    """Returns a subclass of `original` with another forward.
+
+    Instances get no further state, so copies are correct, including DataParallel's.
+    """
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         named = next((make for make in _MAKERS if make(original) is forward), forward)
@@ -60,8 +62,11 @@ def subclass(original: Any, forward: Forward) -> Any:
 
 @functools.cache
 def original_of(kind: Any) -> Any:
-    """The class from which `kind` was made, also below one that torch made of ours meanwhile:
-    fully_shard and parametrisations subclass the class that they find."""
+    """Returns the class from which `kind` was made.
+
+    Sees through later subclasses of ours by torch: fully_shard and parametrisations subclass the
+    current class.
+    """
     if "omniattn_original" in vars(kind):
         return kind.omniattn_original
     if not hasattr(kind, "omniattn_original"):
@@ -71,25 +76,25 @@ def original_of(kind: Any) -> Any:
 
 
 def _patched_instance(original: Any, named: Forward) -> Any:
-    """An empty module of the subclass, for pickle; the process may not have patched anything."""
+    """Makes an empty instance of the subclass for pickle, in any process."""
     register()
     kind = subclass(original, named(original) if named in _MAKERS else named)
     return kind.__new__(kind)
 
 
 def _or_original(forward: Forward) -> Forward:
-    """`forward`, or the module's own where this package has no kernel: for a weight that became a
-    tensor of another class, or has another dtype than x.
+    """Wraps `forward` to fall back to the module's own forward without a kernel for its weight.
 
-    Autocast casts both to one dtype, except for norms that take rows in half precision with a
-    weight in fp32 themselves, with autocast and without.
+    This concerns weights that became another tensor class, or whose dtype differs from x's.
+    Autocast casts both to one dtype, except for norms that accept half-precision rows with fp32
+    weights, with and without autocast.
     """
     widens = forward in layers.WIDENING_NORMS
 
     @functools.wraps(forward)
     def checked(self: Any, x: Tensor, *loss: Any) -> Any:
         weight = self.weight
-        if loss:  # of a head, by loss.py, which looks at the weight before
+        if loss:  # from loss.py, which has checked the head's weight
             return forward(self, x, *loss)
         if hasattr(type(weight), "__tensor_flatten__"):
             reason = f"its weight is a {type(weight).__name__}"
@@ -98,7 +103,7 @@ def _or_original(forward: Forward) -> Forward:
             if widens
             else torch.is_autocast_enabled(x.device.type)
         ):
-            # Models that keep a stream in fp32 and their weights in half precision.
+            # Models with an fp32 residual stream and half-precision weights.
             reason = f"its input is {x.dtype} and its weight {weight.dtype}"
         else:
             return forward(self, x)
@@ -120,7 +125,7 @@ def _no_qconfig(self: Any) -> NoReturn:
 
 
 def _refuse_qconfig(self: Any, _: Any) -> NoReturn:
-    """torch.ao.quantization finds layers by their exact class: it would leave this as it is."""
+    """Raises: torch.ao.quantization matches exact classes and would skip patched layers."""
     raise RuntimeError(
         "omniattn.hf.patch: linears must not be patched when torch.ao quantises the model: "
         "unpatch, quantise, and patch again"
