@@ -9,10 +9,10 @@ from omniattn.modules.base.state import RecurrentState, parts_of
 
 
 def require_states(op: str, state: Any, layers: int, steps: int) -> int:
-    """The number of tokens before the `steps` new ones, of which all states must have room.
+    """Returns the number of past tokens; checks that all states have room for `steps` new ones.
 
-    A layer changes its own state, so that a call which fails in a later layer would leave the
-    states of the earlier ones ahead, and the next call would be wrong without an error.
+    Each layer updates its own state, so a call that fails in a later layer would leave the states
+    of earlier layers ahead, and the next call would silently be wrong.
     """
     if not isinstance(state, (list, tuple)):
         raise TypeError(

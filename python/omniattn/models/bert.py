@@ -1,4 +1,4 @@
-"""BERT: an encoder with its norms after each layer, that restores masked tokens or classifies."""
+"""BERT: a post-norm encoder for masked language modeling or classification."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from omniattn.modules import (
 )
 from omniattn.modules.base.fields import Epsilon, Probability, Size
 
-#: Names in transformers that the models with different heads share.
+#: Our option -> transformers' option, for all heads.
 HF_OPTIONS = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
@@ -62,13 +62,13 @@ HF_FIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class BertSizes(EncoderConfig):
-    """Sizes and options of the models with different heads.
+    """Sizes and options shared by BERT models with different heads.
 
     Args:
         vocab_size, dim, num_layers, num_heads, hidden_dim: sizes.
         max_positions: number of learned positions.
-        token_types: kinds of segments, told apart by an embedding.
-        dropout_p: of embeddings, attention weights and each layer's output.
+        token_types: number of token types (segments), each with an embedding.
+        dropout_p: dropout of embeddings, attention weights and each layer's output.
 
     Reference:
         Devlin et al., "BERT", 2018, arXiv 1810.04805.
@@ -137,7 +137,7 @@ class BertClassifierConfig(BertSizes):
 
 
 class BertEncoder(Model):
-    """x = LN(E[tokens] + P + S[types]); post-norm blocks; subclasses add a head.
+    """Computes x = LN(E[tokens] + P + S[types]), then post-norm blocks; subclasses add a head.
 
     Args:
         config: sizes and options.
@@ -182,7 +182,7 @@ class BertEncoder(Model):
         token_types: Tensor | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """The encoder's states (B, T, dim); token_types (B, T) int, mask as in Attention."""
+        """Returns the hidden states (B, T, dim); token_types (B, T) int, mask as in Attention."""
         op = type(self).__name__
         require_token_ids(op, "tokens", tokens)
         if token_types is not None:
@@ -202,7 +202,7 @@ class BertEncoder(Model):
 
 
 class Bert(BertEncoder):
-    """The states x of a :class:`BertEncoder`; logits = LN(gelu(x W)) E^T + b.
+    """A masked language model: logits = LN(gelu(x W)) E^T + b, with x of :class:`BertEncoder`.
 
     Args:
         config: sizes and options.
@@ -234,7 +234,7 @@ class Bert(BertEncoder):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Zeroes the bias of the head."""
+        """Sets the bias of the head to 0."""
         nn.init.zeros_(self.head_bias)
 
     def forward(
@@ -245,7 +245,7 @@ class Bert(BertEncoder):
         token_types: Tensor | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """Logits (B, T, vocab_size), or with targets, of which -100 does not count, the loss."""
+        """Returns logits (B, T, vocab_size), or with targets the mean loss; -100 is ignored."""
         x = self.hidden(tokens, token_types=token_types, mask=mask)
         x = self.head_norm(nn.functional.gelu(self.head_transform(x)))
         weight, bias, backend = self.embed_tokens.weight, self.head_bias, self.config.backend
@@ -255,9 +255,9 @@ class Bert(BertEncoder):
 
 
 class BertClassifier(BertEncoder):
-    """The states x of a :class:`BertEncoder`; logits = dropout(tanh(x_0 W_pool + b)) W_head + b.
+    """A sequence classifier: logits = dropout(tanh(x_0 W_pool + b)) W_head + b.
 
-    The first token of a sequence, [CLS], stands for it.
+    x_0 is the hidden state of the first token, [CLS], in :class:`BertEncoder`.
 
     Args:
         config: sizes and options.
@@ -293,8 +293,7 @@ class BertClassifier(BertEncoder):
         token_types: Tensor | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """Returns one vector for each sequence (B, dim): tanh of the pooled state of its first
-        token."""
+        """Returns tanh(x_0 W_pool + b), one vector (B, dim) for each sequence."""
         x = self.hidden(tokens, token_types=token_types, mask=mask)
         return torch.tanh(self.pooler(x[:, 0]))
 
@@ -306,7 +305,7 @@ class BertClassifier(BertEncoder):
         token_types: Tensor | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """Logits (B, classes), or with labels the mean loss."""
+        """Returns logits (B, classes), or with labels the mean loss."""
         pooled = self.pooled(tokens, token_types=token_types, mask=mask)
         logits: Tensor = self.head(self.dropout(pooled))
         if labels is None:

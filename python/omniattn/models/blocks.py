@@ -1,4 +1,4 @@
-"""A decoder by its blocks: any mixers and channel mixers in any order, hybrids among them."""
+"""A decoder built from a list of blocks, with any mixers in any order, including hybrids."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from omniattn.models.decoder import Decoder
 from omniattn.modules import DecoderBlock, LearnedPositional, RotaryEmbedding
 from omniattn.modules.base.layer import LayerConfig
 
-#: Named patterns of layers that attend to a window ("swa") or to all tokens ("full"), repeated from
-#: the first layer on. gpt3: Brown et al. 2020, arXiv 2005.14165; gemma2: Gemma Team 2024, arXiv
-#: 2408.00118; gemma3: Gemma Team 2025, arXiv 2503.19786.
+#: Named patterns of layers with sliding-window ("swa") or full attention, repeated from the first
+#: layer on. gpt3: Brown et al. 2020, arXiv 2005.14165; gemma2: Gemma Team 2024, arXiv 2408.00118;
+#: gemma3: Gemma Team 2025, arXiv 2503.19786.
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "gpt3": ("full", "swa"),
     "gemma2": ("swa", "full"),
     "gemma3": ("swa", "swa", "swa", "swa", "swa", "full"),
 }
-#: The kinds, in the order of the blocks of a config, also by their names in transformers.
+#: Kind of layer, also as named by transformers -> index into a config's blocks.
 _KINDS = {"swa": 0, "full": 1, "sliding_attention": 0, "full_attention": 1}
 
 
@@ -27,13 +27,13 @@ def layer_schedule(schedule: str | Sequence[str], num_layers: int) -> tuple[str,
     """Returns the kind of each layer: "swa" (sliding-window attention) or "full".
 
     Args:
-        schedule: a name of `SCHEDULES`; "n:m" for n layers of "swa", then m of "full", either
-            of which may be 0; or the kinds themselves, as in `layer_types` of transformers.
-            Repeated from the first layer on.
-        num_layers: how many.
+        schedule: a name of `SCHEDULES`; "n:m" for n layers of "swa", then m of "full", of which
+            one may be 0; or a list of kinds, as in `layer_types` of transformers. Repeated from
+            the first layer on.
+        num_layers: number of layers.
 
     Raises:
-        ValueError: another schedule.
+        ValueError: the schedule is invalid.
 
     Example:
         >>> layer_schedule("2:1", 7)
@@ -58,14 +58,14 @@ def layer_schedule(schedule: str | Sequence[str], num_layers: int) -> tuple[str,
 
 @dataclass(frozen=True)
 class BlocksConfig(Decoder.Config):
-    """The configs of the parts.
+    """Config of a decoder built from configs of its blocks.
 
     Args:
-        blocks: of the layers, repeated from the first one on where there are more layers.
-        rope: rotary embedding of all layers that rotate.
-        positions: added to the embeddings.
-        schedule: which of two blocks a layer has, the first where it is "swa" and the second where
-            it is "full", by a name, a ratio or a list: see :func:`layer_schedule`.
+        blocks: configs of the layers, repeated if there are more layers.
+        rope: rotary embedding of all layers that use one.
+        positions: position embedding added to the token embedding.
+        schedule: chooses between two blocks, the first for "swa" and the second for "full", by a
+            name, a ratio or a list: see :func:`layer_schedule`.
 
     Example:
         >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
@@ -98,7 +98,7 @@ class BlocksConfig(Decoder.Config):
                     f"got block={shown(block)}"
                 )
             for name in ("mixer", "norm"):
-                dim = getattr(getattr(block, name), "dim", None)  # of a layer that has one width
+                dim = getattr(getattr(block, name), "dim", None)  # None if the layer has no dim
                 if dim is not None and dim != self.dim:
                     raise ValueError(
                         f"BlocksConfig: {name} of a block must have the dim of the model, "

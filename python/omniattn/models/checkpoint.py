@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file with tensors and metadata, written whole or not at all."""
+"""Checkpoints: one safetensors file with tensors and metadata, written atomically."""
 
 import json
 import os
@@ -17,7 +17,7 @@ class CheckpointError(ValueError):
 
 
 def _digest(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
-    """CRC-32 of all bytes in the order of the names: safetensors alone misses flipped bits."""
+    """Returns the CRC-32 of all bytes, ordered by name; safetensors does not detect bit flips."""
     crc = zlib.crc32(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         t = tensors[name]
@@ -33,7 +33,7 @@ def write_checkpoint(
     """Writes atomically: a crash, an interrupt or a full disk leaves the previous file intact.
 
     Raises:
-        OSError: if the file cannot be written; the partial one is removed.
+        OSError: if the file cannot be written; the partial file is removed.
     """
     from safetensors.torch import save
 
@@ -53,7 +53,7 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: Path | str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors (on the CPU) and metadata of a file of `write_checkpoint`.
+    """Reads the tensors (on the CPU) and the metadata of a file of `write_checkpoint`.
 
     Raises:
         OSError: if the file cannot be read.
@@ -90,10 +90,10 @@ def model_metadata(model: Model) -> dict[str, str]:
 
 
 def config_of(metadata: dict[str, str], backend: str | None = None) -> ModelConfig:
-    """The config in the metadata of a file.
+    """Returns the model config in the metadata of a file.
 
     Raises:
-        CheckpointError: if its architecture or one of its layers is unknown.
+        CheckpointError: if the architecture or a layer is unknown.
     """
     modules = json.loads(metadata.get("modules", "[]"))
     missing = [name for name in modules if name not in sys.modules] or modules
@@ -119,8 +119,8 @@ def save_model(model: Model, path: Path | str) -> None:
     """Writes weights and config, atomically; needs safetensors.
 
     Raises:
-        TypeError: the model is not one of this package.
-        OSError: if the file cannot be written; the partial one is removed.
+        TypeError: if the model is not one of this package.
+        OSError: if the file cannot be written; the partial file is removed.
     """
     if not isinstance(model, Model):
         raise TypeError(
@@ -136,12 +136,12 @@ def load_model(
     device: torch.device | str | None = None,
     backend: str | None = None,
 ) -> Model:
-    """The model of a file of `save_model` or of a training checkpoint, in eval mode.
+    """Loads the model from a file of `save_model` or a training checkpoint, in eval mode.
 
     Args:
         path: the safetensors file.
-        device: of the parameters, default CPU; they keep the dtype of the file.
-        backend: of all ops of the model.
+        device: device of the parameters, default CPU; their dtype is that of the file.
+        backend: backend of all ops of the model.
 
     Raises:
         OSError: if the file cannot be read.

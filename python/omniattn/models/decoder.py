@@ -1,4 +1,4 @@
-"""The decoder that all decoder-only architectures share; an architecture is a Config for it."""
+"""The decoder shared by all decoder-only architectures; an architecture is a Config for it."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def _takes_score_mod(layer: nn.Module) -> bool:
 
 
 class Decoder(Model, Stateful):
-    """x = E[tokens] (+ P[positions]); blocks; norm; logits = x W_head^T.
+    """Computes x = E[tokens] (+ P[positions]), the blocks, the norm and logits = x W_head^T.
 
     Args:
-        config: sizes, and the parts that an architecture chooses.
+        config: sizes and the parts that an architecture defines.
         device, dtype: of the parameters.
 
     Shape:
@@ -53,21 +53,21 @@ class Decoder(Model, Stateful):
         `targets` (B, T).
 
     Notes:
-        The loss goes through `linear_cross_entropy`, which never holds (B * T, vocab_size).
+        The loss uses `linear_cross_entropy`, which never stores logits (B * T, vocab_size).
     """
 
     @dataclass(frozen=True)
     class Config(ModelConfig):
-        """Sizes; an architecture adds its own and defines its blocks.
+        """Sizes; an architecture adds its own fields and defines its blocks.
 
         Args:
             vocab_size, dim, num_layers: sizes.
-            tie_embeddings: the head uses the weight of the embedding.
-            init_std: of all weights; that of the projections onto the residual stream is divided
-                by sqrt(2 num_layers).
-            dropout_p: of the embeddings and of each layer's output.
-            gradient_checkpointing: keep only the input of each block, recompute it in backward.
-            residual_in_fp32: keep the sum of all layers in float32 where the weights have 16 bits.
+            tie_embeddings: the head shares the embedding's weight.
+            init_std: standard deviation of all initial weights; divided by sqrt(2 num_layers) for
+                projections onto the residual stream.
+            dropout_p: dropout of the embeddings and of each layer's output.
+            gradient_checkpointing: save only each block's input and recompute it in backward.
+            residual_in_fp32: keep the residual stream in float32 if the weights have 16 bits.
         """
 
         vocab_size: Size = 256
@@ -81,31 +81,31 @@ class Decoder(Model, Stateful):
 
         @abstractmethod
         def block(self, layer: int) -> DecoderBlock.Config:
-            """Config of a layer, counted from 0."""
+            """Returns the config of a layer, counted from 0."""
 
         @property
         @abstractmethod
         def norm(self) -> LayerConfig:
-            """The norm before the head."""
+            """Config of the norm before the head."""
 
         @property
         def rope(self) -> RotaryEmbedding.Config | None:
-            """Rotary embedding of all layers."""
+            """Config of the rotary embedding of all layers."""
             return None
 
         @property
         def positions(self) -> LearnedPositional.Config | None:
-            """Positions that are added to the embeddings."""
+            """Config of the position embedding added to the token embedding."""
             return None
 
         @property
         def predictor(self) -> MultiTokenPredictor.Config | None:
-            """Predictor of further tokens, whose blocks have the config of layer `num_layers`."""
+            """Config of multi-token prediction; its blocks use layer `num_layers`'s config."""
             return None
 
         @property
         def predictor_weight(self) -> float:
-            """Weight of its loss in training."""
+            """Weight of the predictor's loss in training."""
             return 0.3
 
         @property
@@ -160,17 +160,16 @@ class Decoder(Model, Stateful):
         self._predictor_loss: torch.Tensor | float = 0.0
 
     def _blocks(self, **factory: Any) -> Iterable[nn.Module]:
-        """The layers; `factory`: device and dtype."""
+        """Builds the layers; `factory`: device and dtype."""
         c = self.config
         return (DecoderBlock(c.block(layer), **factory) for layer in range(c.num_layers))
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has seen no forward: tensors of a graph cannot be copied nor pickled.
+        # Drops the last forward's loss: tensors of a graph can be neither copied nor pickled.
         return self.__dict__ | {"_predictor_loss": 0.0}
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """Returns the loss of predicting tokens after the next one, if training does, plus the
-        losses of layers that have their own."""
+        """Returns the loss of multi-token prediction, if any, plus the layers' own losses."""
         total = self.config.predictor_weight * self._predictor_loss
         for layer in self._trained_apart():
             assert layer.auxiliary is not None
@@ -178,7 +177,7 @@ class Decoder(Model, Stateful):
         return total
 
     def _trained_apart(self) -> list[AuxiliaryLoss]:
-        """The layers that had a loss of their own in the last forward."""
+        """Returns the layers with a loss of their own in the last forward."""
         layers = (module for module in self.modules() if isinstance(module, AuxiliaryLoss))
         return [layer for layer in layers if layer.auxiliary is not None]
 
@@ -200,7 +199,7 @@ class Decoder(Model, Stateful):
         eviction: Eviction | Sequence[Eviction] | None = None,
         **storage: Unpack[Storage],
     ) -> list[State]:
-        """The states of all layers before the first token; `eviction` as of `Attention`."""
+        """Returns the empty states of all layers; `eviction` as in `Attention.new_state`."""
         options: dict[str, Any] = dict(storage)
         if eviction is not None:
             if not any(isinstance(module, Attention) for module in self.layers.modules()):
@@ -224,7 +223,7 @@ class Decoder(Model, Stateful):
         score_mod: ScoreMod | None = None,
         state: list[State] | None = None,
     ) -> torch.Tensor:
-        """The normed states (B, T, dim) that the head reads; arguments as in `forward`."""
+        """Returns the normed hidden states (B, T, dim), input of the head; args as in `forward`."""
         op = type(self).__name__
         tokens, sequences = sequences_of(op, "tokens", tokens, state=state, dim=False)
         if tokens.dim() != 2:
@@ -273,7 +272,7 @@ class Decoder(Model, Stateful):
         return {"score_mod": score_mod}
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        """Normed states (..., dim) -> logits (..., vocab_size)."""
+        """Maps normed hidden states (..., dim) to logits (..., vocab_size)."""
         return head_logits(self, x)
 
     @takes_cache
@@ -287,17 +286,17 @@ class Decoder(Model, Stateful):
         score_mod: ScoreMod | None = None,
         state: list[State] | None = None,
     ) -> torch.Tensor:
-        """Logits (B, T, vocab_size), or with targets the mean loss.
+        """Returns logits (B, T, vocab_size), or with targets the mean loss.
 
         Args:
             tokens: (B, T) int, or jagged (B, j): sequences of any lengths without padding.
-            targets: as tokens, already shifted by one; -100 is left out of the mean.
-            positions: (T,) or (B, T) int, or of all tokens of a jagged tensor (total,); default:
-                counted from the start of each sequence, or on from the state.
+            targets: as tokens, already shifted by one; -100 is ignored.
+            positions: (T,) or (B, T) int, or (total,) for a jagged tensor; default: counted from
+                the start of each sequence, or on from the state.
             mask: boolean, True = attend, broadcastable to (B, heads, T, past + T); or a mask of
-                `functional.masks`, for recurrences KeyPadding or KeyLengths; or, where all layers
-                are attention, a function of it.
-            score_mod: f(score, b, h, q, k) of the layers with scores, see `functional.attention`.
+                `functional.masks`, for recurrences KeyPadding or KeyLengths; or, if all layers
+                are attention, a mask_mod of `functional.attention`.
+            score_mod: f(score, b, h, q, k) for attention layers, see `functional.attention`.
             state: from `new_state`; the tokens are appended to it. Under torch.no_grad() only.
         """
         given: dict[str, Any] = {"positions": positions, "mask": mask, "score_mod": score_mod}
@@ -317,7 +316,7 @@ class Decoder(Model, Stateful):
         mask: torch.Tensor | Mask | MaskMod | None,
         score_mod: ScoreMod | None,
     ) -> torch.Tensor:
-        """The mean over depths d of the loss of token i + d + 1 at position i."""
+        """Returns the mean over depths d of the loss of token i + d + 1 at position i."""
         assert self.predictor is not None
         if tokens.is_nested:
             raise NotImplementedError(

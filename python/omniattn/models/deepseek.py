@@ -1,4 +1,4 @@
-"""Decoders with multi-head latent attention: with dense layers, and DeepSeek-V3's with experts."""
+"""Decoders with multi-head latent attention: dense, and DeepSeek-V3's mixture of experts."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def _mscale_to_hf(ours: DeepSeekConfig) -> dict[str, Any]:
 
 
 def _mscale(rope: dict[str, Any]) -> float:
-    """Computes YaRN's mscale as transformers does; 1 without mscale_all_dim."""
+    """Returns YaRN's mscale as transformers computes it; 1 without mscale_all_dim."""
     return 0.1 * (rope.get("mscale_all_dim") or 0) * math.log(rope.get("factor", 1)) + 1
 
 
 @dataclass(frozen=True)
 class MLAConfig(LlamaFamilyConfig):
-    """Sizes of the attention; the rest is Llama's.
+    """Config of a Llama with multi-head latent attention.
 
     Args:
-        q_lora_rank, kv_lora_rank: of the latents of queries (None for none), and of keys and
+        q_lora_rank, kv_lora_rank: sizes of the latents of queries (None for none), and of keys and
             values.
-        qk_nope_dim, qk_rope_dim, v_dim: of a head.
-        mscale: its square is a factor of the scores (YaRN).
+        qk_nope_dim, qk_rope_dim, v_dim: sizes per head.
+        mscale: YaRN's scale; its square multiplies the scores.
 
     Reference:
         DeepSeek-AI, "DeepSeek-V2", 2024, arXiv 2405.04434.
@@ -64,19 +64,19 @@ class MLAConfig(LlamaFamilyConfig):
 
 @dataclass(frozen=True)
 class DeepSeekConfig(LlamaFamilyConfig):
-    """Sizes of the experts, routed as in DeepSeek-V3: sigmoid scores, balanced by a bias.
+    """Config of DeepSeek-V3: latent attention, and experts with bias-balanced sigmoid routing.
 
     Args:
         q_lora_rank, kv_lora_rank, qk_nope_dim, qk_rope_dim, v_dim, mscale: as in MLAConfig.
-        dense_layers: the first layers, with a SwiGLU of `hidden_dim`.
+        dense_layers: number of first layers with a SwiGLU of `hidden_dim` instead of experts.
         expert_dim: hidden size of an expert.
-        experts, top_k, shared: numbers of routed experts, of those for a token, and of shared
-            experts.
-        groups, top_groups: number of groups of experts, and of groups that a token may use.
-        route_scale: factor of the routed experts' weights.
-        bias_rate: step of the biases in an update.
-        mtp_depths: further tokens that each position learns to predict in training, 0 for none.
-        mtp_weight: of their loss (the paper: 0.3, then 0.1).
+        experts, top_k, shared: numbers of routed experts, of routed experts per token, and of
+            shared experts.
+        groups, top_groups: number of expert groups, and of groups selected per token.
+        route_scale: factor of the routing weights.
+        bias_rate: step size of the bias updates.
+        mtp_depths: number of further tokens predicted in training, 0 for none.
+        mtp_weight: weight of their loss (the paper: 0.3, then 0.1).
 
     Reference:
         Dai et al., "DeepSeekMoE", 2024, arXiv 2401.06066; DeepSeek-AI, "DeepSeek-V3 Technical

@@ -1,4 +1,4 @@
-"""The Differential Transformer: Llama with the difference of two attention maps a head."""
+"""Differential Transformer: Llama with the difference of two attention maps per head."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from omniattn.modules.base.fields import Size
 
 @dataclass(frozen=True)
 class DifferentialConfig(LlamaFamilyConfig):
-    """Sizes as of a Llama, with half as many heads: each has two maps and values of twice the size.
+    """Config of a Llama with half as many heads; each has two maps and values of twice the size.
 
     Args:
-        num_kv_heads: pairs of key heads, and value heads.
-        head_dim: of a map, default dim / (2 num_heads).
+        num_kv_heads: number of pairs of key heads, and of value heads.
+        head_dim: size of queries and keys of one map, default dim / (2 num_heads).
 
     Reference:
         Ye et al., "Differential Transformer", 2024, arXiv 2410.05258.

@@ -1,4 +1,4 @@
-"""Base class of the configs of encoders."""
+"""Base class of encoder configs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from omniattn.modules.base.fields import Epsilon
 
 @dataclass(frozen=True)
 class EncoderConfig(ModelConfig):
-    """LayerNorms, biases everywhere, attention to all tokens.
+    """Config of an encoder with LayerNorms, biases and bidirectional attention.
 
     Args:
-        norm_eps, init_std: of the norms and all weights.
+        norm_eps: epsilon of the norms.
+        init_std: standard deviation of all initial weights.
     """
 
     norm_eps: Epsilon = 1e-6
@@ -27,15 +28,15 @@ class EncoderConfig(ModelConfig):
         return {"init_std": self.init_std, "out_init_std": self.init_std, "backend": self.backend}
 
     def linear(self, n_in: int, n_out: int) -> Linear.Config:
-        """A linear layer."""
+        """Returns the config of a linear layer."""
         return Linear.Config(n_in, n_out, True, self.init_std, self.backend)
 
     def layer_norm(self, dim: int) -> LayerNorm.Config:
-        """A norm."""
+        """Returns the config of a norm."""
         return LayerNorm.Config(dim, self.norm_eps, backend=self.backend)
 
     def attention(self, dim: int, num_heads: int, dropout_p: float = 0.0) -> Attention.Config:
-        """The token mixer of a layer."""
+        """Returns the config of a layer's token mixer."""
         return Attention.Config(
             dim,
             num_heads,
@@ -47,5 +48,5 @@ class EncoderConfig(ModelConfig):
         )
 
     def mlp(self, dim: int, hidden_dim: int) -> MLP.Config:
-        """The channel mixer of a layer."""
+        """Returns the config of a layer's channel mixer."""
         return MLP.Config(dim, hidden_dim, **self.common)

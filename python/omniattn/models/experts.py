@@ -11,11 +11,11 @@ from omniattn.modules.base.fields import Size
 
 @dataclass(frozen=True)
 class MixtralConfig(LlamaFamilyConfig):
-    """Sizes of a Mixtral: each layer has `experts` SwiGLUs of `hidden_dim`, a token uses `top_k`.
+    """Config of a Mixtral: each layer has `experts` SwiGLUs of size `hidden_dim`.
 
     Args:
         num_kv_heads, head_dim: as in LlamaConfig.
-        experts, top_k: number of experts of a layer, and number that each token uses.
+        experts, top_k: number of experts per layer, and of experts per token.
 
     Reference:
         Jiang et al., "Mixtral of Experts", 2024, arXiv 2401.04088.
@@ -51,14 +51,14 @@ class MixtralConfig(LlamaFamilyConfig):
 
 @dataclass(frozen=True)
 class SwitchConfig(LlamaFamilyConfig):
-    """Sizes of a Switch Transformer's feed-forward layers in a decoder of the Llama family.
+    """Config of a Llama with the feed-forward layers of the Switch Transformer.
 
-    Every other layer, from the second on, has `experts` ReLU layers of `hidden_dim`, of which a
-    token uses one, while it has room; the others have one such layer.
+    Every other layer, from the second on, has `experts` ReLU MLPs of size `hidden_dim`. Each token
+    uses one, unless it exceeds the expert's capacity. The other layers have a single MLP.
 
     Args:
         num_kv_heads, head_dim: as in LlamaConfig.
-        experts: of a layer.
+        experts: number of experts per layer.
 
     Reference:
         Fedus, Zoph, Shazeer, "Switch Transformers", 2021, arXiv 2101.03961.

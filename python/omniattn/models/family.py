@@ -1,6 +1,6 @@
-"""Decoders like Llama: RMSNorm in front, rotary positions, no biases.
+"""Decoders like Llama: pre-norm with RMSNorm, rotary positions, no biases.
 
-An architecture of the family is a Config that says what attention and feed-forward its layers have.
+An architecture of the family is a Config that defines the attention and feed-forward layers.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from omniattn.reference import RopeScaling, scaling_from_hf, scaling_to_hf
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-#: Mixers that say how many dimensions are rotated.
+#: Mixers that have a number of rotated dimensions.
 RotaryAttention = Attention.Config | DifferentialAttention.Config | MultiHeadLatentAttention.Config
 
 
 @dataclass(frozen=True)
 class LlamaFamilyConfig(Decoder.Config):
-    """Sizes and options that all of the family have.
+    """Sizes and options shared by the family.
 
     Args:
-        num_heads: query heads.
-        hidden_dim: of the feed-forward layer.
-        max_positions: longest sequence it was made for; nothing is allocated for it.
-        norm_eps, rope_base, rope_scaling: of the norms and the rotary embedding.
+        num_heads: number of query heads.
+        hidden_dim: hidden size of the feed-forward layers.
+        max_positions: longest sequence that the model was made for; allocates nothing.
+        norm_eps: epsilon of the norms.
+        rope_base, rope_scaling: base and scaling of the rotary embedding.
     """
 
     num_heads: Size = 6
@@ -51,11 +52,11 @@ class LlamaFamilyConfig(Decoder.Config):
 
     @abstractmethod
     def attention(self, layer: int) -> RotaryAttention:
-        """Config of the token mixer of a layer."""
+        """Returns the config of a layer's token mixer."""
 
     @abstractmethod
     def feed_forward(self, layer: int) -> LayerConfig:
-        """Config of the channel mixer of a layer."""
+        """Returns the config of a layer's channel mixer."""
 
     @property
     def norm(self) -> RMSNorm.Config:
@@ -79,7 +80,7 @@ class LlamaFamilyConfig(Decoder.Config):
 def llama_counterpart(
     model: str, options: Mapping[str, str], fixed: Mapping[str, Any], *conversions: Conversion
 ) -> Counterpart:
-    """The names of an architecture of the family in transformers, by those that only it has."""
+    """Returns an architecture's counterpart; arguments extend those shared by the family."""
     return Counterpart(
         model,
         {
@@ -94,7 +95,7 @@ def llama_counterpart(
             "init_std": "initializer_range",
             **options,
         },
-        # Here as in transformers, rotary pairs are half-split, and interleaved in latent attention.
+        # As in transformers, rotary pairs are half-split, but interleaved in latent attention.
         ((r"^(?!lm_head)", "model."), (r"mixer", "self_attn")),
         fixed={"hidden_act": "silu", "attention_dropout": 0.0, **fixed},
         conversions=(Conversion(_rope_to_hf, _rope_from_hf), *conversions),
@@ -119,5 +120,5 @@ def _head_dim_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
     return {"head_dim": own}
 
 
-#: None where it is the default, which transformers writes down as a number.
+#: head_dim is None for the default, which transformers stores as a number.
 HEAD_DIM = Conversion(lambda ours: {"head_dim": ours.attention(0).head_size}, _head_dim_from_hf)

@@ -1,4 +1,4 @@
-"""Token generation from the states of all layers."""
+"""Token generation with caches and recurrent states."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from omniattn.modules.caches.eviction import Eviction
 
 
 class Sized(Protocol):
-    """A config that knows how many tokens there are."""
+    """A config with a vocabulary size."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens are in [0, vocab_size)."""
+        """Number of tokens; ids are in [0, vocab_size)."""
 
 
 class Generator(Protocol):
-    """Interface that `generate` needs; any module that has it will do."""
+    """Interface of models for `generate`."""
 
     training: bool
 
@@ -35,11 +35,13 @@ class Generator(Protocol):
 
     @property
     def hidden(self) -> Callable[..., torch.Tensor]:
-        """hidden(tokens (B, T), state=state) -> what the head reads (B, T, dim). With an encoder
-        hidden(tokens, memory, state=state), where memory is encode(source)."""
+        """Function hidden(tokens (B, T), state=state) -> hidden states (B, T, dim) for the head.
+
+        With an encoder: hidden(tokens, memory, state=state), where memory is encode(source).
+        """
 
     def head(self, x: torch.Tensor, /) -> torch.Tensor:
-        """(B, dim) -> logits (B, vocab_size)."""
+        """Maps hidden states (B, dim) to logits (B, vocab_size)."""
 
     def train(self, mode: bool = True, /) -> Any:
         """Sets the mode, as torch.nn.Module does."""
@@ -53,12 +55,12 @@ def sample(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> torch.Tensor:
-    """One token per row: logits (B, V), uniform (B,) in [0, 1) -> tokens (B,) int64.
+    """Samples one token per row: logits (B, V), uniform (B,) in [0, 1) -> tokens (B,) int64.
 
     The distribution softmax(logits / temperature) is cut to its top_k largest tokens (0: all),
-    then to the smallest prefix, in descending order, whose probabilities sum to at least top_p. Of
-    equal logits the smaller token comes first. The token is the first, in index order, whose
-    cumulative probability exceeds `uniform`. temperature = 0 takes the largest logit.
+    then to the smallest prefix, in descending order, whose probabilities sum to at least top_p.
+    Ties are ordered by token id. The result is the first token, in id order, whose cumulative
+    probability exceeds `uniform`. temperature = 0 selects the largest logit.
     """
     logits = logits.float()
     if temperature == 0:
@@ -69,7 +71,7 @@ def sample(
     p = ordered.softmax(-1)
     if top_p < 1:
         p = p * (p.cumsum(-1) - p < top_p)
-    # Summed in fp64, so that uniform < 1 stays below the total for any vocabulary.
+    # fp64, so that uniform < 1 stays below the total for any vocabulary.
     cdf = torch.zeros_like(p).scatter(-1, index, p).double().cumsum(-1)
     return torch.searchsorted(cdf, uniform.double()[:, None] * cdf[:, -1:], right=True).squeeze(-1)
 
@@ -126,22 +128,22 @@ def generate(
     """Continues each row of tokens.
 
     Args:
-        model: a Decoder, a T5 with a source, or any other model with the methods of Generator; it
-            runs in eval mode and its mode is restored.
+        model: a Decoder, a T5 with a source, or any other model with the methods of Generator. It
+            runs in eval mode; its mode is restored afterwards.
         tokens: (B, T) int, the prompts, T > 0.
-        max_new_tokens: upper bound; generation stops earlier when all rows have ended.
+        max_new_tokens: maximum number of new tokens; generation stops when all rows have ended.
         temperature: 0 (greedy, default) or the divisor of the logits.
-        top_k, top_p: cuts of the distribution, see `sample`; 0 and 1 cut nothing.
+        top_k, top_p: truncation of the distribution, see `sample`; 0 and 1 disable it.
         eos: token that ends a row; it is kept and repeated up to the common length.
-        seed: of the uniform numbers, which depend on (seed, step, row) only.
-        source: (B, S) int, the encoder's input, for a model that has one.
-        eviction: which tokens the caches keep, of a model whose `new_state` takes it.
+        seed: seed of the uniform numbers, which depend only on (seed, step, row).
+        source: (B, S) int, input of the encoder, if the model has one.
+        eviction: eviction policy of the caches, if the model's `new_state` accepts it.
 
     Returns:
         (B, T + n) int64 with n <= max_new_tokens.
 
     Raises:
-        TypeError, ValueError: for an empty prompt, or a wrong type or value.
+        TypeError, ValueError: the prompt is empty, or an argument has a wrong type or value.
 
     Example:
         >>> from omniattn.models import PRESETS, Llama
@@ -164,7 +166,7 @@ def generate(
     try:
         memory = () if source is None else (_encoder(model)(source),)
         while end < out.shape[1] and not ended.all():
-            # Only the last position predicts the next token: the head runs on one row.
+            # The head needs only the last position.
             x = model.hidden(out[:, fed:end], *memory, state=state)[:, -1:]
             logits = model.head(x)[:, 0]
             uniform = functional.uniform_like(logits[:, 0], seed=torch.tensor([seed, end - start]))

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm in front, GELU, biases, a tied head."""
+"""GPT-2: learned positions, pre-norm with LayerNorm, GELU, biases, tied embeddings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from omniattn.modules.base.fields import Epsilon, Size
 
 @dataclass(frozen=True)
 class GPT2Config(Decoder.Config):
-    """Sizes and options.
+    """Sizes and options of a GPT-2.
 
     Args:
-        num_heads: a divisor of dim; the feed-forward layer is 4 dim wide.
+        num_heads: number of heads, a divisor of dim. The feed-forward layers are 4 dim wide.
         max_positions: number of learned positions.
-        norm_eps: of the norms.
+        norm_eps: epsilon of the norms.
 
     Reference:
         Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.

@@ -1,4 +1,4 @@
-"""The head of a language model: logits, or their loss without the logits."""
+"""The head of a language model: logits, or the loss without logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omniattn.modules.base.linear import is_plain
 
 
 class WithHead(Protocol):
-    """A model whose head is a layer, or None where it is tied to the embeddings."""
+    """A model whose head is a layer, or None if tied to the embedding."""
 
     config: Any
     lm_head: Any
@@ -22,7 +22,7 @@ class WithHead(Protocol):
 
 
 def head_logits(model: WithHead, x: Tensor) -> Tensor:
-    """States (..., dim) -> logits (..., vocab_size)."""
+    """Maps hidden states (..., dim) to logits (..., vocab_size)."""
     if model.lm_head is not None:
         logits: Tensor = model.lm_head(x)
         return logits
@@ -30,9 +30,9 @@ def head_logits(model: WithHead, x: Tensor) -> Tensor:
 
 
 def head_loss(model: WithHead, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Loss of states (B, T, dim); `options` as of `functional.linear_cross_entropy`.
+    """Returns the loss of states (B, T, dim); options of `functional.linear_cross_entropy`.
 
-    A head that is an adapter or has a hook is called, and so makes the logits.
+    A head that is an adapter or has hooks is called and computes logits.
     """
     backend = model.config.backend
     if model.lm_head is not None and not is_plain(model.lm_head):

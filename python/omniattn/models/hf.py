@@ -1,4 +1,4 @@
-"""Maps an architecture to transformers: names of its options, names and layouts of its weights."""
+"""Maps an architecture to transformers: option names, weight names and weight layouts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-#: Other names in transformers of an activation.
+#: transformers' synonym of an activation -> our name.
 SYNONYMS = {"swish": "silu"}
-#: Ids of special tokens, which configs of transformers carry.
+#: Fields of transformers' configs with ids of special tokens.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Options that have another form in transformers.
+    """Converts options that have another form in transformers.
 
     Args:
-        to_hf: makes their options from our config.
-        from_hf: makes our options from their config.
+        to_hf: our config -> their options.
+        from_hf: their config -> our options.
     """
 
     to_hf: Callable[[Any], dict[str, Any]]
@@ -34,18 +34,18 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The names of an architecture in transformers.
+    """Correspondence between an architecture and its transformers model.
 
     Args:
-        model: its class.
-        options: of its config, ours -> theirs.
-        weights: (pattern, replacement) for `re.sub`, applied in turn to the name of a weight of
-            ours. Our weights that get the same name are stacked into one of theirs. A name with
+        model: name of transformers' class.
+        options: our option name -> theirs.
+        weights: (pattern, replacement) pairs for `re.sub`, applied in order to our weight names.
+            Our weights that map to the same name are stacked into one of theirs. A name with
             `{a,b}` stands for two of their weights.
-        transposed: pattern of their weights that are (in, out).
-        fixed: further options of theirs, with the value that our model implies or a function that
+        transposed: pattern of their weights that are stored as (in, out).
+        fixed: their other options, with the value that our model implies or a function that
             computes it from our config.
-        conversions: of the other options.
+        conversions: conversions of the remaining options.
     """
 
     model: str
@@ -57,36 +57,36 @@ class Counterpart:
 
     @property
     def config_class(self) -> Any:
-        """The class of the configs of `model`."""
+        """Config class of `model`."""
         import transformers
 
         return getattr(transformers, self.model).config_class
 
     def required(self, ours: Any) -> dict[str, Any]:
-        """Options that their config must have to compute the same as ours."""
+        """Returns the options that their config must have for an equivalent model."""
         named = {theirs: getattr(ours, name) for name, theirs in self.options.items()}
         fixed = {name: v(ours) if callable(v) else v for name, v in self.fixed.items()}
         return named | fixed
 
     def to_hf(self, ours: Any) -> dict[str, Any]:
-        """Returns all of their options for our config."""
+        """Converts our config to their options."""
         values = self.required(ours)
         for conversion in self.conversions:
             values |= conversion.to_hf(ours)
         return values
 
     def from_hf(self, theirs: PreTrainedConfig) -> dict[str, Any]:
-        """Returns our options for their config."""
+        """Converts their config to our options."""
         values = {ours: getattr(theirs, name) for ours, name in self.options.items()}
         for conversion in self.conversions:
             values |= conversion.from_hf(theirs)
         return values
 
     def pairs(self, ours: nn.Module, theirs: nn.Module) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Groups of weights on both sides that hold the same numbers when stacked.
+        """Returns groups of weights on both sides that are equal when stacked.
 
         Raises:
-            NotImplementedError: where theirs has further weights.
+            NotImplementedError: if theirs has further weights.
         """
         our_state, their_state = ours.state_dict(), theirs.state_dict()
         names: dict[str, list[str]] = {}
@@ -96,7 +96,7 @@ class Counterpart:
                 renamed = re.sub(pattern, replacement, renamed)
             names.setdefault(renamed, []).append(name)
         known = {their_state[n].data_ptr() for renamed in names for n in _alternatives(renamed)}
-        # A tied weight is at one address under two names.
+        # Tied weights share one address under two names.
         further = [name for name, t in their_state.items() if t.data_ptr() not in known]
         if further:
             raise NotImplementedError(f"{self.model}: weights must be known, got {further}")
@@ -113,7 +113,7 @@ class Counterpart:
 
 @torch.no_grad()
 def copy_weights(sources: list[Tensor], targets: list[Tensor]) -> None:
-    """Copies one side of a pair of `Counterpart.pairs` to the other one."""
+    """Copies one side of a pair of `Counterpart.pairs` to the other."""
     for target, part in zip(targets, torch.cat(sources).chunk(len(targets)), strict=True):
         target.copy_(part.reshape(target.shape))
 

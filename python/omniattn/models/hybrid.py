@@ -13,13 +13,12 @@ _KINDS = ("jamba", "samba", "zamba", "ratio")
 
 @dataclass(frozen=True)
 class HybridLayer:
-    """One layer of a hybrid.
+    """One layer of a hybrid model.
 
     Args:
-        mixer: "mamba", "attention", or "window" for attention to the last tokens.
+        mixer: "mamba", "attention", or "window" for sliding-window attention.
         mlp: "mlp", "experts", or None for no feed-forward layer.
-        shared: whether the input of the mixer has that of a transformer block added which several
-            layers share.
+        shared: True if the output of a shared transformer block is added to the mixer's input.
     """
 
     mixer: str
@@ -28,28 +27,28 @@ class HybridLayer:
 
 
 def hybrid_schedule(kind: str, num_layers: int, *, ratio: int = 7) -> tuple[HybridLayer, ...]:
-    """The layers of a published hybrid.
+    """Returns the layers of a published hybrid architecture.
 
     ========  ====================================================================================
     kind      layer i, counted from 0
     ========  ====================================================================================
     "jamba"   attention where i % 8 == 4, else Mamba; experts where i % 2 == 1, else an MLP
-    "samba"   Mamba and attention to a window in turn, each followed by an MLP
-    "zamba"   Mamba alone; a shared transformer at layer 2 and at each 6th from layer 7 on
+    "samba"   alternating Mamba and sliding-window attention, each followed by an MLP
+    "zamba"   Mamba only; a shared transformer at layer 2 and at every 6th layer from 7 on
     "ratio"   `ratio` layers of Mamba, then one of attention, each followed by an MLP
     ========  ====================================================================================
 
     Args:
         kind: see above.
-        num_layers: how many. A layer of Samba's paper is a mixer or an MLP: it counts two for one.
-        ratio: of "ratio": 7 of Jamba, 3 of Kimi Linear and Qwen3-Next.
+        num_layers: number of layers. Samba's paper counts mixers and MLPs as separate layers.
+        ratio: for "ratio": 7 in Jamba, 3 in Kimi Linear and Qwen3-Next.
 
     Returns:
-        The layers. A dict from these names to configs makes the blocks of a `BlocksConfig` of them;
-        `JambaConfig` has its schedule already, and `Zamba2Config` a list of its own.
+        The layers. With a dict from these names to configs they become the blocks of a
+        `BlocksConfig`; `JambaConfig` and `Zamba2Config` have schedules of their own.
 
     Raises:
-        ValueError: an unknown kind, or a number below 0, or a ratio below 1.
+        ValueError: the kind is unknown, num_layers is below 0, or ratio below 1.
 
     Reference:
         Lieber et al., "Jamba", 2024, arXiv 2403.19887; Ren et al., "Samba", 2024,

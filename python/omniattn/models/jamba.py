@@ -1,4 +1,4 @@
-"""Jamba: Mamba with attention in some layers, and experts in some."""
+"""Jamba: Mamba with attention in some layers and experts in some."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def _rank_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JambaConfig(Decoder.Config):
-    """Sizes and options. No layer knows positions but by the order of tokens in Mamba.
+    """Sizes and options of a Jamba. There is no position encoding; Mamba layers order the tokens.
 
     Args:
-        num_heads, num_kv_heads: of the attention.
-        hidden_dim: of a SwiGLU, and of each expert.
+        num_heads, num_kv_heads: numbers of attention heads.
+        hidden_dim: hidden size of the SwiGLUs and of each expert.
         attention_period, attention_offset: layers i with i % period == offset have attention, all
-            others Mamba, with norms of r, B and C.
-        experts, top_k: number of experts of a layer that has them, and number that each token
-            uses; one expert stands for none.
+            others Mamba, with norms of dt, B and C.
+        experts, top_k: number of experts in layers with experts, and of experts per token; 1 expert
+            disables routing.
         expert_period, expert_offset: layers i with i % period == offset have experts.
         d_state, d_conv, expand, dt_rank, conv_bias, bias: as in :class:`omniattn.modules.Mamba`.
-        norm_eps: of all norms.
+        norm_eps: epsilon of all norms.
 
     Reference:
         Lieber et al., "Jamba: A Hybrid Transformer-Mamba Language Model", 2024, arXiv 2403.19887.
@@ -87,7 +87,7 @@ class JambaConfig(Decoder.Config):
         conversions=(Conversion(_rank_to_hf, _rank_from_hf),),
     )
 
-    num_layers: Size = 8  # so that one has attention
+    num_layers: Size = 8  # one has attention
     num_heads: Size = 6
     num_kv_heads: Size = 2
     hidden_dim: Size = 512
@@ -120,7 +120,7 @@ class JambaConfig(Decoder.Config):
         return RMSNorm.Config(self.dim, self.norm_eps, backend=self.backend)
 
     def mixer(self, layer: int) -> LayerConfig:
-        """Config of the token mixer of a layer."""
+        """Returns the config of a layer's token mixer."""
         if layer % self.attention_period == self.attention_offset:
             return Attention.Config(self.dim, self.num_heads, self.num_kv_heads, **self.common)
         return Mamba.Config(
@@ -136,7 +136,7 @@ class JambaConfig(Decoder.Config):
         )
 
     def feed_forward(self, layer: int) -> LayerConfig:
-        """Config of the channel mixer of a layer."""
+        """Returns the config of a layer's channel mixer."""
         if self.experts == 1 or layer % self.expert_period != self.expert_offset:
             return GatedMLP.Config(self.dim, self.hidden_dim, **self.common)
         own: dict[str, Any] = {"renormalize": False, "balance_coefficient": 1e-3}

@@ -1,6 +1,6 @@
 """Llama (Touvron et al. 2023, arXiv 2302.13971; Llama 3: arXiv 2407.21783).
 
-RMSNorm in front, grouped-query attention with half-split rotary embedding, SwiGLU, no biases.
+Pre-norm with RMSNorm, grouped-query attention with half-split RoPE, SwiGLU, no biases.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class LlamaConfig(LlamaFamilyConfig):
     """Sizes and options of a Llama.
 
     Args:
-        num_kv_heads: key and value heads.
-        head_dim: default dim / num_heads.
+        num_kv_heads: number of key and value heads.
+        head_dim: size of a head, default dim / num_heads.
     """
 
     architecture = "llama"

@@ -58,12 +58,12 @@ _HF = Counterpart(
 
 @dataclass(frozen=True)
 class MambaConfig(Decoder.Config):
-    """Sizes and options.
+    """Sizes and options of a Mamba.
 
     Args:
         d_state, d_conv, expand, dt_rank: as in :class:`omniattn.modules.Mamba`.
         dt_min, dt_max, dt_init, dt_scale, dt_init_floor, conv_bias, bias: as there.
-        norm_eps: of the norms.
+        norm_eps: epsilon of the norms.
 
     Reference:
         Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023,
@@ -92,7 +92,7 @@ class MambaConfig(Decoder.Config):
 
     @property
     def mixer(self) -> Mamba.Config:
-        """Config of the token mixer of all layers."""
+        """Returns the config of all layers' token mixer."""
         return Mamba.Config(
             self.dim,
             self.d_state,
@@ -122,10 +122,10 @@ class MambaConfig(Decoder.Config):
 
 @dataclass(frozen=True)
 class FalconMambaConfig(MambaConfig):
-    """Mamba with norms of r, B and C that have no weights.
+    """Sizes and options of a FalconMamba: Mamba with weightless norms of dt, B and C.
 
     Args:
-        mixer_norm_eps: of these norms.
+        mixer_norm_eps: epsilon of these norms.
 
     Reference:
         Zuo et al., "Falcon Mamba: The First Competitive Attention-free 7B Language Model", 2024,

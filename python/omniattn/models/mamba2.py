@@ -1,4 +1,4 @@
-"""Mamba-2: blocks of a norm and a Mamba2 layer, without feed-forward layers."""
+"""Mamba-2: RMSNorm and Mamba2 layers, without feed-forward layers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from omniattn.modules.base.fields import Epsilon, Size
 
 @dataclass(frozen=True)
 class Mamba2Config(Decoder.Config):
-    """Sizes and options.
+    """Sizes and options of a Mamba-2.
 
     Args:
         d_state, d_conv, expand, headdim, ngroups, dt_limit, bias, conv_bias: as in Mamba2.
-        norm_eps: of all norms.
+        norm_eps: epsilon of all norms.
 
     Reference:
         Dao and Gu, "Transformers are SSMs", 2024, arXiv 2405.21060.

@@ -1,4 +1,4 @@
-"""Base classes of all architectures: Model, and ModelConfig, which is saved in files."""
+"""Base classes of all architectures: Model, and ModelConfig, which checkpoints store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def require_token_ids(op: str, name: str, tokens: torch.Tensor) -> None:
-    """`tokens` must be integers (B, T)."""
+    """Raises unless `tokens` are integers (B, T)."""
     require_integers(op, name, tokens)
     if tokens.dim() != 2:
         raise ValueError(
@@ -30,9 +30,9 @@ def require_token_ids(op: str, name: str, tokens: torch.Tensor) -> None:
 
 
 class Embedding(nn.Embedding):
-    """torch.nn.Embedding whose rows are drawn from N(0, init_std^2).
+    """torch.nn.Embedding initialised from N(0, init_std^2).
 
-    `name`: what errors call the indices, which are checked on the CPU; torch asserts them on CUDA.
+    `name` is the indices' name in errors; they are checked on the CPU, torch asserts them on CUDA.
     """
 
     def __init__(
@@ -46,29 +46,28 @@ class Embedding(nn.Embedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
-        self.init_std = init_std  # before the constructor, which draws
+        self.init_std = init_std  # before the constructor, which uses it
         super().__init__(rows, dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draws the rows."""
+        """Initialises the weight."""
         nn.init.normal_(self.weight, std=self.init_std)
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
-        """index (...) of any integer dtype -> (..., dim)."""
+        """Maps index (...), of any integer dtype, to (..., dim)."""
         require_integers("Embedding", self.name, index)
         require_device("Embedding", self.name, index, self.weight, "weight")
         require_rows("Embedding", self.name, index, self.num_embeddings)
-        return super().forward(index.long())  # torch takes int32 and int64 alone
+        return super().forward(index.long())  # torch supports only int32 and int64
 
 
 class Model(nn.Module):
-    """`model(*inputs)` gives logits, `model(*inputs, targets)` the mean loss."""
+    """Base class: `model(*inputs)` returns logits, `model(*inputs, targets)` the mean loss."""
 
     config: ModelConfig
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """Returns the terms that training adds to the last forward's loss, except those of the
-        routers."""
+        """Returns the terms that training adds to the last forward's loss, without router losses."""
         return 0.0
 
     def further_losses(self) -> dict[str, float]:
@@ -77,11 +76,11 @@ class Model(nn.Module):
 
     @classmethod
     def from_hf(cls, model: PreTrainedModel, *, backend: str | None = None) -> Self:
-        """A copy of a model of transformers, on its device and in its dtype.
+        """Converts a transformers model to a copy on the same device and in the same dtype.
 
         Raises:
-            NotImplementedError: for another model than `to_hf` makes, of this class, and for
-                options or weights that ours does not have.
+            NotImplementedError: the model is not one that `to_hf` of this class returns, or has
+                unsupported options or weights.
 
         Example:
             >>> from transformers import BertConfig, BertForMaskedLM
@@ -107,10 +106,10 @@ class Model(nn.Module):
         return ours.train(model.training)
 
     def to_hf(self) -> PreTrainedModel:
-        """A copy as a model of transformers, on the same device and in the same dtype.
+        """Converts to a transformers model, a copy on the same device and in the same dtype.
 
         Raises:
-            NotImplementedError: for an architecture or option that transformers does not have.
+            NotImplementedError: transformers lacks the architecture or an option.
         """
         weight = next(self.parameters())
         model = self.config.build_hf()
@@ -126,13 +125,13 @@ class ModelConfig(Fields, ABC):
     """Sizes and options of an architecture.
 
     Args:
-        backend: of all ops, e.g. "reference".
+        backend: backend of all ops, e.g. "reference".
         token_ids: ids of special tokens by their names in transformers, such as
-            ``(("eos_token_id", 2),)``, which `from_hf` finds and `to_hf` passes on; nothing here
-            reads them, and configs that differ in them are equal.
+            ``(("eos_token_id", 2),)``. `from_hf` sets them and `to_hf` passes them on; they have no
+            other effect, and equality of configs ignores them.
     """
 
-    #: Name of the architecture in files; a config joins `architectures` by having one.
+    #: Name of the architecture in files; registers the config in `architectures`.
     architecture: ClassVar[str]
     architectures: ClassVar[dict[str, type[ModelConfig]]] = {}
     #: Counterpart in transformers; None if it has none.
@@ -160,60 +159,59 @@ class ModelConfig(Fields, ABC):
     def build(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Model:
-        """The model, with weights drawn from torch's generator."""
+        """Builds the model, with weights drawn from torch's generator."""
 
     @property
     def longest(self) -> int | None:
-        """The longest sequence that the model has positions for, None without a limit."""
+        """Returns the longest sequence with positions, or None without a limit."""
         return None
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights."""
+        """Returns the number of parameters."""
         return sum(p.numel() for p in self.build(device="meta").parameters())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, without the backend."""
+        """Returns plain values for JSON, without the backend."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "backend"}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The inverse of to_dict, also after a round trip through JSON."""
+        """Inverts `to_dict`, also after a round trip through JSON."""
         return cls(**{name: _value(value) for name, value in values.items()})
 
     @property
     def counterpart(self) -> Counterpart:
-        """`hf` of an architecture that transformers has."""
+        """Returns `hf`; raises if transformers lacks the architecture."""
         if self.hf is None:
             raise NotImplementedError(f"{type(self).__name__}: transformers has no such model")
         return self.hf
 
     def build_hf(self) -> PreTrainedModel:
-        """The model of transformers, with weights of its own."""
+        """Builds the transformers model, with its own initial weights."""
         import transformers
 
         return getattr(transformers, self.counterpart.model)(self.to_hf())
 
     def to_hf(self) -> PreTrainedConfig:
-        """Converts to a config of transformers, without options that concern our training alone.
+        """Converts to a transformers config, without options used only by our training.
 
         `from_hf` drops their fields that do not affect the computation, except the ids of special
-        tokens; here those fields get transformers' defaults.
+        tokens; `to_hf` gives those fields transformers' defaults.
 
         Raises:
-            NotImplementedError: for an architecture or option that transformers does not have.
+            NotImplementedError: transformers lacks the architecture or an option.
         """
         ids = {name: list(i) if isinstance(i, tuple) else i for name, i in self.token_ids}
         return self.counterpart.config_class(**self.counterpart.to_hf(self), **ids)
 
     @classmethod
     def from_hf(cls, config: PreTrainedConfig) -> Self:
-        """Converts a config of transformers.
+        """Converts a transformers config.
 
         Raises:
-            NotImplementedError: for a config of another architecture, or an option that ours does
-                not have.
-            ValueError: for an unknown rotary scaling.
+            NotImplementedError: the config is of another architecture or has an unsupported option.
+            ValueError: the rotary scaling is unknown.
         """
         if cls.hf is None:
             raise NotImplementedError(f"{cls.__name__}: transformers has no such model")
@@ -237,7 +235,7 @@ class ModelConfig(Fields, ABC):
 
 
 class UnknownLayer(ValueError):
-    """The class of a layer is not defined, or its module has not been imported."""
+    """Raised if a layer's class is not defined, or its module has not been imported."""
 
     def __init__(self, kind: object) -> None:
         super().__init__(
@@ -248,7 +246,7 @@ class UnknownLayer(ValueError):
 
 
 def _plain(value: Any) -> Any:
-    """For JSON: configs and scalings as dictionaries with the name of their type."""
+    """Converts values for JSON: configs and scalings become dicts with the name of their type."""
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     if isinstance(value, LayerConfig):
@@ -261,7 +259,7 @@ def _plain(value: Any) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """The inverse of `_plain`, also after a round trip through JSON."""
+    """Inverts `_plain`, also after a round trip through JSON."""
     if isinstance(value, dict):
         kinds = {kind.__name__: kind for kind in RopeScaling.__subclasses__()}
         kinds |= {name: layer.Config for name, layer in Layer.layers.items()}

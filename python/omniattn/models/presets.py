@@ -1,4 +1,4 @@
-"""The models by name: small ones for `python -m omniattn train`, and the sizes of releases."""
+"""Models by name: small ones for `python -m omniattn train`, and published sizes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from omniattn.suggestions import did_you_mean
 
 
 def _recurrent(mixer: LayerConfig, rope: RotaryEmbedding.Config | None = None) -> BlocksConfig:
-    """A decoder of the size of "llama" with another mixer."""
+    """Returns a decoder of the size of "llama" with another mixer."""
     base = LlamaConfig()
     mlp, norm = GatedMLP.Config(base.dim, base.hidden_dim), RMSNorm.Config(base.dim)
     return BlocksConfig(
@@ -76,7 +76,7 @@ def _recurrent(mixer: LayerConfig, rope: RotaryEmbedding.Config | None = None) -
 
 
 def _samba() -> BlocksConfig:
-    """A decoder of the size of "llama" from Mamba and attention to the last tokens in turn."""
+    """Returns a decoder of the size of "llama" with alternating Mamba and window attention."""
     base = LlamaConfig()
     mlp, norm = GatedMLP.Config(base.dim, base.hidden_dim), RMSNorm.Config(base.dim)
     near = Attention.Config(base.dim, base.num_heads, base.num_kv_heads, window_size=(63, 0))
@@ -93,7 +93,7 @@ def _samba() -> BlocksConfig:
 
 
 def _sparse(mixers: tuple[LayerConfig, ...], *, rotated: bool = True) -> BlocksConfig:
-    """A decoder of the size of "llama" with these mixers in turn."""
+    """Returns a decoder of the size of "llama" that cycles through these mixers."""
     base = LlamaConfig()
     mlp, norm = GatedMLP.Config(base.dim, base.hidden_dim), RMSNorm.Config(base.dim)
     return BlocksConfig(
@@ -105,7 +105,7 @@ def _sparse(mixers: tuple[LayerConfig, ...], *, rotated: bool = True) -> BlocksC
 
 
 def _rwkv(version: int) -> BlocksConfig:
-    """A decoder of the size of "llama" from the layers of RWKV, each told its place."""
+    """Returns a decoder of the size of "llama" from RWKV layers, initialised by layer index."""
     base = LlamaConfig()
     mixers: dict[int, Callable[..., LayerConfig]] = {
         4: RWKV4TimeMix.Config,
@@ -123,7 +123,7 @@ def _rwkv(version: int) -> BlocksConfig:
 
 
 def _xlstm() -> BlocksConfig:
-    """A decoder of the size of "llama" from blocks of mLSTM, the second of which is of sLSTM."""
+    """Returns a decoder of the size of "llama" from mLSTM blocks; the second block is sLSTM."""
     base = LlamaConfig()
     hidden = math.ceil(1.3 * base.dim / 64) * 64
     norm = LayerNorm.Config(base.dim, bias=False)
@@ -145,7 +145,7 @@ TRAINED: dict[str, ModelConfig] = {
     "llama-medium": LlamaConfig(
         dim=512, num_layers=8, num_heads=8, num_kv_heads=4, hidden_dim=1408
     ),
-    # A token takes as many multiplications as in "llama".
+    # As many multiplications per token as in "llama".
     "mixtral": MixtralConfig(hidden_dim=256),
     "switch": SwitchConfig(hidden_dim=768),
     # The published rate, 1e-3, is for a thousand times as many steps.
@@ -170,7 +170,7 @@ TRAINED: dict[str, ModelConfig] = {
     "s4d": _recurrent(S4D.Config(192)),
     "xlstm": _xlstm(),
     "mamba2": Mamba2Config(num_layers=8, d_state=64, headdim=48),
-    # Half of the published period, so that four layers have all kinds.
+    # Half of the published period, so that four layers include all kinds.
     "jamba": JambaConfig(
         num_layers=4, attention_period=4, attention_offset=2, hidden_dim=256, experts=4
     ),
@@ -179,7 +179,7 @@ TRAINED: dict[str, ModelConfig] = {
     "longformer": _sparse(
         (LongformerAttention.Config(192, 6, 2, window=64, global_index=(0, 64, 128), causal=True),)
     ),
-    # Each layer draws other blocks.
+    # Each layer has other random blocks.
     "bigbird": _sparse(
         tuple(
             BigBirdAttention.Config(
@@ -199,7 +199,7 @@ TRAINED: dict[str, ModelConfig] = {
     "nsa": _sparse(
         (NSA.Config(192, 6, 2, None, 16, 8, 16, 6, 32, compress_dim=64),),
     ),
-    # Single tokens choose blocks too, so that generation continues what was trained.
+    # Single tokens also select blocks, so that generation matches training.
     "moba": _sparse((MoBA.Config(192, 6, 2, block_size=16, topk=4, decode="moba"),)),
     "dsa": _recurrent(
         DeepSeekSparseAttention.Config(
@@ -213,7 +213,7 @@ TRAINED: dict[str, ModelConfig] = {
     "mamba": MambaConfig(num_layers=8),
     "t5": T5Config(),
     "bert": BertConfig(),
-    # The published 0.02 is for layers ten times as wide: these would take long to begin to learn.
+    # The published 0.02 is for layers ten times as wide; small layers would start to learn late.
     "vit": ViTConfig(init_std=0.1),
     "swin": SwinConfig(init_std=0.1),
 }
@@ -292,7 +292,7 @@ class _Presets(dict[str, ModelConfig]):
 
 
 _PUBLISHED: dict[str, ModelConfig] = {
-    # The size of the tests: odd on purpose, so that every tail path of the kernels is run.
+    # For tests: odd sizes, so that every tail path of the kernels runs.
     "llama-test": LlamaConfig(
         vocab_size=97, dim=48, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96
     ),

@@ -1,4 +1,4 @@
-"""The routers of a model as its training sees them: losses, bias updates, load of the experts."""
+"""Training state of a model's routers: losses, bias updates and expert loads."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from omniattn.modules import MoE, RouterState
 
 
 class Routers:
-    """The MoE layers of a model. Most models have none, and then nothing here has an effect.
+    """Manages the MoE layers of a model; has no effect on models without any.
 
     Args:
-        model: whose layers have equally many experts.
-        sum_layers: whether `loss` is the sum over the layers instead of their mean.
+        model: model whose MoE layers have equally many experts.
+        sum_layers: True if `loss` is the sum over layers, False for the mean.
 
     Attributes:
-        loads: of each step, assignments (layers, E) int64 before any was dropped, on the CPU.
-        dropped: of each step, assignments over capacity, (layers,) int64.
-        losses: of each step, what `loss` was.
+        loads: for each step, assignments (layers, E) int64 before dropping, on the CPU.
+        dropped: for each step, assignments over capacity, (layers,) int64.
+        losses: for each step, the value of `loss`.
     """
 
     def __init__(self, model: nn.Module, *, sum_layers: bool = False) -> None:
@@ -32,7 +32,7 @@ class Routers:
         return [layer.state for layer in self.layers if layer.state is not None]
 
     def loss(self) -> Tensor | float:
-        """Balance and z-losses of the last forward, the mean or sum of the layers."""
+        """Returns the mean or sum over layers of the last forward's balance and z-losses."""
         losses = [state.balance_loss + state.z_loss for state in self._states()]
         if not losses:
             return 0.0
@@ -40,8 +40,10 @@ class Routers:
 
     @torch.no_grad()
     def step(self, group: torch.distributed.ProcessGroup | None = None) -> None:
-        """After a training step: moves biases, by the counts of all ranks of `group`, and default
-        vectors; records the load of this rank."""
+        """Updates biases and default vectors after a training step, and records this rank's load.
+
+        The biases depend on the counts of all ranks of `group`.
+        """
         if not self.layers:
             return
         for layer in self.layers:
@@ -55,7 +57,7 @@ class Routers:
         self.losses.append(float(self.loss()))
 
     def status(self) -> str:
-        """The last step in words: load of the busiest expert against an even one, share dropped."""
+        """Describes the last step: relative load of the busiest expert, and share dropped."""
         if not self.loads:
             return ""
         load, dropped = self.loads[-1], self.dropped[-1]
@@ -64,7 +66,7 @@ class Routers:
         return f"busiest expert {busiest:.2f}x, dropped {share:.1%}, aux {self.losses[-1]:.4f}"
 
     def history(self) -> dict[str, Tensor]:
-        """Returns the history for checkpoints, as `restore` takes it."""
+        """Returns the records for a checkpoint, as accepted by `restore`."""
         if not self.loads:
             return {}
         return {
@@ -74,7 +76,7 @@ class Routers:
         }
 
     def restore(self, history: dict[str, Tensor]) -> None:
-        """Takes over the records of an earlier run."""
+        """Restores the records of an earlier run."""
         if history:
             self.loads, self.dropped = list(history["loads"]), list(history["dropped"])
             self.losses = history["losses"].tolist()

@@ -1,4 +1,4 @@
-"""T5: an encoder and a decoder with relative positions in their scores."""
+"""T5: an encoder-decoder with a relative position bias."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class T5Config(ModelConfig):
-    """Sizes and options.
+    """Sizes and options of a T5.
 
     Args:
         vocab_size, dim, num_heads, head_dim, hidden_dim: sizes.
-        num_layers: of the encoder, and of the decoder.
-        buckets, max_distance: of the relative positions.
+        num_layers: number of layers of the encoder and of the decoder.
+        buckets, max_distance: buckets of relative positions, and distance of the last one.
         gated: GEGLU instead of ReLU, and an untied head (version 1.1).
-        dropout_p: of embeddings, attention weights, hidden layers and each layer's output.
-        norm_eps: of the norms.
-        residual_in_fp32: keep the sum of all layers in float32 where the weights have 16 bits.
+        dropout_p: dropout of embeddings, attention weights, hidden layers and each layer's output.
+        norm_eps: epsilon of the norms.
+        residual_in_fp32: keep the residual stream in float32 if the weights have 16 bits.
 
     Reference:
         Raffel et al., "Exploring the Limits of Transfer Learning", 2020, arXiv 1910.10683.
@@ -114,17 +114,17 @@ class T5Config(ModelConfig):
 
     def build_hf(self) -> PreTrainedModel:
         model = super().build_hf()
-        if self.gated:  # transformers ties the head until it loads a weight for it
+        if self.gated:  # transformers ties the head until a checkpoint has a weight for it
             model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
         return model
 
     @property
     def norm(self) -> RMSNorm.Config:
-        """All norms."""
+        """Config of all norms."""
         return RMSNorm.Config(self.dim, self.norm_eps, backend=self.backend)
 
     def block(self, *, decoder: bool) -> DecoderBlock.Config:
-        """One layer; the decoder's are causal and attend to the encoder."""
+        """Returns the config of a layer; decoder layers are causal and attend to the encoder."""
 
         def attention(*, causal: bool, cross: bool) -> Attention.Config:
             return Attention.Config(
@@ -136,7 +136,7 @@ class T5Config(ModelConfig):
                 scale=1.0,
                 dropout_p=self.dropout_p,
                 init_std=self.dim**-0.5,
-                # Scores are not divided by sqrt(D): the queries start that much smaller.
+                # Scores are not divided by sqrt(D), so the initial query weights are.
                 q_init_std=(self.dim * self.head_dim) ** -0.5,
                 out_init_std=(self.num_heads * self.head_dim) ** -0.5,
                 backend=self.backend,
@@ -164,11 +164,11 @@ class T5Config(ModelConfig):
 
 
 class T5Stack(nn.Module):
-    """The encoder or the decoder: blocks that share one table of relative positions, and a norm.
+    """The encoder or decoder: blocks that share one relative position bias, and a norm.
 
     Args:
-        config: of the model.
-        decoder: causal, with cross-attention.
+        config: config of the model.
+        decoder: True for causal blocks with cross-attention.
         device, dtype: of the parameters.
 
     Shape:
@@ -204,7 +204,7 @@ class T5Stack(nn.Module):
         mask: Tensor | None = None,
         state: list[tuple[State, State]] | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> normed (B, T, dim); mask as in Attention, of the self-attention."""
+        """Maps x (B, T, dim) to normed states (B, T, dim); mask of the self-attention."""
         relative = self.relative_attention_bias()
         x, residual = self.dropout(x), None
         for i, layer in enumerate(self.layers):
@@ -222,7 +222,7 @@ class T5Stack(nn.Module):
 
 
 class T5(Model, Stateful):
-    """logits = head(Decoder(E[tokens], Encoder(E[source]))).
+    """Computes logits = head(Decoder(E[tokens], Encoder(E[source]))).
 
     Args:
         config: sizes and options.
@@ -230,7 +230,7 @@ class T5(Model, Stateful):
 
     Shape:
         source (B, S), tokens (B, T) int -> logits (B, T, vocab_size), or the mean loss with
-        `targets` (B, T). Tokens are the targets moved right by one, after a start token.
+        `targets` (B, T). Tokens are a start token and the targets, shifted right by one.
 
     Example:
         >>> model = T5(T5Config(dim=32, num_layers=1, hidden_dim=64))
@@ -256,7 +256,7 @@ class T5(Model, Stateful):
         self.lm_head = Linear(head, device=device, dtype=dtype) if c.gated else None
 
     def encode(self, source: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """source (B, S) int -> states (B, S, dim)."""
+        """Encodes source (B, S) int to hidden states (B, S, dim)."""
         require_token_ids("T5", "source", source)
         states: Tensor = self.encoder(self.embed_tokens(source), mask=mask)
         return states
@@ -264,7 +264,7 @@ class T5(Model, Stateful):
     def new_state(
         self, batch: int, max_length: int, **storage: Unpack[Storage]
     ) -> list[tuple[State, State]]:
-        """Empty states of the decoder's layers: for its tokens, and for the encoder's states."""
+        """Returns empty states of the decoder's layers, for self- and cross-attention."""
 
         def new(mixer: Mixer) -> State:
             state: State = mixer.new_state(batch, max_length, **storage)
@@ -281,7 +281,7 @@ class T5(Model, Stateful):
         *,
         state: list[tuple[State, State]] | None = None,
     ) -> Tensor:
-        """The decoder's states (B, T, dim) that the head reads, for the states of the encoder."""
+        """Returns the decoder's hidden states (B, T, dim); `memory` has the encoder's."""
         require_token_ids("T5", "tokens", tokens)
         if memory.dim() != 3 or memory.shape[0] != tokens.shape[0]:
             raise ValueError(
@@ -300,11 +300,11 @@ class T5(Model, Stateful):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def head(self, x: Tensor) -> Tensor:
-        """States (..., dim) -> logits (..., vocab_size)."""
+        """Maps hidden states (..., dim) to logits (..., vocab_size)."""
         return head_logits(self, x)
 
     def forward(self, source: Tensor, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (B, T, vocab_size), or with targets, of which -100 does not count, the loss."""
+        """Returns logits (B, T, vocab_size), or with targets the mean loss; -100 is ignored."""
         x = self.hidden(tokens, self.encode(source))
         if targets is None:
             return self.head(x)

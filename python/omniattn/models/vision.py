@@ -25,7 +25,7 @@ from omniattn.modules import (
 )
 from omniattn.modules.base.fields import Epsilon, Probability, Size
 
-#: Names in transformers that ViT and Swin share.
+#: Our option -> transformers' option, for ViT and Swin.
 HF_OPTIONS = {
     "classes": "num_labels",
     "channels": "num_channels",
@@ -51,10 +51,11 @@ HF_FIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class VisionConfig(EncoderConfig):
-    """Options that the classifiers share.
+    """Options shared by the image classifiers.
 
     Args:
-        classes, channels, image, patch: sizes; images are square, `patch` divides their side.
+        classes, channels, image, patch: sizes; `image` is the side of the square images, a multiple
+            of `patch`.
     """
 
     classes: Size = 10
@@ -64,12 +65,12 @@ class VisionConfig(EncoderConfig):
 
 
 class Classifier(Model):
-    """Patches -> tokens -> features -> logits; subclasses compute features from tokens.
+    """Computes patches -> tokens -> features -> logits; subclasses map tokens to features.
 
     Args:
         config: sizes and options.
-        width: of a token.
-        features: width of the head's input.
+        width: size of a token.
+        features: size of the head's input.
         device, dtype: of the parameters.
 
     Shape:
@@ -94,7 +95,7 @@ class Classifier(Model):
         self.head = Linear(config.linear(features, config.classes), device=device, dtype=dtype)
 
     def patches(self, images: Tensor) -> Tensor:
-        """images (B, C, H, W) -> tokens (B, H / patch, W / patch, width)."""
+        """Maps images (B, C, H, W) to tokens (B, H / patch, W / patch, width)."""
         op, p = type(self).__name__, self.patch
         require_float(op, "images", images)
         require_strided(op, "images", images)
@@ -109,11 +110,11 @@ class Classifier(Model):
         return tokens
 
     def features(self, tokens: Tensor) -> Tensor:
-        """Tokens of `patches` -> (B, features), normed."""
+        """Maps the tokens of `patches` to normed features (B, features)."""
         raise NotImplementedError
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (B, classes), or with labels the mean loss."""
+        """Returns logits (B, classes), or with labels the mean loss."""
         logits: Tensor = self.head(self.features(self.patches(images)))
         if labels is None:
             return logits
@@ -133,9 +134,9 @@ class ViTConfig(VisionConfig):
     """Sizes of a ViT.
 
     Args:
-        dim, num_layers, num_heads: sizes; feed-forward layers are 4 dim wide.
-        pool: what the head reads: "token", a class token in front of the patches, or "mean" of the
-            patches, without one.
+        dim, num_layers, num_heads: sizes; the feed-forward layers are 4 dim wide.
+        pool: input of the head: "token", a class token before the patches, or "mean" of the
+            patches, without a class token.
 
     Reference:
         Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020, arXiv 2010.11929; mean: Beyer,
@@ -180,9 +181,9 @@ class ViTConfig(VisionConfig):
 
 
 class ViT(Classifier):
-    """[class token; patches] + positions; pre-norm blocks; the head reads the class token.
+    """Vision Transformer: [class token; patches] + positions, pre-norm blocks, head.
 
-    With `pool="mean"` there is no class token, and the head reads the mean of the normed patches.
+    The head reads the class token, or with `pool="mean"` the mean of the normed patches.
 
     Args:
         config: sizes and options.
@@ -218,7 +219,7 @@ class ViT(Classifier):
         )
 
     def reset_parameters(self) -> None:
-        """Draws the class token from N(0, init_std^2)."""
+        """Initialises the class token from N(0, init_std^2)."""
         if self.class_token is not None:
             nn.init.normal_(self.class_token, std=self.config.init_std)
 
@@ -242,7 +243,7 @@ class ViT(Classifier):
 
 
 def _swin_layer(match: re.Match[str]) -> str:
-    """A stage starts with the merging that transformers puts at the end of the one before."""
+    """Renames a stage's layer: our stages start with the merging, transformers' end with it."""
     stage, layer = int(match[1]), int(match[2])
     if stage > 0 and layer == 0:
         return f"swin.encoder.layers.{stage - 1}.downsample"
@@ -254,10 +255,11 @@ class SwinConfig(VisionConfig):
     """Sizes of a Swin Transformer.
 
     Args:
-        dim: width of the first stage; each further one is twice as wide, on half the grid.
-        depths, heads: blocks and heads of each stage; every other block shifts its windows.
+        dim: width of the first stage; each further stage is twice as wide, on half the grid.
+        depths, heads: numbers of blocks and heads of each stage; every other block shifts its
+            windows.
         window: side of a window.
-        drop_path_p: of the last block, from 0 at the first one on.
+        drop_path_p: stochastic depth of the last block; grows linearly from 0 at the first.
 
     Reference:
         Liu et al., "Swin Transformer", 2021, arXiv 2103.14030.
@@ -301,9 +303,9 @@ class SwinConfig(VisionConfig):
 
 
 class Swin(Classifier):
-    """Stages of window attention with merging in between; the head reads the mean of the tokens.
+    """Swin Transformer: stages of window attention with patch merging; mean pooling.
 
-    Patches are normed as soon as they are embedded: the norm of a single number (`patch=1` of one
+    Patches are normed after embedding: before it, the norm of a single number (`patch=1`, one
     channel) would keep little except its sign.
 
     Args:

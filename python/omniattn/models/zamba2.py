@@ -1,4 +1,4 @@
-"""Zamba2: Mamba-2, and a few transformer blocks that all hybrid layers share."""
+"""Zamba2: Mamba-2 with a few transformer blocks shared by all hybrid layers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ if TYPE_CHECKING:
 
 
 class SharedTransformer(nn.Module, Stateful):
-    """``t = W_d (gelu(g) * u)``, ``[g, u] = W_gu norm(W_o attention(norm([h, e])))``, no residuals.
+    """A transformer block without residuals, shared by several hybrid layers.
 
-    e are the embeddings of the tokens. Each use adds ``B_i A_i x`` of its own to ``W_gu x``, and
-    with `adapt_attention` to the queries, keys and values.
+    Computes ``t = W_d (gelu(g) * u)`` with ``[g, u] = W_gu norm(W_o attention(norm([h, e])))``,
+    where e are the token embeddings. Use i adds a low-rank ``B_i A_i x`` to ``W_gu x``, and with
+    `adapt_attention` to the queries, keys and values.
 
     Args:
         config: sizes and options.
-        uses: the hybrid layers that use it, counted from 0 among all hybrid layers.
+        uses: indices, among all hybrid layers, of those that use this block.
         factory: device and dtype of the parameters.
     """
 
@@ -79,13 +80,13 @@ class SharedTransformer(nn.Module, Stateful):
         self.down_proj = linear(c.hidden_dim, c.dim, c.bias)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
-        """An empty cache; each use has one of its own."""
+        """Returns an empty cache for one use."""
         c = self.config
         sizes = (batch, max_length, c.num_kv_heads, c.head_dim)
         return new.keys_and_values(self, self.k_proj.weight, *sizes, **storage)
 
     def _adapted(self, name: str, x: Tensor, use: int) -> Tensor:
-        """``W x + B_i A_i x``."""
+        """Computes ``W x + B_i A_i x``."""
         y: Tensor = self.get_submodule(f"{name}_proj")(x)
         adapters = self._modules.get(f"{name}_adapters")
         return y if adapters is None else y + adapters.get_submodule(str(use))(x)
@@ -100,8 +101,7 @@ class SharedTransformer(nn.Module, Stateful):
         rope: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """h, embeddings (B, T, dim) -> t (B, T, dim); `state` is that of this use, mask as in
-        Attention."""
+        """Maps h, embeddings (B, T, dim) to t (B, T, dim); `state` belongs to this use."""
         c = self.config
         cache = require_cache("SharedTransformer", state)
         x = self.input_layernorm(torch.cat([h, embeddings], -1))
@@ -127,12 +127,12 @@ class SharedTransformer(nn.Module, Stateful):
 
 
 class HybridBlock(nn.Module, Stateful):
-    """``h + mixer(norm(h + W t))`` with t of a shared transformer.
+    """Computes ``h + mixer(norm(h + W t))`` with t of a shared transformer.
 
     Args:
-        config: of the block around the mixer.
-        transformer: what computes t; a part of the model, not of the block.
-        use: which of its uses this is.
+        config: config of the block around the mixer.
+        transformer: module that computes t; owned by the model, not by the block.
+        use: index of this use of the transformer.
         factory: device and dtype of the parameters.
     """
 
@@ -147,10 +147,10 @@ class HybridBlock(nn.Module, Stateful):
         self.mixer = config.mixer.build(**factory)
         self.dropout = Dropout(config.dropout_p)
         self.use = use
-        self._shared = (transformer,)  # in a tuple, so that the weights belong to the model alone
+        self._shared = (transformer,)  # a tuple, so that it does not become a submodule
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> StatePair:
-        """The state of the mixer, and the cache of the shared transformer."""
+        """Returns the mixer's state and the shared transformer's cache."""
         mixer = self.mixer.new_state(batch, max_length, **storage)
         return StatePair(mixer, self._shared[0].new_state(batch, max_length, **storage))
 
@@ -165,7 +165,7 @@ class HybridBlock(nn.Module, Stateful):
         mask: Tensor | Mask | None = None,
         shared: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """As of DecoderBlock; `shared` holds the embeddings of the tokens."""
+        """Computes the block as DecoderBlock does; `shared` holds the token embeddings."""
         h = x if residual is None else x + residual
         if residual is None and self.config.residual_in_fp32:
             h = widen(x)
@@ -245,22 +245,22 @@ def rope_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Zamba2Config(Decoder.Config):
-    """Sizes and options.
+    """Sizes and options of a Zamba2.
 
     Args:
-        hybrid_layers: the layers that add the output of a shared transformer to the input of their
-            Mamba-2; the others are Mamba-2 alone.
-        num_transformers: shared transformers, which the hybrid layers use in turn.
-        num_heads, num_kv_heads, hidden_dim: of the shared transformers, whose heads have the size
-            2 dim / num_heads.
-        adapter_rank: of the adapter that each use of a transformer adds to its weights.
-        adapt_attention: whether the weights of queries, keys and values have adapters too.
-        rope_base: of a rotary embedding of the shared transformers; None for none.
+        hybrid_layers: layers that add the output of a shared transformer to their Mamba-2's input;
+            the other layers are Mamba-2 only.
+        num_transformers: number of shared transformers, used by the hybrid layers in turn.
+        num_heads, num_kv_heads, hidden_dim: sizes of the shared transformers, whose heads have the
+            size 2 dim / num_heads.
+        adapter_rank: rank of the low-rank adapter of each use of a shared transformer.
+        adapt_attention: True if the query, key and value projections have adapters, too.
+        rope_base: base of the shared transformers' rotary embedding; None for none.
         d_state, d_conv, expand, headdim, ngroups: as in :class:`omniattn.modules.Mamba2`.
-        dt_min: the least dt.
-        bias: whether the projections of Mamba-2 and of the feed-forward layers have biases.
-        norm_eps: of all norms but the gated one, whose is 1e-5.
-        tie_embeddings: as in all models, with another default.
+        dt_min: lower bound of dt.
+        bias: True if the projections of Mamba-2 and of the feed-forward layers have biases.
+        norm_eps: epsilon of all norms except the gated one, which has 1e-5.
+        tie_embeddings: the head shares the embedding's weight; True by default.
 
     Reference:
         Glorioso et al., "The Zamba2 Suite", 2024, arXiv 2411.15242; the wiring: Glorioso et al.,
@@ -357,12 +357,12 @@ class Zamba2Config(Decoder.Config):
 
     @property
     def head_dim(self) -> int:
-        """Size of a head of the shared transformers."""
+        """Head size of the shared transformers."""
         return 2 * self.dim // self.num_heads
 
     @property
     def counterpart(self) -> Counterpart:
-        """`hf`, with the names that depend on which layers are hybrid."""
+        """Returns `hf` with the weight names that depend on which layers are hybrid."""
 
         def transformer(match: re.Match[str]) -> str:
             return f"layers.{self.hybrid_layers[int(match[1])]}.shared_transformer"

@@ -1,4 +1,4 @@
-"""Training of the models: tasks with their data, recipes, the trainer."""
+"""Training: tasks with their data, recipes and the trainer."""
 
 from omniattn.functional._keywords import explain_keywords
 from omniattn.training.optimizer import WarmupCosine, parameter_groups, warmup_cosine

@@ -1,4 +1,4 @@
-"""Byte-level text: a training and a held-out split, windows by position."""
+"""Byte-level text data with a training and a held-out split."""
 
 import random
 import sysconfig
@@ -14,16 +14,16 @@ _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 def standard_library() -> list[Path]:
-    """The Python source files of the running interpreter's standard library."""
+    """Returns the Python source files of the running interpreter's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(root.rglob("*.py"))
     return [f for f in files if _SKIPPED.isdisjoint(f.relative_to(root).parts)]
 
 
 def read_documents(path: Path | str | None) -> bytes:
-    """The bytes of a file, of all text files below a directory, or (None) of the standard library.
+    """Reads a file, all text files below a directory, or (None) the standard library's sources.
 
-    Files come in an order that is shuffled, but always the same, so that both splits are alike.
+    Files are shuffled with a fixed seed, so that both splits are similar.
 
     Raises:
         OSError: if the path cannot be read.
@@ -40,7 +40,7 @@ def read_documents(path: Path | str | None) -> bytes:
 
 
 class ByteData:
-    """Windows of `length` + 1 bytes; the last 5 percent of the text are held out.
+    """Windows of `length` + 1 bytes; the last 5 percent of the text is held out.
 
     Args:
         text: at least 4 (length + 1) bytes.
@@ -67,12 +67,12 @@ class ByteData:
         return split[start[:, None] + torch.arange(self.length + 1)].long()
 
     def windows(self, size: int, seed: int, step: int) -> torch.Tensor:
-        """Training windows (size, length + 1) of a step: a function of (seed, step) alone."""
+        """Returns the training windows (size, length + 1) of a step, determined by (seed, step)."""
         words = philox.elementwise_words(size, torch.tensor([seed, step]))
         return self._windows(self.train, (words * (len(self.train) - self.length)) >> 32)
 
     def held_out_windows(self, size: int) -> torch.Tensor:
-        """Up to `size` windows spread evenly over the held-out split, without overlap."""
+        """Returns up to `size` windows, evenly spaced in the held-out split, without overlap."""
         count = min(size, len(self.held_out) // (self.length + 1))
         start = torch.arange(count) * (len(self.held_out) // count)
         return self._windows(self.held_out, start)

@@ -1,5 +1,4 @@
-"""Parameter groups and learning rates that the trainer gives AdamW, for other training loops
-too."""
+"""Parameter groups and learning rate schedule of the trainer, also for other training loops."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from omniattn.modules import LearnedPositional, T5RelativeBias, WindowAttention
 
 
 def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup: int, steps: int) -> float:
-    """Linear from 0 to lr during the warm-up, then half a cosine down to min_lr, which stays.
+    """Returns the learning rate: linear warm-up from 0 to lr, then cosine decay to min_lr.
 
     Args:
-        step: from 0 on.
+        step: step, counted from 0.
         lr, min_lr: peak and final learning rate.
-        warmup, steps: when they are reached.
+        warmup, steps: steps at which the peak and the final learning rate are reached.
 
     Reference:
         Loshchilov and Hutter, SGDR, 2016, arXiv 1608.03983.
@@ -35,12 +34,12 @@ def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup: int, steps: in
 
 
 class WarmupCosine(LRScheduler):
-    """:func:`warmup_cosine` from the learning rate of each group of an optimizer.
+    """Schedules :func:`warmup_cosine` with each group's learning rate as the peak.
 
     Args:
-        optimizer: any of torch's.
+        optimizer: any torch optimizer.
         min_lr, warmup, steps: see :func:`warmup_cosine`.
-        last_epoch: steps done so far less one, as in torch's schedulers.
+        last_epoch: number of completed steps - 1, as in torch's schedulers.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -66,7 +65,7 @@ class WarmupCosine(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """The learning rates of the groups at step `last_epoch`."""
+        """Returns the learning rates of the groups at step `last_epoch`."""
         span = {"warmup": self.warmup, "steps": self.steps}
         return [
             warmup_cosine(self.last_epoch, lr=float(lr), min_lr=self.min_lr, **span)
@@ -75,7 +74,7 @@ class WarmupCosine(LRScheduler):
 
 
 def _tables(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Matrices whose rows are looked up, and what layers list as `undecayed`."""
+    """Yields lookup tables, and parameters that layers list as `undecayed`."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | LearnedPositional | T5RelativeBias):
             yield module.weight
@@ -86,10 +85,10 @@ def _tables(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Weight decay on matrices; none on vectors (norms, biases), tables (embeddings) and the
-    time scales of state-space models.
+    """Returns parameter groups for torch.optim.AdamW, with weight decay on matrices only.
 
-    For torch.optim.AdamW, of any module; parameters that need no gradient are left out.
+    Vectors (norms, biases), embeddings and the time scales of state-space models have no decay.
+    Works for any module; parameters that do not require gradients are left out.
 
     Reference:
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2017, arXiv 1711.05101.

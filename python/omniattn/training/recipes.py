@@ -1,4 +1,4 @@
-"""Tasks and options with which `python -m omniattn train` trains each architecture."""
+"""Task and options of `python -m omniattn train` for each architecture."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from omniattn.training.tasks import (
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a kind of model is trained.
+    """Training recipe of an architecture.
 
     Args:
-        task: data and loss of the training.
-        options: fields of TrainConfig whose defaults differ.
+        task: class with the data and the loss.
+        options: values that replace defaults of TrainConfig.
     """
 
     task: type[Task]
@@ -39,7 +39,7 @@ _RECIPES: dict[type, Recipe] = {
 
 
 def recipe_of(config: ModelConfig) -> Recipe:
-    """The recipe of the nearest base class that has one.
+    """Returns the recipe of the config's class or of its nearest base class with one.
 
     Raises:
         ValueError: no base class has one.

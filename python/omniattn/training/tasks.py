@@ -1,6 +1,6 @@
-"""Tasks for training: batches of a data set, and metrics of the results.
+"""Training tasks: batches of a data set and metrics.
 
-A batch is the tuple of arguments that makes `model(*batch)` the mean loss; the targets come last.
+A batch is a tuple of arguments such that `model(*batch)` is the mean loss; the targets come last.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _HELD_OUT_SEED = 0x48454C44
 
 
 class Task(ABC):
-    """A data set with a held-out split, seen by one kind of model."""
+    """A data set with a held-out split, and its batches for one kind of model."""
 
     #: Unit of the loss.
     unit: ClassVar[str]
-    #: Name of an example's items, for displayed speeds.
+    #: Name of an example's items (tokens, images) in displayed speeds.
     items: ClassVar[str]
-    #: Number of them in an example.
+    #: Number of items in an example.
     items_per_example: int
-    #: Identifies the data, for checkpoints.
+    #: Identifies the data in checkpoints.
     digest: str
-    #: One line on the sizes of both splits.
+    #: One-line description of both splits' sizes.
     summary: str
 
     @classmethod
     @abstractmethod
     def load(cls, path: Path | str | None, length: int) -> Self:
-        """The task on the data of a path, by default data that come with the machine.
+        """Loads the task from a path, or by default from data found on every machine.
 
         Args:
             path: a file or folder, or None.
-            length: tokens per example, for texts.
+            length: tokens per example of text.
 
         Raises:
             OSError: if the path cannot be read.
@@ -60,23 +60,23 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, size: int, seed: int, step: int) -> Batch:
-        """`size` training examples of a step: a function of (seed, step) alone."""
+        """Returns `size` training examples of a step, determined by (seed, step)."""
 
     @abstractmethod
     def held_out_batch(self, size: int) -> Batch:
-        """About `size` fixed examples of the held-out split."""
+        """Returns about `size` fixed examples of the held-out split."""
 
     def metrics(self, model: Model, batch: Batch) -> dict[str, float]:
-        """Metrics of a batch other than the loss, by name."""
+        """Returns the metrics of a batch, other than the loss, by name."""
         return {}
 
     def sample(self, model: Model, seed: int) -> str | None:
-        """Returns a sample text of the model, or None if it makes no text."""
+        """Returns a text sampled from the model, or None if it generates no text."""
         return None
 
 
 class TextTask(Task):
-    """A task on the windows of a text of bytes."""
+    """A task on windows of a byte-level text."""
 
     items = "tokens"
 
@@ -108,7 +108,7 @@ class TextTask(Task):
 
 
 class LanguageModeling(TextTask):
-    """Predict the next byte: tokens and targets (B, length), the targets one byte later.
+    """Predicts the next byte: tokens and targets (B, length), the targets one byte later.
 
     Example:
         >>> task = LanguageModeling(b"some text" * 9, length=8)
@@ -128,7 +128,7 @@ class LanguageModeling(TextTask):
         return window[:, :-1], window[:, 1:]
 
     def sample(self, model: Model, seed: int) -> str:
-        """Continues "def " to the length that the model was trained on."""
+        """Continues "def " up to the training length."""
         prompt = torch.tensor([list(b"def ")], device=next(model.parameters()).device)
         new = max(0, self.data.length - prompt.shape[1])
         out = generate(cast("Decoder", model), prompt, new, temperature=0.8, top_p=0.95, seed=seed)
@@ -136,9 +136,9 @@ class LanguageModeling(TextTask):
 
 
 class MaskedLanguageModeling(TextTask):
-    """Restore masked bytes: tokens and targets (B, length), -100 where nothing is asked.
+    """Restores masked bytes: tokens and targets (B, length), -100 for bytes without a loss.
 
-    Of the 15 % that are asked, 80 % show the mask, 10 % another byte and 10 % themselves.
+    15 % of the bytes are targets; of these, 80 % are masked, 10 % random and 10 % unchanged.
 
     Reference:
         Devlin et al., "BERT", 2018, arXiv 1810.04805.
@@ -168,7 +168,7 @@ class MaskedLanguageModeling(TextTask):
         return self._mask(self.data.held_out_windows(size)[:, :-1], _HELD_OUT_SEED, 0)
 
     def sample(self, model: Model, seed: int) -> str:
-        """Returns a held-out text with the restored parts in brackets."""
+        """Returns a held-out text with the predicted bytes in brackets."""
         tokens, targets = self.held_out_batch(1)
         logits = model(tokens.to(next(model.parameters()).device))[0]
         restored = logits[:, :256].argmax(-1).tolist()
@@ -180,11 +180,11 @@ class MaskedLanguageModeling(TextTask):
 
 
 class SpanCorruption(TextTask):
-    """Restore missing spans: source (B, S), tokens and targets (B, R).
+    """Restores missing spans: source (B, S), tokens and targets (B, R).
 
-    15 % of the bytes are missing, in spans of 3 on average. In the source a sentinel stands for
-    each span; the targets are the sentinels, each with its span, and an end. Tokens are the targets
-    moved right by one. All lengths follow from that of the window, so that nothing is padded.
+    15 % of the bytes are missing, in spans of 3 on average. In the source a sentinel replaces each
+    span; the targets are each sentinel followed by its span, then an end token. Tokens are the
+    targets shifted right by one. All lengths follow from the window's, so nothing is padded.
 
     Reference:
         Raffel et al., "Exploring the Limits of Transfer Learning", 2020, arXiv 1910.10683.
@@ -196,7 +196,7 @@ class SpanCorruption(TextTask):
     """
 
     unit = "nats per target token"
-    SENTINEL: ClassVar[int] = 256  # the first of them
+    SENTINEL: ClassVar[int] = 256  # first sentinel
     SENTINELS: ClassVar[int] = 100
     END: ClassVar[int] = 356
     START: ClassVar[int] = 357
@@ -217,7 +217,7 @@ class SpanCorruption(TextTask):
         first, second = self._uniform(size, 2, seed, step)
         kept = self._partition(length - self.missing, first)
         missing = self._partition(self.missing, second)
-        # Kept and missing segments take turns; 2 i + 1 is the number of missing segment i.
+        # Kept and missing segments alternate; 2 i + 1 is the index of missing segment i.
         ends = torch.stack([kept, missing], -1).flatten(1).cumsum(-1)
         position = torch.arange(length).expand(size, -1).contiguous()
         segment = torch.searchsorted(ends, position, right=True)
@@ -225,8 +225,8 @@ class SpanCorruption(TextTask):
         sentinel = self.SENTINEL + segment // 2
         before = torch.cat([segment.new_full((size, 1), -1), segment[:, :-1]], 1)
         after = torch.cat([segment[:, 1:], segment.new_full((size, 1), -1)], 1)
-        # In the source the first byte of a missing segment turns into the sentinel, in the targets
-        # the last one of the kept segment before it; the others of the segment go.
+        # The sentinel replaces the first byte of a missing segment in the source, and the last byte
+        # of the kept segment before it in the targets; the segment's other bytes are removed.
         starts, stops = gone & (segment != before), ~gone & (segment != after)
         source = torch.where(starts, sentinel, text)[~gone | starts].view(size, -1)
         targets = torch.where(stops, sentinel, text)[gone | stops].view(size, -1)
@@ -236,7 +236,7 @@ class SpanCorruption(TextTask):
         return source, torch.cat([start, targets[:, :-1]], 1), targets
 
     def _partition(self, total: int, uniform: Tensor) -> Tensor:
-        """Lengths (B, spans) >= 1 that sum to `total`, all such partitions equally likely."""
+        """Returns lengths (B, spans) >= 1 with sum `total`, uniform over all such partitions."""
         cuts = uniform[:, : total - 1].argsort(-1)[:, : self.spans - 1].sort(-1).values + 1
         ends = torch.nn.functional.pad(cuts, (0, 1), value=total)
         return ends.diff(prepend=torch.zeros_like(ends[:, :1]))
@@ -248,7 +248,7 @@ class SpanCorruption(TextTask):
         return self._corrupt(self.data.held_out_windows(size)[:, :-1], _HELD_OUT_SEED, 0)
 
     def sample(self, model: Model, seed: int) -> str:
-        """Returns a held-out text with the generated fillings in brackets."""
+        """Returns a held-out text with the generated spans in brackets."""
         source, _, targets = self.held_out_batch(1)
         device = next(model.parameters()).device
         start = torch.tensor([[self.START]], device=device)
@@ -273,9 +273,9 @@ class SpanCorruption(TextTask):
 
 
 class Digits(Task):
-    """Tell handwritten digits apart: images (B, 1, 8, 8) in [0, 1] and labels (B,).
+    """Classifies handwritten digits: images (B, 1, 8, 8) in [0, 1] and labels (B,).
 
-    The 1 797 images of scikit-learn; every fifth is held out.
+    The data are scikit-learn's 1 797 images; every fifth is held out.
 
     Reference:
         Kaynak, "Methods of combining multiple classifiers", 1995 (UCI repository).
@@ -315,7 +315,7 @@ class Digits(Task):
         return self.train[0][index], self.train[1][index]
 
     def held_out_batch(self, size: int) -> Batch:
-        """All that are held out."""
+        """Returns all held-out examples."""
         return self.held_out
 
     def metrics(self, model: Model, batch: Batch) -> dict[str, float]:

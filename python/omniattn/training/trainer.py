@@ -1,4 +1,4 @@
-"""Training of a model: AdamW, warm-up and cosine, clipping; resumable bit for bit."""
+"""Trains a model with AdamW, warm-up, cosine decay and clipping; resumes bit for bit."""
 
 import json
 import math
@@ -31,18 +31,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Options that determine a training run, except the content of its data.
+    """Options that, with the content of the data, determine a training run.
 
     Args:
         model: a name in PRESETS, or the config of a model.
         steps, batch, length: optimizer steps; examples per step; tokens per example of text.
         dtype: "float32", or "bfloat16" for autocast with fp32 weights.
-        seed: of the weights and of the batches.
+        seed: seed of the weights and of the batches.
         lr, min_lr, warmup: peak and final learning rate; steps of linear warm-up.
-        decay_steps: when the final learning rate is reached; None: at the end.
-        betas, eps, weight_decay: of AdamW.
-        clip: bound of the gradient's norm.
-        data: path of the file or folder; None: what comes with the machine.
+        decay_steps: step at which the final learning rate is reached; None: the last.
+        betas, eps, weight_decay: options of AdamW.
+        clip: maximum norm of the gradient.
+        data: path of a file or folder; None: data found on every machine.
     """
 
     model: str | ModelConfig = "llama"
@@ -70,32 +70,32 @@ class TrainConfig:
 
     @property
     def model_config(self) -> ModelConfig:
-        """The config of the model."""
+        """Config of the model."""
         return PRESETS[self.model] if isinstance(self.model, str) else self.model
 
     @property
     def model_name(self) -> str:
-        """The name of the preset, or of the class of the config."""
+        """Name of the preset or of the config's class."""
         return self.model if isinstance(self.model, str) else type(self.model).__qualname__
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """:func:`warmup_cosine` of a run."""
+    """Returns :func:`warmup_cosine` of a run at a step."""
     end = config.steps if config.decay_steps is None else config.decay_steps
     return warmup_cosine(step, lr=config.lr, min_lr=config.min_lr, warmup=config.warmup, steps=end)
 
 
 class Trainer:
-    """The state of a run: model, optimizer, step and history.
+    """Training run: model, optimizer, step and history.
 
-    A step is a function of this state and of the data, so a run that is saved, loaded and
-    continued ends with the same bits as one that was not interrupted.
+    A step depends only on this state and the data, so a run that is saved, loaded and continued
+    gives the same bits as an uninterrupted one.
 
     Args:
-        config: of the run.
-        task: the task of the model, with its data.
-        device: of model and batches.
-        backend: of all ops, e.g. "reference".
+        config: options of the run.
+        task: task of the model, with its data.
+        device: device of the model and the batches.
+        backend: backend of all ops, e.g. "reference".
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Trainer:
     ) -> None:
         self.config, self.task, self.device = config, task, torch.device(device)
         torch.manual_seed(config.seed)
-        # Weights are drawn on the CPU, so that every device starts from the same ones.
+        # Weights are drawn on the CPU, so that every device starts with the same values.
         model = config.model_config
         self.model = replace(model, backend=backend or model.backend).build().to(self.device)
         self.routers = Routers(self.model)
@@ -121,7 +121,7 @@ class Trainer:
         self.step = 0
         self.losses: list[float] = []
         self.further: dict[str, list[float]] = {}
-        self.seconds: list[float] = []  # of the steps of this process
+        self.seconds: list[float] = []  # for each step of this process
         self.held_out: list[dict[str, float]] = []
 
     def _autocast(self) -> torch.autocast:
@@ -132,15 +132,15 @@ class Trainer:
         return tuple(t.to(self.device) for t in batch)
 
     def train_step(self) -> float:
-        """One optimizer step; returns its loss.
+        """Runs one optimizer step and returns its loss.
 
         Raises:
-            FloatingPointError: if the loss is not finite; the weights are then unchanged.
+            FloatingPointError: if the loss is not finite; the weights stay unchanged.
         """
         start, c = time.perf_counter(), self.config
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, c)
-        self.model.zero_grad()  # the optimizer's own imports torch._dynamo: 4 s at the first step
+        self.model.zero_grad()  # optimizer.zero_grad imports torch._dynamo: 4 s at the first step
         with self._autocast():
             loss = self.model(*self._on_device(self.task.batch(c.batch, c.seed, self.step)))
         value = loss.item()
@@ -161,7 +161,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Loss on fixed held-out examples. It is kept in `held_out`, with the task's metrics."""
+        """Returns the loss on fixed held-out examples; records it and the metrics in `held_out`."""
         batch = self._on_device(self.task.held_out_batch(2 * self.config.batch))
         self.model.eval()
         with self._autocast():
@@ -173,13 +173,13 @@ class Trainer:
 
     @property
     def items_per_second(self) -> float:
-        """Training speed of this process in tokens or images, from the median time of a step."""
+        """Returns tokens or images per second of this process, from the median step time."""
         if not self.seconds:
             return 0.0
         return self.config.batch * self.task.items_per_example / statistics.median(self.seconds)
 
     def save(self, path: Path) -> None:
-        """Writes the whole state atomically. `models.load_model` reads the weights of this file."""
+        """Writes the state atomically; `models.load_model` can read the weights of the file."""
         tensors = dict(self.model.state_dict())
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
@@ -189,7 +189,7 @@ class Trainer:
         tensors["rng/cpu"] = torch.get_rng_state()
         config = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         if not isinstance(self.config.model, str):
-            config["model"] = None  # it is in the metadata of the model
+            config["model"] = None  # it is in the model's metadata
         run = {
             "config": config,
             "data": self.task.digest,
@@ -201,7 +201,7 @@ class Trainer:
         write_checkpoint(path, tensors, model_metadata(self.model) | {"run": json.dumps(run)})
 
     def load(self, path: Path) -> None:
-        """Restores what `save` wrote; the config and the content of the data must be the same.
+        """Restores the state written by `save`; the config and the data must be unchanged.
 
         Raises:
             OSError, CheckpointError: if the file cannot be read, is damaged or is of another run.
@@ -216,7 +216,7 @@ class Trainer:
             )
         self.model.load_state_dict({n: t for n, t in tensors.items() if "/" not in n})
         parameters = dict(self.model.named_parameters())
-        # Their names when every mixer was an attention.
+        # Names from when every mixer was an attention.
         parameters |= {n.replace("mixer.", "self_attn."): p for n, p in parameters.items()}
         routers = {}
         for name, tensor in tensors.items():
@@ -241,7 +241,7 @@ def _run_of(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
 
 
 def saved_config(path: Path) -> TrainConfig:
-    """The config of the run that wrote this checkpoint.
+    """Returns the config of the run that wrote a checkpoint.
 
     Raises:
         OSError, CheckpointError: if the file cannot be read, is damaged or holds no run.
