@@ -1,10 +1,10 @@
-"""Functions of other libraries, with the names, arguments and results that they have there.
+"""Functions with the names, arguments and results of other libraries.
 
 ``from omniattn.compat import chunk_gla`` replaces ``from fla.ops.gla import chunk_gla``. The
-functions call `omniattn.functional`, so they run on the CPU too, and are differentiable. An option
-that `omniattn.functional` cannot honour raises an error that names it; an option that affects only
-speed, such as a chunk size, is accepted and has no effect. The `*_update` functions write states in
-place and are for inference. The losses of Liger are in `omniattn.modules` under their names.
+functions call `omniattn.functional`, so they run on the CPU, too, and are differentiable. An
+unsupported option raises an error that names it; an option that affects only speed, such as a chunk
+size, is accepted and has no effect. The `*_update` functions update states in place and are for
+inference. Liger's losses are in `omniattn.modules` under their own names.
 """
 
 from omniattn.compat.causal_conv1d import (

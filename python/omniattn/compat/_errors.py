@@ -1,4 +1,4 @@
-"""Shared by the aliases of other libraries: errors that name the alias and its arguments."""
+"""Errors that name an alias of another library and the alias's arguments."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ _ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)
 
 @contextmanager
 def errors_of(op: str, **names: str) -> Iterator[None]:
-    """Rewrites errors of `omniattn.functional` to name the alias `op`; `names` maps arguments to
-    the alias's names where they differ."""
+    """Rewrites errors of `omniattn.functional` to name the alias `op`.
+
+    `names` maps arguments to the alias's names if they differ.
+    """
     try:
         yield
     except _ERRORS as error:
@@ -40,19 +42,19 @@ def errors_of(op: str, **names: str) -> Iterator[None]:
 
 
 def require_real(op: str, **tensors: Tensor) -> None:
-    """Floating-point tensors."""
+    """Requires floating-point tensors."""
     for name, t in tensors.items():
         require_float(op, name, t)
         require_strided(op, name, t)
 
 
 def require_optional(op: str, **tensors: Tensor | None) -> None:
-    """Floating-point tensors, or None."""
+    """Requires floating-point tensors or None."""
     require_real(op, **{name: t for name, t in tensors.items() if t is not None})
 
 
 def require_numbers(op: str, **tensors: Tensor) -> None:
-    """Real or complex tensors."""
+    """Requires real or complex tensors."""
     for name, t in tensors.items():
         require_tensor(op, name, t)
         if not t.is_complex():
@@ -61,7 +63,7 @@ def require_numbers(op: str, **tensors: Tensor) -> None:
 
 
 def require_writable(op: str, name: str, t: Tensor) -> None:
-    """Requires that no elements of `t` share memory, as in expanded tensors: it is written to."""
+    """Requires that no elements of `t` share memory, as in expanded tensors."""
     if any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape, strict=True)):
         raise ValueError(
             f"{op}: {name} must have memory for each element, got {name}.stride()={t.stride()}"
@@ -92,7 +94,7 @@ def require_state_dtype(op: str, dtype: torch.dtype | None) -> None:
 def require_index(
     op: str, name: str, index: Tensor, shape: tuple[int, ...], x: Tensor, x_name: str = "x"
 ) -> None:
-    """Integers of this shape on the device of `x`."""
+    """Requires integers of this shape on the device of `x`."""
     require_integers(op, name, index)
     require_shape(op, name, index, shape)
     require_device(op, name, index, x, x_name)

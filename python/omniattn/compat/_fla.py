@@ -1,4 +1,4 @@
-"""Shared by the fla functions: options, states and gates in fla's form."""
+"""Options, states and gates shared by fla's functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omniattn.reference.precision import widen
 from omniattn.suggestions import did_you_mean
 
 Result: TypeAlias = tuple[Tensor, Tensor | None]
-# A function of `omniattn.functional` that computes an fla function, and its tensors (B, T, ..).
+#: A function of `omniattn.functional` that computes an fla function, and its tensors (B, T, ..).
 Call: TypeAlias = tuple[Callable[..., tuple[Tensor, Tensor]], tuple[Tensor, ...]]
 Theirs = ParamSpec("Theirs")
 
@@ -29,11 +29,11 @@ _NOT_SUPPORTED = {"gv", "return_intermediate_states"}
 def fla_function(
     *, without_effect: Set[str] = frozenset()
 ) -> Callable[[Callable[Theirs, Call]], Callable[Theirs, Result]]:
-    """Makes an fla function of one that has its signature and returns a `Call`.
+    """Makes an fla function from one with its signature that returns a `Call`.
 
-    Shared options are read from the signature: scale, l2norm, states, boundaries and direction.
-    Options that only affect speed, and the options `without_effect`, are ignored; others must be
-    None or False.
+    Handles the shared options in the signature: scale, l2norm, states, boundaries and direction.
+    Ignores options that only affect speed and the options `without_effect`; others must be None or
+    False.
     """
 
     def decorate(choose: Callable[Theirs, Call]) -> Callable[Theirs, Result]:
@@ -70,7 +70,7 @@ def fla_function(
 
 
 def require_inputs(op: str, scale: object, **tensors: Any) -> None:
-    """Checks arguments that an alias computes with before it calls `omniattn.functional`."""
+    """Checks arguments that an alias uses before it calls `omniattn.functional`."""
     for name, t in tensors.items():
         require_tensor(op, name, t)
     if scale is not None:
@@ -83,17 +83,17 @@ def run(
     tensors: tuple[Tensor, ...],
     given: Mapping[str, Any],
 ) -> Result:
-    """Runs `call` on the tensors, with the states and options among the arguments `given`."""
+    """Runs `call` on the tensors, with the states and options in `given`."""
     boundaries, state = given["cu_seqlens"], given["initial_state"]
     reverse = given.get("reverse", False)
-    # The latter is its former name.
+    # transpose_state_layout is the former name.
     v_first = given.get("state_v_first", False) or given.get("transpose_state_layout", False)
     packed = reverse and boundaries is not None
     if reverse:
         tensors = tuple(t.flip(1) for t in tensors)
     if state is not None and v_first:
         state = state.mT
-    if packed:  # from the end of the row, the sequences come in the other order
+    if packed:  # flipping the row reverses the order of the sequences
         boundaries = tensors[0].shape[1] - boundaries.flip(0)
         state = None if state is None else state.flip(0)
     options = {ours: given[name] for name, ours in _OPTIONS.items() if name in given}
@@ -110,7 +110,7 @@ def run(
 def decays_of(
     op: str, g: Tensor, a_log: Tensor | None, dt_bias: Tensor | None, bound: float | None
 ) -> Tensor:
-    """Log-decays from raw gates (B, T, H) or (B, T, H, K), A_log (H) and dt_bias (H or H K)."""
+    """Computes log-decays from gates (B, T, H) or (B, T, H, K), A_log (H), dt_bias (H or H K)."""
     if a_log is None and bound is None:
         raise ValueError(
             f"{op}: A_log must be given with use_gate_in_kernel=True and without a lower_bound, "
@@ -140,7 +140,7 @@ def delta_call(
     tensors: tuple[Tensor, ...],
     beta: Tensor,
 ) -> Call:
-    """A delta rule of q, k, v and gates, with a beta (B, T, Hv), or (B, T, Hv, V) of channels."""
+    """Returns the call of a delta rule, with beta (B, T, Hv), or (B, T, Hv, V) per channel."""
     require_tensor(op, "beta", beta)
     if beta.ndim != 4:
         return function, (*tensors, beta)
@@ -162,7 +162,7 @@ def _by_channels(
     initial_state: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Each channel of the values is a head, in V times the time; the last of `gates` is beta."""
+    """Computes a rule with each value channel as a head, V times as slow; the last gate is beta."""
     sizes = v.shape[2:]
     wide = (t.repeat_interleave(sizes[1], 2) for t in gates[:-1])
     if initial_state is not None:

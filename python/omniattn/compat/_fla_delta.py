@@ -1,4 +1,4 @@
-"""The delta rules of fla.ops: plain, gated, of Kimi, of low rank."""
+"""Delta rules of fla.ops: plain, gated, Kimi's, and DPLR and IPLR."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chunk_delta_rule(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.delta_rule`."""
+    """Computes :func:`functional.delta_rule`."""
     return functional.delta_rule, (q, k, v, beta)
 
 
@@ -56,7 +56,7 @@ def fused_chunk_delta_rule(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """As `chunk_delta_rule`, which newer versions of fla ask for in its place."""
+    """Computes `chunk_delta_rule`; newer versions of fla recommend that function instead."""
     return functional.delta_rule, (q, k, v, beta)
 
 
@@ -72,7 +72,7 @@ def fused_recurrent_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Call:
-    """:func:`functional.delta_rule`; beta is 1 where it is None, and may be (B, T, H, V)."""
+    """Computes :func:`functional.delta_rule`; beta is 1 if None, and may be (B, T, H, V)."""
     beta = _ones(v, q) if beta is None else beta
     return delta_call("fused_recurrent_delta_rule", functional.delta_rule, (q, k, v), beta)
 
@@ -98,7 +98,7 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.gated_delta_rule`.
+    """Computes :func:`functional.gated_delta_rule`.
 
     With `use_gate_in_kernel` the decays are ``-exp(A_log) softplus(g + dt_bias)``.
     """
@@ -130,10 +130,10 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.gated_delta_rule` of decays g (B, T, H), or
-    :func:`functional.kimi_delta_attention` of gk (B, T, H, K); of both, of their sum.
+    """Computes :func:`functional.gated_delta_rule` with decays g (B, T, H), or
+    :func:`functional.kimi_delta_attention` with gk (B, T, H, K); g and gk are added.
 
-    gv, decays of the values, must be None. beta is 1 where it is None, and may be (B, T, H, V).
+    gv, decays of the values, must be None. beta is 1 if None, and may be (B, T, H, V).
     """
     op = "fused_recurrent_gated_delta_rule"
     beta = _ones(v, q) if beta is None else beta
@@ -176,11 +176,11 @@ def chunk_kda(
     dt_bias: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.kimi_delta_attention`.
+    """Computes :func:`functional.kimi_delta_attention`.
 
     With `use_gate_in_kernel` the decays are ``-exp(A_log) softplus(g + dt_bias)``, or
-    ``lower_bound sigmoid(exp(A_log) (g + dt_bias))``. `safe_gate`, a promise about the gates,
-    changes nothing. States within the sequence are not returned.
+    ``lower_bound sigmoid(exp(A_log) (g + dt_bias))``. `safe_gate` has no effect. Intermediate
+    states are not returned.
     """
     if use_gate_in_kernel:
         g = decays_of("chunk_kda", g, A_log, dt_bias, lower_bound)
@@ -209,7 +209,7 @@ def fused_recurrent_kda(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """As `chunk_kda`; beta may be (B, T, H, V)."""
+    """Computes `chunk_kda`; beta may be (B, T, H, V)."""
     op = "fused_recurrent_kda"
     if use_gate_in_kernel:
         g = decays_of(op, g, A_log, dt_bias, lower_bound)
@@ -231,8 +231,7 @@ def chunk_dplr_delta_rule(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.dplr_delta_rule`. `safe_gate` and `lower_bound`, promises about gk, change
-    nothing."""
+    """Computes :func:`functional.dplr_delta_rule`. `safe_gate` and `lower_bound` have no effect."""
     return functional.dplr_delta_rule, (q, k, v, a, b, gk)
 
 
@@ -250,7 +249,7 @@ def fused_recurrent_dplr_delta_rule(
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Call:
-    """:func:`functional.dplr_delta_rule`."""
+    """Computes :func:`functional.dplr_delta_rule`."""
     return functional.dplr_delta_rule, (q, k, v, a, b, gk)
 
 
@@ -267,7 +266,7 @@ def chunk_iplr_delta_rule(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.dplr_delta_rule` without a decay."""
+    """Computes :func:`functional.dplr_delta_rule` without a decay."""
     return functional.dplr_delta_rule, (q, k, v, a, b, 0 * _ones(v, q))
 
 
@@ -283,7 +282,7 @@ def fused_recurrent_iplr_delta_rule(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Call:
-    """:func:`functional.dplr_delta_rule` without a decay."""
+    """Computes :func:`functional.dplr_delta_rule` without a decay."""
     return functional.dplr_delta_rule, (q, k, v, a, b, 0 * _ones(v, q))
 
 

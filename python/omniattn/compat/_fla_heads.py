@@ -1,4 +1,4 @@
-"""Decays of whole heads of fla.ops: simple GLA, lightning attention, and Based."""
+"""Linear attention with per-head decays of fla.ops: simple GLA, lightning attention; and Based."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 def _simple(
     op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None
 ) -> Call:
-    """Decays of tokens and heads, of heads alone, or none."""
+    """Returns a call with decays per token and head, per head, or none."""
     if g is not None and g_gamma is not None:
         raise ValueError(
             f"{op}: g must be None where g_gamma is given, got g.shape={tuple(g.shape)}"
@@ -44,7 +44,7 @@ def _simple(
 
 
 def _lightning(op: str, q: Tensor, layer_idx: int, num_layers: int) -> Tensor:
-    """Log-decays of heads: none of the first, and the weaker the later the layer."""
+    """Returns log-decays of heads: 0 for the first head, weaker in later layers."""
     require_int(op, "num_layers", num_layers, 1)
     require_int(op, "layer_idx", layer_idx, 0, num_layers - 1)
     heads = q.shape[2]
@@ -66,7 +66,7 @@ def chunk_simple_gla(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.gated_linear_attention` of g (B, T, H), or of g_gamma (H)."""
+    """Computes :func:`functional.gated_linear_attention` with g (B, T, H) or g_gamma (H)."""
     return _simple("chunk_simple_gla", q, k, v, g, g_gamma)
 
 
@@ -82,7 +82,7 @@ def fused_chunk_simple_gla(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Call:
-    """As `chunk_simple_gla`."""
+    """Computes `chunk_simple_gla`."""
     return _simple("fused_chunk_simple_gla", q, k, v, g, g_gamma)
 
 
@@ -101,7 +101,7 @@ def fused_recurrent_simple_gla(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """As `chunk_simple_gla`; `reverse` goes from the last token to the first."""
+    """Computes `chunk_simple_gla`; `reverse` goes from the last token to the first."""
     return _simple("fused_recurrent_simple_gla", q, k, v, g, g_gamma)
 
 
@@ -118,8 +118,10 @@ def chunk_lightning_attn(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.gated_linear_attention` whose head h of H decays by
-    ``exp(-8 h / H (1 - layer_idx / num_layers))``."""
+    """Computes :func:`functional.gated_linear_attention` with a fixed decay per head.
+
+    Head h of H decays by ``exp(-8 h / H (1 - layer_idx / num_layers))``.
+    """
     op = "chunk_lightning_attn"
     return _simple(op, q, k, v, None, _lightning(op, q, layer_idx, num_layers))
 
@@ -138,7 +140,7 @@ def fused_recurrent_lightning_attn(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """As `chunk_lightning_attn`."""
+    """Computes `chunk_lightning_attn`."""
     op = "fused_recurrent_lightning_attn"
     return _simple(op, q, k, v, None, _lightning(op, q, layer_idx, num_layers))
 
@@ -153,8 +155,10 @@ def parallel_simple_gla(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """:func:`functional.gated_linear_attention` of g (B, T, H), and None: there is no matrix of
-    attentions, so that `output_attentions` must be False."""
+    """Computes :func:`functional.gated_linear_attention` with g (B, T, H); returns (o, None).
+
+    The attention matrix is not computed, so `output_attentions` must be False.
+    """
     _require_no_matrix("parallel_simple_gla", output_attentions)
     require_inputs("parallel_simple_gla", scale, q=q, k=k, v=v)
     call, tensors = _simple("parallel_simple_gla", q, k, v, g, None)
@@ -170,7 +174,7 @@ def parallel_retention(
     output_attentions: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """:func:`functional.retention`, and None, as in `parallel_simple_gla`."""
+    """Computes :func:`functional.retention`; returns (o, None), as `parallel_simple_gla`."""
     _require_no_matrix("parallel_retention", output_attentions)
     with errors_of("parallel_retention"):
         return functional.retention(q, k, v, scale=scale, cu_seqlens=cu_seqlens)[0], None
@@ -184,11 +188,11 @@ def parallel_based(
     use_norm: bool = True,
     head_first: bool = False,
 ) -> Tensor:
-    """:func:`functional.linear_attention` with Taylor features: ``1 + u + u^2 / 2`` of
-    ``u = scale q . k``.
+    """Computes :func:`functional.linear_attention` with Taylor features.
 
-    The denominator is at least 1e-6 in size, where fla adds that. Of `head_first` tensors, and then
-    the result, are (B, H, T, D).
+    The weights are ``1 + u + u^2 / 2`` with ``u = scale q . k``. The magnitude of the denominator
+    is clamped to at least 1e-6; fla adds 1e-6 instead. With `head_first` the tensors and the result
+    are (B, H, T, D).
     """
     return _based("parallel_based", q, k, v, scale, use_norm, head_first)
 
@@ -201,7 +205,7 @@ def fused_chunk_based(
     use_norm: bool = True,
     head_first: bool = False,
 ) -> Tensor:
-    """As `parallel_based`."""
+    """Computes `parallel_based`."""
     return _based("fused_chunk_based", q, k, v, scale, use_norm, head_first)
 
 
@@ -217,7 +221,7 @@ def _based(
     require_inputs(op, scale, q=q, k=k, v=v)
     if head_first:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    # The features have a scale of K^-0.5 of their own.
+    # The features include a scale of K^-0.5.
     scale = 1.0 if scale is None else scale * q.shape[-1] ** 0.5
     with errors_of(op, normalize="use_norm"):
         o, _ = functional.linear_attention(

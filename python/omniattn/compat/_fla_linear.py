@@ -1,4 +1,4 @@
-"""Linear attention, retention and RWKV of fla.ops."""
+"""Linear attention, GLA, retention and RWKV of fla.ops."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _linear(
             require_tensor(op, "initial_state", total)
         sums = matrix.new_zeros(matrix.shape[:-1]) if total is None else total.squeeze(1)
         given["initial_state"] = torch.cat((matrix, sums[..., None].to(matrix.dtype)), -1)
-    # A scale of q cancels, except in the constant that fla adds to the denominator.
+    # A scale of q cancels, except for the constant that fla adds to the denominator.
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale == 0:
         q = q * 0
@@ -84,10 +84,10 @@ def chunk_linear_attn(
     normalize: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    """:func:`functional.linear_attention` of features q and k.
+    """Computes :func:`functional.linear_attention` with q and k as features.
 
-    With `normalize` states are pairs: (N, H, K, V) and the sum of the keys (N, 1, H, K). The
-    denominator has a magnitude of at least 1e-10; fla adds 1e-10 instead.
+    With `normalize` a state is a pair: (N, H, K, V) and the sum of the keys (N, 1, H, K). The
+    magnitude of the denominator is clamped to at least 1e-10; fla adds 1e-10 instead.
     """
     state = (initial_state, output_final_state)
     return _linear("chunk_linear_attn", q, k, v, scale, *state, normalize, cu_seqlens)
@@ -103,7 +103,7 @@ def fused_chunk_linear_attn(
     normalize: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    """As `chunk_linear_attn`."""
+    """Computes `chunk_linear_attn`."""
     state = (initial_state, output_final_state)
     return _linear("fused_chunk_linear_attn", q, k, v, scale, *state, normalize, cu_seqlens)
 
@@ -119,7 +119,7 @@ def fused_recurrent_linear_attn(
     normalize: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    """As `chunk_linear_attn`; `reverse` goes from the last token to the first."""
+    """Computes `chunk_linear_attn`; `reverse` goes from the last token to the first."""
     state = (initial_state, output_final_state)
     op = "fused_recurrent_linear_attn"
     return _linear(op, q, k, v, scale, *state, normalize, cu_seqlens, reverse)
@@ -138,7 +138,7 @@ def chunk_gla(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.gated_linear_attention`."""
+    """Computes :func:`functional.gated_linear_attention`."""
     return functional.gated_linear_attention, (q, k, v, g)
 
 
@@ -154,7 +154,7 @@ def fused_chunk_gla(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """As `chunk_gla`, which newer versions of fla ask for in its place."""
+    """Computes `chunk_gla`; newer versions of fla recommend that function instead."""
     return functional.gated_linear_attention, (q, k, v, g)
 
 
@@ -173,7 +173,7 @@ def fused_recurrent_gla(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.gated_linear_attention`; gv, decays of the values, must be None."""
+    """Computes :func:`functional.gated_linear_attention`; gv (decays of values) must be None."""
     if gk is None:
         gk = widen(q).new_zeros(v.shape[:3])
     return functional.gated_linear_attention, (q, k, v, gk)
@@ -190,7 +190,7 @@ def chunk_retention(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.retention`."""
+    """Computes :func:`functional.retention`."""
     return functional.retention, (q, k, v)
 
 
@@ -205,7 +205,7 @@ def fused_chunk_retention(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.retention`."""
+    """Computes :func:`functional.retention`."""
     return functional.retention, (q, k, v)
 
 
@@ -222,7 +222,7 @@ def fused_recurrent_retention(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.retention`."""
+    """Computes :func:`functional.retention`."""
     return functional.retention, (q, k, v)
 
 
@@ -239,7 +239,7 @@ def chunk_rwkv6(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.rwkv6`, whose scale is K^-0.5 by default here."""
+    """Computes :func:`functional.rwkv6`, whose scale is K^-0.5 by default here."""
     return partial(functional.rwkv6, u=u), (r, k, v, w)
 
 
@@ -257,7 +257,7 @@ def fused_recurrent_rwkv6(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.rwkv6`, whose scale is K^-0.5 by default here."""
+    """Computes :func:`functional.rwkv6`, whose scale is K^-0.5 by default here."""
     return partial(functional.rwkv6, u=u), (r, k, v, w)
 
 
@@ -275,7 +275,7 @@ def chunk_rwkv7(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.rwkv7`. `safe_gate` and `lower_bound`, promises about w, change nothing."""
+    """Computes :func:`functional.rwkv7`. `safe_gate` and `lower_bound` have no effect."""
     return functional.rwkv7, (r, w, k, v, a, b)
 
 
@@ -293,7 +293,7 @@ def fused_recurrent_rwkv7(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.rwkv7`, whose scale is K^-0.5 by default here."""
+    """Computes :func:`functional.rwkv7`, whose scale is K^-0.5 by default here."""
     return functional.rwkv7, (r, w, k, v, a, b)
 
 
@@ -312,7 +312,7 @@ def fused_mul_recurrent_rwkv7(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """:func:`functional.rwkv7` of a = -kk and b = kk * a."""
+    """Computes :func:`functional.rwkv7` with a = -kk and b = kk * a."""
     op = "fused_mul_recurrent_rwkv7"
     require_shape(op, "kk", kk, tuple(a.shape))
     require_device(op, "kk", kk, a, "a")
@@ -322,7 +322,7 @@ def fused_mul_recurrent_rwkv7(
 def fused_recurrent_rwkv4(
     w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """:func:`functional.rwkv4` of exp(w), with states (B, 3, 1, C)."""
+    """Computes :func:`functional.rwkv4` with exp(w) and states (B, 3, 1, C)."""
     op = "fused_recurrent_rwkv4"
     require_inputs(op, None, w=w, u=u, k=k, v=v, state=state)
     require_form(op, "state", state, "B, 3, 1, C")

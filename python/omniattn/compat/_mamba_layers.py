@@ -1,4 +1,4 @@
-"""The layers of Mamba and Mamba-2 of mamba-ssm after their first product."""
+"""mamba-ssm's fused Mamba and Mamba-2 layers without the input projection."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mamba_inner_fn(
     dt_rms_weight: Tensor | None = None,
     b_c_dt_rms_eps: float = 1e-6,
 ) -> Tensor:
-    """The layer of Mamba after its first product: convolution, projections, scan, last product.
+    """Computes a Mamba layer after the input projection: convolution, scan, output projection.
 
     With the halves ``x, z = xz`` and ``u = silu(conv1d(x))``:
     ``r, B, C = x_proj_weight u + (0, B_proj_bias, C_proj_bias)``, ``delta = delta_proj_weight r``,
@@ -63,12 +63,12 @@ def mamba_inner_fn(
         conv1d_weight: (D, 1, K), like conv1d_bias of any floating-point dtype.
         conv1d_bias: (D,), or None.
         x_proj_weight: (R + M + M, D) of xz's dtype, without the M rows of a B or C that is given.
-            M is N, or 2 N with a complex A: real and imaginary parts in turn.
+            M is N, or 2 N with a complex A: interleaved real and imaginary parts.
         delta_proj_weight: (D, R) of xz's dtype.
         out_proj_weight: (E, D) of xz's dtype.
         out_proj_bias: (E,) of xz's dtype, or None.
         A, B, C, D, delta_bias, delta_softplus: as in `selective_scan_fn`.
-        B_proj_bias, C_proj_bias: (M,), where B and C are not given.
+        B_proj_bias, C_proj_bias: (M,), only without B and C.
         checkpoint_lvl: 0 or 1, the recomputation level of mamba-ssm; has no effect here.
         b_rms_weight, c_rms_weight: (N,), weights of RMS norms of B and C, with a real A and one
             group.
@@ -79,7 +79,7 @@ def mamba_inner_fn(
         out (B, T, E) of xz's dtype. Under autocast the products and out have autocast's dtype.
 
     Raises:
-        TypeError, ValueError: dtypes, shapes, devices and values that do not fit.
+        TypeError, ValueError: dtypes, shapes, devices or values do not match.
         NotImplementedError: no native kernel for the device.
 
     Note:
@@ -133,7 +133,7 @@ def _require_inner(
     B: Tensor | None,
     C: Tensor | None,
 ) -> int:
-    """Checks shapes of tensors that `mamba_inner_fn` cuts, multiplies or transposes; returns M."""
+    """Checks shapes of tensors that `mamba_inner_fn` splits, multiplies, transposes; returns M."""
     require_real(op, xz=xz, conv1d_weight=conv1d_weight, **weights)
     require_numbers(op, A=A, **({} if B is None else {"B": B}), **({} if C is None else {"C": C}))
     require_form(op, "xz", xz, "B, 2 D, T")
@@ -163,7 +163,7 @@ def _rows(
     xz: Tensor,
     A: Tensor,
 ) -> Tensor:
-    """B or C, `name`, for `scan`: the one that is given, or the part (B, T, M) of a product."""
+    """Returns B or C (`name`) for `scan`: the given one, or `part` (B, T, M) of the projection."""
     if given is not None and bias is not None:
         raise ValueError(
             f"{op}: {name}_proj_bias must be None where {name} is given, got "
@@ -179,7 +179,7 @@ def _rows(
 
 
 def _normed(op: str, name: str, rows: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """An RMS norm of rows (B, T, N) or (B, T, 1, N) in the wider dtype, if it has a weight."""
+    """Computes an RMS norm of rows (B, T, N) or (B, T, 1, N) in the wider dtype, if weighted."""
     if weight is None:
         return rows
     if rows.is_complex() or rows.ndim < 3 or (rows.ndim == 4 and rows.shape[2] != 1):
@@ -215,8 +215,9 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The layer of Mamba-2 after its first product: convolution, scan, gate or gated norm, last
-    product.
+    """Computes a Mamba-2 layer after the input projection.
+
+    The parts are convolution, scan, gate or gated norm, and output projection.
 
     With the parts ``g, u, z, xBC, dt = zxbcdt`` and ``x, B, C = act(conv1d(xBC))``:
     ``y = mamba_chunk_scan_combined(x, dt, A, B, C, D, z, dt_bias, dt_softplus=True)``; with
@@ -225,33 +226,33 @@ def mamba_split_conv1d_scan_combined(
     ``out = outproj_weight (silu(g) u, y) + outproj_bias``, or, without it, ``(silu(g) u, y)``.
 
     Args:
-        zxbcdt: (B, T, 2 M + 2 H P + 2 G N + H), floating-point; g and u, which Mamba-2 does not
-            have, are its first 2 M columns, where it has more than the others.
+        zxbcdt: (B, T, 2 M + 2 H P + 2 G N + H), floating-point. The first 2 M columns, if any, are
+            g and u, which Mamba-2 itself does not have.
         conv1d_weight: (H P + 2 G N, K), like conv1d_bias of any floating-point dtype.
         conv1d_bias: (H P + 2 G N,), or None.
         dt_bias: (H,), floating-point.
         A: (H,), floating-point, at most 0.
         D: (H, P), or (H,) with `headdim`; floating-point.
-        chunk_size: of the kernels of mamba-ssm; changes nothing.
+        chunk_size: chunk size of mamba-ssm's kernels; has no effect.
         initial_states, seq_idx, dt_limit, state_dtype: of `mamba_chunk_scan_combined`; the
-            convolution starts anew in each sequence of seq_idx, too, and from zeros.
-        return_final_states: whether to return (out, final states) in place of out.
-        activation: of the convolution: None, "silu" or "swish".
+            convolution also restarts from zeros in each sequence of seq_idx.
+        return_final_states: if True, returns (out, final states) instead of out.
+        activation: activation of the convolution: None, "silu" or "swish".
         rmsnorm_weight: (H P,), floating-point: weight of the norm of each of the G parts of a row.
         rmsnorm_eps: eps of this norm.
         outproj_weight: (E, M + H P) of zxbcdt's dtype.
         outproj_bias: (E,) of zxbcdt's dtype, with outproj_weight.
         headdim: P.
         ngroups: G, which divides H.
-        norm_before_gate: whether the gate multiplies the norm's output, or its input.
+        norm_before_gate: True if the gate multiplies the norm's output, False for its input.
 
     Returns:
         out (B, T, E), or (B, T, M + H P) without outproj_weight, of zxbcdt's dtype; and the final
-        states (B, H, P, N) in fp32 (fp64 for fp64) or state_dtype, if they are asked for. Under
-        autocast the product, and out, have the dtype of autocast.
+        states (B, H, P, N) in fp32 (fp64 for fp64) or state_dtype, if requested. Under autocast the
+        output projection and out have the dtype of autocast.
 
     Raises:
-        TypeError, ValueError: dtypes, shapes, devices and values that do not fit.
+        TypeError, ValueError: dtypes, shapes, devices or values do not match.
         NotImplementedError: no native kernel for the device.
 
     Note:
@@ -307,7 +308,7 @@ def _sizes(
     headdim: int | None,
     ngroups: int,
 ) -> tuple[int, int, int, int]:
-    """H, P, N and M of `mamba_split_conv1d_scan_combined`."""
+    """Returns H, P, N and M of `mamba_split_conv1d_scan_combined`."""
     require_form(op, "zxbcdt", zxbcdt, "B, T, width")
     require_form(op, "conv1d_weight", conv1d_weight, "H P + 2 G N, K")
     require_int(op, "ngroups", ngroups, 1)
@@ -341,7 +342,7 @@ def _sizes(
 def _gated_norm(
     op: str, y: Tensor, z: Tensor, weight: Tensor, eps: float, before_gate: bool, groups: int
 ) -> Tensor:
-    """Gated RMS norm, in the wider dtype of y and the weight."""
+    """Computes a gated RMS norm in the wider dtype of y and the weight."""
     require_real(op, rmsnorm_weight=weight)
     require_shape(op, "rmsnorm_weight", weight, (y.shape[-1],))
     dtype = torch.promote_types(y.dtype, weight.dtype)

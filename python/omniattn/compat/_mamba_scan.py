@@ -1,4 +1,4 @@
-"""The selective scans of mamba-ssm: channels before steps, and the step in place."""
+"""mamba-ssm's selective scan (B, D, T) and its in-place step."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def selective_scan_fn(
     *,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`functional.selective_scan` of u (B, D, T).
+    """Computes :func:`functional.selective_scan` with u (B, D, T).
 
     Args:
-        u, delta, z: (B, D, T); steps next to each other in memory are copied.
+        u, delta, z: (B, D, T); copied if T is contiguous in memory.
         A: (D, N), real or complex.
         B, C: (B, N, T), (B, G, N, T) or (D, N). With a complex A the last dimension of a B or C
             that varies over time is 2 T, with real and imaginary parts interleaved. If both vary,
             they have the same G.
         D, delta_bias: (D,).
-        delta_softplus: whether dt is softplus(delta + delta_bias).
-        return_last_state: whether to return (y, last state) in place of y, both with gradients.
-        backend: of functional.selective_scan.
+        delta_softplus: True if dt is softplus(delta + delta_bias).
+        return_last_state: if True, returns (y, last state) instead of y, both with gradients.
+        backend: backend of functional.selective_scan.
 
     Returns:
-        y (B, D, T) of u's dtype, or with the last state (B, D, N) in fp32 (fp64 for fp64). Tensors
-        of several dtypes are computed in the widest one.
+        y (B, D, T) of u's dtype, or with the last state (B, D, N) in fp32 (fp64 for fp64). Mixed
+        dtypes are promoted to the widest one.
     """
     require_flags("selective_scan_fn", return_last_state=return_last_state)
     y, state = _of_channels(
@@ -79,7 +79,7 @@ def selective_scan_ref(
     delta_softplus: bool = False,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`selective_scan_fn` by the eager definition, one step after another."""
+    """Computes `selective_scan_fn` by the eager definition, step by step."""
     require_flags("selective_scan_ref", return_last_state=return_last_state)
     y, state = _of_channels(
         "selective_scan_ref", u, delta, A, B, C, D, z, delta_bias, delta_softplus, "reference"
@@ -100,18 +100,17 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
 ) -> Tensor:
-    """The step x that follows `state`, which is updated in place, without gradients: for inference.
+    """Computes one step x and updates `state` in place, without gradients, for inference.
 
     Args:
         state: (B, D, N), or (B, H, D, N) with heads; of any floating-point dtype. With
             `state_batch_indices` its first dimension is the size of a pool.
         x, dt, z: (B, D), or (B, H, D).
         A: (D, N), or (H, D, N).
-        B, C: (B, N), or (B, G, N) with heads, of which head h reads group h // (H / G).
+        B, C: (B, N), or (B, G, N) with heads; head h uses group h // (H / G).
         D, dt_bias: (D,), or (H, D).
-        dt_softplus: whether dt is softplus(dt + dt_bias).
-        state_batch_indices: (B,) int, the rows of `state` that are read and written, each
-            at most once.
+        dt_softplus: True if dt is softplus(dt + dt_bias).
+        state_batch_indices: (B,) int, distinct rows of `state` to read and update.
 
     Returns:
         y of x's shape and dtype.
@@ -165,7 +164,7 @@ def selective_state_update(
             _require_divisor(op, name, t, x.shape[1] if heads else 1)
 
     def channels(t: Tensor, first: int) -> Tensor:
-        """(.., H, D) -> (.., H D)."""
+        """Maps (.., H, D) to (.., H D)."""
         return t.flatten(first, first + 1) if heads else t
 
     names = {"u": "x", "delta": "dt", "delta_bias": "dt_bias", "delta_softplus": "dt_softplus"}
@@ -203,7 +202,7 @@ def _of_channels(
     delta_softplus: bool | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """The scan of u (B, D, T), and its last state."""
+    """Computes the scan of u (B, D, T) and its last state."""
     require_real(op, u=u, delta=delta)
     require_numbers(op, A=A, B=B, C=C)
     require_optional(op, z=z, D=D, delta_bias=delta_bias)
@@ -223,7 +222,7 @@ def _of_channels(
 
 
 def steps_first(op: str, name: str, w: Tensor, u: Tensor, A: Tensor) -> Tensor:
-    """B or C, `name`, as (B, T, N), (B, T, G, N) or (D, N), for u (B, D, T)."""
+    """Returns B or C (`name`) as (B, T, N), (B, T, G, N) or (D, N), for u (B, D, T)."""
     if w.ndim == 2:
         return w
     (batch, channels, steps), states = u.shape, A.shape[-1]
@@ -247,7 +246,7 @@ def steps_first(op: str, name: str, w: Tensor, u: Tensor, A: Tensor) -> Tensor:
 
 
 def of_pairs(w: Tensor) -> Tensor:
-    """Complex numbers from their real and imaginary parts in turn, which need not be aligned."""
+    """Converts interleaved real and imaginary parts, of any alignment, to complex numbers."""
     parts = widen(w).unflatten(-1, (-1, 2))
     return torch.complex(parts[..., 0], parts[..., 1])
 
@@ -260,7 +259,7 @@ def require_same_groups(op: str, B: Tensor, C: Tensor) -> None:
 
 
 def _require_divisor(op: str, name: str, w: Tensor, count: int) -> None:
-    """The groups of w (B, G, ...) divide the channels or heads."""
+    """Requires that the number of groups of w (B, G, ...) divides `count` channels or heads."""
     if w.shape[1] == 0 or count % w.shape[1]:
         raise ValueError(
             f"{op}: the groups G of {name} must divide {count}, got {name}.shape={tuple(w.shape)}"
@@ -280,7 +279,7 @@ def scan(
     state: Tensor | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """functional.selective_scan of (B, T, D), in the widest dtype of the time-varying tensors."""
+    """Runs functional.selective_scan on (B, T, D) in the time-varying tensors' widest dtype."""
     delta_softplus = False if delta_softplus is None else delta_softplus  # mamba-ssm passes None
     given = (u, delta, B, C, *(() if z is None else (z,)))
     dtype = reduce(torch.promote_types, (t.dtype for t in given if _varies(t)))
@@ -303,5 +302,5 @@ def scan(
 
 
 def _varies(t: Tensor) -> bool:
-    """Whether t is real and has steps."""
+    """Returns True if t is real and has a time dimension."""
     return t.ndim > 2 and not t.is_complex()

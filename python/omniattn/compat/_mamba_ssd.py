@@ -1,4 +1,4 @@
-"""The scan of Mamba-2, with sequences that numbers of the steps separate."""
+"""mamba-ssm's Mamba-2 scan, with sequences separated by seq_idx."""
 
 from __future__ import annotations
 
@@ -45,23 +45,22 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """:func:`functional.ssd`, in the widest dtype of x, B, C and z.
+    """Computes :func:`functional.ssd` in the widest dtype of x, B, C and z.
 
     Args:
         x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit: as there, each of any floating-point
             dtype.
-        chunk_size: of the kernels of mamba-ssm; changes nothing.
+        chunk_size: chunk size of mamba-ssm's kernels; has no effect.
         initial_states: (B, H, P, N), at the start of each row.
-        seq_idx: (B, T) int, the same number for the steps of one sequence, which lie next to each
-            other; a sequence starts from zeros, or from `initial_states` at the start of a row.
-        cu_seqlens: (S + 1,) int, the boundaries of the sequences whose states are returned, where B
-            is 1. As in mamba-ssm they do not separate the steps in y, which seq_idx alone does, and
-            are not read without `return_varlen_states`. Where seq_idx is given, it must change at
-            them.
-        return_final_states: whether to return the states at the ends of the rows.
-        return_varlen_states: whether to return the final states of the sequences of `cu_seqlens`,
-            each of which starts from zeros; then without `initial_states`.
-        state_dtype: of the returned states; None for fp32 (fp64 for fp64), whatever x is.
+        seq_idx: (B, T) int, sequence index of each step; the steps of a sequence are contiguous. A
+            sequence starts from zeros, or from `initial_states` at the start of a row.
+        cu_seqlens: (S + 1,) int, boundaries of the sequences whose states are returned; requires
+            B = 1. As in mamba-ssm, they are used only with `return_varlen_states` and do not
+            separate sequences in y; only seq_idx does. If given, seq_idx must change at them.
+        return_final_states: if True, returns the states at the ends of the rows.
+        return_varlen_states: if True, returns the final states of the sequences of `cu_seqlens`,
+            each starting from zeros; `initial_states` must be None.
+        state_dtype: dtype of the returned states; None for fp32 (fp64 for fp64).
 
     Returns:
         y (B, T, H, P) of x's dtype, or a tuple of y, the final states (B, H, P, N) and the final
@@ -109,7 +108,8 @@ def _promoted(
 ) -> dict[str, Tensor | None]:
     """Returns the arguments of `functional.ssd` by name, with x, B, C and z promoted to one dtype.
 
-    First checks the tensors that have a time dimension."""
+    First checks the tensors with a time dimension.
+    """
     given = {"x": x, "B": B, "C": C} | ({} if z is None else {"z": z})
     require_real(op, **given, dt=dt)
     require_heads(op, x, B, C)
@@ -128,8 +128,10 @@ def scan_rows(
     options: dict[str, Any],
     x_name: str = "x",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y of the rows, and states: of the rows, or of the sequences of seq_idx, which lie at the
-    returned boundaries in one row of B T steps."""
+    """Computes y, the final states, and with seq_idx the boundaries in one row of B T steps.
+
+    The states are those of the rows, or with seq_idx those of the sequences.
+    """
     x, keys = tensors["x"], tensors["B"]
     assert x is not None and keys is not None
     if initial_states is not None:
@@ -140,7 +142,7 @@ def scan_rows(
     if seq_idx is None or x.shape[1] == 0:
         return *_scan(op, x_name, tensors, options, initial_state=initial_states), None
     bounds = boundaries(op, seq_idx)
-    if initial_states is not None:  # of the first sequence of each row; others start from zeros
+    if initial_states is not None:  # for each row's first sequence; others start from zeros
         first = torch.searchsorted(bounds, _ends(x) - x.shape[1])
         zeros = initial_states.new_zeros(len(bounds) - 1, *initial_states.shape[1:])
         initial_states = zeros.index_copy(0, first, initial_states)
@@ -186,5 +188,5 @@ def final_states(states: Tensor, bounds: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _ends(x: Tensor) -> Tensor:
-    """The ends of the rows of (B, T, ...) in one row of B T steps."""
+    """Returns the ends of the rows of (B, T, ...) in one row of B T steps."""
     return torch.arange(1, x.shape[0] + 1, device=x.device) * x.shape[1]

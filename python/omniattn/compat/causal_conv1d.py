@@ -1,4 +1,4 @@
-"""causal-conv1d 1.6: convolutions with the channels before the steps."""
+"""causal-conv1d 1.6: convolutions of (B, D, T)."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`functional.causal_conv1d` of x (B, D, T), in the wider dtype of x and the weights.
+    """Computes :func:`functional.causal_conv1d` in the wider dtype of x and the weights.
 
     Args:
-        x: (B, D, T); steps next to each other in memory are copied.
+        x: (B, D, T); copied if T is contiguous in memory.
         weight: (D, K).
         bias: (D,).
-        seq_idx: (B, T) int, the same number for the steps of one sequence, which lie next to each
-            other; steps with a negative one give zeros. Then without states.
+        seq_idx: (B, T) int, sequence index of each step; the steps of a sequence are contiguous.
+            The output is 0 where it is negative. Cannot be combined with states.
         initial_states: (B, D, K - 1).
-        return_final_states: whether to return (y, final states) in place of y.
-        final_states_out: (B, D, K - 1) of x's dtype: where states that are returned are written.
+        return_final_states: if True, returns (y, final states) instead of y.
+        final_states_out: (B, D, K - 1) of x's dtype, buffer for the returned states.
         activation: None, "silu" or "swish".
 
     Returns:
@@ -98,18 +98,17 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """Convolves the steps x that follow `conv_state`, which is updated in place: for inference.
+    """Convolves the steps x and updates `conv_state` in place, for inference.
 
     Args:
         x: (B, D), or (B, D, T).
-        conv_state: (B, D, L) with L >= K - 1, the last steps, the newest at the end; or the ring
-            that `cache_seqlens` describes; or (N, D, L), of which `conv_state_indices` are read and
-            written.
+        conv_state: (B, D, L) with L >= K - 1, the last steps, the newest at the end; or with
+            `cache_seqlens` a ring buffer; or with `conv_state_indices` a pool (N, D, L).
         weight: (D, K).
         bias: (D,).
         activation: None, "silu" or "swish".
-        cache_seqlens: (B,) int: x belongs to column cache_seqlens % L of a ring.
-        conv_state_indices: (B,) int, each at most once; of a negative one y is 0, and no state
+        cache_seqlens: (B,) int; x belongs to column cache_seqlens % L of the ring buffer.
+        conv_state_indices: (B,) int, distinct rows of the pool; if negative, y is 0 and no state
             changes.
 
     Returns:
@@ -178,21 +177,21 @@ def causal_conv1d_update(
 
 
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
-    """The last inputs of packed sequences: the states that go on after them.
+    """Returns the last inputs of packed sequences, as states for the following steps.
 
-    ``states[s, :, k] = x[cu_seqlens[s + 1] - state_len + k]``, and 0 before the sequence.
+    ``states[s, :, k] = x[cu_seqlens[s + 1] - state_len + k]``, or 0 before the sequence's start.
 
     Args:
         x: (total, D), floating-point.
         cu_seqlens: (S + 1,) int32 or int64: rows cu_seqlens[s] .. cu_seqlens[s + 1] are sequence s.
-        state_len: inputs of a state, at least 0; a convolution of K taps reads K - 1.
+        state_len: number of inputs per state, at least 0; a convolution of K taps needs K - 1.
 
     Returns:
-        (S, D, state_len) of x's dtype, its channels next to each other in memory. Gradients flow to
-        x, which causal-conv1d leaves out.
+        (S, D, state_len) of x's dtype, with D contiguous in memory. Gradients flow to x, unlike in
+        causal-conv1d.
 
     Raises:
-        TypeError, ValueError: dtypes, shapes, devices and boundaries that do not fit.
+        TypeError, ValueError: dtypes, shapes, devices or boundaries do not match.
 
     Example:
         >>> x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
@@ -207,7 +206,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     require_int(op, "state_len", state_len, 0)
     places = cu_seqlens[1:, None].long() + torch.arange(-state_len, 0, device=x.device)
     inside = places >= cu_seqlens[:-1, None]
-    rows = torch.cat((x, x.new_zeros(1, x.shape[1])))  # the last one is read before a sequence
+    rows = torch.cat((x, x.new_zeros(1, x.shape[1])))  # the last row is for steps before a start
     return rows[torch.where(inside, places, len(x))].mT
 
 
@@ -220,8 +219,10 @@ def convolved(
     activation: str | None,
     names: dict[str, str],
 ) -> Tensor:
-    """The convolution of x (B, T, D), whose checked seq_idx (B, T) separates sequences; `names`
-    has the alias's names of x, weight and bias."""
+    """Convolves x (B, T, D), with sequences separated by a checked seq_idx (B, T).
+
+    `names` maps x, weight and bias to the alias's names.
+    """
     wide, weight, bias = _promoted(op, x.mT, weight, bias, names)
     rows, bounds = wide.mT, None
     if seq_idx is not None:
@@ -237,8 +238,7 @@ def convolved(
 def _promoted(
     op: str, x: Tensor, weight: Tensor, bias: Tensor | None, names: dict[str, str]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x (B, D, T), weight and bias in one dtype: causal-conv1d takes weights of another one than
-    x."""
+    """Promotes x (B, D, T), weight and bias to one dtype; causal-conv1d allows different ones."""
     name = names.get("weight", "weight")
     require_real(op, **{name: weight})
     require_optional(op, **{names.get("bias", "bias"): bias})
@@ -255,7 +255,7 @@ def _promoted(
 
 
 def _past(weight: Tensor) -> int:
-    """Inputs that a convolution keeps."""
+    """Returns the number of past inputs that a convolution needs."""
     return weight.shape[1] - 1
 
 
@@ -266,7 +266,7 @@ def _activation(op: str, activation: str | None) -> str | None:
 
 
 def boundaries(op: str, seq_idx: Tensor) -> Tensor:
-    """(N + 1,): where rows or numbers of sequences change."""
+    """Returns the boundaries (N + 1,) where the row or the sequence index changes."""
     if seq_idx.is_meta:
         raise ValueError(f"{op}: seq_idx must have values, got seq_idx.device=meta")
     first = torch.ones_like(seq_idx, dtype=torch.bool)

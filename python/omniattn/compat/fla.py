@@ -1,8 +1,9 @@
-"""flash-linear-attention 0.5: `fla.ops`, tensors (B, T, H, D).
+"""flash-linear-attention 0.5: `fla.ops`, with tensors (B, T, H, D).
 
-All return (o, final_state), the latter None without `output_final_state`. `cu_seqlens_cpu`,
-`chunk_indices`, `chunk_size` and `disable_recompute` only affect the speed of fla; they are
-accepted and ignored. The functions that the docstrings name define formulas, shapes and dtypes.
+All functions return (o, final_state), where final_state is None without `output_final_state`.
+`cu_seqlens_cpu`, `chunk_indices`, `chunk_size` and `disable_recompute` are accepted and ignored,
+since they affect only fla's speed. See the function that a docstring names for formulas, shapes and
+dtypes.
 """
 
 from omniattn.compat._fla_delta import (

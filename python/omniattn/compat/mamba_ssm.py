@@ -1,5 +1,4 @@
-"""mamba-ssm 2: selective scans with the channels before the steps, their step in place, the scan
-of Mamba-2, and the layers of both after their first product."""
+"""mamba-ssm 2: selective scan and step, Mamba-2 scan, and fused layers of both."""
 
 from omniattn.compat._mamba_layers import mamba_inner_fn, mamba_split_conv1d_scan_combined
 from omniattn.compat._mamba_scan import (

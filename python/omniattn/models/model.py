@@ -67,7 +67,7 @@ class Model(nn.Module):
     config: ModelConfig
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """Returns the terms that training adds to the last forward's loss, without router losses."""
+        """Returns the last forward's further loss terms in training, without router losses."""
         return 0.0
 
     def further_losses(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Losses of Liger-Kernel under its names, on the fused losses of this package."""
+"""Losses with Liger Kernel's names, computed by the fused losses of this package."""
 
 from omniattn.compat.liger.cross_entropy import (
     CrossEntropyOutput,

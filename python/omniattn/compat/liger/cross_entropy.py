@@ -1,6 +1,6 @@
-"""Cross entropies under the names, and with the arguments, that they have in Liger Kernel.
+"""Cross entropies with Liger Kernel's names and arguments.
 
-`accum_dtype` changes no result here: sums are in fp32 (fp64 for fp64).
+`accum_dtype` has no effect: sums are in fp32 (fp64 for fp64).
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from omniattn.functional.losses._common import REDUCTIONS
 
 __all__ = ["CrossEntropyOutput", "LigerCrossEntropyLoss", "LigerFusedLinearCrossEntropyLoss"]
 
-#: fp32 logits at a time, 64 MiB.
+#: Number of fp32 logits computed at a time, 64 MiB.
 _BLOCK_LOGITS = 1 << 24
 
 
 @dataclass(frozen=True)
 class CrossEntropyOutput:
-    """A loss and the requested statistics, which get no gradient."""
+    """A loss and the requested statistics, which have no gradient."""
 
     loss: Tensor
-    z_loss: Tensor | None = None  # its part of the loss, in the dtype of the input
-    #: Share of the kept tokens whose most probable class is the target; without reduction 0. or 1.
+    z_loss: Tensor | None = None  # part of the loss, in the dtype of the input
+    #: Share of the kept tokens whose most probable class is the target; 0. or 1. without reduction.
     token_accuracy: Tensor | None = None
-    predicted_tokens: Tensor | None = None  # int64, the most probable classes; -1 of ignored tokens
+    predicted_tokens: Tensor | None = None  # int64, most probable classes; -1 for ignored tokens
 
 
-#: The first of the largest logits of each token, and their logsumexp.
+#: Index of each token's (first) largest logit, and logsumexp of its logits.
 _Statistics = tuple[Tensor, Tensor]
 
 
 class _CrossEntropy(nn.Module):
-    """Base class of both cross entropies: their options."""
+    """Base class of both cross entropies, with their options."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class _CrossEntropy(nn.Module):
         self.return_predicted_tokens = return_predicted_tokens
 
     def extra_repr(self) -> str:
-        """The options, for print(module)."""
+        """Returns the options for print(module)."""
         return ", ".join(f"{name}={shown(value)}" for name, value in self.options.items())
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class _CrossEntropy(nn.Module):
         *others: Tensor | None,
         factor: Tensor | float = 1.0,
     ) -> Tensor | CrossEntropyOutput:
-        """The loss and the requested statistics of logits x, or of x, weight and bias.
+        """Returns the loss and the requested statistics of logits x, or of x, weight and bias.
 
         `factor` multiplies the loss of each token.
         """
@@ -116,14 +116,14 @@ class _CrossEntropy(nn.Module):
 
 
 class LigerCrossEntropyLoss(_CrossEntropy):
-    """:func:`omniattn.functional.cross_entropy` under Liger's names.
+    """Computes :func:`omniattn.functional.cross_entropy`, with Liger's names.
 
     Args:
         weight: (V,) class weights, or None.
         lse_square_scale: weight of the z-loss, 0 with class weights.
         ignore_index, label_smoothing, reduction, softcap: see the function.
-        return_z_loss, return_token_accuracy, return_predicted_tokens: give a `CrossEntropyOutput`;
-            each reads the logits once more.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: return a
+            `CrossEntropyOutput`; each reads the logits once more.
 
     Shape:
         _input (N, V), target (N,) -> () or (N,).
@@ -151,7 +151,7 @@ class LigerCrossEntropyLoss(_CrossEntropy):
         )
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        """_input (N, V), target (N,) -> () or (N,), of _input's dtype."""
+        """Maps _input (N, V), target (N,) to the loss () or (N,), of _input's dtype."""
         loss = functional.cross_entropy(
             _input, target, class_weight=self.class_weight, **self.options
         )
@@ -168,17 +168,17 @@ class LigerCrossEntropyLoss(_CrossEntropy):
 
 
 class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
-    """:func:`omniattn.functional.linear_cross_entropy` under Liger's names.
+    """Computes :func:`omniattn.functional.linear_cross_entropy`, with Liger's names.
 
     Args:
         ce_weight: (V,) class weights, or None.
         lse_square_scale: weight of the z-loss, 0 with class weights.
         ignore_index, label_smoothing, reduction, softcap: see the function.
-        accum_dtype: changes nothing.
-        use_token_scaling: multiplies the loss of each token by the probability of its target, which
-            gets no gradient, for one more product.
-        return_z_loss, return_token_accuracy, return_predicted_tokens: give a `CrossEntropyOutput`,
-            for one more product, of a block of classes at a time.
+        accum_dtype: has no effect.
+        use_token_scaling: multiply the loss of each token by the detached probability of its
+            target; costs one more matrix product.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: return a
+            `CrossEntropyOutput`; costs one more matrix product, in blocks of classes.
 
     Shape:
         lin_weight (V, K), _input (N, K), target (N,), bias (V,) -> () or (N,).
@@ -213,7 +213,7 @@ class LigerFusedLinearCrossEntropyLoss(_CrossEntropy):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
-        """lin_weight (V, K), _input (N, K), target (N,), bias (V,) -> () or (N,)."""
+        """Maps lin_weight (V, K), _input (N, K), target (N,), bias (V,) to the loss () or (N,)."""
         options = self.options | {"bias": bias, "class_weight": self.class_weight}
         of_logits = (_input, lin_weight, bias)
         if not self.use_token_scaling:

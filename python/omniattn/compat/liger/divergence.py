@@ -1,7 +1,7 @@
-"""Losses under the names, and with the arguments, that they have in Liger Kernel.
+"""Divergences with Liger Kernel's names and arguments.
 
-`accum_dtype`, `compiled` and `chunk_size` change no result here: sums are in fp32 (fp64 for fp64),
-nothing is compiled, and chunks are of a size of our own.
+`accum_dtype`, `compiled` and `chunk_size` have no effect: sums are in fp32 (fp64 for fp64), nothing
+is compiled, and the kernels choose the chunk size.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _REDUCTIONS = ("none", "mean", "sum", "batchmean")
 
 
 def detached(t: Tensor | None) -> Tensor | None:
-    """Tensors of teachers and references, which get no gradient."""
+    """Detaches a tensor of a teacher or reference model."""
     return None if t is None else t.detach()
 
 
 class LigerJSD(nn.Module):
-    """:func:`omniattn.functional.jsd` of log-probabilities under Liger's names.
+    """Computes :func:`omniattn.functional.jsd` of log-probabilities, with Liger's names.
 
     Args:
         beta: in [0, 1]; 0 is the forward, 1 the reverse KL divergence.
-        ignore_index: rows with this label give 0 and are not counted by the mean.
+        ignore_index: rows with this label have loss 0 and do not count in the mean.
 
     Shape:
         log_q (N, V) of the student, log_p (N, V) of the teacher, shift_labels (N,) -> ().
@@ -50,7 +50,7 @@ class LigerJSD(nn.Module):
         self.ignore_index = ignore_index
 
     def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        """log_q (N, V), log_p (N, V), shift_labels (N,) -> (), of log_q's dtype."""
+        """Maps log_q (N, V), log_p (N, V), shift_labels (N,) to the loss (), of log_q's dtype."""
         loss = functional.jsd(
             *(log_q, log_p.detach(), shift_labels),
             beta=self.beta,
@@ -61,12 +61,12 @@ class LigerJSD(nn.Module):
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
-    """torch.nn.KLDivLoss with a least probability in the logarithm of targets that are none.
+    """torch.nn.KLDivLoss with probabilities clamped to eps in the logarithm.
 
-    Plain torch; :func:`omniattn.functional.jsd` with ``beta=0`` is the same of logits, fused.
+    Runs plain torch; :func:`omniattn.functional.jsd` with ``beta=0`` is its fused form on logits.
 
     Args:
-        eps: ``y_true (ln max(y_true, eps) - y_pred)`` without `log_target`.
+        eps: the loss is ``y_true (ln max(y_true, eps) - y_pred)`` without `log_target`.
         size_average, reduce, reduction, log_target: see torch.nn.KLDivLoss.
 
     Shape:
@@ -83,7 +83,7 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         self.eps = eps
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
-        """y_pred (N, V), y_true (N, V) -> () or (N, V)."""
+        """Maps y_pred (N, V), y_true (N, V) to the loss () or (N, V)."""
         if self.log_target:
             return nnf.kl_div(y_pred, y_true, reduction=self.reduction, log_target=True)
         loss = y_true * (clamp(y_true, self.eps).log() - y_pred)
@@ -95,13 +95,13 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 
 
 class LigerFusedLinearJSD(nn.Module):
-    """:func:`omniattn.functional.linear_jsd` under Liger's names; the teacher gets no gradient.
+    """Computes :func:`omniattn.functional.linear_jsd`, with Liger's names and a detached teacher.
 
     Args:
         jsd_beta: in [0, 1]; 0 is the forward, 1 the reverse KL divergence.
-        ignore_index: tokens with this label give 0 and are not counted by the mean.
-        temperature: above 0.
-        accum_dtype: changes nothing.
+        ignore_index: tokens with this label have loss 0 and do not count in the mean.
+        temperature: divisor of the logits, above 0.
+        accum_dtype: has no effect.
 
     Shape:
         student_input (N, K), student_weight (V, K), teacher_input (N, K'), teacher_weight (V, K'),
@@ -133,7 +133,7 @@ class LigerFusedLinearJSD(nn.Module):
         teacher_weight: Tensor,
         shift_labels: Tensor | None = None,
     ) -> Tensor:
-        """As in Shape of the class."""
+        """Computes the loss; see Shape of the class."""
         return functional.linear_jsd(
             *(student_input, student_weight, teacher_input.detach(), teacher_weight.detach()),
             shift_labels,
@@ -144,19 +144,21 @@ class LigerFusedLinearJSD(nn.Module):
 
 
 class LigerFusedLinearJSDLoss(nn.Module):
-    """``weight_hard_loss`` times the cross entropy of the labels + ``weight_soft_loss`` times
-    :func:`omniattn.functional.linear_jsd`, each a mean over the kept tokens.
+    """Computes a weighted sum of cross entropy and :func:`omniattn.functional.linear_jsd`.
+
+    The loss is ``weight_hard_loss`` times the cross entropy of the labels + ``weight_soft_loss``
+    times the divergence, each a mean over the kept tokens.
 
     Args:
-        weight_hard_loss, weight_soft_loss: numbers; a loss of weight 0 is not computed.
+        weight_hard_loss, weight_soft_loss: weights; a loss with weight 0 is not computed.
         beta, ignore_index, temperature: see :class:`LigerFusedLinearJSD`.
-        compiled, chunk_size: change nothing.
-        return_soft_hard_loss: also return both losses, without a gradient.
+        compiled, chunk_size: have no effect.
+        return_soft_hard_loss: also return both losses, detached.
 
     Shape:
         student_input (N, K), student_weight (V, K), teacher_input (N, K'), teacher_weight (V, K'),
         true_labels (N,), student_bias (V,), teacher_bias (V,) -> () or three of them. Student and
-        teacher have one vocabulary.
+        teacher share one vocabulary.
 
     Example:
         >>> x, head = torch.ones(1, 2), torch.eye(2)
@@ -194,7 +196,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
         student_bias: Tensor | None = None,
         teacher_bias: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """As in Shape of the class."""
+        """Computes the loss; see Shape of the class."""
         hard = soft = student_input.new_zeros((), dtype=torch.float32)
         if self.weight_hard_loss != 0 or self.return_soft_hard_loss:
             hard = functional.linear_cross_entropy(

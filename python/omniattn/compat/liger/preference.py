@@ -1,8 +1,8 @@
-"""Losses of pairs of completions of a linear layer, under the names that they have in Liger Kernel:
-compositions of `functional.linear_log_prob` and `functional.preference`.
+"""Fused linear losses of pairs of completions, with Liger Kernel's names.
 
-Inputs are hidden states (2 B, T, K) with targets (2 B, T), the chosen completions first. `compiled`
-and `chunk_size` have no effect. Each loss also returns statistics for logging, without a gradient.
+They combine `functional.linear_log_prob` and `functional.preference`. Inputs are hidden states
+(2 B, T, K) with targets (2 B, T), the chosen completions first. `compiled` and `chunk_size` have no
+effect. Each loss also returns detached statistics for logging.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def log_probs(
     ignore_index: int,
     average: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the tokens (B, T) and of the sequences (B,)."""
+    """Returns the log-probabilities of the tokens (B, T) and of the sequences (B,)."""
     tokens = functional.linear_log_prob(x, weight, target, bias=bias, ignore_index=ignore_index)
     return tokens, functional.sequence_log_prob(
         tokens, target, ignore_index=ignore_index, average=average
@@ -40,13 +40,13 @@ def log_probs(
 
 @torch.no_grad()
 def mean_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Mean over the vocabulary of the logits of each sequence, (B,): no logit is made."""
+    """Returns each sequence's mean logit over the vocabulary, (B,), without computing logits."""
     mean = x.mean(1, dtype=torch.float32) @ weight.mean(0, dtype=torch.float32)
     return mean if bias is None else mean + bias.float().mean()
 
 
 class _Paired(nn.Module):
-    """A loss of pairs: alpha times the cross entropy of the chosen tokens + the preference loss.
+    """Base class: alpha times the cross entropy of the chosen tokens + the preference loss.
 
     Shape:
         lin_weight (V, K), _input (2 B, T, K), target (2 B, T), bias (V,) ->
@@ -72,7 +72,7 @@ class _Paired(nn.Module):
     def _pairs(
         self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of the tokens, of the chosen and of the rejected sequences."""
+        """Returns log-probabilities of the tokens, the chosen and the rejected sequences."""
         if len(target) % 2:
             raise ValueError(
                 f"{type(self).__name__}: target must have an even batch, the chosen completions "
@@ -91,7 +91,7 @@ class _Paired(nn.Module):
         arguments: tuple[Tensor, Tensor, Tensor, Tensor | None],
         nll: Tensor | None = None,
     ) -> tuple[Tensor, Logged]:
-        """The loss of (lin_weight, _input, target, bias), and the statistics that Liger logs."""
+        """Returns the loss of (lin_weight, _input, target, bias), and Liger's statistics."""
         weight, x, target, bias = arguments
         tokens, chosen, rejected = pairs
         if nll is None:
@@ -108,16 +108,17 @@ class _Paired(nn.Module):
 
 
 class LigerFusedLinearDPOLoss(_Paired):
-    """:func:`omniattn.functional.dpo_loss` of a linear layer.
+    """Computes :func:`omniattn.functional.dpo_loss` of a linear layer.
 
     Args:
         ignore_index: tokens with this target do not count.
         beta, loss_type, label_smoothing, discopop_tau: see the function.
         alpha: weight of the cross entropy.
-        compute_nll_loss: whether the loss has it.
-        compiled, chunk_size: change nothing.
-        use_ref_model: whether `ref_input` and `ref_weight` are given.
-        average_log_prob: of sequences the mean, not the sum; for loss_type="ipo".
+        compute_nll_loss: add the cross entropy.
+        compiled, chunk_size: have no effect.
+        use_ref_model: True if `ref_input` and `ref_weight` are given.
+        average_log_prob: average, not sum, the log-probabilities of a sequence; for
+            loss_type="ipo".
 
     Shape:
         lin_weight (V, K), _input (2 B, T, K), target (2 B, T), bias (V,), ref_input (2 B, T, K'),
@@ -161,7 +162,7 @@ class LigerFusedLinearDPOLoss(_Paired):
         ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
     ) -> tuple[Tensor, Logged]:
-        """As in Shape of the class."""
+        """Computes the loss; see Shape of the class."""
         pairs = _, chosen, rejected = self._pairs(_input, lin_weight, target, bias)
         references: tuple[Tensor | None, Tensor | None] = (None, None)
         rewards = (chosen, rejected)
@@ -193,7 +194,7 @@ def required(module: nn.Module, **tensors: Tensor | None) -> list[Tensor]:
 
 
 class LigerFusedLinearCPOLoss(_Paired):
-    """:func:`omniattn.functional.cpo_loss` of a linear layer, and a cross entropy.
+    """Computes :func:`omniattn.functional.cpo_loss` of a linear layer, and a cross entropy.
 
     Args:
         ignore_index, alpha, compute_nll_loss, compiled, average_log_prob, chunk_size: see
@@ -227,7 +228,7 @@ class LigerFusedLinearCPOLoss(_Paired):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Logged]:
-        """As in Shape of the class."""
+        """Computes the loss; see Shape of the class."""
         pairs = _, chosen, rejected = self._pairs(_input, lin_weight, target, bias)
         losses = functional.cpo_loss(
             chosen, rejected, beta=self.beta, label_smoothing=self.label_smoothing
@@ -237,7 +238,7 @@ class LigerFusedLinearCPOLoss(_Paired):
 
 
 class LigerFusedLinearSimPOLoss(_Paired):
-    """:func:`omniattn.functional.simpo_loss` of a linear layer, and a cross entropy.
+    """Computes :func:`omniattn.functional.simpo_loss` of a linear layer, and a cross entropy.
 
     Args:
         ignore_index, alpha, compute_nll_loss, compiled, chunk_size: see
@@ -272,7 +273,7 @@ class LigerFusedLinearSimPOLoss(_Paired):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Logged]:
-        """As in Shape of the class."""
+        """Computes the loss; see Shape of the class."""
         pairs = _, chosen, rejected = self._pairs(_input, lin_weight, target, bias)
         losses = functional.simpo_loss(
             *(chosen, rejected),
@@ -285,7 +286,7 @@ class LigerFusedLinearSimPOLoss(_Paired):
 
 
 class LigerFusedLinearORPOLoss(_Paired):
-    """:func:`omniattn.functional.orpo_loss` of a linear layer, and a cross entropy.
+    """Computes :func:`omniattn.functional.orpo_loss` of a linear layer, and a cross entropy.
 
     Args:
         ignore_index, compute_nll_loss, compiled, chunk_size: see :class:`LigerFusedLinearDPOLoss`.
@@ -320,7 +321,7 @@ class LigerFusedLinearORPOLoss(_Paired):
         bias: Tensor | None = None,
         nll_target: Tensor | None = None,
     ) -> tuple[Tensor, Logged]:
-        """As in Shape of the class."""
+        """Computes the loss; see Shape of the class."""
         pairs = _, chosen, rejected = self._pairs(_input, lin_weight, target, bias)
         nll = None
         if nll_target is not None and self.compute_nll_loss:

@@ -1,6 +1,7 @@
-"""Losses of single completions of a linear layer, under the names that they have in Liger Kernel:
-compositions of `functional.linear_log_prob`, `functional.kto_loss` and `functional.grpo_loss`.
-`compiled` and `chunk_size` change nothing.
+"""Fused linear losses of single completions, with Liger Kernel's names.
+
+They combine `functional.linear_log_prob`, `functional.kto_loss` and `functional.grpo_loss`.
+`compiled` and `chunk_size` have no effect.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ __all__ = ["LigerFusedLinearGRPOLoss", "LigerFusedLinearKTOLoss"]
 
 
 class LigerFusedLinearKTOLoss(nn.Module):
-    """:func:`omniattn.functional.kto_loss` of a linear layer, the mean over the completions.
+    """Computes the mean over completions of :func:`omniattn.functional.kto_loss`.
 
     Args:
         ignore_index: tokens with this target do not count.
         beta: see the function.
-        compiled, chunk_size: change nothing.
-        use_ref_model: whether `ref_input` and `ref_weight` are given.
-        average_log_prob: of sequences the mean, not the sum.
+        compiled, chunk_size: have no effect.
+        use_ref_model: True if `ref_input` and `ref_weight` are given.
+        average_log_prob: average, not sum, the log-probabilities of a sequence.
 
     Shape:
         _input (B, T, K), lin_weight (V, K), target (B, T), bias (V,), preference_labels (B,) bool,
@@ -68,7 +69,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
         ref_bias: Tensor | None = None,
         kl: Tensor | None = None,
     ) -> tuple[Tensor, Logged]:
-        """As in Shape of the class."""
+        """Computes the loss; see Shape of the class."""
         if preference_labels is None:
             raise ValueError(
                 "LigerFusedLinearKTOLoss: preference_labels must be given, "
@@ -93,13 +94,13 @@ class LigerFusedLinearKTOLoss(nn.Module):
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """:func:`omniattn.functional.grpo_loss` of a linear layer.
+    """Computes :func:`omniattn.functional.grpo_loss` of a linear layer.
 
     Args:
-        use_ref_model: whether `ref_per_token_logps`, or `ref_input` and `ref_weight`, are given.
-        compiled, chunk_size: change nothing.
+        use_ref_model: True if `ref_per_token_logps`, or `ref_input` and `ref_weight`, are given.
+        compiled, chunk_size: have no effect.
         temperature: divisor of the logits.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: (k, l) of vespo.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: VESPO's (k, lambda).
         beta, epsilon_low, epsilon_high, loss_type, max_completion_length: see the function.
         importance_sampling_level, delta, use_bias_correction_kl: see the function.
         sapo_temperature_pos, sapo_temperature_neg: see the function.
@@ -174,7 +175,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, Logged]:
-        """As in Shape of the class."""
+        """Computes the loss; see Shape of the class."""
         log_prob = functional.linear_log_prob(
             *(_input, lin_weight, selected_token_ids), bias=bias, temperature=self.temperature
         )
@@ -200,7 +201,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 
 def _tokens_per_process(mask: Tensor, tokens: Tensor | float | None) -> Tensor | float | None:
-    """Tokens of all processes over their number, at least 1; None where there is one process."""
+    """Returns the tokens per process, at least 1, or None if there is only one process."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     processes = torch.distributed.get_world_size() if distributed else 1
     if tokens is None:
