@@ -1,1 +1,1 @@
-"""Checks of arguments, and nested and packed batches, for all public functions and layers."""
+"""Argument checks, and support of nested and packed batches, for all functions and layers."""

@@ -28,13 +28,13 @@ BACKENDS = (None, "cpu", "cuda", "reference")
 _INTS = (int, torch.SymInt)
 _NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
 _LARGEST = sys.float_info.max
-_LINE = 100  # characters of a value that an error shows
-#: Classes whose tensors always have values; isinstance costs 0.1 us for each other class.
+_LINE = 100  # maximum number of characters of a value in an error
+#: Classes whose tensors always have values; checked first, since isinstance costs 0.1 us a class.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def use_reference(op: str, backend: str | None, x: Tensor) -> bool:
-    """Whether `backend` asks for the eager definition; raises where its kernel cannot run."""
+    """Returns True if `backend` selects the eager definition; raises if its kernel cannot run."""
     if backend is None and x.is_cpu:
         return False
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
@@ -57,7 +57,7 @@ def use_reference(op: str, backend: str | None, x: Tensor) -> bool:
 
 
 def implementation(op: str, backend: str | None, x: Tensor, native: Op) -> Callable[..., Any]:
-    """The op, or its formula where `backend` asks for the eager definition."""
+    """Returns the op, or its formula if `backend` selects the eager definition."""
     if (backend is None and x.is_cpu) or not use_reference(op, backend, x):
         return native
     assert native.formula is not None
@@ -65,7 +65,7 @@ def implementation(op: str, backend: str | None, x: Tensor, native: Op) -> Calla
 
 
 def shown(value: Any) -> str:
-    """Text of a value in an error: the sizes of tensors and arrays, one line of anything else."""
+    """Formats a value for an error: shapes of tensors and arrays, one line of anything else."""
     if isinstance(value, Tensor) and value.is_nested:
         return f"a nested tensor of {value.dtype}"
     if _is_array(value) and (math.prod(value.shape) > 4 or value.dtype == object):
@@ -81,20 +81,20 @@ def shown(value: Any) -> str:
 
 
 def _is_array(value: Any) -> bool:
-    if isinstance(value, _NUMBERS):  # torch.compile cannot ask a symbol for attributes
+    if isinstance(value, _NUMBERS):  # torch.compile cannot read attributes of a symbol
         return False
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def holds_arrays(value: Any) -> bool:
-    """True if `value` is a tensor or an array of several dimensions, or a sequence of such."""
+    """Returns True if `value` is or contains a tensor or array with at least one dimension."""
     if isinstance(value, (list, tuple)):
         return any(map(holds_arrays, value))
     return _is_array(value) and len(value.shape) > 0
 
 
 def require_tensor(op: str, name: str, x: Tensor) -> None:
-    """`x` must be a tensor with values; a CausalBias has uninitialised memory."""
+    """Requires a tensor with values; a CausalBias has uninitialised memory."""
     if type(x) in _PLAIN:
         return
     if not isinstance(x, Tensor):
@@ -107,7 +107,7 @@ def require_tensor(op: str, name: str, x: Tensor) -> None:
 
 
 def is_causal_bias(x: object) -> TypeIs[CausalBias]:
-    """True for torch's CausalBias, by class name: importing it loads all of torch.compile (2 s)."""
+    """Returns True for a CausalBias, by class name: its import loads torch.compile (2 s)."""
     return type(x).__name__ == "CausalBias"
 
 
@@ -124,8 +124,10 @@ def require_float(op: str, name: str, x: Tensor) -> None:
 
 
 def has_own_ops(x: Tensor) -> bool:
-    """True if `x` is a wrapper of other tensors (quantised, sharded), which defines torch's ops for
-    itself but does not know the ops of this package."""
+    """Returns True if `x` wraps other tensors (quantised, sharded).
+
+    Such a class implements torch's ops but not the ops of this package.
+    """
     return type(x) not in _PLAIN and hasattr(x, "__tensor_flatten__") and not x.is_nested
 
 
@@ -137,7 +139,7 @@ def refuse_nested(op: str, name: str, x: Tensor) -> None:
 
 
 def require_strided(op: str, name: str, x: Tensor) -> None:
-    """Requires a strided layout, where `x` does not itself go to a native op that checks it."""
+    """Requires a strided layout, for tensors that do not reach a native op that checks it."""
     if x.is_nested:
         refuse_nested(op, name, x)
     if x.layout != torch.strided:
@@ -152,17 +154,19 @@ def require_integers(op: str, name: str, x: Tensor) -> None:
 
 
 def require_rows(op: str, name: str, index: Tensor, rows: int) -> None:
-    """`index` must be in [0, rows), where its values can be read without waiting for a device."""
+    """Requires `index` in [0, rows), if readable without a device synchronisation."""
     if not index.is_cpu or is_traced() or index.numel() == 0:
         return
-    low, high = (int(t) for t in index.long().aminmax())  # torch has none of uint16
+    low, high = (int(t) for t in index.long().aminmax())  # not implemented for uint16
     if low < 0 or high >= rows:
         raise ValueError(f"{op}: {name} must be in [0, {rows}), got {name} from {low} to {high}")
 
 
 def require_decaying(op: str, name: str, A: Tensor) -> None:
-    """The real part of `A` must be at most 0 where its values can be read without waiting for a
-    device: states that grow overflow after some hundred steps, and then all gradients are NaN."""
+    """Requires a real part of `A` of at most 0, if readable without a device synchronisation.
+
+    Growing states overflow after some hundred steps, and then all gradients are NaN.
+    """
     require_strided(op, name, A)
     if not A.is_cpu or is_traced() or A.numel() == 0:
         return
@@ -174,7 +178,7 @@ def require_decaying(op: str, name: str, A: Tensor) -> None:
 
 
 def require_distinct(op: str, name: str, index: Tensor) -> None:
-    """No row twice in `index`, where its values can be read without waiting for a device."""
+    """Requires distinct rows in `index`, if readable without a device synchronisation."""
     if not index.is_cpu or is_traced():
         return
     rows = index.flatten().tolist()
@@ -185,12 +189,14 @@ def require_distinct(op: str, name: str, index: Tensor) -> None:
 def require_range(
     op: str, name: str, x: Tensor, least: float = -math.inf, most: float = math.inf
 ) -> None:
-    """The values of `x` must be in [least, most], where they can be read without waiting for a
-    device or leaving a trace. NaN passes: results show it, and a GradScaler counts on that."""
+    """Requires values in [least, most], if readable without synchronisation or a graph break.
+
+    NaN passes: results show it, and a GradScaler relies on that.
+    """
     if type(x) not in _PLAIN or not x.is_cpu or is_traced() or x.numel() == 0:
         return
     require_strided(op, name, x)
-    # NaN makes an extreme NaN. Comparing that alone is faster than comparing all elements.
+    # min and max propagate NaN. Comparing only them is faster than comparing all elements.
     if least > -math.inf and not x.min().item() >= least and (x < least).any():
         low = x[x < least].amin().item()
         raise ValueError(f"{op}: {name} must be >= {least:g}, got {name}.min()={low:g}")
@@ -200,7 +206,7 @@ def require_range(
 
 
 def is_traced() -> bool:
-    """Whether a call is part of a trace or of a transform of torch.func."""
+    """Returns True inside a trace or a torch.func transform."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
@@ -210,13 +216,15 @@ def is_traced() -> bool:
 
 
 def same_values(copy: Tensor, t: Tensor) -> bool:
-    """Whether `t` still is what `copy` was taken of; NaN never is."""
+    """Returns True if `t` still equals its earlier `copy`; NaN never does."""
     return copy.dtype == t.dtype and copy.device == t.device and torch.equal(copy, t)
 
 
 def makes_graph() -> bool:
-    """True if a call becomes part of a graph, in which tensors have no values that Python can read,
-    or only the example's values."""
+    """Returns True if the call is recorded in a graph.
+
+    Python cannot read tensor values then, or reads only the example's.
+    """
     modes = torch._C._TorchDispatchModeKey
     return (
         torch.compiler.is_compiling()
@@ -226,7 +234,7 @@ def makes_graph() -> bool:
 
 
 def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> None:
-    """`t` must be a tensor of the dtype and device of `x`."""
+    """Requires a tensor `t` with the dtype and device of `x`."""
     if type(t) not in _PLAIN:
         require_tensor(op, name, t)
     if t.dtype != x.dtype:
@@ -241,7 +249,7 @@ def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") ->
 
 
 def cast_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> Tensor:
-    """`t`, which must be like `x`; under autocast it is cast to the dtype of `x`."""
+    """Returns `t`, which must be like `x`; under autocast, casts it to the dtype of `x`."""
     if type(t) not in _PLAIN:
         require_tensor(op, name, t)
     if t.dtype == x.dtype and t.is_cpu and x.is_cpu and not t.is_nested:
@@ -263,8 +271,7 @@ def require_device(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") 
 def require_int(
     op: str, name: str, value: Any, least: int | None = None, most: int | None = None
 ) -> None:
-    """`value` must be a 64-bit int in [least, most], no bool; numpy integers and 0-d tensors are
-    allowed."""
+    """Requires a 64-bit int in [least, most]; allows numpy integers and 0-d tensors, not bools."""
     error: type[Exception] = ValueError
     if isinstance(value, bool):
         error = TypeError
@@ -286,7 +293,7 @@ def require_int(
 
 
 def require_pair(op: str, name: str, value: Any, least: int, most: int | None = None) -> None:
-    """`value` must be two ints within [least, most]."""
+    """Requires two ints in [least, most]."""
     error: type[Exception] | None = None
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         error = TypeError
@@ -310,8 +317,10 @@ def require_number(
     above: float = -math.inf,
     below: float = math.inf,
 ) -> None:
-    """`value` must be finite, in [least, most] and in (above, below), and an int must fit into 64
-    bits, as torch takes no other; 0-d tensors are allowed, True and False are not."""
+    """Requires a finite number in [least, most] and in (above, below).
+
+    Ints must fit into 64 bits, torch's limit. Allows 0-d tensors, not bools.
+    """
     if type(value) is float and least <= value <= most and above < value < below:
         return
     is_bool = isinstance(value, bool)
@@ -335,8 +344,7 @@ def require_number(
 
 
 def _fits_64_bits(value: Any) -> bool:
-    """Whether torch can take an int; symbols of a graph do fit, and a comparison would limit
-    them."""
+    """Returns True if torch can represent an int; symbols can, and comparing them adds a guard."""
     if not isinstance(value, int) or torch.compiler.is_compiling():
         return True
     return -(2**63) <= value < 2**63
@@ -363,7 +371,7 @@ def require_bool(op: str, name: str, value: Any) -> None:
 
 
 def require_seed(op: str, seed: Tensor | None, x: Tensor, name: str = "seed") -> Tensor:
-    """[seed, offset] of random draws for `x`; None draws one from torch's generator."""
+    """Returns [seed, offset] of random draws for `x`; None takes them from torch's generator."""
     if seed is None:
         return new_seed()
     plain = isinstance(seed, Tensor) and not seed.is_nested
@@ -379,7 +387,7 @@ def require_seed(op: str, seed: Tensor | None, x: Tensor, name: str = "seed") ->
 
 
 def is_one_of(size: Any, *sizes: Any) -> bool:
-    """`size in sizes`, which torch.compile evaluates to False if a size is symbolic."""
+    """Returns `size in sizes`, which torch.compile would evaluate to False for symbolic sizes."""
     for other in sizes:  # noqa: SIM110, a generator takes 0.6 us
         if size == other:
             return True
@@ -387,10 +395,10 @@ def is_one_of(size: Any, *sizes: Any) -> bool:
 
 
 def require_one_shape(op: str, name: str, t: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
-    """`t` must have one of the shapes."""
+    """Requires that `t` has one of the shapes."""
     if not is_one_of(t.shape, *shapes):
         wanted = f"{tuple(shapes[0])}"
-        for shape in shapes[1:]:  # torch.compile cannot join strings with symbols in them
+        for shape in shapes[1:]:  # torch.compile cannot join strings that contain symbols
             wanted = f"{wanted} or {tuple(shape)}"
         raise ValueError(
             f"{op}: {name} must have shape {wanted}, got {name}.shape={tuple(t.shape)}"
@@ -405,8 +413,8 @@ def require_shape(op: str, name: str, t: Tensor, shape: tuple[int, ...]) -> None
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Autocast's dtype on the device of x; None if it is off, or on meta, which has no autocast."""
-    if not torch._C._is_any_autocast_enabled():  # cheaper than the name of the device
+    """Returns autocast's dtype on x's device; None if it is off or the device is meta."""
+    if not torch._C._is_any_autocast_enabled():  # cheaper than reading the device's name
         return None
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -415,7 +423,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Context that disables autocast, so that products keep the precision of their operands."""
+    """Returns a context that disables autocast, so that products keep their operands' precision."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if device != "meta" else contextlib.nullcontext()
 
@@ -423,7 +431,7 @@ def full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
 def autocast_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The dtypes torch's own linear would have under autocast, which leaves fp64 alone."""
+    """Casts as torch's linear does under autocast, which leaves fp64 unchanged."""
     if not torch._C._is_any_autocast_enabled():
         return x, weight, bias
     dtype = autocast_dtype(x) if isinstance(x, Tensor) else None

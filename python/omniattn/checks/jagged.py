@@ -1,4 +1,4 @@
-"""Jagged nested tensors (B, j, ..., dim): sequences of any lengths, without padding."""
+"""Jagged nested tensors (B, j, ..., dim): batches of sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_jagged(x: object) -> bool:
-    """Whether x is a nested tensor."""
+    """Returns True if x is a nested tensor."""
     return isinstance(x, Tensor) and x.is_nested
 
 
 def require_ragged(op: str, name: str, t: Any, *, dim: bool | None = True) -> None:
-    """`t` must be a nested tensor whose values are the rows of its sequences and no others; without
-    `dim` a row is a number, and with None it may be one."""
+    """Requires a nested tensor without holes: its values are exactly the rows of its sequences.
+
+    With `dim` False a row must be a number, with None it may be one.
+    """
     ragged = t.is_nested and t.layout == torch.jagged
     sizes = dim is None or (t.dim() >= 3 if dim else t.dim() == 2)
     if not ragged or t.lengths() is not None or t._ragged_idx != 1 or not sizes:
@@ -36,15 +38,18 @@ def require_ragged(op: str, name: str, t: Any, *, dim: bool | None = True) -> No
 
 
 def same_boundaries(a: Any, b: Any) -> bool:
-    """Whether two nested tensors are of the same sequences. Equal boundaries have a different
-    symbol in their shapes where two calls made them; a trace cannot compare their values."""
+    """Returns True if two nested tensors have the same boundaries.
+
+    Equal boundaries made by two calls have different symbols in their shapes, so their values are
+    compared; a trace cannot do that.
+    """
     if a.shape[:2] == b.shape[:2]:
         return True
     return not is_traced() and torch.equal(a.offsets(), b.offsets().to(a.offsets()))
 
 
 def longest(nested: Any) -> int:
-    """Length of the longest sequence, read from the offsets if it is not cached."""
+    """Returns the length of the longest sequence, read from the offsets if not cached."""
     length: int | None = nested._maybe_max_seqlen
     if length is None:
         length = nested._get_max_seqlen()
@@ -53,8 +58,11 @@ def longest(nested: Any) -> int:
 
 
 def length_bound(nested: Any) -> int:
-    """Upper bound of the sequence lengths: `longest`, or the number of tokens in a compiled graph
-    that does not know it, where reading the offsets would break the graph."""
+    """Returns an upper bound of the sequence lengths.
+
+    The bound is `longest`, or the number of tokens if it is not cached in a compiled graph, where
+    reading the offsets would break the graph.
+    """
     if is_compiling() and nested._maybe_max_seqlen is None:
         return len(nested.values())
     return longest(nested)
@@ -73,12 +81,12 @@ def with_boundaries(values: Tensor, like: Any) -> Tensor:
 def token_wise(
     *others: str, numbers: Sequence[str] = (), batched: bool = False
 ) -> Callable[[F], F]:
-    """Makes a function that treats each token alone take jagged nested tensors too.
+    """Makes a token-wise function accept jagged nested tensors, too.
 
-    The function gets the values of its first argument, of `others` and of `numbers`, which must be
-    of the same sequences: (total, ...), or with `batched` (1, total, ...). Arguments in `numbers`
-    may have one number per token. Results per token get the same boundaries; a result that is a
-    number covers all tokens.
+    The function gets the values (total, ...), or with `batched` (1, total, ...), of its first
+    argument and of the arguments `others` and `numbers`, which must have the same boundaries.
+    Arguments in `numbers` may have one number per token. Results per token get the same boundaries;
+    a scalar result covers all tokens.
     """
 
     def decorate(function: F) -> F:
@@ -90,11 +98,11 @@ def token_wise(
 
 
 def over_sequences(*tokens: str, either: Sequence[str] = ()) -> Callable[[F], F]:
-    """Makes a function of packed sequences take jagged nested tensors in place of cu_seqlens.
+    """Makes a function of packed sequences accept jagged nested tensors instead of cu_seqlens.
 
     The function gets cu_seqlens and the values (1, total, ...) of the arguments `tokens`, which
-    must be of the same sequences; arguments in `either` may also be ordinary tensors. The output
-    gets the same boundaries. A returned state has one entry for each sequence.
+    must have the same boundaries; arguments in `either` may also be ordinary tensors. The output
+    gets the same boundaries. A returned state has one entry per sequence.
     """
 
     def decorate(function: F) -> F:
@@ -112,7 +120,7 @@ def _on_values(
     batched: bool,
     packed: bool,
 ) -> F:
-    """The function, called with values where the first of `tokens` is nested; see above."""
+    """Wraps `function`, calling it with values if the first of `tokens` is nested; see above."""
     op, names = function.__name__, list(inspect.signature(function).parameters)
     first, at = tokens[0], names.index(tokens[0])
 

@@ -1,4 +1,4 @@
-"""Wrappers of functions, and suggestions where a call has an unknown keyword."""
+"""Wrappers of functions, and suggestions for unknown keywords."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _UNEXPECTED = re.compile(r"\(\) got an unexpected keyword argument '(\w+)'$")
 def suggest_keyword(
     error: TypeError, function: Callable[..., Any], keywords: Mapping[str, Any]
 ) -> None:
-    """Adds the parameter that was meant to the error of a call with an unknown keyword.
+    """Adds the most similar parameter to the error of a call with an unknown keyword.
 
-    Python does so itself from 3.13 on."""
+    Python does so itself from 3.13 on.
+    """
     found = _UNEXPECTED.search(str(error))
     if found is not None and found[1] in keywords:
         hint = did_you_mean(found[1], inspect.signature(function).parameters)
@@ -26,9 +27,10 @@ def suggest_keyword(
 
 
 def in_place_of(function: Callable[..., Any], wrapper: Any) -> Any:
-    """A wrapper that calls `suggest_keyword`, under the name of the function that it calls.
+    """Returns `wrapper` with `suggest_keyword`, under the name of the wrapped function.
 
-    It gets a code object of its own, since torch.compile counts how often it compiles each."""
+    It gets a code object of its own, since torch.compile limits the compilations of each.
+    """
     wrapper = wraps(function)(wrapper)
     wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)
     wrapper.explains_keywords = True

@@ -1,4 +1,4 @@
-"""Rows of packed sequences: checks and helpers of functions over time."""
+"""Checks and helpers for rows of packed sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from omniattn.checks.arguments import is_traced, shown
 
 
 def document_ids(position_ids: Tensor) -> Tensor:
-    """Number of the document of each token, counted from 0 in each row, by its position.
+    """Returns each token's document index, counted from 0 in each row, from the positions.
 
     A document starts where a position is not the previous one plus 1. So it may start at any
     position, such as 2 in RoBERTa.
@@ -18,7 +18,7 @@ def document_ids(position_ids: Tensor) -> Tensor:
         position_ids: (..., T), any integer dtype.
 
     Returns:
-        (..., T), int64, in order.
+        (..., T), int64, nondecreasing.
     """
     position = position_ids.long()  # unsigned integers would wrap around
     starts = position[..., 1:] != position[..., :-1] + 1
@@ -28,8 +28,10 @@ def document_ids(position_ids: Tensor) -> Tensor:
 def require_all_tokens(
     op: str, cu_seqlens: Tensor, total: int | None, *, name: str = "cu_seqlens", of: str = "tokens"
 ) -> None:
-    """cu_seqlens (N + 1,) must grow from 0 to `total`, or None for its last one, so that each token
-    is in one sequence. Kernels check that where its values cannot be read here."""
+    """Requires that cu_seqlens (N + 1,) grows from 0 to `total`; None accepts any last value.
+
+    Kernels check it if its values cannot be read here.
+    """
     if not cu_seqlens.is_cpu or type(cu_seqlens) is not Tensor or is_traced():
         return
     ends = cu_seqlens.tolist()
@@ -57,13 +59,14 @@ class Packed:
             return
         token = torch.arange(q.shape[1], device=q.device)
         found = torch.searchsorted(cu_seqlens.contiguous(), token, right=True, out_int32=False)
-        # Kernels refuse tokens of no sequence, where no check could read the boundaries before.
+        # Kernels reject tokens outside all sequences if no check could read the boundaries.
         self.index = (found - 1).clamp(0, max(0, count - 1))
 
     def running_max(self, x: Tensor) -> Tensor:
-        """Running maximum over time of (B, T, ...); within each sequence if packed.
+        """Computes the running maximum over time of (B, T, ...), per sequence if packed.
 
-        Packed sequences take log2(T) sweeps."""
+        Packed sequences take log2(T) passes.
+        """
         if self.bounds is None:
             return x.cummax(1).values
         back = 1
@@ -75,13 +78,13 @@ class Packed:
         return x
 
     def of_tokens(self, x: Tensor) -> Tensor:
-        """(N, ...) for each token: (B, 1, ...) or (1, T, ...)."""
+        """Expands (N, ...) to the tokens: (B, 1, ...), or (1, T, ...) if packed."""
         if self.bounds is None:
             return x[:, None]
         return x[self.index][None]
 
     def last(self, x: Tensor, before: Tensor) -> Tensor:
-        """(N, ...): of (B, T, ...) the last token of each sequence, and `before` of empty ones."""
+        """Returns each sequence's last token of (B, T, ...), as (N, ...); `before` if empty."""
         if x.shape[1] == 0:
             return before
         if self.bounds is None:

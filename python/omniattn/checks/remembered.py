@@ -1,4 +1,4 @@
-"""Results of checks of options, kept by the values of these options."""
+"""Caches results of option checks by the values of the options."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.compiler import is_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Immutable classes. Tensors are missing because their values change, symbols of a graph because
-#: comparing them would limit the graph.
+#: Immutable classes of cached options. Tensors are excluded because their values change, symbols of
+#: a graph because comparing them would add guards.
 _VALUES = frozenset((bool, int, float, str, type(None), torch.dtype))
 
 
 def remembered(function: F) -> F:
-    """Makes a function of options keep its results, which must be immutable, by value and class.
+    """Caches the results of a function, which must be immutable, by value and class of arguments.
 
-    A call with any other argument than numbers, strings, dtypes and None runs the function, and so
-    does a call that raises. 0.0 and -0.0 are the same value.
+    Calls with arguments other than numbers, strings, dtypes and None are not cached, nor are calls
+    that raise. 0.0 and -0.0 are the same value.
     """
     kept = lru_cache(maxsize=1024, typed=True)(function)
 

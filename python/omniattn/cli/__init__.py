@@ -1,6 +1,6 @@
 """The command line: omniattn {train, check, info, hub}, or python -m omniattn.
 
-Arguments are read without torch, so that --help and wrong options take no seconds.
+Arguments are parsed without importing torch, so that --help and usage errors are immediate.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from omniattn.suggestions import did_you_mean
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells a wrong argument in one line."""
+    """Argument parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         hint = self._hint(message)
         self.exit(2, f"{self.prog}: {message}{hint}; {self.prog} --help lists all options\n")
 
     def _hint(self, message: str) -> str:
-        """Returns a suggestion for an unknown option or choice, or ""."""
+        """Returns a suggestion for an unknown option or choice, or an empty string."""
         if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
             return did_you_mean(found[1], self._options())
         if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
         return ""
 
     def _options(self) -> list[str]:
-        """All options of the command and of its sub-commands."""
+        """Returns all options of the command and of its sub-commands."""
         found: list[str] = []
         for action in self._actions:
             found += action.option_strings
@@ -64,10 +64,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one sub-command and returns its exit code; expected failures are one line on stderr."""
+    """Runs a sub-command and returns its exit code; expected failures print one line to stderr."""
     args = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a sample or a path may hold any character
+        sys.stdout.reconfigure(errors="replace")  # samples and paths may contain any character
     try:
         omniattn.load()
         code: int = importlib.import_module(f"omniattn.cli.{args.name}").run(args)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is not None:
             raise
-        # Otherwise the rest of the buffer would fail again at exit.
+        # Without it, flushing the rest of the buffer at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"{args.name}: cannot write to standard output: {error.strerror}", file=sys.stderr)
         return 1

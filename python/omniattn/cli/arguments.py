@@ -1,4 +1,4 @@
-"""Arguments of the commands, without torch: the docstring of each function is the help text."""
+"""Arguments of the commands, without torch; each function's docstring is its help text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omniattn.suggestions import did_you_mean
 
-#: Names of the models that `train --model` offers, by family; each is a preset of omniattn.models.
+#: Family -> names of the models of `train --model`; each is a preset of omniattn.models.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "llama-tiny", "llama-medium", "gpt2", "mla", "differential", "selective"),
@@ -32,44 +32,44 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 
 def train(parser: argparse.ArgumentParser) -> None:
-    """Train a small model, by default a byte-level decoder on the standard library's source.
+    """Train a small model, by default a byte-level decoder on Python's standard library.
 
-    Writes to the output folder: checkpoint.safetensors (weights and the whole training state),
-    loss.png, sample.txt if it writes text, load.png if it has experts. Ctrl-C saves and stops;
-    --resume continues bit for bit, and with more --steps beyond the end, at the final learning
-    rate. It finds the data of the run by itself; --data gives their new path if they have moved.
-    The first steps are repeated with the plain-torch reference of every op, to show the difference
-    in loss and, where both sides ran for long enough to tell, in speed.
+    The output folder gets checkpoint.safetensors (weights and training state), loss.png,
+    sample.txt if the model generates text, and load.png if it has experts. Ctrl-C saves and stops.
+    --resume continues bit for bit; with more --steps it goes beyond the end, at the final learning
+    rate. It uses the data path of the run unless --data gives a new one. Afterwards the first steps
+    are repeated with the plain-torch reference of every op, to compare the losses and, if both runs
+    were long enough to measure, the speed.
     """
     add = parser.add_argument
-    add("--data", type=_path, metavar="PATH", help="text file, or folder of them")
-    add("--model", metavar="NAME", type=_model, help="one of those below (default: llama)")
+    add("--data", type=_path, metavar="PATH", help="text file, or folder of text files")
+    add("--model", metavar="NAME", type=_model, help="model, see below (default: llama)")
     add(
         "--config",
         type=_reference,
         metavar="FILE.py:NAME",
-        help="a TrainConfig, or the config of a model, in a Python file, which is run; other "
-        "options are on top of it (with --resume it gives the model alone)",
+        help="TrainConfig or model config in a Python file, which is executed; other options "
+        "override its fields (with --resume, only its model is used)",
     )
     add("--steps", type=_positive, help="optimizer steps (default: 200)")
     add("--batch", type=_positive, help="examples per step (default: 8)")
     add("--length", type=_positive, help="tokens per example of text (default: 256)")
     add("--dtype", choices=["float32", "bfloat16"], help="default: float32")
-    add("--seed", type=_seed, help="of weights, data order and sample (default: 0)")
+    add("--seed", type=_seed, help="seed of weights, data order and sample (default: 0)")
     add("--device", default="cpu", help="cpu (default) or cuda")
-    add("--backend", choices=["cpu", "cuda", "reference"], help="force all ops")
+    add("--backend", choices=["cpu", "cuda", "reference"], help="force the backend of all ops")
     add("--out", type=_path, metavar="DIR", help="output folder (default: the next runs/train-N)")
     add(
         "--resume",
         action="store_true",
-        help="continue the run in --out (default: the latest), beyond its end with more --steps",
+        help="continue the run in --out (default: the latest run)",
     )
     add(
         "--compare",
         type=_not_negative,
         default=20,
         metavar="N",
-        help="repeat the first N steps with the reference; 0: do not (default: 20)",
+        help="repeat the first N steps with the reference, 0 for none (default: 20)",
     )
     wrap = textwrap.TextWrapper(88, initial_indent="    ", subsequent_indent="    ")
     wrap.break_on_hyphens = False
@@ -80,46 +80,47 @@ def train(parser: argparse.ArgumentParser) -> None:
 def check(parser: argparse.ArgumentParser) -> None:
     """Check every op on this machine: errors against fp64, speed against the definition.
 
-    An op passes when, over all cases of its OpSpec, no output is further from the fp64 reference
-    than twice the error of eager torch in the same dtype (gradients: three times) plus rounding.
-    Speed is that of the first case that the op is benchmarked on, against its definition in plain
-    torch; benchmarks/run.py of the repository times it against torch's own kernels. Exit code 1 if
-    an op is out of budget.
+    An op passes if, in all cases of its OpSpec, the error of each output against the fp64 reference
+    is at most twice that of eager torch in the same dtype (three times for gradients) plus
+    rounding. Speed is measured on the first benchmark case, relative to the definition in plain
+    torch; benchmarks/run.py in the repository compares with torch's own kernels. The exit code is 1
+    if an op exceeds its budget.
     """
-    parser.add_argument("ops", nargs="*", metavar="op", help="default: all of them")
-    parser.add_argument("--no-speed", action="store_true", help="errors only")
+    parser.add_argument("ops", nargs="*", metavar="op", help="ops to check (default: all)")
+    parser.add_argument("--no-speed", action="store_true", help="check errors only")
 
 
 def info(parser: argparse.ArgumentParser) -> None:
-    """Show what runs here: CPU, instruction set, threads, CUDA, libraries and ops.
+    """Show what this installation uses: CPU, instruction set, threads, CUDA, libraries and ops.
 
-    Where CUDA is not used, it says why and what to do.
+    If CUDA is not used, shows why and what to do.
     """
-    parser.add_argument("--json", action="store_true", help="the same facts as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def hub(parser: argparse.ArgumentParser) -> None:
-    """Write a kernel repository, which Hugging Face's `kernels` loads from its folder.
+    """Write a kernel repository that Hugging Face's `kernels` loads from a local folder.
 
         omniattn hub DIR
         kernels.get_local_kernel(Path("DIR"))
         kernels.LocalLayerRepository(Path("DIR"), layer_name="RMSNorm")
 
     DIR/build/torch-stable-abi211-cpu-<machine>-linux gets this package with its native library,
-    layers under the names that transformers uses, and the metadata. One process holds one version
-    of the package: its ops are torch.ops.omniattn, in the repository and when installed.
+    layers with the names that transformers uses, and the metadata. A process can load only one
+    version of the package, from the repository or installed, since both define
+    torch.ops.omniattn.
     """
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder to create")
     parser.add_argument(
         "--cuda",
         metavar="VERSION",
-        help="add a variant with the CUDA library, which was built by this version, such as 13.0",
+        help="add a variant with the CUDA library; VERSION built it, for example 13.0",
     )
     parser.add_argument(
         "--archs",
         nargs="+",
         default=["8.0", "9.0"],
-        help="compute capabilities of the CUDA library, default: 8.0 9.0",
+        help="compute capabilities of the CUDA library (default: 8.0 9.0)",
     )
 
 
@@ -129,7 +130,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
 
 
 def _path(text: str) -> Path:
-    if not text:  # an unset variable of a shell; Path("") is the current folder
+    if not text:  # from an unset shell variable; Path("") is the current folder
         raise argparse.ArgumentTypeError("must not be empty")
     return Path(text)
 

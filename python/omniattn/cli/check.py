@@ -1,4 +1,4 @@
-"""omniattn check: the registry against fp64, and its speed."""
+"""omniattn check: errors of all ops against fp64, and their speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROW = "{:<28} {:<5} {:<9} {:>9} {:>9} {:>6}  {:>9} {:>9} {:>7}  {}"
 
 
 class _Parity(NamedTuple):
-    """The case of an op that comes closest to its budget, or what went wrong in one."""
+    """Case of an op that comes closest to its budget, or the failure of a case."""
 
     worst: Measured
     case: str
@@ -28,13 +28,13 @@ class _Parity(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one line per op, dtype and pass."""
+    """Prints one line per op, dtype and pass, and returns the exit code."""
     specs = registry()
     unknown = [name for name in args.ops if name not in specs]
     if unknown:
         raise CommandError(f"no op {', '.join(unknown)}; there are {', '.join(specs)}")
     failures = []
-    print("error from fp64, of the case that comes closest to its budget; ratio: error / budget;")
+    print("error: against fp64, in the case closest to its budget; ratio: error / budget;")
     print("speed: ms of the definition in plain torch / ms")
     print(
         _ROW.format(
@@ -77,7 +77,7 @@ def _ratio(m: Measured) -> float:
 
 
 def _speed(spec: OpSpec, dtype: torch.dtype, pass_: Pass) -> tuple[str, str, str]:
-    """Milliseconds of ours and of the definition, and their ratio; empty without a benchmark."""
+    """Returns ms of the op and of the definition, and their ratio; empty without a benchmark."""
     wanted = {pass_, "forward+backward"}
     timed = [b for b in spec.benchmarks if dtype in b.dtypes and wanted.intersection(b.passes)]
     if not timed:

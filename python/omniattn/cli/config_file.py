@@ -1,4 +1,4 @@
-"""Configs in Python files of users."""
+"""Reads configs from users' Python files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omniattn.training import TrainConfig
 
 
 def read_config(path: Path, name: str) -> TrainConfig | ModelConfig:
-    """The config of this name in a Python file, which becomes a module under its own name.
+    """Returns the config `name` of a Python file, which is imported as a module.
 
     Raises:
         CommandError: the file cannot be read, or has no config of this name.
@@ -23,7 +23,7 @@ def read_config(path: Path, name: str) -> TrainConfig | ModelConfig:
         if spec is None or spec.loader is None:
             raise CommandError(f"--config must name a file *.py, got {path}")
         module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        sys.path.insert(0, str(path.parent.absolute()))  # as Python does for a script
+        sys.path.insert(0, str(path.parent.absolute()))  # as for a script
         try:
             spec.loader.exec_module(module)
         except BaseException as error:

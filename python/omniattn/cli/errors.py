@@ -1,4 +1,4 @@
-"""Failures that a user can act on."""
+"""Errors that a user can fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CommandError(Exception):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Names the path that cannot be written to."""
+    """Turns an OSError into a CommandError that names the path."""
     try:
         yield
     except OSError as error:
@@ -22,7 +22,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def require(*modules: str) -> None:
-    """Raises unless these modules of the `train` extra are installed."""
+    """Raises CommandError unless these modules of the `train` extra are installed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(

@@ -1,4 +1,4 @@
-"""omniattn hub: the package as a kernel repository of Hugging Face."""
+"""omniattn hub: writes the package as a kernel repository for Hugging Face's `kernels`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ __all__ = sorted(kernel_mapping())
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the variants and prints their paths."""
+    """Writes the variants, prints their paths and returns the exit code."""
     with writing(args.folder):
         if args.folder.exists():
             raise CommandError(f"{args.folder} must not exist")
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_variant(folder: Path, backend: dict[str, Any]) -> Path:
-    """One build of the repository: the package, its libraries, the layers and the metadata."""
+    """Writes a build variant: the package, its libraries, the layers and the metadata."""
     names = ["libomniattn_cpu.so"] + [_library.CUDA_LIBRARY] * (backend["type"] == "cuda")
     libraries = [(name, _library.find(name)) for name in names]
     missing = [name for name, path in libraries if path is None]

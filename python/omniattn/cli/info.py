@@ -1,4 +1,4 @@
-"""omniattn info: facts about this machine and this build, as a table or as JSON."""
+"""omniattn info: describes this machine and this build, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -23,31 +23,30 @@ from omniattn.ops._precision import split_bf16_of
 _CPU_NUMBERS = {"family": "cpu family", "model": "model"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
-#: Description of each instruction set; all of them support all dtypes.
+#: Description of each ISA level; all levels support all dtypes.
 _MEANING = {
     "baseline": "portable code for any CPU, much slower than the others; "
     "bfloat16 and float16 are computed in float32",
     "avx2": "256-bit vectors; bfloat16 and float16 are computed in float32",
     "avx512": "512-bit vectors; bfloat16 and float16 are computed in float32",
-    "avx512_bf16": "512-bit vectors; matrix products multiply bfloat16 directly and sum in "
-    "float32, all else of bfloat16, and float16, is computed in float32",
-    "amx_bf16": "512-bit vectors; matrix products multiply bfloat16 in AMX tiles, which read "
-    "denormals as 0, and sum in float32, all else is computed as by avx512_bf16",
-    "amx_fp16": "512-bit vectors; matrix products multiply float16 and bfloat16 in AMX tiles, "
-    "which read denormals of bfloat16 as 0, and sum in float32, all else is computed as by "
-    "avx512_bf16",
+    "avx512_bf16": "512-bit vectors; bfloat16 matrix products with float32 accumulation; other "
+    "bfloat16 and all float16 operations are computed in float32",
+    "amx_bf16": "512-bit vectors; bfloat16 matrix products in AMX tiles, which treat denormals as "
+    "0, with float32 accumulation; otherwise like avx512_bf16",
+    "amx_fp16": "512-bit vectors; float16 and bfloat16 matrix products in AMX tiles, which treat "
+    "bfloat16 denormals as 0, with float32 accumulation; otherwise like avx512_bf16",
 }
 
-#: How names of libraries begin that have no tiles of the hardware.
+#: Prefix of libraries that emulate AMX tiles in software.
 _SOFTWARE_TILES = "libomniattn_amx_"
 
-#: Result of `torch.ops.omniattn.tile_state` if the CPU has AMX and nobody has asked Linux for its
-#: tiles.
+#: Result of `torch.ops.omniattn.tile_state` if the CPU has AMX but Linux was not asked for
+#: permission to use its tiles.
 _NOT_ASKED_FOR = -2
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table, or the facts as JSON."""
+    """Prints the facts as a table or JSON, and returns the exit code."""
     found = facts()
     if args.json:
         print(json.dumps(found, indent=2))
@@ -166,7 +165,7 @@ def _linear_row(of: dict[str, str]) -> str:
 
 
 def _cuda() -> dict[str, Any]:
-    """Whether CUDA is used, and on which device, or why not and what to do."""
+    """Returns whether CUDA is used and on which device, or why not and what to do."""
     if _library.cuda_unavailable is None:
         return {"used": True, "device": torch.cuda.get_device_name()}
     if torch.version.cuda is None:

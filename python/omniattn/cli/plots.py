@@ -1,4 +1,4 @@
-"""Pictures of a training run."""
+"""Plots of a training run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def plot_losses(trainer: Trainer, reference: Trainer | None, path: Path) -> None:
-    """Losses against steps: of training, of the held-out examples, and of the reference."""
+    """Plots the training, held-out and reference losses over steps."""
     figure = _figure(figsize=(8, 5))
     axes = figure.subplots()
     axes.plot(trainer.losses, lw=1, color="tab:blue", label="training")
@@ -53,7 +53,7 @@ def plot_losses(trainer: Trainer, reference: Trainer | None, path: Path) -> None
 
 
 def plot_load(trainer: Trainer, path: Path) -> None:
-    """Load of the experts against steps, a picture for each layer, 1 where it is even."""
+    """Plots the relative load of the experts over steps, one plot per layer; 1 is balanced."""
     loads = torch.stack(trainer.routers.loads).double().permute(1, 2, 0)
     relative = (loads / loads.mean(1, keepdim=True)).numpy()  # (layers, experts, steps)
     layers = len(relative)

@@ -1,4 +1,4 @@
-"""omniattn train: a run of the Trainer with its files, progress and comparison."""
+"""omniattn train: runs the Trainer, with files, progress and a comparison with the reference."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from omniattn.models import CheckpointError, ModelConfig
 from omniattn.training import TextTask, TrainConfig, Trainer, recipe_of, saved_config
 
 _RUNS = Path("runs")
-# Messages of torch's CPU allocator, as ops of torch and ops of this package pass them on.
+#: Out-of-memory messages of torch's CPU allocator, from torch's ops and from this package's.
 _NO_MEMORY = ("can't allocate memory", "aoti_torch_empty_strided")
-_INTERRUPTED = 130  # the shell's exit code of a process that SIGINT ended
-# Shorter measurements are noise: on two cores shared with eight other jobs the ratio of median step
-# times varied by a factor of 6 over 0.15 s and 20 steps, of 4 over 0.8 s, but of 1.9 over 2.4 s.
+_INTERRUPTED = 130  # a shell's exit code for SIGINT
+# Shorter measurements are noise: on two cores shared with eight other jobs, the ratio of median
+# step times varied by a factor of 6 for 0.15 s and 20 steps, 4 for 0.8 s, but 1.9 for 2.4 s.
 _TIMED_STEPS, _TIMED_SECONDS = 10, 2.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains, compares, plots and samples."""
+    """Trains, compares, plots and samples; returns the exit code."""
     require("tqdm", "matplotlib", "safetensors")
     trainer, checkpoint = _prepare(args)
     c, model = trainer.config, trainer.model
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _again(args: argparse.Namespace, out: Path) -> str:
-    """The options that continue a run: where it is, and what a checkpoint does not keep."""
+    """Returns the options to continue a run: its folder and options not in the checkpoint."""
     options = ["--out", str(out)]
     if args.config is not None:
         options += ["--config", ":".join(map(str, args.config))]
@@ -116,11 +116,11 @@ def _output_folder(args: argparse.Namespace) -> Path:
 
 
 def _start(args: argparse.Namespace) -> TrainConfig:
-    """The config that the options are on top of."""
+    """Returns the config that the options override."""
     if args.config is None:
         config = TrainConfig() if args.model is None else TrainConfig(model=args.model)
     elif args.model is not None:
-        raise CommandError("--config and --model both say what is trained; give one of them")
+        raise CommandError("--config and --model both select a model; give one of them")
     else:
         found = read_config(*args.config)
         if isinstance(found, TrainConfig):
@@ -133,12 +133,12 @@ def _start(args: argparse.Namespace) -> TrainConfig:
 
 
 def _portable(model: str | ModelConfig) -> str | ModelConfig:
-    """As checkpoints keep it."""
+    """Returns a model config in the form stored in checkpoints."""
     return model if isinstance(model, str) else replace(model, backend=None)
 
 
 def _config(args: argparse.Namespace, start: TrainConfig, saved: TrainConfig | None) -> TrainConfig:
-    """The options that were given, on top of the saved run or of `start`."""
+    """Returns the saved run's config, or `start`, with the given options."""
     given = {
         f.name: getattr(args, f.name)
         for f in fields(TrainConfig)
@@ -148,11 +148,11 @@ def _config(args: argparse.Namespace, start: TrainConfig, saved: TrainConfig | N
         given["data"] = str(args.data.absolute())
     if saved is None:
         return replace(start, **given)
-    if args.config is not None:  # the other fields are those of the saved run
+    if args.config is not None:  # other fields come from the saved run
         if _portable(start.model) != saved.model:
             raise CommandError("--config must have the model of the run to resume")
         saved = replace(saved, model=start.model)
-    saved = replace(saved, data=given.pop("data", saved.data))  # its content is checked
+    saved = replace(saved, data=given.pop("data", saved.data))  # Trainer.load compares the content
     steps = given.pop("steps", saved.steps)
     if steps < saved.steps:
         raise CommandError(
@@ -165,14 +165,14 @@ def _config(args: argparse.Namespace, start: TrainConfig, saved: TrainConfig | N
                 f"--{name} must be that of the run to resume, "
                 f"got {value}, the run has {getattr(saved, name)}"
             )
-    # The finished steps followed a schedule to the old end: the learning rate keeps that end.
+    # The learning rate schedule keeps its old end, since the finished steps followed it.
     end = saved.steps if saved.decay_steps is None else saved.decay_steps
     return saved if steps == saved.steps else replace(saved, steps=steps, decay_steps=end)
 
 
 def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
     checkpoint = _output_folder(args) / "checkpoint.safetensors"
-    start = _start(args)  # first, since a file may define layers of the saved run
+    start = _start(args)  # first, since the file may define layers of the saved run
     try:
         saved = saved_config(checkpoint) if args.resume else None
     except OSError as error:
@@ -220,7 +220,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
 
 @contextmanager
 def _until_interrupted() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM in the list that it yields; a second one acts at once."""
+    """Collects SIGINT and SIGTERM in the yielded list; a second signal acts immediately."""
     caught: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
@@ -238,7 +238,7 @@ def _until_interrupted() -> Iterator[list[int]]:
 
 
 def _train(trainer: Trainer, checkpoint: Path) -> bool:
-    """Runs the remaining steps; False if interrupted. Either way the checkpoint is up to date."""
+    """Runs the remaining steps; returns False if interrupted. Saves the checkpoint either way."""
     from tqdm import tqdm
 
     c = trainer.config
@@ -248,7 +248,7 @@ def _train(trainer: Trainer, checkpoint: Path) -> bool:
         try:
             trainer.save(checkpoint)
         except OSError as error:
-            kept = "the one of an earlier step is intact" if checkpoint.exists() else "none yet"
+            kept = "that of an earlier step is intact" if checkpoint.exists() else "none yet"
             raise CommandError(
                 f"cannot write {checkpoint} at step {trainer.step}: "
                 f"{error.strerror or error} (checkpoint: {kept})"
@@ -256,7 +256,7 @@ def _train(trainer: Trainer, checkpoint: Path) -> bool:
 
     with (
         _until_interrupted() as caught,
-        # disable=None: no bar where the output is not a terminal, a line per evaluation instead
+        # disable=None: no bar if stdout is not a terminal; each evaluation prints a line instead
         tqdm(
             total=c.steps, initial=trainer.step, unit="step", file=sys.stdout, disable=None
         ) as bar,
@@ -292,7 +292,7 @@ def _train(trainer: Trainer, checkpoint: Path) -> bool:
 
 
 def _metrics(trainer: Trainer) -> list[str]:
-    """The last validation metrics, without the loss."""
+    """Formats the last validation metrics, without the loss."""
     point = trainer.held_out[-1].items()
     return [f"{name} {value:.1%}" for name, value in point if name not in ("step", "loss")]
 
@@ -302,7 +302,7 @@ def _speed(trainer: Trainer) -> str:
 
 
 def _compare(trainer: Trainer, steps: int) -> Trainer:
-    """Trains the same model from the same seed through the reference and prints both."""
+    """Trains the same model from the same seed with the reference; prints the comparison."""
     from tqdm import trange
 
     reference = Trainer(trainer.config, trainer.task, device=trainer.device, backend="reference")
@@ -319,7 +319,7 @@ def _compare(trainer: Trainer, steps: int) -> Trainer:
 
 
 def _speed_up(trainer: Trainer, reference: Trainer) -> str:
-    """The ratio of the speeds, or why there is none."""
+    """Describes the speed-up, or why it was not measured."""
     for name, side in (("training", trainer), ("the reference", reference)):
         steps, seconds = len(side.seconds), sum(side.seconds)
         if steps < _TIMED_STEPS or seconds < _TIMED_SECONDS:
