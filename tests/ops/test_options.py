@@ -81,6 +81,8 @@ def test_a_form_of_attention_names_itself_where_an_option_is_wrong():
     q = torch.ones(1, 4, 1, 8)
     with pytest.raises(ValueError, match=r"^selective_attention: dropout_p must be"):
         functional.selective_attention(q, q, q, dropout_p=2.0)
+    with pytest.raises(ValueError, match=r"^longformer_attention: scale, softcap and scale / "):
+        functional.longformer_attention(q, q, q, window=2, scale=1e39)
     with pytest.raises(ValueError, match=r"^routed_block_attention: softcap must be"):
         functional.routed_block_attention(q, q, q, q, q, block_size=1, topk=1, softcap=-1.0)
 

@@ -14,23 +14,6 @@ Ints = int | Sequence[int]
 Bools = bool | Sequence[bool]
 
 
-def na1d(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: float | None = None,
-    *,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """query (B,X,H,D) -> O (B,X,H,Dv) [, lse (B,X,H)], see :func:`na2d`."""
-    options = kernel_size, stride, dilation, is_causal
-    return _neighborhood(query, key, value, *options, scale, return_lse)
-
-
 def na2d(
     query: Tensor,
     key: Tensor,
@@ -43,45 +26,14 @@ def na2d(
     *,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """query (B,Y,X,H,D), key (B,Y,X,Hkv,D), value (B,Y,X,Hkv,Dv) -> O (B,Y,X,H,Dv) [, lse].
+    """query (B,Y,X,H,D), key (B,Y,X,Hkv,D), value (B,Y,X,Hkv,Dv) -> O (B,Y,X,H,Dv) [, lse]; with
+    one axis in place of Y and X for `na1d`, with three for `na3d`.
 
     A token sees the tokens whose coordinates are in its window along every axis: the `kernel_size`
     nearest coordinates in steps of `dilation` from its own, shifted inwards at the ends of the
     axis. Causal: the coordinates up to its own. Groups of `stride` coordinates share the window of
     their middle one, or of their last one if causal.
     """
-    options = kernel_size, stride, dilation, is_causal
-    return _neighborhood(query, key, value, *options, scale, return_lse)
-
-
-def na3d(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel_size: Ints,
-    stride: Ints = 1,
-    dilation: Ints = 1,
-    is_causal: Bools = False,
-    scale: float | None = None,
-    *,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """query (B,Z,Y,X,H,D) -> O (B,Z,Y,X,H,Dv) [, lse (B,Z,Y,X,H)], see :func:`na2d`."""
-    options = kernel_size, stride, dilation, is_causal
-    return _neighborhood(query, key, value, *options, scale, return_lse)
-
-
-def _neighborhood(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel_size: Ints,
-    stride: Ints,
-    dilation: Ints,
-    is_causal: Bools,
-    scale: float | None,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
     shape = query.shape[1:-2]
     each = [
         option if isinstance(option, Sequence) else (option,) * len(shape)
@@ -111,3 +63,7 @@ def _axis(length: int, kernel: int, stride: int, dilation: int, causal: bool) ->
             window = line[first : first + kernel]
         seen[y, window] = 1
     return seen
+
+
+#: One definition: the shape of the query says how many axes there are.
+na1d = na3d = na2d

@@ -14,25 +14,24 @@ from omniattn.checks.arguments import (
     require_device,
     require_integers,
     require_like,
-    require_number,
     require_seed,
     require_shape,
     shown,
 )
 from omniattn.encoding.options import Options
-from omniattn.functional.attention._common import autocast, check_shapes
+from omniattn.functional.attention._common import autocast, check_shapes, full_shape
+from omniattn.functional.attention._options import checked_codes
 from omniattn.functional.masks.base import require_bool_mask
 
 
-def score_options(op: str, q: Tensor, options: Options, seed_name: str = "seed") -> dict[str, Any]:
+def score_options(
+    op: str, q: Tensor, k: Tensor, options: Options, seed_name: str = "seed"
+) -> dict[str, Any]:
     """Checked options of :func:`attention` for each part of a composition.
 
     The seed is drawn once: dropout is a function of the positions, so that all parts drop the same
     pairs as the whole."""
-    if options.scale is not None:
-        require_number(op, "scale", options.scale)
-    require_number(op, "softcap", options.softcap, 0)
-    require_number(op, "dropout_p", options.dropout_p, 0, 1)
+    checked_codes(op, q, full_shape(q, k), options)
     seed = require_seed(op, options.seed, q, seed_name) if options.dropout_p > 0 else None
     return {
         "scale": options.scale,

@@ -180,7 +180,7 @@ def bigbird_attention(
         _require_random(op, rand_blocks, q, blocks, count_duplicates)
     if key_padding is not None:
         require_real(op, key_padding, k)
-    how = score_options(op, q, record, "dropout_seed")
+    how = score_options(op, q, k, record, "dropout_seed")
     if use_reference(op, backend, q):
         return reference.bigbird_attention(
             *(q, k, v),

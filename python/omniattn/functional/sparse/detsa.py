@@ -113,7 +113,7 @@ def detsa_attention(
     global_index = index_tuple(op, "global_index", global_index)
     if global_index:
         require_global_tokens(op, global_index, None, ("global_index", "global_every"))
-    how = score_options(op, q, record)
+    how = score_options(op, q, k, record)
     if use_reference(op, backend, q):
         return reference.detsa_attention(
             *(q, k, v),

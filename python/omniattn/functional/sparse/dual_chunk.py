@@ -117,7 +117,7 @@ def dual_chunk_attention(
     require_bool(op, "interleaved", interleaved)
     _require_tables(op, q, cos, sin, chunk_size)
     _require_scaling(op, mscale, train_length)
-    how = score_options(op, q, record)
+    how = score_options(op, q, k, record)
     if use_reference(op, backend, q):
         return reference.dual_chunk_attention(
             *(q, k, v, cos, sin),
@@ -252,7 +252,7 @@ def local_strided_attention(
         gate = gate.to(q.dtype)
     rows = (*q.shape[:2], q.shape[2])
     require_parameter(op, "gate", gate, q, [(*rows, v.shape[3]), (*rows, 1)])
-    how = score_options(op, q, record)
+    how = score_options(op, q, k, record)
     if use_reference(op, backend, q):
         return reference.local_strided_attention(q, k, v, gate, window=window, stride=stride, **how)
     how["backend"] = backend

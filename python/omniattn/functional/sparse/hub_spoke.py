@@ -101,7 +101,7 @@ def hub_spoke_attention(
     global_index = index_tuple(op, "global_index", global_index)
     require_global_tokens(op, global_index, global_every, ("global_index", "global_every"))
     hubs = GlobalTokens(global_index, global_every)
-    how = score_options(op, q, record)
+    how = score_options(op, q, k, record)
     if use_reference(op, backend, q):
         return reference.hub_spoke_attention(
             *(q, k, v),

@@ -105,7 +105,7 @@ def longformer_attention(
         require_real(op, key_padding, q)
     if global_index is not None:
         global_index = token_sets(op, "global_index", global_index, q)
-    how = score_options(op, q, record)
+    how = score_options(op, q, k, record)
     if use_reference(op, backend, q):
         return reference.longformer_attention(
             *(q, k, v, *second),

@@ -165,7 +165,7 @@ def routed_block_attention(
     router_q = cast_like(op, "router_q", router_q, q, "q")
     router_k = cast_like(op, "router_k", router_k, q, "q")
     _check_router(op, q, k, router_q, router_k, block_size, query_block)
-    how = score_options(op, q, record)
+    how = score_options(op, q, k, record)
     sizes: dict[str, Any] = {"block_size": block_size, "query_block": query_block}
     if use_reference(op, backend, q):
         how |= sizes | {"topk": topk, "router_grad": router_grad}

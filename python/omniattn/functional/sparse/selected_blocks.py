@@ -101,7 +101,7 @@ def moba_attention(
         shape = (k.shape[0], k.shape[1] // block_size, *k.shape[2:])
         require_shape(op, "block_keys", block_keys, shape)
         block_keys = widen(block_keys.detach())
-    how = score_options(op, q, record)
+    how = score_options(op, q, k, record)
     if use_reference(op, backend, q):
         how |= {"block_size": block_size, "topk": topk, "block_keys": block_keys}
         return reference.moba_attention(q, k, v, **how)
@@ -193,7 +193,7 @@ def nsa_attention(
     check_shapes(op, q, k, v)
     _check(op, compress_size=compress_size, block_size=block_size, topk=topk, window=window)
     require_int(op, "compress_stride", compress_stride, 1, LONGEST_STRIDE)
-    how = score_options(op, q, record)
+    how = score_options(op, q, k, record)
     for name, size in (("compress_size", compress_size), ("block_size", block_size)):
         if size % compress_stride:
             raise ValueError(

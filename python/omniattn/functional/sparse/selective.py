@@ -112,12 +112,10 @@ def selective_attention(
     if budget is not None:
         require_int(op, "budget", budget, 1)
     require_bool(op, "return_penalty", return_penalty)
-    for name, t in (("sinks", record.sinks), ("head_scale", record.head_scale)):
-        if t is not None:
-            require_parameter(op, name, t, q, [(q.shape[2],)])
     if record.seed is not None:
         require_seed(op, record.seed, q)
-    how = score_options(op, q, record) | {"sinks": record.sinks, "head_scale": record.head_scale}
+    how = score_options(op, q, k, record)
+    how |= {"sinks": record.sinks, "head_scale": record.head_scale}
     dtype = widen(q.new_zeros(0)).dtype
     carry = q.new_zeros(q.shape[0], k.shape[1], dtype=dtype)
     if penalty is not None:
