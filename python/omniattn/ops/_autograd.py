@@ -1,6 +1,6 @@
-"""Makes a differentiable function of one forward and one backward op.
+"""Combines a forward op and a backward op into a differentiable function.
 
-A call takes the cheapest of four paths that is correct for it:
+A call takes the cheapest correct path of four:
 
 =====================  ====================================================================
 compiling, exporting   the registered op: one node in the graph, with fake and autograd formula
@@ -9,8 +9,8 @@ gradients needed       an `autograd.Function` whose forward receives ctx: the ch
 none of these       the raw op, or the one without private outputs
 =====================  ====================================================================
 
-Second derivatives and forward-mode derivatives go through `formula`, the op in plain torch,
-recomputed from the saved inputs. An op without them raises: it never returns zeros.
+Second derivatives and forward-mode derivatives differentiate `formula`, the op in plain torch,
+recomputed from the saved inputs. An op without them raises an error; it never returns zeros.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Arguments = tuple[Any, ...]
 
 
 class Op:
-    """A public op without gradients, callable with the positional arguments of its schema.
+    """A public op without gradients, called with the positional arguments of its schema.
 
     Args:
         name: name in the `omniattn` namespace.
-        fakes: rules for outputs that are not like the first argument.
+        fakes: rules for outputs that differ from the first argument in shape or dtype.
         formula: the op in plain torch, a function of its arguments; `backend="reference"` runs it.
-        fold: how vmap may run it in one call; None where it never does.
+        fold: how vmap can run the op in one call; None if it cannot.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Op:
         self.registered = getattr(torch.ops.omniattn, name).default
         self.raw: Callable[..., Any] = self.registered
         self.fold = fold
-        #: Places of the arguments that are lists of tensors.
+        #: Indices of the arguments that are lists of tensors.
         self.tensor_lists = [self.schema.arguments.index(n) for n in self.schema.tensor_lists]
         self.fake = outputs_like(self.schema, fakes or {})
         register_fake(name)(self.fake)
@@ -77,44 +77,43 @@ class Op:
         return _TransformedOp.apply(self, layout, levels, *flatten(layout, args))
 
     def _layout(self, args: Arguments) -> Layout:
-        """Lengths of the arguments that are lists of tensors, None for the others."""
+        """Returns the lengths of arguments that are lists of tensors, None for the others."""
         if not self.tensor_lists:
             return None
         return tuple(len(a) if i in self.tensor_lists else None for i, a in enumerate(args))
 
     def _set_up(self, ctx: Any, inputs: Arguments, output: Any) -> None:
-        """Marks all outputs as not differentiable; torch.library passes the arguments by name."""
+        """Marks all outputs as non-differentiable; torch.library passes the arguments by name."""
         ctx.mark_non_differentiable(*tree_leaves(output))
 
 
 class DifferentiableOp(Op):
-    """A public op with gradients, callable with the positional arguments of its schema.
+    """A public op with gradients, called with the positional arguments of its schema.
 
-    It is declared by the names in its schema (_names.py), which become subscripts when it is made.
-    `<name>_raw` must exist too (csrc/ops/registry.h); `<name>_only`, where it exists, has no
-    private outputs and is called where no gradient is needed. Autograd casts gradients to the
-    dtypes of their arguments.
+    Declarations use the names in the schema (_names.py), converted to indices on construction.
+    `<name>_raw` must exist, too (csrc/ops/registry.h). `<name>_only`, if it exists, has no private
+    outputs and is called if no gradient is needed. Autograd casts gradients to the dtypes of their
+    arguments.
 
     Args:
         name: name in the `omniattn` namespace.
-        fakes: rules for outputs that are not like the first argument, and the rules of
+        fakes: rules for outputs that differ from the first argument, and the rules of
             `backward_op` if none is given.
         private: trailing outputs that calls do not return: statistics for the backward.
-        backward: function from the values that its parameters name to gradients by argument name;
+        backward: function from the values named by its parameters to gradients by argument name;
             `*arguments` are all arguments of `backward_op`. The gradient of an unused output is
-            None; gradients that are not needed may be left out. None for the gradients of
+            None; gradients that are not needed may be omitted. None to use the gradients of
             `backward_op`.
-        backward_op: `<name>_backward` if neither is given.
+        backward_op: default `<name>_backward` if `backward` is not given either.
         unsaved: function of named arguments that returns the names of values which the backward of
-            this call does not read, although the backward of other calls does.
-        formula: see Op; it returns the same outputs as a call.
-        higher_derivatives: whether second and forward-mode derivatives go through the formula.
-        restored: rules for arguments of `formula` that are not saved.
-        differentiable_backward: `backward` calls differentiable functions only, so that second
-            derivatives need no formula.
-        refuse: called by name (`<argument>_grad`) where a gradient passes through vmap. Functions
-            refuse tensors that need a gradient they cannot get, but do not see that need inside
-            vmap.
+            this call does not need.
+        formula: see Op; returns the same outputs as a call.
+        higher_derivatives: True if second and forward-mode derivatives use the formula.
+        restored: rules that recompute arguments of `formula` which are not saved.
+        differentiable_backward: True if `backward` calls only differentiable functions, so that
+            second derivatives need no formula.
+        refuse: function called with `<argument>_grad` if a gradient passes through vmap. It raises
+            for arguments without a gradient; functions cannot detect that case inside vmap.
         fold: see Op.
     """
 
@@ -153,8 +152,8 @@ class DifferentiableOp(Op):
             backward_op = BackwardOp(f"{name}_backward", fakes=fakes, fold=own)
         through_formula = higher_derivatives and not differentiable_backward
         self.plan = Plan(self.schema, backward, backward_op, restored or {}, through_formula)
-        #: Picks the tensors among the arguments, lists of tensors last; and the inverse, which maps
-        #: a value for each tensor and one for all other arguments to a value for each argument.
+        #: Selects the tensors among the arguments, lists of tensors last; and the inverse, which
+        #: maps a value per tensor and one for all other arguments to a value per argument.
         arguments, inputs = self.schema.arguments, self.plan.inputs
         self._tensors = picker([arguments.index(n) for n in self.schema.tensors])
         self._inputs = picker([arguments.index(n) for n in inputs])
@@ -168,7 +167,7 @@ class DifferentiableOp(Op):
             register_fake(f"{name}_only")(lambda *args: self._public(self.fake(*args)))
 
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            # torch.library wants lists where the arguments are lists, the empty ones too.
+            # torch.library requires lists for list arguments, even empty ones.
             needs = ctx.needs_input_grad
             found = self._spread((*self._gradients(ctx, self._inputs(needs), grads), None))
             return tuple(
@@ -226,7 +225,7 @@ class DifferentiableOp(Op):
         self.plan.remember(ctx, args, output, unsaved)
 
     def _gradients(self, ctx: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]) -> Any:
-        """The gradients; differentiable where grad mode asks for it (create_graph=True)."""
+        """Returns the gradients; differentiable if grad mode is on (create_graph=True)."""
         if is_grad_enabled() and not self.differentiable_backward:
             return self._second_order(ctx, needs, grads)
         return self._first_order(ctx, needs, grads)
@@ -243,8 +242,8 @@ class DifferentiableOp(Op):
                 'use backend="reference" for functions that need one'
             )
         with torch.enable_grad():
-            # Views cut the inputs off each other: k computed from q must not add to the gradient of
-            # q.
+            # Views detach the inputs from each other: if k was computed from q, the gradient of k
+            # must not flow to q here.
             saved = self.plan.arguments(self.plan.read(ctx, needs, grads))
             args = tree_map_only(Tensor, lambda t: t.view_as(t), saved)
             outputs = self.formula(*args)
@@ -272,15 +271,18 @@ class DifferentiableOp(Op):
 
 
 def _one_by_one(values: Sequence[Any], lists: int) -> tuple[list[Any], list[int]]:
-    """Values of which the last are lists, with the elements of these; the lengths of the lists."""
+    """Flattens the trailing lists of `values`; returns the flat values and the lists' lengths."""
     single = len(values) - lists
     rest = values[single:]
     return [*values[:single], *chain.from_iterable(rest)], [len(each) for each in rest]
 
 
 class _EagerOp(torch.autograd.Function):
-    """Eager calls with gradients. Tensors are passed one by one for autograd to see them, and all
-    arguments as one tuple: each argument that autograd inspects costs 0.2 us."""
+    """Eager calls with gradients.
+
+    Tensors are passed one by one so that autograd sees them, and all arguments as one tuple, since
+    each argument that autograd inspects costs 0.2 us.
+    """
 
     @staticmethod
     def forward(ctx: Any, op: DifferentiableOp, args: Arguments, *tensors: Tensor | None) -> Any:
@@ -306,7 +308,7 @@ _apply_eager = super(torch.autograd.Function, _EagerOp).apply
 
 
 class _TransformedOp(torch.autograd.Function):
-    """Calls under torch.func transforms, inside `levels` of `torch.func.grad` and its kind."""
+    """Calls under torch.func transforms, with `levels` nested transforms of the grad kind."""
 
     @staticmethod
     def forward(op: Op, layout: Layout, levels: int, *flat: Any) -> Any:
@@ -320,7 +322,7 @@ class _TransformedOp(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Arguments, *inputs: Any) -> Any:
-        """Implements vmap in Python: the dispatcher finds no batch in lists that may be None."""
+        """Implements vmap in Python; the dispatcher does not support batched optional lists."""
         op, layout, levels, *flat = inputs
 
         def call(*args: Any) -> Any:
@@ -332,7 +334,7 @@ class _TransformedOp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # torch.func always builds the graph of the backward; only a second level can ask for it.
+        # torch.func always builds the backward's graph, but only a second level can use it.
         op: DifferentiableOp = ctx.op
         if op.refuse is not None:
             needs = unflatten(ctx.layout, ctx.needs_input_grad[3:])
@@ -345,7 +347,7 @@ class _TransformedOp(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        # Ops with a formula went there; this one has none, and says so.
+        # Ops with a formula do not get here; the others raise.
         return ctx.op._call_formula(())
 
 
@@ -358,7 +360,7 @@ def _second_order_flat(ctx: Any, *grads: Any) -> Any:
 
 
 def _flat(ctx: Any, derive: Callable[..., Any], grads: Sequence[Tensor | None]) -> Any:
-    """Calls `derive` with the needs of the inputs; returns gradients of all flat arguments."""
+    """Calls `derive` with ctx.needs_input_grad; returns gradients of all flat arguments."""
     op: DifferentiableOp = ctx.op
     needs = op._inputs(unflatten(ctx.layout, ctx.needs_input_grad[3:]))
     return tuple(flatten(ctx.layout, op._spread((*derive(ctx, needs, grads), None))))
@@ -371,7 +373,7 @@ def _any_dual(args: Arguments) -> bool:
 
 
 def is_transformed(*args: Any) -> bool:
-    """Whether a call is compiled, under a functorch transform or carries tangents."""
+    """Returns True if a call is compiled, under a functorch transform or has tangents."""
     return (
         is_compiling()
         or peek_interpreter_stack() is not None
@@ -380,7 +382,7 @@ def is_transformed(*args: Any) -> bool:
 
 
 def may_need_gradient(t: Tensor) -> bool:
-    """Whether a gradient of `t` may be asked for; for a batch of vmap that is unknown."""
+    """Returns True if a gradient of `t` may be requested; unknown inside vmap."""
     return t.requires_grad or peek_interpreter_stack() is not None
 
 

@@ -1,4 +1,4 @@
-"""The backward of an op, declared by names: saved values, arguments and gradients."""
+"""Declares the backward of an op by names: saved values, arguments and gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _implementations = torch.library.Library("omniattn", "IMPL")
 
 @cache
 def private_op(name: str) -> Callable[..., Any]:
-    """An op without autograd formula that only this package calls, as the cheapest callable.
+    """Returns the cheapest callable of an internal op without autograd formula.
 
     It skips the Python and `__torch_function__` overhead of an OpOverload (1.7 of 4.5 us for small
     norms), and the dispatcher's autograd key, whose fallback inspects every argument (0.2 us).
@@ -37,24 +37,24 @@ def private_op(name: str) -> Callable[..., Any]:
 
 
 class BackwardOp:
-    """A private op that finds gradients, `d<argument>` for each argument that gets one.
+    """A private op that computes gradients, `d<argument>` for each differentiable argument.
 
     Args:
         name: name in the `omniattn` namespace.
-        fakes: rules for gradients that are not like the argument of their name.
-        fold: how vmap may run it in one call; None where it never does.
+        fakes: rules for gradients that differ from the argument of their name.
+        fold: how vmap can run the op in one call; None if it cannot.
     """
 
     def __init__(self, name: str, *, fakes: Rules | None = None, fold: Fold | None = None) -> None:
         schema = Schema(name)
         self.call = private_op(name)
-        #: Names of the arguments and outputs, in terms of the op whose backward this is.
+        #: Names of the arguments and outputs, as in the forward op.
         self.takes, self.gives, self.optional = schema.required, schema.outputs, schema.optional
         register_fake(name)(gradients_like(schema, fakes or {}))
         register_vmap(name, fold)
 
     def of(self, **names: str) -> BackwardOp:
-        """Copy of this op, as the backward of an op with other names."""
+        """Returns a copy as the backward of an op with other names."""
         other = copy(self)
         other.takes = tuple(names.get(n, n) for n in self.takes)
         other.gives = tuple(names.get(n, n) for n in self.gives)
@@ -62,17 +62,17 @@ class BackwardOp:
 
 
 class Plan:
-    """Values that a call saves and how its backward reads them, as subscripts.
+    """Values that a call saves, and the indices by which its backward reads them.
 
-    A backward reads from one tuple: None, whether each of `inputs` needs a gradient as one value
-    (`wanted`), the saved tensors, the lists of tensors, the other arguments, the needs one by one,
-    and the gradients of the outputs.
+    A backward reads from one tuple: None, the tuple of needs_input_grad of `inputs` (`wanted`), the
+    saved tensors, the lists of tensors, the other arguments, needs_input_grad one by one, and the
+    gradients of the outputs.
 
     Args:
-        schema: of the op.
-        backward, op: see `DifferentiableOp`; one of the two is there.
-        restored: from arguments to functions of named values that they are restored by.
-        formula: whether all other arguments must be saved.
+        schema: schema of the op.
+        backward, op: see `DifferentiableOp`; one of the two is given.
+        restored: argument -> function of named values that recomputes it.
+        formula: True if all other arguments must be saved for the formula.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Plan:
         formula: bool,
     ) -> None:
         self.schema, self.restored = schema, restored
-        #: The arguments that may get a gradient; lists of tensors come last.
+        #: Arguments that may have a gradient; lists of tensors come last.
         self.inputs = (*schema.tensors, *schema.tensor_lists)
         takes = _names_taken(backward, op)
         needed = {*takes, *chain.from_iterable(signature(f).parameters for f in restored.values())}
@@ -92,7 +92,7 @@ class Plan:
             needed |= {n for n in schema.arguments if n not in restored}
         self.saved = [n for n in (*schema.tensors, *schema.outputs) if n in needed]
         kept = [n for n in schema.arguments if n not in self.inputs]
-        #: Names of the values that a backward reads; a flag hides an argument of the same name.
+        #: Names of the values that a backward can read; a flag hides an argument of the same name.
         self.readable = [
             *("", "wanted", *self.saved, *schema.tensor_lists, *kept),
             *(f"{n}_grad" for n in self.inputs),
@@ -108,7 +108,7 @@ class Plan:
 
     def _place(self, name: str, op: BackwardOp | None) -> int:
         if name not in self.places and op is not None and name in op.optional:
-            return 0  # the gradient of an output that another op with this backward has
+            return 0  # gradient of an output that only another op with this backward has
         return self.places[name]
 
     def remember(self, ctx: Any, args: Sequence[Any], output: Any, unsaved: Iterable[str]) -> None:
@@ -132,19 +132,19 @@ class Plan:
         return (None, needs, *saved, *ctx.kept, *needs, *grads)
 
     def group(self, flat: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
-        """Reassembles the lists of tensors from a flat sequence that ends with their elements."""
+        """Rebuilds the lists of tensors from a flat sequence that ends with their elements."""
         count = len(flat) - sum(lengths)
         rest = iter(flat[count:])
         return [*flat[:count], *(list(islice(rest, n)) for n in lengths)]
 
     def find(self, read: Sequence[Any], needs: Sequence[Any]) -> list[Any]:
-        """The gradients of `inputs`."""
+        """Computes the gradients of `inputs`."""
         found = self._find(*self._take(read))
         return [grad if need else None for grad, need in zip(found, needs, strict=True)]
 
     def arguments(self, read: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments of the op, for its formula."""
-        values = dict(zip(self.readable, read, strict=False))  # calls have no private gradients
+        """Returns the arguments of the op, for its formula."""
+        values = dict(zip(self.readable, read, strict=False))  # calls lack private gradients
         return tuple(
             call_by_name(self.restored[n], values) if n in self.restored else values[n]
             for n in self.schema.arguments
@@ -152,7 +152,7 @@ class Plan:
 
 
 def _names_taken(backward: Backward | None, op: BackwardOp | None) -> list[str]:
-    """Names of a backward's arguments; `*arguments` of a function stand for all of its op."""
+    """Returns the names of a backward's arguments; `*arguments` stands for all of its op's."""
     if backward is None:
         assert op is not None
         return list(op.takes)

@@ -1,4 +1,4 @@
-"""Annotations of functions for torch.compile that avoid importing it, which takes seconds."""
+"""Annotations for torch.compile that do not import it, which would take seconds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def assume_constant_result(function: F) -> F:
-    """torch.compiler.assume_constant_result, whose one line this is."""
+    """Does what torch.compiler.assume_constant_result does."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -17,7 +17,7 @@ _SAME_CORES = {"sapphire_rapids": "emerald_rapids", "emerald_rapids": "sapphire_
 
 
 def cpuinfo(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """Entries of /proc/cpuinfo for the first processor; empty where the file does not exist."""
+    """Returns the first processor's entries of /proc/cpuinfo; empty if it does not exist."""
     entries: dict[str, str] = {}
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         key, _, value = line.partition(":")
@@ -26,8 +26,10 @@ def cpuinfo(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
 
 
 def cpu_family(entries: dict[str, str] | None = None) -> str:
-    """The name of the cores, by which records of measurements are kept: "sapphire_rapids", or
-    vendor, family and model of a processor that has none here."""
+    """Returns the microarchitecture, by which measurements are recorded, such as "sapphire_rapids".
+
+    For unknown processors, returns vendor, family and model.
+    """
     entries = cpuinfo() if entries is None else entries
     vendor = entries.get("vendor_id", "unknown")
     family, model = (int(entries.get(key, 0)) for key in ("cpu family", "model"))
@@ -40,5 +42,5 @@ def cpu_family(entries: dict[str, str] | None = None) -> str:
 
 
 def record_of_family(records: dict[str, Any], family: str) -> Any:
-    """Measurements of a CPU family, or of one with the same cores; None if there are none."""
+    """Returns the measurements of a CPU family or of one with equal cores, or None."""
     return records.get(family, records.get(_SAME_CORES.get(family, "")))

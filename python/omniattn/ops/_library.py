@@ -18,17 +18,17 @@ from omniattn import config
 MINIMUM_TORCH = (2, 11)
 CUDA_LIBRARY = "libomniattn_cuda.so"
 
-#: Paths of the loaded libraries by device type.
+#: Device type -> path of the loaded library.
 loaded: dict[str, Path] = {}
-#: Why the CUDA library is not loaded; None when it is.
+#: Reason why the CUDA library is not loaded; None if it is.
 cuda_unavailable: str | None = None
 
 
 def find(name: str) -> Path | None:
-    """The path of a library file of this package, or None.
+    """Returns the path of a library file of this package, or None.
 
     An editable install and OMNIATTN_LIBRARY_DIR keep libraries and Python files in different
-    folders; the package's path has both.
+    folders; the package's path includes both.
     """
     return next((Path(f) / name for f in omniattn.__path__ if (Path(f) / name).exists()), None)
 
@@ -47,7 +47,7 @@ def _load(device: str, name: str) -> None:
 
 
 def built_isas() -> tuple[str, ...]:
-    """Levels of `config.CPU_ISAS` that the CPU library has kernels for."""
+    """Returns the levels of `config.CPU_ISAS` that the CPU library has kernels for."""
     mask: int = torch.ops.omniattn.built_cpu_isas()
     return tuple(name for i, name in enumerate(config.CPU_ISAS) if mask >> i & 1)
 
@@ -68,22 +68,22 @@ def _check_levels() -> None:
 
 
 def paths(device: str) -> dict[str, list[str]]:
-    """Ways in which calls of each op can run on a device, best first."""
+    """Returns op -> code paths on a device, in order of preference."""
     lines = getattr(torch.ops.omniattn, f"paths_{device}")().splitlines()
     return {op: names.split(", ") for op, names in (line.split(": ") for line in lines)}
 
 
 def active_isa() -> int:
-    """The level of instructions in use, a number of `config.CPU_ISAS`.
+    """Returns the ISA level in use, an index of `config.CPU_ISAS`.
 
-    Calls ask here and not the library, since an op without tensors would become a part of the
-    programs that torch.jit.trace and other recorders of ops make.
+    Calls use this function instead of the library's op, which torch.jit.trace and other recorders
+    of ops would record.
     """
     return _active_isa
 
 
 def set_active_isa(isa: int) -> bool:
-    """Makes a level the one in use; False if this machine or build has none of this number."""
+    """Sets the ISA level in use; returns False if this machine or build lacks it."""
     global _active_isa
     known: bool = torch.ops.omniattn.set_cpu_isa(isa)
     _active_isa = torch.ops.omniattn.cpu_isa()
@@ -112,9 +112,9 @@ def _check_torch() -> None:
 
 
 def public_name(name: str, args: Sequence[Any]) -> str:
-    """The name of an op in errors: its public function, or `<function>_backward`.
+    """Returns an op's name in errors: its public function, or `<function>_backward`.
 
-    csrc/ops names ops in the same way; tests/ops/test_op_errors.py compares the two.
+    csrc/ops uses the same names; tests/ops/test_op_errors.py compares both.
     """
     stem = name.removesuffix("_").removesuffix("_raw").removesuffix("_only")
     op = stem.removesuffix("_backward")
@@ -128,9 +128,9 @@ def public_name(name: str, args: Sequence[Any]) -> str:
 
 
 def _read_functions() -> dict[str, list[tuple[str, str]]]:
-    """By op, its public functions, each with the argument that tells its calls from others.
+    """Returns op -> its public functions, each with the argument that identifies its calls.
 
-    Ops with the name of their only function are not listed; see csrc/ops/registry.h.
+    Ops named like their only function are not listed; see csrc/ops/registry.h.
     """
     found = {}
     for line in torch.ops.omniattn.public_functions().splitlines():
@@ -141,7 +141,7 @@ def _read_functions() -> dict[str, list[tuple[str, str]]]:
 
 
 def _public_functions(device: str) -> list[str]:
-    """The public functions of the ops that have a kernel for this device."""
+    """Returns the public functions of the ops with a kernel for this device."""
     helpers = ("_", "_only", "_backward")
     ops = (name for name in ops_of(device) if not name.endswith(helpers))
     return sorted({function for op in ops for function, _ in _functions_of.get(op, [(op, "")])})
@@ -163,7 +163,7 @@ def _registered(device: str) -> list[str]:
 
 
 def ops_of(device: str) -> list[str]:
-    """Names of the ops with a kernel for this device, without the raw twin of each."""
+    """Returns the names of the ops with a kernel for this device, without their raw variants."""
     explained = _explained if device == "cuda" else ()
     return [n for n in _registered(device) if not n.endswith("_raw") and n not in explained]
 
@@ -175,22 +175,22 @@ def _has_kernel(name: str, device: str) -> bool:
 
 
 def compose(name: str, function: Callable[..., Any]) -> None:
-    """Registers `function`, a composition of ops, as an op's kernel where no library has one."""
+    """Registers `function`, a composition of ops, as an op's kernel if no library has one."""
     for device, key in _KEYS.items():
         if device in loaded and not _has_kernel(name, device):
             _kernels.impl(name, function, key)
 
 
 def _exporting_to_onnx() -> bool:
-    onnx = sys.modules.get("torch.onnx")  # whose import takes long
+    onnx = sys.modules.get("torch.onnx")  # not imported, which would be slow
     return onnx is not None and bool(onnx.is_in_onnx_export())
 
 
 def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function the fake kernel of an op.
+    """Registers a function as the fake kernel of an op.
 
-    It also runs if any tensor is on the meta device. If other tensors were not, the results would
-    be uninitialised memory; such calls are refused, except that a seed may be on the CPU.
+    It also runs if any tensor is on the meta device. With other tensors on another device, results
+    would be uninitialised memory; such calls raise, except that a seed may be on the CPU.
     """
     arguments = _arguments(name)
 
@@ -224,7 +224,7 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def explain_missing() -> None:
-    """Gives each op without a CUDA kernel one that says so, instead of the dispatcher's message."""
+    """Registers CUDA kernels that raise a clear error for ops that have none."""
     for name in _registered("cpu"):
         if not _has_kernel(name, "cuda"):
             _kernels.impl(name, _explain(name), "CUDA")
@@ -243,7 +243,7 @@ def _explain(name: str) -> Callable[..., NoReturn]:
 
 
 def explain_layouts() -> None:
-    """Gives each op kernels for the tensors it does not take, which say so, as above."""
+    """Registers kernels that raise a clear error for unsupported layouts."""
     for name in _registered("cpu"):
         for layout in ("Sparse", "SparseCsr", "Mkldnn", "Quantized"):
             _kernels.impl(name, _refuse_layout(name), f"{layout}CPU")

@@ -1,7 +1,7 @@
-"""Names of an op's arguments, outputs and gradients, by which declarations refer to them.
+"""Names of an op's arguments, outputs and gradients, used by declarations.
 
-For an argument `x` and an output `y`, `grad_y` is the gradient of y that a backward gets, `x_grad`
-tells whether it must compute the gradient of x, and `dx` is that gradient.
+For an argument `x` and an output `y`, `grad_y` is the incoming gradient of y, `x_grad` is True if
+the gradient of x is needed, and `dx` is that gradient.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = [
     "picker",
 ]
 
-#: Functions by name; each is called with the values that its parameters name.
+#: Functions by name; each is called with the values named by its parameters.
 Rules = Mapping[str, Callable[..., Any]]
 
 
 class Schema:
-    """The names in the schema of an op; where an only output has none, it is `y`."""
+    """Names in the schema of an op; a single unnamed output is `y`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -46,7 +46,7 @@ class Schema:
         self.outputs = tuple(r.name or "y" for r in schema.returns)
 
     def by_name(self, args: Sequence[Any], others: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call; None where they have a default and are not given."""
+        """Returns the arguments of a call by name, None for omitted ones with a default."""
         given = zip(self.arguments, args, strict=False)
         return {**dict.fromkeys(self.arguments), **dict(given), **others}
 
@@ -56,7 +56,7 @@ def call_by_name(function: Callable[..., Any], values: Mapping[str, Any]) -> Any
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function from a tuple to its values at `places`, as a tuple."""
+    """Returns a function that selects the values at `places` of a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
     if not places:
@@ -70,12 +70,12 @@ def like(t: Tensor) -> Tensor:
 
 
 def like_or_wide(t: Tensor | None, first: Tensor) -> Tensor:
-    """Tensor like t; if t is None, an empty one of the compute dtype of `first`."""
+    """Returns a tensor like t; if t is None, an empty one of the compute dtype of `first`."""
     return first.new_empty(0, dtype=compute_dtype(first)) if t is None else like(t)
 
 
 def outputs_like(schema: Schema, rules: Rules) -> Callable[..., Any]:
-    """The fake of an op: outputs without a rule are like its first argument."""
+    """Returns the fake of an op, whose outputs without a rule are like the first argument."""
 
     def fake(*args: Any, **others: Any) -> Any:
         values = schema.by_name(args, others)
@@ -89,9 +89,9 @@ def outputs_like(schema: Schema, rules: Rules) -> Callable[..., Any]:
 
 
 def gradients_like(schema: Schema, rules: Rules) -> Callable[..., Any]:
-    """The fake of a backward op: gradients without a rule are like their arguments.
+    """Returns the fake of a backward op, whose gradients without a rule are like their arguments.
 
-    They are empty where the argument is None or `<argument>_grad` is False.
+    A gradient is empty if the argument is None or `<argument>_grad` is False.
     """
     stems = [name.removeprefix("d") for name in schema.outputs]
     for name, stem in zip(schema.outputs, stems, strict=True):

@@ -1,11 +1,10 @@
-"""Number of bf16 pieces in which fp32 operands are multiplied on AMX tiles, by torch's settings and
-one of ours.
+"""Selects split-bf16 products of fp32 operands on AMX tiles.
 
 `torch.set_float32_matmul_precision("high")` allows products less accurate than fp32. On the CPU it
-sets `torch.backends.mkldnn.matmul.fp32_precision = "tf32"`, as other settings of torch do; it
-selects three products of two pieces each. `omniattn.config.FP32_PIECES = 3` selects six products of
-three pieces, which are as accurate as fp32. Without AMX tiles neither changes anything, as torch's
-own setting does nothing on most CPUs; "medium", a plain bf16 product, is left to torch.
+sets `torch.backends.mkldnn.matmul.fp32_precision = "tf32"`. Operands are then split into two bf16
+pieces, with three products. `omniattn.config.FP32_PIECES = 3` splits into three pieces, with six
+products, which are as accurate as fp32. Without AMX tiles neither setting has an effect; torch's
+own setting has none on most CPUs. "medium", a plain bf16 product, is left to torch.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _HAS_TILES: bool = torch.ops.omniattn.detected_cpu_isa() >= _AMX
 
 
 def split_bf16_of(x: Tensor) -> int:
-    """Number of bf16 pieces of each element in products with x: 2, 3, or 0 for no splitting.
+    """Returns the number of bf16 pieces per element in products with x: 2, 3, or 0 for none.
 
     Compiled code follows `torch.set_float32_matmul_precision` and `FP32_PIECES`, which
-    torch.compile guards. It keeps torch's other settings as they were when it was compiled.
+    torch.compile guards. Other settings of torch are fixed at compilation.
     """
     if type(config.FP32_PIECES) is not int or config.FP32_PIECES not in (0, 3):
         raise ValueError(

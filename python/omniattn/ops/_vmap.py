@@ -1,8 +1,8 @@
-"""torch.vmap over ops: once per element of the batch, or once in all where an op can fold it.
+"""torch.vmap over ops: one call per element, or a single call if the op can fold the batch.
 
-Where only tensors are mapped over that have a batch dimension, and nothing else depends on the
-place in the batch, the elements become one batch and one call (`Fold`). Otherwise the op is called
-once per element, and the results are stacked.
+If all mapped tensors have a batch dimension of their own, and nothing else depends on the index in
+the batch, both dimensions are merged for one call (`Fold`). Otherwise the op is called once per
+element, and the results are stacked.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from omniattn.ops._names import Schema, call_by_name
 
 __all__ = ["Fold", "Layout", "flatten", "map_batch", "register_vmap", "unflatten"]
 
-#: Per argument the length of a list of tensors, or None; None where an op takes no lists.
+#: For each argument the length of a list of tensors, or None; None if an op takes no lists.
 Layout = tuple[int | None, ...] | None
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Names the arguments that vmap may map over in one call.
+    """Arguments that vmap can map over in one call.
 
     The first dimension of these arguments, of all outputs and of incoming gradients (`grad_y`) is a
-    batch of independent problems. A call that finds the gradient of another argument cannot be
+    batch of independent problems. A call that computes the gradient of another argument cannot be
     folded, since vmap needs one gradient per element.
     """
 
     names: tuple[str, ...]
-    #: Predicate on named arguments; True if the other arguments are the same for the whole batch.
+    #: Predicate on named arguments: True if no other argument depends on the index in the batch.
     when: Callable[..., bool] | None = None
 
     def places(self, schema: Schema, args: Sequence[Any]) -> list[int]:
-        """Indices of the arguments that this call may be mapped over."""
+        """Returns the indices of the arguments that this call can be mapped over."""
         values = schema.by_name(args, {})
         others = [n for n in schema.arguments if n.removesuffix("_grad") not in self.names]
         if any(n.endswith("_grad") and values[n] for n in others):
@@ -49,7 +49,7 @@ class Fold:
 
 
 def register_vmap(name: str, fold: Fold | None = None) -> None:
-    """Gives an op that only this package calls a vmap rule."""
+    """Registers the vmap rule of an internal op."""
     op, schema = getattr(torch.ops.omniattn, name).default, Schema(name)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -67,10 +67,10 @@ def map_batch(
     args: tuple[Any, ...],
     dims: tuple[Any, ...],
 ) -> tuple[Any, int]:
-    """The results of `call` on a batch of arguments, and their batch dimension.
+    """Returns the results of `call` on a batch of arguments, and their batch dimension.
 
-    `dims` gives the batch dimension of each tensor of `args`, None if the whole batch shares it.
-    `places` are the indices of the arguments that may be folded into one call.
+    `dims` has the batch dimension of each tensor of `args`, None if the batch shares it.
+    `places` are the indices of the arguments that can be folded into one call.
     """
     if size == 0:
         raise ValueError(f"{name}: vmap must be over at least one element, got a batch size of 0")
@@ -98,7 +98,7 @@ def map_batch(
 
 
 def flatten(layout: Layout, args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments of an op with the elements of lists in their places."""
+    """Replaces lists among the arguments of an op by their elements."""
     if layout is None:
         return args
     flat: list[Any] = []

@@ -13,8 +13,7 @@ from omniattn.reference.activation import ACTIVATIONS as DEFINITIONS
 
 __all__ = ["ACTIVATIONS", "ACTIVATION_NAMES", "CLAMPED", "encode", "glu"]
 
-#: Name of an activation -> its place in the reference, its number in
-#: csrc/semantics/activation_rules.h.
+#: Name of an activation -> its number in csrc/semantics/activation_rules.h.
 ACTIVATIONS = {name: number for number, name in enumerate(DEFINITIONS)}
 
 #: The gated activation that takes alpha and limit (gpt-oss).
@@ -32,7 +31,7 @@ def _result(gate: Tensor, up: Tensor | None) -> Tensor:
 
 
 def encode(activation: str, alpha: float, limit: float) -> tuple[int, list[float]]:
-    """The arguments act and clamp of an op."""
+    """Returns the arguments act and clamp of an op."""
     if activation == CLAMPED:
         return ACTIVATIONS["silu"], [alpha, limit]
     return ACTIVATIONS[activation], []

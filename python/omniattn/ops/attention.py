@@ -21,7 +21,7 @@ __all__ = ["attention", "attention_select", "attention_weights"]
 
 
 def _alone(aux: Sequence[Tensor], seed: Tensor | None) -> bool:
-    """Whether there are no tensors that elements of a batch could share."""
+    """Returns True if there are no tensors that elements of a batch could share."""
     return not aux and seed is None
 
 
@@ -71,7 +71,7 @@ def _backward(
 
 
 def _scatter(grad: Tensor, t: Tensor, pages: Tensor) -> Tensor:
-    """The sums over the rows to which the pages t (pages, P, H, D) were gathered."""
+    """Sums gradients of gathered pages into the pages t (pages, P, H, D)."""
     sums = torch.zeros(t.shape, dtype=compute_dtype(t), device=t.device)
     grad = grad.unflatten(1, (-1, t.shape[1])).flatten(0, 1).to(sums.dtype)
     return sums.index_add(0, pages.flatten(), grad).to(t.dtype)
@@ -87,7 +87,7 @@ def _formula(
     score: Sequence[int],
     params: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """The op in plain torch, from its own arguments."""
+    """Computes the op in plain torch from its own arguments."""
     parts, rules = split_parts(mask)
     if parts:
         return _formula_of_part(q, k, v, aux, seed, parts, rules, score, params)
@@ -117,7 +117,7 @@ def _formula_of_part(
     score: Sequence[int],
     params: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """The rows of a part in the whole call, whose other queries and keys are zeros."""
+    """Computes a part's rows within the whole call, with zeros for other queries and keys."""
     tq, tk = q.shape[1], k.shape[1]
     first_q, whole_q = parts.get(MaskKind.QUERIES, (0, tq))
     first_k, whole_k = parts.get(MaskKind.KEYS, (0, tk))
@@ -126,7 +126,7 @@ def _formula_of_part(
     aux = [*aux, ((place >= 0) & (place < tk))[None, None, None]]
     mask = [*mask, MaskKind.TENSOR, 0, 0, len(aux) - 1]
     at = bias_index(score)
-    if at is not None:  # of the whole, or of the part alone
+    if at is not None:  # of the whole call, or of the part alone
         for dim, own, around in ((2, tq, around_q), (3, tk, around_k)):
             if aux[at].shape[dim] == own:
                 aux[at] = _between_zeros(aux[at], dim, around)
@@ -178,7 +178,7 @@ def _weights_formula(
     column_sums: bool,
     group_sums: bool,
 ) -> Tensor:
-    """attention_weights in plain torch, from its own arguments."""
+    """Computes attention_weights in plain torch from its own arguments."""
     _, options = decode(aux, mask, score, params, (q.shape[1], k.shape[1]))
     options |= {"column_sums": column_sums, "group_sums": group_sums}
     return reference.attention_weights(q, k, lse, **options)
@@ -200,7 +200,7 @@ def _weights_backward(
     column_sums: bool,
     group_sums: bool,
 ) -> dict[str, Any]:
-    """Through the eager definition: weights are for inspection, not for training."""
+    """Differentiates the eager definition; weights are meant for inspection, not for training."""
     tensors = [q, k, lse, *aux]
     needed = [i for i, need in enumerate((q_grad, k_grad, lse_grad, *aux_grad)) if need]
 

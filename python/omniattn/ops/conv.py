@@ -14,7 +14,7 @@ __all__ = ["causal_conv1d", "causal_conv1d_inplace"]
 
 
 def _channels_last(t: Tensor | None) -> Tensor | None:
-    """A weight or states: of their shape, with the channels next to each other in memory."""
+    """Makes an empty tensor like a weight or states, with channels contiguous in memory."""
     return None if t is None else t.new_empty(t.mT.shape).mT
 
 

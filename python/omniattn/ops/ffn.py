@@ -1,7 +1,7 @@
 """glu_mlp: the projections and the activation of a feed-forward layer as one op.
 
-The op keeps the projections but not the activated hidden layer, or only its inputs with
-`recompute`. csrc/ops/ffn.cpp has its kernels.
+The op saves the projections but not the activated hidden layer; with `recompute` it saves only its
+inputs. The kernels are in csrc/ops/ffn.cpp.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _result(x: Tensor, down_weight: Tensor) -> Tensor:
 
 
 def _projection(x: Tensor, weight: Tensor | None, recompute: bool) -> Tensor:
-    """One that is kept, or nothing."""
+    """Returns an empty saved projection, or a tensor of size 0 if not saved."""
     if weight is None or recompute:
         return x.new_empty(0)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))

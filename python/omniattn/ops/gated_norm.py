@@ -15,7 +15,7 @@ from omniattn.reference.precision import compute_dtype
 
 __all__ = ["GATE_PLACES", "gated_norm"]
 
-#: Position of the gate, to its number in csrc/kernels/norm/gated_norm.h.
+#: Position of the gate -> its number in csrc/kernels/norm/gated_norm.h.
 GATE_PLACES = {"none": 0, "before": 1, "after": 2}
 
 _PLACE_NAMES = {number: name for name, number in GATE_PLACES.items()}

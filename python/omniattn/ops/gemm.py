@@ -1,4 +1,4 @@
-"""linear: x weight^T + bias on the register tiles of the CPU, or on the cuBLAS of torch."""
+"""linear: x weight^T + bias by this package's CPU kernels, or by torch's cuBLAS."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Choice of the kernel of `linear` where the caller names none: this package's or torch's.
+"""Chooses between this package's and torch's kernel of `linear` if the caller does not.
 
 `benchmarks/linear_choice.py --record` measures a CPU family and writes two ranges per dtype to
-gemm_crossings.json: the numbers of multiply-adds for which our kernel is faster forward and
-backward, and the numbers of rows of x for which it is faster without gradients, as in decoding. On
-a family without a record the first rule that fits decides. The figures of rules are speedups,
-torch's time over ours, from an Intel Ice Lake server and torch 2.13, over 256^3 to 1024^3 and 1 to
-32 rows.
+gemm_crossings.json: the numbers of multiply-adds for which our kernel is faster in forward and
+backward, and the numbers of rows of x for which it is faster without gradients, as in decoding. For
+a family without a record the first matching rule decides. The figures in rules are speedups,
+torch's time / ours, from an Intel Ice Lake server and torch 2.13, for 256^3 to 1024^3 and 1 to 32
+rows.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["CHOICE", "RECORDS", "describe", "native_is_faster"]
 
 _AVX512, _AVX512_BF16 = 2, 3  # AVX2 is 1
 
-#: Records by family of CPUs.
+#: File with the records of CPU families.
 RECORDS = Path(__file__).with_name("gemm_crossings.json")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`native` where `applies`(isa, whether MKL runs its best code) holds for these dtypes."""
+    """Chooses `native` for these dtypes if `applies`(isa, MKL uses its best code)."""
 
     dtypes: tuple[torch.dtype, ...]
     condition: str
@@ -85,11 +85,11 @@ RULES = (
 
 
 def _mkl_at_its_best() -> bool:
-    """MKL takes its AVX-512 code on Intel CPUs only."""
+    """Returns True on Intel CPUs, the only ones on which MKL uses its AVX-512 code."""
     return cpuinfo().get("vendor_id") == "GenuineIntel" and torch.backends.mkl.is_available()
 
 
-#: More multiply-adds than any product has.
+#: Number of multiply-adds that no product reaches.
 UNBOUNDED = 1 << 62
 
 
@@ -98,7 +98,8 @@ class Crossings:
     """Ranges in which this package's kernel is faster than torch's.
 
     It is faster for `least` to `most` multiply-adds, none if most < least; without gradients also
-    for x of `rows[0]` to `rows[1]` rows."""
+    for x of `rows[0]` to `rows[1]` rows.
+    """
 
     least: int
     most: int
@@ -131,7 +132,7 @@ class Crossings:
 
 
 def _recorded(family: str, isa: str, records: dict[str, Any]) -> dict[torch.dtype, Crossings]:
-    """Measured crossings of the CPU family at this ISA level, by dtype."""
+    """Returns dtype -> measured crossings of the CPU family at this ISA level."""
     record = record_of_family(records, family)
     if record is None or record["isa"] != isa:
         return {}
@@ -153,7 +154,7 @@ def _choose() -> dict[torch.dtype, Rule | Crossings]:
     return rules | _recorded(cpu_family(), CPU_ISAS[isa], json.loads(RECORDS.read_text()))
 
 
-#: Rule or measured crossings that apply on this machine, by dtype.
+#: dtype -> rule or measured crossings that apply on this machine.
 CHOICE = _choose()
 
 _TORCH_READS_ON: bool = torch.ops.omniattn.detected_cpu_isa() >= CPU_ISAS.index("amx_bf16")
@@ -165,8 +166,8 @@ def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
     On AMX this includes bf16 products with an odd inner dimension: oneDNN reads past the row there
     (torch 2.13), and a NaN in the next row would reach the result.
 
-    It also includes fp32 products split into bf16 (_precision.py) of any size, which the user
-    asked for and torch does not offer.
+    It also includes split-bf16 fp32 products (_precision.py) of any size, which the user requested
+    and torch does not have.
     """
     if not x.is_cpu:
         return False
@@ -175,8 +176,8 @@ def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
     choice = CHOICE[x.dtype]
     if isinstance(choice, Rule):
         return choice.native
-    # A symbolic size of torch.compile is only compared where it decides: a number of rows, which
-    # changes from call to call, would have a graph for each answer.
+    # Each comparison with a symbolic size adds a guard of torch.compile, and so recompilations if
+    # the number of rows varies: compare only if it matters.
     if choice.native and bool(choice.least <= x.numel() * weight.shape[0] <= choice.most):
         return True
     if torch.compiler.is_compiling():
@@ -188,7 +189,7 @@ def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
 
 
 def describe() -> list[str]:
-    """One line per dtype, for `omniattn info`."""
+    """Returns one line per dtype for `omniattn info`."""
     return [
         f"linear {str(dtype).removeprefix('torch.')}: {'omniattn' if rule.native else 'torch'}"
         f" ({rule.condition}: {rule.measured})"

@@ -1,5 +1,4 @@
-"""dsa_indexer: the keys with the largest scores of the lightning indexer, for each query; its
-loss."""
+"""dsa_indexer: each query's keys with the largest lightning indexer scores; and its loss."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def _formula(
     recent: bool,
     return_scores: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The op in plain torch, from its own arguments."""
+    """Computes the op in plain torch from its own arguments."""
     index, scores = reference.dsa_indexer(
         q,
         k,

@@ -1,15 +1,15 @@
 """Problem size from which attention and MoE use a matmul-only ISA level (csrc/runtime/isa.h).
 
-A small problem does not fill dot products and tiles, and may be faster on the fp32 vectors of the
-level below. `benchmarks/level_choice.py --record` measures the number of multiply-adds of a kv
-head, or of an expert's tokens, from which a level is faster than the levels below it. It writes the
-thresholds to level_crossings.json by CPU family; importing this module passes them to the native
-library, which looks them up in every call. On a family without a record the best level is always
-used. Few queries (decoding) and experts with at most four tokens always run on vectors.
+A small problem does not fill dot products and tiles, and can be faster with the fp32 vectors of the
+level below. `benchmarks/level_choice.py --record` measures the number of multiply-adds per kv head,
+or per expert, from which a level is faster than the levels below. It writes the thresholds to
+level_crossings.json by CPU family; importing this module passes them to the native library, which
+looks them up in every call. For a family without a record the best level is always used. Few
+queries (decoding) and experts with at most four tokens always run on vectors.
 
-Unlike `linear`, whose result is one sum, attention and MoE never fall back to torch: their further
-guarantees (row statistics, the same dropout bits on all devices, gradients that are rounded once)
-would then depend on the machine. The records show the speedup over torch at every shape.
+Unlike `linear`, attention and MoE never fall back to torch: their guarantees (row statistics, equal
+dropout bits on all devices, gradients rounded once) would then depend on the machine. The records
+show the speedup over torch for every shape.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from omniattn.ops._cpu import cpu_family, record_of_family
 
 __all__ = ["NEVER", "OPS", "RECORDS", "describe", "install", "product_levels", "record_of"]
 
-#: Records by family of CPUs.
+#: File with the records of CPU families.
 RECORDS = Path(__file__).with_name("level_crossings.json")
 
 #: Ops in the order of their numbers in the native library (runtime/measured_isa.h).
@@ -35,7 +35,7 @@ OPS = ("attention", "moe_experts")
 #: Threshold in multiply-adds that no problem reaches.
 NEVER = 1 << 62
 
-#: Levels that provide matrix products only, and the dtype of their operands.
+#: Matmul-only levels -> dtype of their operands.
 _PRODUCTS = {
     "avx512_bf16": torch.bfloat16,
     "amx_bf16": torch.bfloat16,
@@ -44,13 +44,13 @@ _PRODUCTS = {
 
 
 def product_levels(dtype: torch.dtype | None = None) -> list[str]:
-    """The levels of this machine that have products only, of a dtype or of any."""
+    """Returns this machine's matmul-only levels, of one dtype or of all."""
     has = torch.ops.omniattn.has_cpu_isa
     return [n for n, d in _PRODUCTS.items() if dtype in (d, None) and has(CPU_ISAS.index(n))]
 
 
 def install(record: dict[str, Any] | None) -> None:
-    """Makes the native library choose by a record; by none: the best level always."""
+    """Passes a record to the native library; None makes it always choose the best level."""
     for number, op in enumerate(OPS):
         least = record["ops"][op]["least"] if record is not None else {}
         for name in _PRODUCTS:
@@ -58,13 +58,13 @@ def install(record: dict[str, Any] | None) -> None:
 
 
 def _levels_in_use() -> list[str]:
-    """Levels of products up to the level of this process, which OMNIATTN_CPU_ISA may cap."""
+    """Returns the matmul-only levels up to this process's level (OMNIATTN_CPU_ISA)."""
     highest = torch.ops.omniattn.cpu_isa()
     return [name for name in product_levels() if CPU_ISAS.index(name) <= highest]
 
 
 def describe(record: dict[str, Any] | None) -> list[str]:
-    """One line per op and level that is in use on this machine, for `omniattn info`."""
+    """Returns one line per op and level in use on this machine, for `omniattn info`."""
     levels = _levels_in_use()
     if record is None:
         best = sorted({_PRODUCTS[name]: name for name in levels}.values())
@@ -80,7 +80,7 @@ def describe(record: dict[str, Any] | None) -> list[str]:
 
 
 def record_of(family: str) -> dict[str, Any] | None:
-    """Measured thresholds of the CPU family; None if there are none."""
+    """Returns the measured thresholds of the CPU family, or None."""
     found: dict[str, Any] | None = record_of_family(json.loads(RECORDS.read_text()), family)
     return found
 

@@ -1,4 +1,4 @@
-"""cross_entropy and jsd, of logits and of linear layers."""
+"""cross_entropy and jsd of logits, and their fused linear forms."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _NONE = REDUCTIONS["none"]
 _NAMES = {number: name for name, number in REDUCTIONS.items()}
 _CROSS_ENTROPY = ("ignore_index", "label_smoothing", "z_loss", "softcap", "temperature")
-#: Numbers of a row that jsd keeps for its backward (csrc/kernels/loss/divergence.h).
+#: Number of statistics per row that jsd saves for its backward (csrc/kernels/loss/divergence.h).
 _STATISTICS = 5
 
 
 def loss_like(x: Tensor, reduction: int) -> Tensor:
-    """Empty loss of logits or hidden states x (..., n)."""
+    """Returns an empty loss for logits or hidden states x (..., n)."""
     return x.new_empty(() if reduction else x.shape[:-1], dtype=compute_dtype(x))
 
 
 def _named(names: Sequence[str], options: Sequence[Any]) -> dict[str, Any]:
-    """Options by name, followed by the reduction; a formula takes no later arguments."""
+    """Returns the options and the reduction by name, without the arguments after them."""
     *values, reduction = options[: len(names) + 1]
     return dict(zip(names, values, strict=True)) | {"reduction": _NAMES[reduction]}
 
@@ -164,8 +164,10 @@ def _backward_of(op: BackwardOp) -> Any:
         reduction: int,
         *arguments: Any,
     ) -> dict[str, Tensor]:
-        """A reduced loss scales the gradients found with it, and autograd rounds them; an unreduced
-        one computes them for the weights of its rows."""
+        """Scales the gradients computed with a reduced loss, or computes those of an unreduced one.
+
+        Autograd rounds scaled gradients to the dtype of their arguments.
+        """
         if reduction == _NONE:
             dx, dweight, dbias = op.call(*arguments)
         else:
@@ -176,7 +178,7 @@ def _backward_of(op: BackwardOp) -> Any:
 
 
 def _unread(reduction: int) -> tuple[str, ...]:
-    """Inputs that the backward does not read: with a reduction the forward has the gradients."""
+    """Names inputs that the backward does not need: a reduced forward computes the gradients."""
     return () if reduction == _NONE else ("x", "weight", "bias", "target", "class_weight")
 
 

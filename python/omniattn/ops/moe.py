@@ -1,4 +1,4 @@
-"""moe: experts on routed tokens, from both products and the activation to the weighted sum."""
+"""moe: experts on routed tokens: both projections, the activation and the weighted sum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ACTIVATIONS", "CLAMPED", "moe"]
 
 _NO_GATE, _HALVES, _INTERLEAVED = 0, 1, 2
 
-#: Name -> (number of the activation, whether there is a gate).
+#: Name -> (number of the activation, True if gated).
 ACTIVATIONS = {
     "swiglu": (_ACT["silu"], True),
     "geglu": (_ACT["gelu"], True),
@@ -32,7 +32,7 @@ ACTIVATIONS = {
 
 
 def encode(activation: str, interleaved: bool, alpha: float, limit: float) -> tuple[Any, ...]:
-    """The arguments act, gate and clamp of the op."""
+    """Returns the arguments act, gate and clamp of the op."""
     act, gated = ACTIVATIONS[activation]
     gate = _NO_GATE if not gated else _INTERLEAVED if interleaved else _HALVES
     return act, gate, [alpha, limit] if activation == CLAMPED else []
@@ -72,7 +72,7 @@ def formula(
     split_bf16: int,
     weigh_inputs: bool = False,
 ) -> Tensor:
-    """The op in plain torch, from its own arguments."""
+    """Computes the op in plain torch from its own arguments."""
     return reference.moe_experts(
         x,
         index,
@@ -87,8 +87,8 @@ def formula(
 
 
 #: (x, index, weights, up, up_bias, down, down_bias, act, gate, clamp, keep, split_bf16) -> y, with
-#: x (N, d) and weights in the compute dtype; keep: whether to save the pre-activations or compute
-#: them again; split_bf16: see _precision.py
+#: x (N, d) and weights in the compute dtype; keep: True to save the pre-activations, False to
+#: recompute them; split_bf16: see _precision.py
 moe = DifferentiableOp(
     "moe",
     fakes={

@@ -40,7 +40,7 @@ _backward_op = BackwardOp(
 def _add_norm_backward(
     grad_y: Tensor | None, grad_h: Tensor | None, h: Tensor, *arguments: Any
 ) -> dict[str, Tensor | None]:
-    """h = x + residual gives both the same gradient, in the dtypes of y and h."""
+    """Returns the common gradient of x and residual (h = x + residual), in y's and h's dtypes."""
     if grad_y is None:
         return {"x": grad_h, "residual": grad_h}
     dx, dh, dweight, dbias = _backward_op.call(*arguments)
@@ -49,8 +49,7 @@ def _add_norm_backward(
 
 
 def _nothing(h: Tensor, grad_y: Tensor | None) -> Tensor:
-    """The zero x for which h = x + h, so that derivatives with respect to h reach x and
-    residual."""
+    """Returns a zero x, so that h = x + h; derivatives by h then reach x and residual."""
     return (h - h).to(h.dtype if grad_y is None else grad_y.dtype)
 
 

@@ -1,4 +1,4 @@
-"""dropout and uniform_like: elementwise draws by index."""
+"""dropout and uniform_like: counter-based random numbers per element."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ uniform_like = Op(
 
 
 def _backward(grad_y: Tensor, seed: Tensor, p: float) -> dict[str, Tensor]:
-    """The gradients of the kept elements, by the same draws."""
+    """Returns the gradients of the kept elements, from the same random numbers."""
     return {"x": dropout(grad_y, seed, p)}
 
 

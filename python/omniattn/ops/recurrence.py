@@ -14,8 +14,7 @@ from omniattn.reference.precision import compute_dtype
 
 __all__ = ["FEATURE_MAPS", "recurrence"]
 
-#: The feature maps that kernels have; the place of each is its number in
-#: csrc/semantics/linear_attention.h.
+#: Feature maps of the kernels, in the order of their numbers in csrc/semantics/linear_attention.h.
 FEATURE_MAPS = ("identity", "elu1", "relu", "squared_relu", "exp")
 
 
@@ -32,7 +31,7 @@ def _final_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, normalize: boo
 def _chunk_starts(
     q: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, normalize: bool
 ) -> Tensor:
-    """As recurrence_slots in csrc/kernels/recurrence/recurrence.h."""
+    """Returns the saved states, sized by recurrence_slots in kernels/recurrence/recurrence.h."""
     chunk = 16 if g is not None and g.dim() == 4 else 32
     batch, steps = q.shape[:2]
     if cu_seqlens is None:

@@ -31,7 +31,7 @@ def refuse_table_gradients(op: str, cos_grad: bool, sin_grad: bool) -> None:
 
 
 def is_shared(cos: Tensor, positions: Tensor | None) -> bool:
-    """Whether all sequences of a batch are rotated by the same angles."""
+    """Returns True if all sequences of a batch are rotated by the same angles."""
     return cos.dim() == 2 and (positions is None or positions.dim() == 1)
 
 
@@ -47,7 +47,7 @@ def _backward(
     interleaved: bool,
     inverse: bool,
 ) -> dict[str, Tensor]:
-    """The gradients are rotated by the negative angle."""
+    """Rotates the gradients by the negative angle."""
     given = {"q": grad_q_out if q_grad else None, "k": grad_k_out if k_grad else None}
     found = {name: grad for name, grad in given.items() if grad is not None}
     if not found:
@@ -92,8 +92,8 @@ rope = DifferentiableOp(
 
 
 class _TurnInPlace(torch.autograd.Function):
-    """One tensor per call: torch lets a function modify a view only where it returns nothing
-    else."""
+    """Rotates one tensor per call, since an autograd function that modifies a view may have only
+    one output."""
 
     @staticmethod
     def forward(
@@ -126,10 +126,10 @@ def rope_inplace(
     positions: Tensor | None,
     *options: Any,
 ) -> None:
-    """Turns q and k in place, with gradients; options: start, interleaved, inverse."""
+    """Rotates q and k in place, with gradients; options: start, interleaved, inverse."""
     tensors = [x for x in (q, k) if x is not None]
     if is_transformed(*tensors):
-        for x in tensors:  # one by one: where vmap maps over one of two, both results are batches
+        for x in tensors:  # one by one: if vmap maps over one of two, both results would be batched
             y, _ = rope(x, None, cos, sin, positions, *options)
             if is_mapped(y) and not is_mapped(x):
                 raise ValueError(

@@ -20,7 +20,7 @@ __all__ = [
     "ssd_inplace",
 ]
 
-#: As kScanChunk in csrc/kernels/scan/scan.h.
+#: Steps per chunk; equals kScanChunk in csrc/kernels/scan/scan.h.
 CHUNK = 32
 
 
@@ -29,7 +29,7 @@ def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def _slots(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """As scan_slots in csrc/kernels/scan/scan.h."""
+    """Returns the number of saved states, as scan_slots in csrc/kernels/scan/scan.h."""
     batch, steps = x.shape[:2]
     if cu_seqlens is None:
         return batch * ((steps + CHUNK - 1) // CHUNK)
@@ -125,7 +125,7 @@ def _selective_formula(
     paired: bool,
 ) -> tuple[Tensor, Tensor]:
     def joined(x: Tensor) -> Tensor:
-        # The gradients of torch.complex are views that vmap does not know.
+        # vmap does not support the gradients of torch.complex, which are views.
         return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
 
     if paired:
@@ -138,8 +138,8 @@ def _selective_formula(
 
 
 #: (u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens, delta_softplus, paired)
-#: -> (y, final_state). Where paired, A, B, 2 conj(C) and states are given as real and imaginary
-#: parts in turn.
+#: -> (y, final_state). If paired, A, B, 2 conj(C) and states are interleaved real and imaginary
+#: parts.
 selective_scan = DifferentiableOp(
     "selective_scan",
     fakes={
@@ -147,7 +147,7 @@ selective_scan = DifferentiableOp(
         "final_state": _selective_state,
         "states": _selective_states,
         "dinitial_state": _selective_state,
-        # Without the argument they are empty, of the dtypes that they would have.
+        # Empty without the argument, with the same dtype.
         "dD": lambda A, D: A.new_empty(0 if D is None else D.shape),
         "ddelta_bias": lambda A, delta_bias: A.new_empty(
             0 if delta_bias is None else delta_bias.shape
@@ -161,9 +161,9 @@ selective_scan = DifferentiableOp(
     ),
 )
 
-#: (u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus) -> y of real states, which
-#: are updated; and (x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, least, largest) -> y
-#: of one token. Neither has gradients.
+#: (u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus) -> y, with real states; and
+#: (x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, least, largest) -> y. Each computes
+#: one token and updates the states in place, without gradients.
 selective_scan_inplace = torch.ops.omniattn.selective_scan_.default
 ssd_inplace = torch.ops.omniattn.ssd_.default
 for name in ("selective_scan_", "ssd_"):

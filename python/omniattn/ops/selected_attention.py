@@ -1,4 +1,4 @@
-"""selected_attention: attention over the keys of blocks that lists name."""
+"""selected_attention: attention to keys in listed blocks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _formula(
     softcap: float,
     dropout_p: float,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The op in plain torch, from its own arguments."""
+    """Computes the op in plain torch from its own arguments."""
     return reference.selected_attention(
         q,
         k,
@@ -55,12 +55,12 @@ def _formula(
     )
 
 
-#: Every batch entry has its own list: functions expand a list that all entries share.
+#: Every batch entry has its own list; functions expand shared lists.
 _BATCH = ("q", "k", "v", "indices")
 
 
 def _undropped(seed: Tensor | None) -> bool:
-    """Without dropout nothing depends on the number of a batch entry."""
+    """Returns True without dropout: then nothing depends on the index of a batch entry."""
     return seed is None
 
 

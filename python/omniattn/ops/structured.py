@@ -1,4 +1,4 @@
-"""vandermonde and cauchy: sums over the terms of structured state-space models."""
+"""vandermonde and cauchy: kernels of structured state-space models as sums over modes."""
 
 from __future__ import annotations
 
