@@ -1,4 +1,4 @@
-"""Check and time ops: one OpSpec per op, error budgets, properties, machine state.
+"""Checks and times ops: one OpSpec per op, error budgets, properties, machine state.
 
 >>> spec = registry()["rms_norm"]
 >>> error, budget, tensor = measure_error(spec, spec.cases[0], torch.float32)

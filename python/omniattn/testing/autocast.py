@@ -1,9 +1,8 @@
-"""Rules of dtypes under torch.autocast, for docs/ops.md and the property `autocast`.
+"""Dtype rules under torch.autocast, for docs/ops.md and the property `autocast`.
 
-A function follows one rule for all of its floating-point tensors, whatever mix of dtypes they
-come in. A tensor that calls take in float32 anyway (decays, sinks, the residual of a norm) stays
-so. float64 is never cast to fewer bits. Statistics keep the dtype of sums, since they must come as
-another function returned them.
+A function follows one rule for all of its floating-point tensors, for any mix of dtypes. Tensors
+that calls accept in float32 anyway (decays, sinks, the residual of a norm) stay in float32. float64
+is never cast down. Statistics keep the dtype in which another function returned them.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ __all__ = ["KEPT", "LEADERS", "MEANING", "Rule", "rule_of"]
 
 Rule: TypeAlias = Literal["cast", "first", "widest"]
 
-#: Meaning of each rule, as docs/ops.md says it.
+#: Meaning of each rule, for docs/ops.md.
 MEANING: dict[Rule, str] = {
     "cast": "all are cast to the dtype of autocast, as for torch's products",
     "first": "all take the dtype of the first argument (`rwkv4`: of k), which stays as it is",
     "widest": "all take the widest of their dtypes, as for torch's losses",
 }
 
-#: Functions that follow another rule than "first".
+#: Functions by rule; all others follow "first".
 _OTHERS: dict[Rule, tuple[str, ...]] = {
     "cast": (
         *("attention", "attention_cached", "attention_varlen", "attention_weights"),
@@ -36,13 +35,13 @@ _OTHERS: dict[Rule, tuple[str, ...]] = {
     "widest": ("jsd",),
 }
 
-#: The argument that rule "first" speaks of, where it is not the first one.
+#: Argument that rule "first" refers to, if not the first.
 LEADERS = {"rwkv4": "k"}
 
-#: Statistics, which are refused in another dtype.
+#: Statistics, which must have their own dtype.
 KEPT = frozenset(("lse", "penalty"))
 
 
 def rule_of(name: str) -> Rule:
-    """The rule of a public function."""
+    """Returns the rule of a public function."""
     return next((rule for rule, names in _OTHERS.items() if name in names), "first")

@@ -1,4 +1,4 @@
-"""The properties of the test matrix on a user's own sizes."""
+"""Checks the properties of an op on a user's own sizes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def check_op(
     Args:
         op: name of a function of `omniattn.functional`.
         dtypes: default all four.
-        tensors: optional tensor arguments to make, e.g. ("bias", "mask"); see the registry's cases.
+        tensors: optional tensor arguments to pass, e.g. ("bias", "mask"); see the registry's cases.
         properties: names in `omniattn.testing.properties.PROPERTIES`.
         sizes_and_options: capitalised names are sizes (B, Tq, D, ...; see the registry), the others
-            are passed to the op.
+            are options of the op.
 
     Raises:
         AssertionError: a property does not hold.
-        ValueError: an unknown op or property, or a size that is missing.
+        ValueError: the op or a property is unknown, or a size is missing.
 
     Example:
         >>> check_op("rms_norm", M=3, N=50, tensors=["weight"], offset=1.0)

@@ -16,13 +16,13 @@ _device = torch.device("cpu")
 
 
 def current_device() -> torch.device:
-    """The device of an OpSpec's calls."""
+    """Returns the device of OpSpecs' calls."""
     return _device
 
 
 @contextmanager
 def on_device(device: str) -> Iterator[None]:
-    """Makes the calls of OpSpecs on this device; references stay on the CPU."""
+    """Runs OpSpecs' calls on this device; references stay on the CPU."""
     global _device
     before, _device = _device, torch.device(device)
     try:
@@ -32,13 +32,13 @@ def on_device(device: str) -> Iterator[None]:
 
 
 def isas() -> tuple[str, ...]:
-    """The instruction sets of this machine that this build has kernels for, lowest first."""
+    """Returns the ISA levels of this machine that this build has kernels for, lowest first."""
     return tuple(n for i, n in enumerate(CPU_ISAS) if torch.ops.omniattn.has_cpu_isa(i))
 
 
 @contextmanager
 def isa(name: str) -> Iterator[None]:
-    """Runs the kernels of one instruction set."""
+    """Runs the kernels of one ISA level."""
     before = _library.active_isa()
     if name not in CPU_ISAS or not _library.set_active_isa(CPU_ISAS.index(name)):
         raise ValueError(f"isa: name must be one of {isas()}, got name={name!r}")

@@ -1,12 +1,11 @@
-"""Error budgets: a kernel may err as much as eager torch does on the CPU, and no more.
+"""Error budgets: a kernel's error may be about as large as that of eager torch on the CPU.
 
-An error is the largest distance to the fp64 reference on the same inputs. The budget is twice (for
-gradients three times) the error of the reference run in the dtype of the inputs, which rounds only
-once (where a spec says so, of an eager form that rounds every step), plus the rounding of a sum of
-n terms, eps sqrt(n) times the largest value: n is the longest dimension of the case and at least
-16, eps that of the accumulator. Gradients share one largest value, because some of them are
-differences of terms of that size. A spec may ask for another factor for its gradients, with a
-reason.
+The error is the largest difference from the fp64 reference on equal inputs. The budget is twice
+(three times for gradients) the error of the reference in the dtype of the inputs, which rounds only
+once; a spec can replace it by an eager form that rounds every step. The rounding of a sum of n
+terms is added, eps sqrt(n) times the largest value, with n the longest dimension of the case and at
+least 16, and eps that of the accumulator. All gradients share one largest value, because some are
+differences of terms of that size. A spec can have another factor for its gradients, with a reason.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ OUTPUT_FACTOR = 2.0
 
 
 class Measured(NamedTuple):
-    """The tensor of a call that comes closest to its budget, or exceeds it most."""
+    """Tensor of a call that comes closest to its budget, or exceeds it most."""
 
     error: float
     budget: float
@@ -43,9 +42,9 @@ def measure_error(
     layout: Layout = "contiguous",
     function: Function | None = None,
 ) -> Measured:
-    """Error and budget of the op, or of `function` with its signature, in the outputs or gradients.
+    """Measures error and budget of the outputs or gradients of the op, or of `function`.
 
-    "forward+backward" measures both. Raises AssertionError where shapes or dtypes differ.
+    "forward+backward" measures both. Raises AssertionError if shapes or dtypes differ.
     """
     function = function or spec.function
     eager = spec.eager or spec.reference
@@ -106,7 +105,7 @@ def _compare(
 
 
 def distance(actual: Tensor, exact: Tensor) -> float:
-    """Largest absolute difference; equal infinities differ by 0, a NaN counts as infinite."""
+    """Returns the largest absolute difference: 0 for equal infinities, infinite for NaN."""
     actual, exact = actual.detach().cpu().double(), exact.detach().double()
     difference = (actual - exact).abs().masked_fill(actual == exact, 0)
     return difference.nan_to_num(nan=float("inf")).max().item() if difference.numel() else 0.0
@@ -134,7 +133,7 @@ def assert_within_budget(
 
 
 def assert_same(what: str, actual: Tensor, expected: Tensor) -> None:
-    """Bitwise, NaN equal to NaN."""
+    """Requires bitwise equality, with NaN equal to NaN."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape, (
         f"{what} must be {tuple(expected.shape)} {expected.dtype}, "
         f"got {tuple(actual.shape)} {actual.dtype}"

@@ -1,4 +1,4 @@
-"""Where tensors lie: layouts with poisoned neighbors, poisoned new memory, far offsets."""
+"""Memory layouts for tests: strides with poisoned gaps, poisoned new memory, far offsets."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LAYOUTS: tuple[Layout, ...] = ("padded", "gapped", "transposed", "stepped")
 
 
 def relayout(t: Tensor, layout: Layout) -> Tensor:
-    """Copies t to storage of another layout, whose other elements are poison.
+    """Copies t to storage of another layout, with poison in all other elements.
 
-    padded: a hole after each row and around the whole, unit last stride, odd offset.
-    gapped: 4 elements of a hole after each row, at an aligned address: rows off 16 bytes.
-    transposed: the leading dimensions lie in reverse order.
+    padded: a gap after each row and around the tensor, unit last stride, odd offset.
+    gapped: a gap of 4 elements after each row from an aligned address, so rows are off 16 bytes.
+    transposed: leading dimensions in reverse memory order.
     stepped: last stride 2.
-    far: the last row lies 2^31 elements after the first; untouched pages cost nothing.
+    far: the last row is 2^31 elements after the first; untouched pages use no memory.
     """
     if layout == "contiguous" or t.dim() == 0:
         return t
@@ -54,10 +54,10 @@ def _poisoned(shape: list[int], like: Tensor) -> Tensor:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Inside, new memory holds 0xFF bytes, a NaN in every dtype (glibc's M_PERTURB).
+    """Fills new memory with 0xFF bytes, a NaN in every dtype (glibc's M_PERTURB).
 
-    A kernel that reads memory it has not written then gives NaN. On CUDA the memory that torch's
-    allocator hands out next is filled instead.
+    A kernel that reads uninitialised memory then returns NaN. On CUDA the free memory of torch's
+    allocator is filled instead.
     """
     if current_device().type == "cuda":
         torch.cuda.empty_cache()

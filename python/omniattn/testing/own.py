@@ -1,4 +1,4 @@
-"""The properties of an op on a function that a user wrote."""
+"""Checks an op's properties on a user's function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Inputs: TypeAlias = Callable[..., Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class OwnSpec(OpSpec):
-    """The spec of the op `like` with a function, and perhaps a definition, in place of its own."""
+    """Spec of an op with a user's function, and optionally a user's definition."""
 
     like: OpSpec = field(kw_only=True)
     own: Function = field(kw_only=True)
@@ -89,7 +89,7 @@ def packed(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 
 def _part(t: Tensor, i: int, bounds: list[int], name: str = "state") -> Tensor:
-    """The part of sequence i of a tensor of all tokens (1, total, ...) or states (N, ...)."""
+    """Returns sequence i's part of a tensor of all tokens (1, total, ...) or states (N, ...)."""
     if t.shape[:2] == (1, bounds[-1]):
         return t[:, bounds[i] : bounds[i + 1]]
     return t[i : i + 1] if name.endswith("state") else t
@@ -102,7 +102,7 @@ def _assert_alone(what: str, packed: Tensor, alone: Tensor) -> None:
         raise AssertionError(f"{what} must be that of the sequence alone: {error}") from None
 
 
-#: Functions of what `check_function` can check: properties of ops, and three of this file.
+#: Properties that `check_function` can check: those of ops, and three defined here.
 OWN_PROPERTIES: dict[str, Property] = {
     **{
         name: PROPERTIES[name]
@@ -119,10 +119,10 @@ _DEFAULT = (
     *("forward", "backward", "gradcheck", "strided", "expanded_gradient", "packed"),
     *("poisoned", "repeatable"),
 )
-#: Properties that need every case and dtype, and those that need fp64.
+#: Properties checked in every case and dtype, and those checked in fp64.
 _EVERYWHERE = ("forward", "backward")
 _IN_FP64 = ("gradcheck", "packed")
-#: Cases of more steps take a loop over them, as definitions have, seconds each.
+#: Maximum number of steps of a case; definitions that loop over more take seconds.
 _LONGEST = 150
 
 
@@ -138,32 +138,34 @@ def check_function(
     tensors: Sequence[str] = (),
     **sizes_and_options: Any,
 ) -> dict[str, list[str]]:
-    """Checks a function of yours as the op `like` is checked.
+    """Checks a user's function like the op `like`.
 
-    The function takes the tensors of `like` by name. The cases are the op's cases whose optional
-    tensors and options the function has, except empty and long ones, or one of the given sizes.
+    The function takes the tensors of `like` by name. The cases are those of the op whose optional
+    tensors and options the function accepts, except empty and long ones, or one case of given
+    sizes.
 
     Args:
-        function: takes tensors by name, and options of `like`, and returns a tensor or a tuple. A
-            function that returns fewer outputs than the reference is compared in those.
+        function: takes tensors and options of `like` by name, and returns a tensor or a tuple. If
+            it returns fewer outputs than the reference, only these are compared.
         like: name of an op of `omniattn.functional`.
         reference: the definition, with the arguments of `function`; default: that of `like`. Its
-            results in fp64 are the truth, and its error in a lower dtype sets the budget.
+            fp64 results are the truth, and its error in a lower dtype determines the budget.
         inputs: makes the tensors of `function` from the tensors of `like`, both by name; default:
             unchanged.
         dtypes: default all four.
-        properties: names in `OWN_PROPERTIES`; default all that need no compiler or several threads.
+        properties: names in `OWN_PROPERTIES`; default: all that need neither a compiler nor several
+            threads.
         cases: labels of cases of `like` ("tiny", "packed", ...), also empty ones.
-        tensors: optional tensors to make where sizes are given.
+        tensors: optional tensors to pass if sizes are given.
         sizes_and_options: capitalised names are sizes (B, T, D, ...; see the registry), the others
-            are passed to `function` and `reference`.
+            are options of `function` and `reference`.
 
     Returns:
-        The names of the cases that were checked, by property.
+        The names of the checked cases, by property.
 
     Raises:
-        AssertionError: names each property that does not hold, with its first case.
-        ValueError: an unknown name, or a function that no case fits.
+        AssertionError: names each property that does not hold, with its first failing case.
+        ValueError: a name is unknown, or no case fits the function.
 
     Example:
         >>> def mine(x, weight=None, eps=1e-6):
@@ -196,7 +198,7 @@ def check_function(
 
 
 def _selected(spec: OwnSpec, name: str, cases: list[Case]) -> list[Case]:
-    """The cases that show a property: all, packed ones, a few or the first."""
+    """Returns the cases to check a property on: all, packed ones, a few or the first."""
     if name == "packed":
         return [case for case in cases if "cu_seqlens" in case.tensors]
     if name in _EVERYWHERE:
@@ -207,7 +209,7 @@ def _selected(spec: OwnSpec, name: str, cases: list[Case]) -> list[Case]:
 
 
 def _failure(spec: OpSpec, name: str, case: Case, dtype: torch.dtype) -> str:
-    """A message that names the property and the case, empty where it holds."""
+    """Returns a message that names the property and the case, or an empty string if it holds."""
     check = OWN_PROPERTIES[name]
     try:
         check(spec, case, dtype)
@@ -247,8 +249,11 @@ def _spec(
 
 
 def _completed(spec: OwnSpec, case: Case) -> OwnSpec:
-    """With tensors that only the function has as differentiable ones, and with a definition that
-    is cut to the number of outputs that the function has."""
+    """Completes a spec for a user's function.
+
+    Tensors that only the function has become differentiable, and the definition returns only as
+    many outputs as the function.
+    """
     call = spec.call(case, torch.float64)
     theirs = spec.like.call(case, torch.float64).tensors
     for what, taken in (("function", spec.own), ("reference", spec.definition)):
@@ -295,7 +300,7 @@ def _chosen_properties(
 
 
 def _fitting(spec: OwnSpec, options: Mapping[str, Any], labels: Sequence[str] | None) -> list[Case]:
-    """The cases, in the order of the op, with `options` on top of their own."""
+    """Returns the cases in the op's order, with `options` added to their own."""
     known = [case.label for case in spec.cases]
     if unknown := sorted(set(labels or ()).difference(known)):
         raise ValueError(f"check_function: cases must be of {known}, got {unknown}")
@@ -313,7 +318,7 @@ def _fitting(spec: OwnSpec, options: Mapping[str, Any], labels: Sequence[str] | 
 
 
 def _not_taken(spec: OwnSpec, case: Case) -> list[str]:
-    """The optional tensors and options of a case that the function does not take."""
+    """Returns the optional tensors and options of a case that the function does not accept."""
     return [name for name in (*case.tensors, *case.options) if not _takes(spec.own, name)]
 
 

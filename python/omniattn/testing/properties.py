@@ -89,7 +89,7 @@ class _Recorder(TorchDispatchMode):
 def recorded_ops(
     call: Call, function: Function
 ) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """The raw ops (op, args, kwargs) that inference, forward and backward execute, each once."""
+    """Returns the raw ops (op, args, kwargs) of inference, forward and backward, each once."""
     recorder = _Recorder()
     with recorder:
         call.run(function)
@@ -226,18 +226,17 @@ def checkpointed(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 
 def autocast(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
-    """A tensor of another dtype than the rest is taken as the table of rules says, without a bit
-    of difference from calls whose tensors were cast before."""
+    """Tensors of mixed dtypes give the bits of a call whose tensors were cast by the rules."""
     low = spec.call(case, dtype)
     wide = low.map(lambda t: t.float() if t.is_floating_point() else t)
     names = [n for n, t in low.tensors.items() if t.is_floating_point() and n not in KEPT]
     changed = names
-    if low.options.get("inplace"):  # what is written to cannot be a cast copy
+    if low.options.get("inplace"):  # a tensor updated in place cannot be a cast copy
         changed = [n for n in names if n not in ("q", "k")]
     for rest, other in ((low, wide), (wide, low)):
         for name in changed:
             one = other.tensors[name]
-            if one.dtype == rest.tensors[name].dtype:  # float32 in any call
+            if one.dtype == rest.tensors[name].dtype:  # always float32
                 continue
             mixed = Call({**rest.tensors, name: one}, low.options)
             leader = mixed.tensors[LEADERS.get(spec.name, names[0])]
@@ -255,8 +254,7 @@ def autocast(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 def _with_own_dtypes(
     spec: OpSpec, by_rule: Call, mixed: Call, names: list[str]
 ) -> tuple[Tensor, ...]:
-    """Results without autocast, in the dtype of the rule; tensors keep another dtype where a call
-    takes it."""
+    """Returns the results without autocast; tensors keep their dtypes if a call accepts them."""
     tensors, results = dict(by_rule.tensors), by_rule.run(spec.function)
     for name in names:
         if mixed.tensors[name].dtype != tensors[name].dtype:
@@ -280,7 +278,7 @@ def transforms(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 
 def _loss(spec: OpSpec, call: Call) -> Callable[[dict[str, Tensor]], Tensor]:
-    """A scalar that depends on all outputs, as a function of some tensors."""
+    """Returns a scalar function of some tensors that depends on all outputs."""
     grads = output_gradients(call.run(spec.function))
 
     def loss(tensors: dict[str, Tensor]) -> Tensor:
@@ -306,7 +304,7 @@ def mapped_pairs(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 
 def _assert_mapped(spec: OpSpec, call: Call, names: tuple[str, ...]) -> None:
-    """vmap over `names`, refused only where the error says so and names one of them."""
+    """Compares vmap over `names` with a loop; accepts only an error that names one of them."""
     loss = _loss(spec, call)
     dims = {name: min(1, call.tensors[name].dim()) for name in names}
     pairs = {name: (call.tensors[name], _other(name, call.tensors[name])) for name in names}
@@ -334,7 +332,7 @@ def _assert_mapped(spec: OpSpec, call: Call, names: tuple[str, ...]) -> None:
 
     functions: list[Callable[[dict[str, Tensor]], Any]] = [results]
     functions += [gradients] if call.differentiable else []
-    if spec.second_order and len(names) > 1:  # in plain torch and slow
+    if spec.second_order and len(names) > 1:  # plain torch, slow
         functions += [tangent, second_derivatives]
     for function in functions:
         try:
@@ -366,9 +364,9 @@ def _assert_mapped(spec: OpSpec, call: Call, names: tuple[str, ...]) -> None:
 
 
 def _other(name: str, t: Tensor) -> Tensor:
-    """Returns other values that are as valid as the values of `t`."""
+    """Returns other valid values in place of `t`."""
     if t.is_floating_point():
-        return t / 2 + t.sign() / 8  # of the same sign, which an op may ask for
+        return t / 2 + t.sign() / 8  # keeps the sign, which an op may require
     return t[-1] - t.flip(0) if name.startswith("cu_seqlens") else t.flip(0)
 
 
@@ -403,7 +401,7 @@ PROPERTIES: dict[str, Property] = {
 def outputs_and_gradients(
     spec: OpSpec, case: Case, dtype: torch.dtype, function: Function | None = None
 ) -> tuple[Tensor, ...]:
-    """Outputs and gradients."""
+    """Returns outputs and gradients."""
     call = spec.call(case, dtype)
     function = function or spec.function
     outputs = call.run(function)

@@ -1,8 +1,8 @@
-"""The OpSpecs: one row per op, with the cases that tests, benchmarks and `omniattn check` use.
+"""OpSpecs: one row per op, with the cases of tests, benchmarks and `omniattn check`.
 
 Case sizes: B batch, Tq/Tk lengths, H query heads, G key/value heads, D/Dv head sizes, R rotary
 size, M rows (tokens), N columns (features out), K features in or taps of a filter, V vocabulary,
-E experts, S slots; of paged attention N pages of Tk tokens for each sequence.
+E experts, S slots; in paged attention, N pages of Tk tokens per sequence.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["registry", "variants"]
 
 @functools.cache
 def _families() -> tuple[ModuleType, ...]:
-    """The files of `specs`."""
+    """Returns the modules of `specs`."""
     names = (each.name for each in pkgutil.iter_modules(specs.__path__, f"{specs.__name__}."))
     return tuple(importlib.import_module(name) for name in names if "._" not in name)
 
 
 @functools.cache
 def registry() -> dict[str, OpSpec]:
-    """All OpSpecs by name, from every file of `specs`."""
+    """Returns all OpSpecs of `specs` by name."""
     return {spec.name: spec for family in _families() for spec in family.SPECS}
 
 
 def variants() -> tuple[Variant, ...]:
-    """The published forms of every file of `specs`, then those that combine several families."""
+    """Returns the published forms in `specs`, then those that combine several families."""
     found = (each for family in _families() for each in getattr(family, "VARIANTS", ()))
     return (*found, *VARIANTS)

@@ -1,4 +1,4 @@
-"""OpSpec: description of an op for tests, benchmarks, `omniattn check` and the support table."""
+"""OpSpec: describes an op for tests, benchmarks, `omniattn check` and the support table."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ SHORT_DTYPE = {
     torch.float16: "f16",
 }
 
-#: Options that repeat a size.
+#: Options that equal a size.
 _REPEATED = {"max_seqlen_q": "Tq", "max_seqlen_k": "Tk", "length": "L"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to call an op: sizes by letter, optional tensors to pass, plain options; `constant`
-    are the differentiable arguments that have no gradient with these options.
+    """One call of an op: sizes by letter, optional tensors to pass, and options.
 
-    The name, for example "window-B2Tq63Tk100H4G2D64", seeds the random inputs.
+    `constant` names differentiable arguments that have no gradient with these options. The name of
+    the case, for example "window-B2Tq63Tk100H4G2D64", seeds the random inputs.
     """
 
     label: str
@@ -61,14 +61,14 @@ class Case:
         return f"{self.label}-{''.join(f'{k}{n}' for k, n in self.sizes.items())}"
 
     def resized(self, sizes: Mapping[str, int]) -> Case:
-        """Returns the case with other sizes, which options that repeat a size follow."""
+        """Returns the case with other sizes; adjusts options that equal a size."""
         options = {n: sizes.get(_REPEATED.get(n, ""), v) for n, v in self.options.items()}
         return replace(self, sizes=sizes, options=options)
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A case to be timed, with its dtypes and passes; `bound` names the ceiling that applies."""
+    """A case to time, with its dtypes and passes; `bound` names the roofline limit."""
 
     case: Case
     dtypes: tuple[torch.dtype, ...]
@@ -103,12 +103,12 @@ class Call:
 
     def run(self, function: Function) -> tuple[Tensor, ...]:
         tensors = dict(self.tensors)
-        if self.options.get("inplace"):  # the inputs stay as they are for the next run
+        if self.options.get("inplace"):  # keeps the inputs for the next run
             tensors = {n: t.clone() for n, t in tensors.items()}
         return outputs_of(function(**tensors, **self.options))
 
     def gradients(self, function: Function, grads: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
-        """Gradients of the leaves; `grads` of the outputs default to `output_gradients`."""
+        """Returns the gradients of the leaves; `grads` default to `output_gradients`."""
         if not self.differentiable:
             return ()
         call = self.requiring_grad()
@@ -123,16 +123,16 @@ def outputs_of(result: Any) -> tuple[Tensor, ...]:
 
 
 def output_gradients(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Fixed random gradients of the shapes, dtypes and devices of `outputs`."""
+    """Returns fixed random gradients of the shapes, dtypes and devices of `outputs`."""
     random = Random("gradients", torch.float64)
     return tuple(random.normal(*o.shape).to(o) for o in outputs)
 
 
 class Random:
-    """Input maker of one case: values depend on the name of the case only, not on the dtype.
+    """Makes the random inputs of a case, which depend on the case's name but not on the dtype.
 
-    Draws on torch's default device, the CPU, which is what gives every device the same values; a
-    benchmark whose inputs are large sets another one.
+    Values are drawn on torch's default device, the CPU, so that every device gets equal values;
+    benchmarks with large inputs set another default device.
     """
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
@@ -155,23 +155,23 @@ class OpSpec:
     """One row of the registry.
 
     Args:
-        name: of the public function and of its reference.
+        name: name of the public function and of its reference.
         family: file of its kernels and functional.
         inputs: makes the tensor arguments of a case, by argument name.
         differentiable: arguments that have a gradient.
         flops: floating-point operations of (case, pass), as counted in the literature.
-        cuda: "native" where the results of a GPU run are in benchmarks/results, "emulated" where
-            the CUDA kernels are verified under emulation and await that.
-        eager: the op with each step in the dtype of its inputs, if the kernels also round to it
-            between steps; budgets then follow from its error. By default they follow from the error
-            of the reference, which rounds once.
-        gradient_factor: how much more than eager the gradients may err.
-        gradient_factors: the same for single arguments.
-        second_order: whether second derivatives exist; without, they must raise.
-        special: labels of the cases that show what is special about the op: properties too slow for
-            every case are tested on the second one and on these.
-        chooses: the function may take torch's kernel; checks hold it to the native one.
-        adapt: from the function to one whose tensors are all arguments or results of their own.
+        cuda: "native" if benchmarks/results has results of a GPU run, "emulated" if the CUDA
+            kernels have been verified only under emulation.
+        eager: the op with every step in the dtype of its inputs, if the kernels also round between
+            steps; its error then sets the budgets. By default the error of the reference, which
+            rounds once, sets them.
+        gradient_factor: ratio of the gradients' budget to eager's error.
+        gradient_factors: ratios for single arguments.
+        second_order: True if second derivatives exist; otherwise they must raise.
+        special: labels of cases that exercise special features of the op. Properties too slow for
+            every case are tested on these and on the second case.
+        chooses: True if the function may call torch's kernel; checks force the native one.
+        adapt: wraps the function so that all its tensors are separate arguments or results.
     """
 
     name: str
@@ -194,7 +194,7 @@ class OpSpec:
 
     @property
     def adapted(self) -> bool:
-        """True if arguments or results of the op are not tensors of their own."""
+        """True if some arguments or results of the op are not single tensors."""
         return self.adapt is not OpSpec.adapt
 
     @property
@@ -204,7 +204,7 @@ class OpSpec:
 
     @property
     def function(self) -> Function:
-        """Function that is checked: the public one on its native kernel."""
+        """Function to check: the public one with its native kernel."""
         if not self.chooses:
             return self.public
         return functools.partial(self.public, backend=current_device().type)
@@ -226,7 +226,7 @@ class OpSpec:
         layout: Layout = "contiguous",
         device: torch.device | None = None,
     ) -> Call:
-        """The arguments of a case, the same on each device; by default on the current one."""
+        """Returns the arguments of a case, equal on each device; by default on the current one."""
         tensors = self.inputs(case, Random(case.name, dtype))
         where = device or current_device()
         tensors = {name: relayout(t.to(where), layout) for name, t in tensors.items()}
@@ -238,7 +238,7 @@ class OpSpec:
         return Call(tensors, case.options, named)
 
     def bytes(self, call: Call, outputs: tuple[Tensor, ...], pass_: Pass) -> int:
-        """Least traffic to memory: every tensor that goes in or comes out, once."""
+        """Returns the minimum memory traffic: each input and output once."""
         inputs, results = (_bytes(t) for t in (call.tensors.values(), outputs))
         gradients = _bytes(call.leaves)
         forward, backward = inputs + results, inputs + results + gradients
@@ -255,7 +255,7 @@ def _bytes(tensors: Any) -> int:
 
 @dataclass(frozen=True)
 class Variant:
-    """A published form; names are public in functional, its masks or scores, modules, reference."""
+    """A published form, with names in functional, its masks or scores, modules or reference."""
 
     form: str
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/ops.md and docs/variants.md, or checks that they are current.
+"""Writes the tables of docs/ops.md and docs/variants.md, or checks that they are up to date.
 
 python -m omniattn.testing.table [--check] [docs]
 """
@@ -22,14 +22,14 @@ from omniattn.testing.spec import FLOATS, SHORT_DTYPE, OpSpec, Variant
 
 __all__ = ["COMMON_CUDA", "exception_table", "op_table", "replace_block", "variant_table"]
 
-#: State of the CUDA kernels that docs/ops.md states once; other states are exceptions.
+#: State of most CUDA kernels, stated once in docs/ops.md; other states are exceptions.
 COMMON_CUDA = "emulated"
 _PACKAGE = Path(omniattn.__file__).parent
 _LINKS = {"arXiv": "https://arxiv.org/abs/", "doi": "https://doi.org/"}
 
 
 def op_table() -> str:
-    """Returns the ops of each family by their rule of autocast, linked to docstring and paper."""
+    """Returns the ops by family and autocast rule, with links to docstrings and papers."""
     cells: dict[tuple[str, str], list[str]] = {}
     for spec in registry().values():
         cells.setdefault((spec.family, _autocast(spec)), []).append(_op(spec))
@@ -44,7 +44,7 @@ def _op(spec: OpSpec) -> str:
 
 
 def _paper(paper: str) -> str:
-    """Returns a paper's authors and year as a link, or all of it where it has no link."""
+    """Returns a paper's authors and year as a link, or its full text without a link."""
     found = re.fullmatch(r"(.+), (arXiv|doi) (\S+)", paper)
     return f"[{found[1]}]({_LINKS[found[2]]}{found[3]})" if found else paper
 
@@ -54,7 +54,7 @@ def _autocast(spec: OpSpec) -> str:
 
 
 def exception_table() -> str:
-    """Returns a row for each op that differs from the properties which docs/ops.md states once."""
+    """Returns a row for each op that deviates from the properties stated once in docs/ops.md."""
     found = ((spec.name, "; ".join(_exceptions(spec))) for spec in registry().values())
     rows = [f"| `{name}` | {text} |" for name, text in found if text]
     return "\n".join(["| op | exception |", "|---|---|", *rows])
@@ -74,7 +74,7 @@ def _exceptions(spec: OpSpec) -> Iterator[str]:
 
 
 def rule_table() -> str:
-    """Returns a row for each rule of autocast."""
+    """Returns a row for each autocast rule."""
     rows = [f"| {rule} | {meaning} |" for rule, meaning in MEANING.items()]
     return "\n".join(["| autocast | floating-point arguments |", "|---|---|", *rows])
 

@@ -1,4 +1,4 @@
-"""Timing of one call; benchmarks/run.py interleaves these to compare providers."""
+"""Times one call; benchmarks/run.py interleaves timings to compare providers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["once", "prepare", "time_call"]
 
 
 def prepare(call: Call, function: Function, pass_: Pass) -> Callable[[], object]:
-    """A callable without arguments that does one pass; "backward" reuses one forward's graph."""
+    """Returns a callable that runs one pass; "backward" reuses the graph of one forward."""
     if pass_ == "forward":
         detached = call.map(torch.Tensor.detach)
         tensors, options = detached.tensors, detached.options
@@ -27,8 +27,8 @@ def prepare(call: Call, function: Function, pass_: Pass) -> Callable[[], object]
         return forward
     leaves = call.requiring_grad()
     if pass_ == "backward":
-        # A compiled graph that may reuse the memory of its saved tensors runs backward only once,
-        # so none may be left from earlier calls.
+        # A compiled graph that may reuse the memory of its saved tensors runs backward only once:
+        # discard those of earlier calls.
         torch._dynamo.reset()
         with torch._functorch.config.patch(donated_buffer=False):
             outputs = leaves.run(function)
@@ -39,7 +39,7 @@ def prepare(call: Call, function: Function, pass_: Pass) -> Callable[[], object]
 
 
 def once(function: Callable[[], object], repeats: int) -> float:
-    """Seconds per call over `repeats` calls."""
+    """Returns seconds per call over `repeats` calls."""
     start = time.perf_counter()
     for _ in range(repeats):
         function()
@@ -47,7 +47,7 @@ def once(function: Callable[[], object], repeats: int) -> float:
 
 
 def time_call(function: Callable[[], object], *, seconds: float = 0.3) -> float:
-    """Median seconds per call, from samples of at least 5 ms that take about `seconds` in all."""
+    """Returns median seconds per call, from samples of at least 5 ms, about `seconds` in total."""
     function()
     first = once(function, 1)
     repeats = max(1, round(5e-3 / first))

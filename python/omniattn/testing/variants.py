@@ -1,4 +1,4 @@
-"""Published layers and tables that belong to no family of ops; a family's are in `specs`."""
+"""Published forms that belong to no family of ops; the others are in `specs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that nobody wants: frozen inputs, outputs that the loss does not use."""
+"""Properties with gradients that are not requested: frozen inputs and unused outputs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from omniattn.testing.spec import Call, Case, OpSpec, output_gradients
 
 __all__ = ["enlarged", "subsets", "wanted_gradients"]
 
-#: One more than a multiple of 4, past 128 rows or keys of a block, 64 rows of a buffer and 32 steps
-#: of a chunk.
+#: Length 1 above a multiple of 4 that exceeds blocks of 128 rows or keys, buffers of 64 rows and
+#: chunks of 32 steps.
 _LONG = 133
-#: Sequences of a batch, past the 8 that run side by side, and of one step, past the 64 at a time.
+#: Batch sizes that exceed the 8 sequences processed in parallel, and the 64 of a single step.
 _SEVERAL, _MANY = 9, 67
 _LENGTHS = ("T", "Tq", "Tk", "M", "L", "X")
 
 
 def enlarged(case: Case) -> Case:
-    """The case with sizes past every internal buffer of the kernels.
+    """Returns the case with sizes that exceed every internal buffer of the kernels.
 
-    Empty dimensions stay empty, and few queries or a single step stay few, because they choose the
-    kernels. Batches that masks or packed sequences fix keep their size.
+    Empty dimensions, few queries and single steps stay, because they select the kernels. Batches
+    keep their size if masks or packed sequences determine it.
     """
     sizes = dict(case.sizes)
     few = [n for n in ("T", "Tq") if 0 < sizes.get(n, 0) <= 4 and case.label != "tiny"]
@@ -42,7 +42,7 @@ def enlarged(case: Case) -> Case:
 
 
 def subsets(names: Iterable[str], seed: str, drawn: int = 3) -> Iterator[tuple[str, ...]]:
-    """Each name alone, all but one, and `drawn` random subsets of 2 or more; none of them twice."""
+    """Yields each name, all but one, and `drawn` random subsets of 2 or more, all distinct."""
     names = tuple(names)
     found: dict[tuple[str, ...], None] = {(name,): None for name in names}
     found |= {tuple(n for n in names if n != left_out): None for left_out in names}
@@ -55,7 +55,7 @@ def subsets(names: Iterable[str], seed: str, drawn: int = 3) -> Iterator[tuple[s
 
 
 def wanted_gradients(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
-    """Any subset of wanted gradients has the bits of all; an unused output counts as a zero one."""
+    """Any subset of gradients has the bits of all; an unused output counts as a zero gradient."""
     call = spec.call(case, dtype)
     every = dict(zip(call.differentiable, call.gradients(spec.function), strict=True))
     for names in subsets(call.differentiable, case.name):

@@ -68,15 +68,17 @@ def attention_inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _ends(random: Random, count: int) -> Tensor:
-    """Numbers at both ends of the range of the dtype and not far from them, in turn."""
+    """Returns values at or near both ends of the dtype's range, alternating."""
     top = torch.finfo(random.dtype).max
     values = torch.tensor([-top, top, -0.3 * top, 0.3 * top, -math.inf], dtype=random.dtype)
     return values[torch.arange(count) % len(values)]
 
 
 def _ends_of_the_range(random: Random, *shape: int) -> Tensor:
-    """A bias whose rows, in turn, have such a number on all keys, on some, or on some with -inf on
-    all others."""
+    """Returns a bias with such values on all keys, on some, or on some with -inf on all others.
+
+    The three kinds of rows alternate.
+    """
     bias = random.normal(*shape)
     rows = math.prod(shape[:-1])
     end = _ends(random, rows).view(*shape[:-1], 1)
@@ -93,7 +95,7 @@ def _mask_with_empty_row(random: Random, b: int, tq: int, tk: int) -> Tensor:
 
 
 def attention_flops(case: Case, pass_: Pass) -> float:
-    """2 FLOP per visible (query, key) and feature, 2 GEMMs forward, 5 backward."""
+    """Counts 2 FLOP per visible (query, key) and feature, with 2 GEMMs forward and 5 backward."""
     s = case.sizes
     causal = case.options.get("causal", False) or case.options.get("is_causal", False)
     left, right = case.options.get("window_size", (-1, -1))

@@ -1,4 +1,4 @@
-"""Cases and helpers that the OpSpecs of several families share."""
+"""Cases and helpers shared by the OpSpecs of several families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORWARD: tuple[Pass, ...] = ("forward",)
 EACH: tuple[Pass, ...] = ("forward", "backward")
 TRAINING: tuple[Pass, ...] = ("forward+backward",)
 BOTH: tuple[Pass, ...] = ("forward", "forward+backward")
-#: Sweeps over the data, or GEMMs, for one of the forward.
+#: Passes over the data, or GEMMs, relative to the forward.
 SWEEPS: dict[Pass, int] = {"forward": 1, "backward": 2, "forward+backward": 3}
 
 
@@ -24,13 +24,13 @@ def rows(label: str, M: int, N: int, tensors: tuple[str, ...] = (), **options: A
 
 
 def boundaries(count: int, steps: int, random: Random) -> Tensor:
-    """(count + 1,): cu_seqlens of sequences from the first token to the last."""
+    """Returns random cu_seqlens (count + 1,) that cover all tokens."""
     inner = random.integers(steps + 1, count - 1).sort().values
     return torch.cat((torch.tensor([0]), inner, torch.tensor([steps])))
 
 
 def element_flops(per_element: int) -> Callable[[Case, Pass], float]:
-    """Nominal counts: these ops are bound by memory."""
+    """Returns nominal FLOP counts for memory-bound ops."""
 
     def flops(case: Case, pass_: Pass) -> float:
         return float(per_element * case.sizes["M"] * case.sizes["N"] * SWEEPS[pass_])

@@ -1,4 +1,4 @@
-"""Masks of indices, and options of attention that the benchmark times."""
+"""Index-based masks, and options of attention that the benchmark times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omniattn.functional import masks
 
 _BLOCKS = torch.arange(2 * 4 * 4 * 8).view(2, 4, 4, 8) % 5 < 2
 
-#: Masks of indices, each with its cases; ids of documents are in order, then not.
+#: Index-based masks, each with cases; document ids sorted, then unsorted.
 PATTERNS: dict[str, masks.Mask] = {
     "prefix": masks.PrefixLM(torch.tensor([0, 70])),
     "chunked": masks.Chunked(48),
@@ -51,7 +51,7 @@ LONG_PATTERNS: dict[str, masks.Mask] = {
     ),
 }
 
-#: A mask that is made for one size, small enough for comparison with fp64.
+#: A mask for one fixed size, small enough to compare with fp64.
 LOCAL_AND_FIRST = masks.from_predicate(
     lambda b, h, q, k: (k <= q) & ((q - k < 64) | (k % 64 < 8)), 320, 320
 )

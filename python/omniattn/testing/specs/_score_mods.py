@@ -1,4 +1,4 @@
-"""Functions of scores for the OpSpecs of attention, each as flex_attention takes it."""
+"""score_mod functions for the OpSpecs of attention, with flex_attention's signature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def alibi(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def t5_bucket(distance: Tensor, dtype: torch.dtype) -> Tensor:
-    """T5's bucket of k - q for encoders, 32 of them up to a distance of 128."""
+    """Returns T5's bidirectional bucket of k - q: 32 buckets up to a distance of 128."""
     far = distance.abs()
     share = torch.log(torch.maximum(far, far * 0 + 1).to(dtype) / 8) / 2.772588722239781  # ln 16
     large = torch.clamp((8 + 8 * share).to(torch.int64), max=15)
@@ -23,16 +23,16 @@ def t5_bucket(distance: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def t5(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """A term by T5's bucket, as a table would hold it."""
+    """Adds a term that depends on T5's bucket, as a table does."""
     return s + torch.sin((t5_bucket(k - q, s.dtype) + 3 * h).to(s.dtype))
 
 
 def gate(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Far keys count less."""
+    """Reduces the scores of distant keys."""
     return s * torch.sigmoid(1 - (q - k).abs().to(s.dtype) / 16)
 
 
 def tiles(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Depends on the positions in every way that no table of a kernel could hold."""
+    """Depends on the positions in ways that no kernel table can represent."""
     turn = torch.cos((q * k % 7 + b).to(s.dtype))
     return torch.where((q // 5 - k // 3) % 4 == h % 4, torch.minimum(s, turn), s * turn)

@@ -21,21 +21,20 @@ from omniattn.testing.specs._score_mods import alibi, gate, softcap, t5, tiles
 # The backward of flash attention takes rowsum(dO * O) from O after rounding to the dtype.
 GRADIENT_FACTOR = 4.0
 GRADIENT_FACTORS = {
-    # The whole row has that error, and the gradient of a slope sums it times the distances of all
-    # keys.
+    # The gradient of a slope sums that error of the whole row times the distances of all keys.
     "alibi_slopes": 20.0,
     # On tensor cores O also has the error of P, which is rounded to the dtype before the product
     # with V.
     "sinks": 8.0,
 }
 
-#: Rows of distances for 4 heads of 16, the first and last ones also for all beyond.
+#: Rows of distances for 4 heads of 16; the first and last also apply to greater distances.
 _ROWS = torch.randn(2, 90, 4, 16, generator=torch.Generator().manual_seed(0))
 DISTANCES: dict[str, Any] = {
     "relative_keys": scores.DistanceRows(_ROWS[0], 80),
     "relative_queries": scores.DistanceRows(_ROWS[1], -40),
 }
-#: For 8 heads of 64, as Shaw et al. clip distances.
+#: Rows for 8 heads of 64, with distances clipped as by Shaw et al.
 _CLIPPED = scores.DistanceRows(
     torch.randn(129, 8, 64, generator=torch.Generator().manual_seed(0)), 64
 )
@@ -135,7 +134,7 @@ ATTENTION = OpSpec(
         ),
         Benchmark(qkv("bias", 2, 512, 512, 8, 8, 64, None, ("bias",)), (F32,), TRAINING, "compute"),
         Benchmark(qkv("decode", 1, 1, 4096, 32, 8, 128), (BF16, F32), FORWARD),
-        # A function of scores, next to the option that means the same.
+        # A score_mod and the equivalent option.
         *(
             Benchmark(
                 qkv(name, 1, 1024, 1024, 8, 8, 64, None, tensors, **options),
@@ -269,7 +268,7 @@ SELECT_ATTENTION = OpSpec(
     second_order=True,
     special=("mask",),
     cases=(
-        # One key each, for which straight-through gradients are the true ones.
+        # With one visible key, straight-through gradients are exact.
         qkv("tiny", 1, 3, 4, 2, 1, 3, 2, causal=True, window_size=(0, 0)),
         qkv("plain", 2, 65, 130, 4, 2, 32),
         qkv("dot", 2, 100, 300, 4, 2, 16, energy="dot", causal=True, tau=0.5),

@@ -32,7 +32,7 @@ def _case(
 
 
 def _small(random: Random, *shape: int) -> Tensor:
-    """Small integers: scores have no rounding, and many of them are equal."""
+    """Returns small integers, so that scores are exact and many are equal."""
     return (random.integers(5, *shape) - 2).to(random.dtype)
 
 
@@ -123,7 +123,7 @@ def _loss_case(
     tensors: tuple[str, ...] = (),
     **options: Any,
 ) -> Case:
-    """n: keys of each query in the sparse stage, 0 in the dense one."""
+    """Makes a case with n keys per query in the sparse stage, or n = 0 for the dense stage."""
     if "w" not in tensors:
         options["w"] = None
     sizes = {"B": B, "Tq": Tq, "Tk": Tk, "HI": HI, "DI": DI, "H": H, "G": G, "D": D, "n": n}
@@ -152,7 +152,7 @@ def _loss_inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _lse(case: Case, made: dict[str, Tensor]) -> Tensor:
-    """Returns the lse of the attention."""
+    """Returns the attention's lse."""
     options = {"causal": case.options.get("causal", True), "return_lse": True}
     q, k, lists = made["q"], made["k"], made.get("indices")
     if lists is None:
@@ -162,7 +162,7 @@ def _lse(case: Case, made: dict[str, Tensor]) -> Tensor:
 
 
 def _loss_flops(case: Case, pass_: Pass) -> float:
-    """Counts the products of both; the backward repeats the indexer's twice."""
+    """Counts the products of indexer and attention; the backward repeats the indexer's twice."""
     s = case.sizes
     pairs = s["B"] * s["Tq"] * s["n"] if s["n"] else _pairs(case)
     own, target = 2.0 * s["HI"] * s["DI"], 2.0 * s["H"] * s["D"]

@@ -57,7 +57,7 @@ def _jsd_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     made = {n: random.normal(case.sizes["M"], case.sizes["V"]) * 2 for n in ("student", "teacher")}
     if case.options.get("log_probs"):
         made = {name: t.double().log_softmax(-1).to(t) for name, t in made.items()}
-    if "impossible" in case.tensors:  # classes that the teacher excludes
+    if "impossible" in case.tensors:  # classes with teacher probability 0
         made["teacher"][:, ::3] = -float("inf")
     if "ignored" in case.tensors:
         made["target"] = _target(case, random)
@@ -83,7 +83,7 @@ def _fused_jsd_inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _fused_jsd_flops(case: Case, pass_: Pass) -> float:
-    """The teacher's logits are one product more."""
+    """Counts the FLOPs of a fused loss plus the product for the teacher's logits."""
     m, v, j = (case.sizes[s] for s in "MVJ")
     return gemm_flops(case, pass_) + (2.0 * m * v * j if "forward" in pass_ else 0.0)
 
@@ -153,7 +153,7 @@ LINEAR_CROSS_ENTROPY = OpSpec(
     ),
 )
 
-#: gradient_factor where the gradients of the logits themselves are rounded, as on CUDA.
+#: gradient_factor if the gradients of the logits are rounded, as on CUDA.
 ROUNDED_LOGITS = 4.0
 
 LINEAR_LOG_PROB = OpSpec(

@@ -61,10 +61,10 @@ MOE_EXPERTS = OpSpec(
     inputs=_moe_inputs,
     differentiable=("x", "weights", "up", "down", "up_bias", "down_bias"),
     flops=_moe_flops,
-    # Pre-activations are kept for the backward in the dtype, as eager keeps them: in fp32 they
-    # would take twice the memory. On CUDA h and the gradient of pre pass through it too, as
-    # operands of tensor cores. Multiples of eager's error, measured: at most 0.9 (CPU) and 1.3
-    # (CUDA) in y, 2.3 and 1.9 in gradients.
+    # Pre-activations are saved for the backward in the input dtype, as in eager; fp32 would take
+    # twice the memory. On CUDA, h and the gradient of pre are also rounded, as operands of tensor
+    # cores. Measured multiples of eager's error: at most 0.9 (CPU) and 1.3 (CUDA) in y, 2.3 and
+    # 1.9 in gradients.
     eager=experts_in_dtype,
     second_order=True,
     special=("gptoss", "recompute"),

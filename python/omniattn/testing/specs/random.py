@@ -1,4 +1,4 @@
-"""OpSpecs of the draws by index."""
+"""OpSpecs of counter-based random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpSpecs of recurrences of a matrix state."""
+"""OpSpecs of recurrences with a matrix state."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _case(
     N: int | None = None,
     **options: Any,
 ) -> Case:
-    """N sequences where they are packed."""
+    """Makes a case; N is the number of packed sequences."""
     sizes = {"B": B, "T": T, "H": H, "Hv": Hv or H, "K": K, "V": V}
     return Case(label, sizes if N is None else sizes | {"N": N}, tensors, options)
 
 
 def _gates(kind: str) -> Callable[[Case, Random], dict[str, Tensor]]:
-    """g, for a "head" or each "channel", and with "delta" beta."""
+    """Returns a maker of g per "head" or per "channel", and with "delta" of beta."""
 
     def made(case: Case, random: Random) -> dict[str, Tensor]:
         b, t, h, k = (case.sizes[name] for name in ("B", "T", "Hv", "K"))
@@ -56,14 +56,14 @@ def _gates(kind: str) -> Callable[[Case, Random], dict[str, Tensor]]:
 
 
 def _bonus(case: Case, random: Random) -> dict[str, Tensor]:
-    """w, the same for all tokens where the case is of RWKV-5, and u."""
+    """Makes w, constant over tokens for RWKV-5, and u."""
     b, t, h, k = (case.sizes[name] for name in ("B", "T", "Hv", "K"))
     shape = (h, k) if case.label == "constant" else (b, t, h, k)
     return {"w": -torch.exp(random.normal(*shape) - 1), "u": random.normal(h, k)}
 
 
 def _low_rank(g: str) -> Callable[[Case, Random], dict[str, Tensor]]:
-    """a = -x and b = alpha x of unit rows x, and the decays."""
+    """Returns a maker of a = -x and b = alpha x with unit rows x, and of the decays."""
 
     def made(case: Case, random: Random) -> dict[str, Tensor]:
         b, t, h, hv, k = (case.sizes[name] for name in ("B", "T", "H", "Hv", "K"))
@@ -76,7 +76,7 @@ def _low_rank(g: str) -> Callable[[Case, Random], dict[str, Tensor]]:
 
 
 def _feature_gates(case: Case, random: Random) -> dict[str, Tensor]:
-    """g and beta of gated linear attention, for features or heads."""
+    """Makes g and beta of gated linear attention, per feature or per head."""
     if not case.label.startswith("gated"):
         return {}
     b, t, h, hv, k = (case.sizes[name] for name in ("B", "T", "H", "Hv", "K"))
@@ -122,7 +122,7 @@ def _ssd(
     S: int | None = None,
     **options: Any,
 ) -> Case:
-    """S sequences where they are packed."""
+    """Makes a case; S is the number of packed sequences."""
     sizes = {"B": B, "T": T, "H": H, "P": P, "N": N, "G": G}
     return Case(label, sizes if S is None else sizes | {"S": S}, tensors, options)
 
@@ -149,7 +149,7 @@ def _ssd_inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _flops(products: int) -> Callable[[Case, Pass], float]:
-    """Products of a token with the state, without those within a chunk."""
+    """Counts products of tokens with the state, without those within a chunk."""
 
     def flops(case: Case, pass_: Pass) -> float:
         s = case.sizes
@@ -159,7 +159,7 @@ def _flops(products: int) -> Callable[[Case, Pass], float]:
 
 
 def _eager(name: str) -> Callable[..., Any]:
-    """The definition with q and k divided by their lengths in their own dtype, as it is here."""
+    """Returns the definition with q and k normalised in their own dtype, as the kernels do."""
     rule = getattr(reference, name)
 
     def run(q: Tensor, k: Tensor, *args: Any, l2norm: bool = False, **options: Any) -> Any:
@@ -198,7 +198,7 @@ def _spec(name: str, paper: str, kind: str, cases: tuple[Case, ...], **more: Any
 
 
 def _cases(**options: Any) -> tuple[Case, ...]:
-    """Sizes around the 16, 32 and 64 steps of chunks, odd ones, and empty ones."""
+    """Makes cases around the chunk sizes 16, 32 and 64, and with odd and empty sizes."""
     return (
         _case("tiny", 2, 3, 1, 3, 2, STATE, **options),
         _case("plain", 2, 70, 2, 16, 32, **options),
@@ -247,7 +247,7 @@ SSD = OpSpec(
 
 
 def _random_features(case: Case, random: Random) -> dict[str, Tensor]:
-    """Short q and k, so that signed kinds have denominators of some size; states with their M."""
+    """Makes small q and k, so that signed features have no tiny denominators; states with M."""
     b, t, h, k, v = (case.sizes[name] for name in ("B", "T", "H", "K", "V"))
     rows, kind = 2 * k + 1, case.options.get("kind", "positive")
     tensors = {
@@ -267,8 +267,10 @@ def _random_features(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _flat_pair(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a state (S, M), with each of the two by its name; its result is S e^M, whose
-    gradient M has no part in."""
+    """Wraps a function of a state (S, M) to take S and M by name and return S e^M.
+
+    M itself has no gradient.
+    """
 
     @functools.wraps(function)
     def run(

@@ -26,7 +26,7 @@ def _routed(
     tensors: tuple[str, ...] = (),
     **options: Any,
 ) -> Case:
-    """R heads of the router, which has keys for each; without gradient where it has none."""
+    """Makes a case with R router heads, each with keys; no gradient without router tensors."""
     sizes = {"B": B, "Tq": Tq, "Tk": Tk, "H": H, "G": G, "D": D, "R": R}
     trained = options.get("router_grad", "none") != "none"
     return Case(label, sizes, tensors, options, constant=() if trained else ROUTER)
@@ -63,7 +63,7 @@ ROUTED_BLOCK_ATTENTION = OpSpec(
     inputs=_inputs,
     differentiable=("q", "k", "v", *ROUTER),
     flops=_flops,
-    # Gradients of parts are rounded to the dtype before they are added up.
+    # Gradients of parts are rounded to the dtype before they are added.
     gradient_factor=2 * GRADIENT_FACTOR,
     second_order=True,
     special=("gate", "distill"),

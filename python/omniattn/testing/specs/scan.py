@@ -23,7 +23,7 @@ CONSTANT = ("constant_B", "constant_C", "D", "initial_state")
 
 
 def _boundaries(case: Case, random: Random) -> dict[str, Tensor]:
-    """N sequences from the first row to the last, where they are packed."""
+    """Makes cu_seqlens of N packed sequences, if the case has them."""
     if "cu_seqlens" not in case.tensors:
         return {}
     return {"cu_seqlens": boundaries(case.sizes["N"], case.sizes["T"], random)}
@@ -120,7 +120,7 @@ def _mlstm_inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _flat_state(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a state (C, n, m), with each of the three by its name."""
+    """Wraps a function of a state (C, n, m) to take the three tensors by name."""
 
     @functools.wraps(function)
     def run(
@@ -148,7 +148,7 @@ MLSTM = OpSpec(
     inputs=_mlstm_inputs,
     differentiable=("q", "k", "v", "i", "f", "C", "n", "m"),
     flops=_flops(4, "B", "T", "H", "K", "V"),
-    # Sums over K and V that cancel each other: a step's part in decays less that in its factor.
+    # Differences of sums over K and V: a step's effect through decays - that through its factor.
     gradient_factors={"i": 6.0, "f": 6.0},
     second_order=True,
     special=("packed", "exp"),
@@ -242,7 +242,8 @@ def _selective(
     softplus: bool = True,
     imaginary: tuple[str, ...] = (),
 ) -> Case:
-    """`delta` is added to the steps, `decay` multiplies A; complex are those in `imaginary`."""
+    """Makes a case; `delta` is added to the steps, `decay` multiplies A, `imaginary` names complex
+    tensors."""
     tensors = (*tensors, *(f"{name}_imag" for name in imaginary))
     options = {"delta_softplus": True} if softplus else {}
     sizes = {"B": B, "T": T, "D": D, "N": N}
@@ -287,7 +288,7 @@ def _selective_inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of complex tensors, of which the imaginary parts are tensors of their own."""
+    """Wraps a function of complex tensors to take real and imaginary parts separately."""
 
     @functools.wraps(function)
     def run(
@@ -372,7 +373,7 @@ def _rwkv(
 
 
 def _rwkv_inputs(case: Case, random: Random) -> dict[str, Tensor]:
-    """Decays of heads, or of channels where the case is of them."""
+    """Makes decays per head, or per channel if the case has them."""
     b, t, h, hv, k, v = (case.sizes[name] for name in ("B", "T", "H", "Hv", "K", "V"))
     width = (v,) if "channels" in case.label else ()
     tensors = {

@@ -1,4 +1,4 @@
-"""OpSpecs of attention to keys that are selected."""
+"""OpSpecs of attention to selected blocks of keys."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from omniattn.testing.specs.attention import GRADIENT_FACTOR, GRADIENT_FACTORS, 
 
 
 def _selected_inputs(case: Case, random: Random) -> dict[str, Tensor]:
-    """Lists of different blocks in any order, some of them padded with -1; "past": of a causal
-    call, the blocks up to that of the query, its own first."""
+    """Makes lists of distinct blocks in random order, some padded with -1.
+
+    "past" is for causal calls: blocks up to the query's own, which comes first.
+    """
     b, tq, tk, g = (case.sizes[k] for k in ("B", "Tq", "Tk", "G"))
     others = tuple(t for t in case.tensors if t in ("sinks", "seed"))
     made = attention_inputs(replace(case, tensors=others), random)
@@ -195,7 +197,7 @@ def _nsa_inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _nsa_flops(case: Case, pass_: Pass) -> float:
-    """As MoBA's, with the compressed keys and the window."""
+    """Counts FLOPs as for MoBA, plus the compressed keys and the window."""
     s, o = case.sizes, case.options
     position = torch.arange(s["Tq"]) + s["Tk"] - s["Tq"]
     size = o.get("block_size", 64)

@@ -1,4 +1,4 @@
-"""OpSpecs of attention of packed sequences and of caches."""
+"""OpSpecs of attention with packed sequences and with caches."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _packed(
     tensors: tuple[str, ...] = (),
     **options: Any,
 ) -> Case:
-    """B sequences of up to Tq queries and Tk keys; the longest has them all."""
+    """Makes a case of B sequences; the longest has Tq queries and Tk keys."""
     longest = {"max_seqlen_q": Tq, "max_seqlen_k": Tk}
     return qkv(label, B, Tq, Tk, H, G, D, None, tensors, **longest, **options)
 
 
 def _lengths(case: Case, random: Random) -> tuple[Tensor, Tensor]:
-    """Lengths (B,) of queries and keys, the same where Tq = Tk."""
+    """Returns lengths (B,) of queries and keys, equal if Tq = Tk."""
     b, tq, tk = (case.sizes[k] for k in ("B", "Tq", "Tk"))
     tk *= case.sizes.get("N", 1)
     longest_first = torch.arange(b) == 0
@@ -126,7 +126,7 @@ def _paged(
     tensors: tuple[str, ...] = (),
     **options: Any,
 ) -> Case:
-    """B sequences of up to `pages` pages of `size` tokens, some of them shared."""
+    """Makes a case of B sequences with up to `pages` pages of `size` tokens, some shared."""
     case = qkv(label, B, Tq, size, H, G, D, None, ("block table", *tensors), **options)
     return replace(case, sizes={**case.sizes, "N": pages})
 

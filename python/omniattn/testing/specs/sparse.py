@@ -1,4 +1,4 @@
-"""OpSpecs of the compositions of attention: Longformer, BigBird, hubs, representatives, chunks."""
+"""OpSpecs of composed attention: Longformer, BigBird, hubs, representatives, dual chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omniattn.testing.specs._cases import F32, TRAINING
 from omniattn.testing.specs.attention import GRADIENT_FACTOR, attention_flops
 
 Inputs = Callable[[Case, Random], dict[str, Tensor]]
-#: Gradients of parts are rounded to the dtype before they are added up.
+#: gradient_factor if gradients of parts are rounded to the dtype before they are added.
 PARTS_FACTOR = 2 * GRADIENT_FACTOR
 
 
@@ -70,7 +70,7 @@ def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _sets(random: Random, batch: int, length: int) -> Tensor:
-    """Three tokens of each sequence, or two and none."""
+    """Makes sets of three tokens per sequence, or of two and none."""
     order = random.uniform(batch, length).argsort(-1)[:, :3]
     order[::2, 2:] = -1
     return order
@@ -127,7 +127,7 @@ def _two_patterns(case: Case) -> masks.Mask:
 
 
 def _rounded_parts(name: str) -> Function:
-    """Makes the same calls of attention by its definition, each rounded to the dtype."""
+    """Returns the op with calls of attention replaced by the definition, rounded to the dtype."""
     module = sys.modules[getattr(functional, name).__module__]
 
     def attend(*tensors: Tensor, backend: str | None = None, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""OpSpecs of structured state-space models. All complex numbers are pairs."""
+"""OpSpecs of structured state-space models; complex numbers are (real, imaginary) pairs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _powers(label: str, H: int, N: int, L: int) -> Case:
 
 
 def _terms(random: Random, case: Case) -> tuple[Tensor, Tensor]:
-    """Coefficients, and numbers in the left half of the plane."""
+    """Makes coefficients, and numbers in the left half-plane."""
     shape = (case.sizes["H"], case.sizes["N"])
     decay = -0.5 * random.normal(*shape).exp()
     return random.normal(*shape, 2), torch.stack((decay, 3 * random.normal(*shape)), -1)
@@ -72,7 +72,7 @@ def _poles(label: str, H: int, N: int, L: int) -> Case:
 
 
 def _pole_inputs(case: Case, random: Random) -> dict[str, Tensor]:
-    """z on the imaginary axis, as the bilinear map brings the unit circle there."""
+    """Makes z on the imaginary axis, where the bilinear transform maps the unit circle."""
     v, w = _terms(random, case)
     length = case.sizes["L"]
     angles = (torch.arange(length, dtype=torch.float64) - length / 2) * (math.pi / (length + 1))
