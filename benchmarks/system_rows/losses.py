@@ -82,14 +82,14 @@ def _mean(loss: Any) -> Tensor:
 LOSSES: dict[str, tuple[System, ...]] = {
     "direct preference optimisation: sigmoid, conservative, robust, hinge, IPO, EXO, NCA, BCO, "
     "SPPO, APO, DiscoPOP": (_row("dpo", lambda x: _mean(F.dpo_loss(*_pair(x))), _dpo),),
-    "preferences without a reference: CPO, SimPO, ORPO": (
+    "reference-free preference optimisation: CPO, SimPO, ORPO": (
         _row(
             "simpo",
             lambda x: _mean(F.simpo_loss(*_pair(x, average=True), beta=2.0, gamma=1.0)),
             _simpo,
         ),
     ),
-    "unpaired preferences (KTO)": (
+    "unpaired preference optimisation: KTO": (
         _row(
             "kto",
             lambda x: _mean(

@@ -82,15 +82,15 @@ def _grid() -> Tensor:
 
 LONG = r.LongRopeScaling((1.0,) * 32, tuple(1.0 + n / 4 for n in range(32)), 4.0, 512)
 POSITIONS: dict[str, tuple[System, ...]] = {
-    "RoPE, linear scaling": (_row("linear", scaling=r.LinearScaling(4.0)),),
-    "RoPE, NTK and dynamic NTK": (
+    "RoPE with linear scaling": (_row("linear", scaling=r.LinearScaling(4.0)),),
+    "RoPE with NTK and dynamic NTK scaling": (
         _row("ntk", scaling=r.NTKScaling(4.0)),
         _row("dynamicntk", scaling=r.DynamicNTKScaling(4.0, 512)),
     ),
-    "RoPE, YaRN": (_row("yarn", scaling=r.YarnScaling(4.0, 512)),),
-    "RoPE, Llama 3 scaling": (_row("llama3", scaling=r.Llama3Scaling()),),
-    "RoPE, LongRoPE": (_row("longrope", scaling=LONG),),
-    "M-RoPE, sections and interleaved": (
+    "RoPE with YaRN scaling": (_row("yarn", scaling=r.YarnScaling(4.0, 512)),),
+    "RoPE with Llama 3 scaling": (_row("llama3", scaling=r.Llama3Scaling()),),
+    "RoPE with LongRoPE scaling": (_row("longrope", scaling=LONG),),
+    "M-RoPE, contiguous or interleaved sections": (
         _row("mrope", torch.arange(3 * T).view(3, T) % T, sections=(8, 12, 12)),
     ),
     "2-D RoPE": (_row("axial", F.grid_positions(32, 32), num_axes=2),),
@@ -104,7 +104,7 @@ POSITIONS: dict[str, tuple[System, ...]] = {
             ),
         ),
     ),
-    "learned positions, resized in 1-D and 2-D": (
+    "learned positions, 1-D and 2-D interpolation": (
         System(
             "resized-S14to24C256",
             lambda: functions(
@@ -120,5 +120,5 @@ POSITIONS: dict[str, tuple[System, ...]] = {
             lambda: functions([], ours=lambda: F.sincos_2d(512, 64, 64), eager=lambda: _sincos(64)),
         ),
     ),
-    "packed and padded position ids": (System("packed-N256", _packed),),
+    "position ids of packed and padded sequences": (System("packed-N256", _packed),),
 }

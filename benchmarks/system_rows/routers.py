@@ -71,7 +71,7 @@ def _balance() -> dict[str, Provider]:
 
 
 ROUTERS: dict[str, tuple[System, ...]] = {
-    "routers: softmax and top-k in either order, Switch, group-limited": (
+    "routers: softmax before or after top-k, Switch, group-limited": (
         System(
             f"softmaxfirst-M{M}E{E}K{K}",
             _routers(lambda x: F.softmax_top_k(x, K, renormalize=True), _softmax_first),
@@ -85,12 +85,12 @@ ROUTERS: dict[str, tuple[System, ...]] = {
             _routers(lambda x: F.softmax_top_k(x, K, groups=8, top_groups=3), _groups),
         ),
     ),
-    "router: sigmoid, balanced by a bias": (
+    "router: sigmoid with bias-based balancing": (
         System(
             f"sigmoid-M{M}E{E}K{K}", _routers(lambda x: F.sigmoid_top_k(x, K, bias=BIAS), _sigmoid)
         ),
     ),
-    "router: sigmoid on the inputs": (
+    "router: sigmoid scaling of expert inputs": (
         System(
             f"llama4-M{M}E{E}K1",
             _routers(lambda x: F.llama4_top_k(x), lambda x: x.topk(1, -1).values.sigmoid()),
@@ -121,5 +121,5 @@ ROUTERS: dict[str, tuple[System, ...]] = {
             ),
         ),
     ),
-    "balance and z-losses of routers": (System(f"balance-M{M}E{E}K{K}", _balance),),
+    "router losses: load balancing, z-loss": (System(f"balance-M{M}E{E}K{K}", _balance),),
 }

@@ -28,57 +28,60 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "causal, prefix-LM and chunked masks": (
         *(("attention", "causal"), ("attention", "prefix"), ("attention", "chunked")),
     ),
-    "relative keys and queries: rows of distances": (("attention", "distances"),),
-    "sliding windows, neighborhoods": (("attention", "window"), ("attention", "neighbours")),
-    "dilated, strided, fixed and every k-th key": (
+    "relative position embeddings of keys and queries": (("attention", "distances"),),
+    "sliding-window and neighborhood attention": (
+        ("attention", "window"),
+        ("attention", "neighbours"),
+    ),
+    "dilated, strided, fixed and every-k-th-key patterns": (
         *(("attention", "dilated"), ("attention", "strided"), ("attention", "fixed")),
         ("attention", "everykth"),
     ),
-    "block-sparse: any size of blocks, as a mask or compressed rows": (("attention", "blocks"),),
+    "block-sparse attention: mask or compressed rows, any block size": (("attention", "blocks"),),
     "neighborhood attention in 1-D to 3-D: dilated, strided, causal": (
         *(("na1d", "window"), ("na2d", "nat"), ("na2d", "dinat"), ("na3d", "video")),
     ),
-    "blocks and global tokens": (("attention", "blockslocalglobal"),),
-    "selected blocks of keys, selected keys": (
+    "block-local attention with global tokens": (("attention", "blockslocalglobal"),),
+    "attention to selected key blocks or keys": (
         *(("selected_attention", "nsa"), ("selected_attention", "tokens")),
     ),
-    "native sparse attention: compressed keys, selected blocks, a window": (
+    "native sparse attention (NSA): compression, selection, sliding window": (
         ("nsa_attention", "causal"),
     ),
-    "mixture of block attention": (("moba_attention", "causal"),),
-    "lightning indexer of DeepSeek sparse attention, and its loss": (
+    "mixture of block attention (MoBA)": (("moba_attention", "causal"),),
+    "lightning indexer of DeepSeek Sparse Attention, with its loss": (
         *(("dsa_indexer", "heads64"), ("dsa_indexer", "step")),
         *(("dsa_indexer_loss", "dense"), ("dsa_indexer_loss", "sparse")),
     ),
-    "indexer of a single head without weights, ties to the latest": (("dsa_indexer", "onehead"),),
-    "learned routing of blocks of keys: not trained, by gates, by distillation": (
+    "single-head indexer without weights, ties to the latest key": (("dsa_indexer", "onehead"),),
+    "learned block routing: untrained, trained by gates or distillation": (
         *(("routed_block_attention", "plain"), ("routed_block_attention", "gate")),
     ),
-    "Longformer: windows, dilated per head, global tokens with their own projections": (
+    "Longformer: dilated windows per head, global tokens with separate projections": (
         *(("longformer_attention", "window"), ("longformer_attention", "global")),
     ),
-    "BigBird: random, near and global blocks, global tokens": (("bigbird_attention", "blocks"),),
-    "hub and spoke, one or two sets of projections": (
+    "BigBird: random, window and global blocks, global tokens": (("bigbird_attention", "blocks"),),
+    "hub-and-spoke attention, shared or separate projections": (
         *(("hub_spoke_attention", "hubs"), ("hub_spoke_attention", "disjoint")),
     ),
-    "deterministic sparse: a window and representatives, tokens or means, pyramids": (
+    "deterministic sparse attention: window, representatives, pyramids": (
         *(("detsa_attention", "tokens"), ("detsa_attention", "means")),
     ),
     "dual chunk attention": (("dual_chunk_attention", "chunks"),),
-    "gated mean of local and strided attention": (("local_strided_attention", "two"),),
-    "any mask, in blocks": (("attention", "predicate"),),
-    "softcap, sinks, scale per head": (
+    "gated combination of local and strided attention": (("local_strided_attention", "two"),),
+    "block-sparse masks from a predicate": (("attention", "predicate"),),
+    "logit softcapping, attention sinks, per-head scale": (
         *(("attention", "softcap"), ("attention", "sinks"), ("attention", "headscale")),
     ),
     "sigmoid and squared ReLU attention": (("attention", "sigmoid"), ("attention", "relu2")),
-    "selection of one key": (("select_attention", "causal"),),
+    "hard attention: one selected key per query": (("select_attention", "causal"),),
     "selective attention": (("selective_attention", "model"),),
     "ALiBi": (("attention", "alibi"),),
-    "feed-forward: ReLU, GELU, SiLU, squared ReLU": (
+    "feed-forward layers: ReLU, GELU, SiLU, squared ReLU": (
         *(("mlp", "gelu"), ("mlp", "relu"), ("mlp", "silu"), ("mlp", "relu2")),
     ),
-    "GLU family as one op": (("glu_mlp", "swiglu"), ("glu_mlp", "geglu")),
-    "clamped GLU of gpt-oss": (("clamped_swiglu", "pair"),),
+    "gated feed-forward layers (GLU family), fused": (("glu_mlp", "swiglu"), ("glu_mlp", "geglu")),
+    "clamped SwiGLU (gpt-oss)": (("clamped_swiglu", "pair"),),
     "cross entropy: label smoothing, class weights, z-loss, softcap, temperature": (
         *(("cross_entropy", "plain"), ("cross_entropy", "weighted"), ("cross_entropy", "zloss")),
         ("linear_cross_entropy", "plain"),
@@ -86,14 +89,14 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "distillation: forward and reverse KL, generalised Jensen-Shannon divergence": (
         *(("jsd", "plain"), ("jsd", "forward"), ("linear_jsd", "plain")),
     ),
-    "mixture of experts, dropless or with capacity, on one or several processes": (
+    "mixture of experts: dropless or with capacity, expert parallelism": (
         ("moe_experts", "mixtral"),
     ),
-    "linear attention with features of any kind": (("linear_attention", "head64"),),
-    "random features: FAVOR+ (positive, hyperbolic, orthogonal), trigonometric, without a norm": (
+    "linear attention with any feature map": (("linear_attention", "head64"),),
+    "random features: FAVOR+ (positive, hyperbolic, orthogonal), trigonometric, unnormalised": (
         ("random_feature_attention", "head64"),
     ),
-    "decaying linear attention: retention, GLA": (
+    "linear attention with decay: retention, GLA": (
         *(("gated_linear_attention", "head64"), ("retention", "head64")),
     ),
     "delta rules: DeltaNet, Gated DeltaNet, Kimi Delta Attention": (
@@ -104,7 +107,7 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "RWKV-4 to 7": (("rwkv4", "model"), ("rwkv6", "head64"), ("rwkv7", "head64")),
-    "means of decaying weights with r . k in the exponent: by pairs, by a state": (
+    "RWKV weighted means with exponent r . k: quadratic, recurrent": (
         *(("rwkv_quadratic", "head64"), ("rwkv_recurrent", "head64")),
     ),
     "causal depthwise convolution with SiLU": (
@@ -115,18 +118,18 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "xLSTM": (("mlstm", "model"), ("slstm", "model")),
     "LayerNorm": (("layer_norm", "plain"),),
     "RMSNorm": (("rms_norm", "plain"),),
-    "gated RMSNorm, before or after the gate": (
+    "gated RMSNorm, norm before or after the gate": (
         ("rms_norm_gated", "after"),
         ("rms_norm_gated", "before"),
     ),
-    "norm per head": (("group_norm", "heads"),),
-    "dropout, the same bits on every device": (("dropout", "tenth"), ("attention", "dropout")),
+    "GroupNorm, per-head norm": (("group_norm", "heads"),),
+    "dropout, bitwise equal on every device": (("dropout", "tenth"), ("attention", "dropout")),
     "RoPE: half-split, interleaved, partial": (
         *(("apply_rotary", "half"), ("apply_rotary", "interleaved"), ("apply_rotary", "partial")),
     ),
     "QK-norm fused with RoPE": (("qk_norm_rotary", "half"),),
     "packed and padded sequences": (("attention_varlen", "mixed"), ("attention", "padding")),
-    "caches: contiguous, rolling, paged, of a source": (
+    "KV caches: contiguous, rolling, paged, cross-attention": (
         *(("attention_cached", "decode"), ("attention_cached", "pages")),
     ),
 }
@@ -258,17 +261,17 @@ def _deberta() -> dict[str, Provider]:
 
 
 SYSTEMS: dict[str, tuple[System, ...]] = {
-    "split keys, merged by lse": (System("merge-B1T512H8D64", _merged),),
+    "split-KV attention, merged by log-sum-exp": (System("merge-B1T512H8D64", _merged),),
     "T5 relative bias": (System("t5-B1T512H8D64", _t5),),
-    "Swin: windows, shifted windows, patch merging": (System("swin-B2S28C192H6", _swin),),
-    "multi-head latent attention, absorbed decoding": (
+    "Swin Transformer: shifted windows, patch merging": (System("swin-B2S28C192H6", _swin),),
+    "multi-head latent attention with absorbed decoding": (
         System("mla-B1T512C512H8", _mla),
         System("mladecode-B1T1024C512H8", _mla_decode),
     ),
-    "DeepSeek sparse attention: keys chosen by an indexer that learns from the attention": (
+    "DeepSeek Sparse Attention: keys selected by an indexer distilled from attention": (
         System("dsa-B1T1024C512H8", _dsa),
     ),
-    "caches that evict: threshold, H2O, StreamingLLM, SnapKV": tuple(
+    "KV cache eviction: threshold, H2O, StreamingLLM, SnapKV": tuple(
         System(f"{name}-B1T512C512H8", lambda policy=policy: _eviction(policy))
         for name, policy in (
             ("threshold", m.Threshold(eps=2e-3)),
@@ -277,7 +280,7 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
             ("snapkv", m.SnapKV(128)),
         )
     ),
-    "QK-norm: rms, 1 + w, layer, l2": tuple(
+    "QK-norm: RMSNorm, RMSNorm with 1 + w, LayerNorm, L2": tuple(
         System(f"qknorm{name}-B1T512C512H8", _attention(qk_norm=name))
         for name in ("rms", "layer", "l2")
     ),
@@ -293,20 +296,20 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
             lambda: _rotated(m.DifferentialAttention.Config(512, 4, 1), 64),
         ),
     ),
-    "Transformer-XL, u and v of a layer or shared": (
+    "Transformer-XL, per-layer or shared u and v": (
         System(
             "xl-B1T512C512H8",
             lambda: layer(m.TransformerXLAttention.Config(512, 8), normal(1, 512, 512)),
         ),
     ),
-    "DeBERTa": (System("deberta-B1T512C512H8", _deberta),),
-    "PVT: spatial reduction": (
+    "disentangled attention (DeBERTa)": (System("deberta-B1T512C512H8", _deberta),),
+    "spatial-reduction attention (PVT)": (
         System(
             "pvt-B1S32C256H4",
             lambda: layer(m.SpatialReductionAttention.Config(256, 4, 4), normal(1, 32, 32, 256)),
         ),
     ),
-    "pre-, post-, sandwich and parallel placement": tuple(
+    "pre-, post-, sandwich and parallel norm placement": tuple(
         System(f"{name}-T512C512", lambda name=name: _block(name))
         for name in ("pre", "post", "sandwich")
     ),

@@ -163,11 +163,11 @@ _MIXERS = {
 _HYBRIDS = {"ratio": hybrid_schedule("ratio", 4, ratio=3), "samba": hybrid_schedule("samba", 2)}
 
 STATES: dict[str, tuple[System, ...]] = {
-    "linear time-invariant systems, several inputs and outputs: recurrent, one step delayed": (
+    "linear time-invariant SSM (MIMO): recurrence, one-step delay": (
         System(f"lti-B2T{T}I4N64", _recurrence),
         System(f"ltidelayed-B2T{T}I4N64", _delayed),
     ),
-    "the same as convolutions by FFT, of each channel alone or all": (
+    "linear time-invariant SSM: FFT convolution, per channel or MIMO": (
         System(f"ltifft-B2T{T}I4N64", _convolution),
         System(f"fftconv-B2T{T}H{WIDTH}", _channels),
     ),
@@ -175,22 +175,22 @@ STATES: dict[str, tuple[System, ...]] = {
         System(f"{rule}-H64N8", lambda rule=rule: _discretisation(rule))
         for rule in ("zoh", "bilinear", "euler", "mamba")
     ),
-    "HiPPO-LegS and its normal part plus low rank": (System("hippo-N64", _initial),),
-    "S4: diagonal plus low rank, as a convolution and step by step": (
+    "HiPPO-LegS and its NPLR form": (System("hippo-N64", _initial),),
+    "S4 (DPLR): convolution and recurrence": (
         System("s4-B1T128C64N16", lambda: _layer(m.S4.Config(64, 16), 128)),
         System("s4steps-B1T40C64N16", lambda: _steps(m.S4.Config(64, 16))),
     ),
-    "S4D: Lin, Inv, Real and LegS, as a convolution and step by step": (
+    "S4D (Lin, Inv, Real, LegS): convolution and recurrence": (
         *(
             System(f"{init}-B1T128C64N32", lambda init=init: _layer(_s4d(init), 128))
             for init in ("s4d-lin", "s4d-inv", "s4d-real", "legs")
         ),
         System("s4dsteps-B1T40C64N32", lambda: _steps(_s4d("s4d-lin"))),
     ),
-    "selection without step sizes: one state for all channels": (
+    "simplified selective SSM: no step sizes, one state for all channels": (
         System("simplessm-B1T64C128", lambda: _layer(m.SimpleSelectiveSSM.Config(128), 64)),
     ),
-    "hybrid stacks of Mamba and attention: in some layers (Jamba), in turn (Samba)": tuple(
+    "Mamba-attention hybrids: periodic (Jamba), alternating (Samba)": tuple(
         System(f"{name}-B1T32C{WIDTH}", lambda layers=layers: _hybrid(layers))
         for name, layers in _HYBRIDS.items()
     ),

@@ -8,17 +8,19 @@ __all__ = ["VARIANTS"]
 
 VARIANTS = (
     Variant(
-        "multi-head latent attention, absorbed decoding",
+        "multi-head latent attention with absorbed decoding",
         ("MultiHeadLatentAttention", "LatentCache"),
         "DeepSeek-AI 2024, arXiv 2405.04434",
     ),
     Variant(
-        "DeepSeek sparse attention: keys chosen by an indexer that learns from the attention",
+        "DeepSeek Sparse Attention: keys selected by an indexer distilled from attention",
         ("DeepSeekSparseAttention", "DSAState"),
         "DeepSeek-AI 2025, arXiv 2512.02556",
     ),
     Variant(
-        "QK-norm: rms, 1 + w, layer, l2", ("Attention",), "Henry et al. 2020, arXiv 2010.04245"
+        "QK-norm: RMSNorm, RMSNorm with 1 + w, LayerNorm, L2",
+        ("Attention",),
+        "Henry et al. 2020, arXiv 2010.04245",
     ),
     Variant("gated attention", ("Attention",), "Qiu et al. 2025, arXiv 2505.06708"),
     Variant("gated attention unit", ("GatedAttentionUnit",), "Hua et al. 2022, arXiv 2202.10447"),
@@ -26,13 +28,17 @@ VARIANTS = (
         "differential attention", ("DifferentialAttention",), "Ye et al. 2024, arXiv 2410.05258"
     ),
     Variant(
-        "Transformer-XL, u and v of a layer or shared",
+        "Transformer-XL, per-layer or shared u and v",
         ("TransformerXLAttention",),
         "Dai et al. 2019, arXiv 1901.02860",
     ),
-    Variant("DeBERTa", ("DisentangledAttention",), "He et al. 2020, arXiv 2006.03654"),
     Variant(
-        "PVT: spatial reduction",
+        "disentangled attention (DeBERTa)",
+        ("DisentangledAttention",),
+        "He et al. 2020, arXiv 2006.03654",
+    ),
+    Variant(
+        "spatial-reduction attention (PVT)",
         ("SpatialReductionAttention",),
         "Wang et al. 2021, arXiv 2102.12122",
     ),
@@ -42,7 +48,7 @@ VARIANTS = (
         "Vaswani et al. 2017, arXiv 1706.03762",
     ),
     Variant(
-        "learned positions, resized in 1-D and 2-D",
+        "learned positions, 1-D and 2-D interpolation",
         ("interpolate_positions", "interpolate_grid", "LearnedPositional"),
         "Dosovitskiy et al. 2020, arXiv 2010.11929",
     ),
@@ -52,15 +58,17 @@ VARIANTS = (
         "He et al. 2021, arXiv 2111.06377",
     ),
     Variant(
-        "packed and padded position ids", ("packed_positions", "masked_positions"), "this package"
+        "position ids of packed and padded sequences",
+        ("packed_positions", "masked_positions"),
+        "this package",
     ),
     Variant(
-        "pre-, post-, sandwich and parallel placement",
+        "pre-, post-, sandwich and parallel norm placement",
         ("Residual", "ParallelResidual", "DropPath"),
         "Xiong et al. 2020, arXiv 2002.04745",
     ),
     Variant(
-        "hybrid stacks of Mamba and attention: in some layers (Jamba), in turn (Samba)",
+        "Mamba-attention hybrids: periodic (Jamba), alternating (Samba)",
         ("Mamba", "Attention", "DecoderBlock"),
         "Lieber et al. 2024, arXiv 2403.19887",
     ),

@@ -302,24 +302,28 @@ VARIANTS = (
         "Raffel et al. 2019, arXiv 1910.10683",
     ),
     Variant(
-        "sliding windows, neighborhoods",
+        "sliding-window and neighborhood attention",
         ("SlidingWindow", "sliding_window", "Neighborhood"),
         "Hassani et al. 2022, arXiv 2204.07143",
     ),
     Variant(
-        "dilated, strided, fixed and every k-th key",
+        "dilated, strided, fixed and every-k-th-key patterns",
         ("Dilated", "Strided", "Fixed", "EveryKth"),
         "Child et al. 2019, arXiv 1904.10509",
     ),
     Variant(
-        "block-sparse: any size of blocks, as a mask or compressed rows",
+        "block-sparse attention: mask or compressed rows, any block size",
         ("Blocks", "BlockSparseAttention"),
         "Child et al. 2019, arXiv 1904.10509",
     ),
-    Variant("any mask, in blocks", ("from_predicate", "Blocks"), "this package"),
-    Variant("split keys, merged by lse", ("merge_attention",), "Dao et al. 2022, arXiv 2205.14135"),
+    Variant("block-sparse masks from a predicate", ("from_predicate", "Blocks"), "this package"),
     Variant(
-        "softcap, sinks, scale per head",
+        "split-KV attention, merged by log-sum-exp",
+        ("merge_attention",),
+        "Dao et al. 2022, arXiv 2205.14135",
+    ),
+    Variant(
+        "logit softcapping, attention sinks, per-head scale",
         ("attention", "Attention"),
         "OpenAI 2025, arXiv 2508.10925",
     ),
@@ -329,16 +333,16 @@ VARIANTS = (
         "Ramapuram et al. 2024, arXiv 2409.04431",
     ),
     Variant(
-        "relative keys and queries: rows of distances",
+        "relative position embeddings of keys and queries",
         ("DistanceRows", "attention"),
         "Shaw et al. 2018, arXiv 1803.02155",
     ),
-    Variant("selection of one key", ("select_attention",), "this package"),
+    Variant("hard attention: one selected key per query", ("select_attention",), "this package"),
     Variant(
         "T5 relative bias", ("T5Bias", "T5RelativeBias"), "Raffel et al. 2019, arXiv 1910.10683"
     ),
     Variant(
-        "Swin: windows, shifted windows, patch merging",
+        "Swin Transformer: shifted windows, patch merging",
         ("WindowBias", "WindowAttention", "SwinBlock", "PatchMerging"),
         "Liu et al. 2021, arXiv 2103.14030",
     ),

@@ -124,17 +124,17 @@ SPECS = (GLU_MLP, MLP)
 
 VARIANTS = (
     Variant(
-        "feed-forward: ReLU, GELU, SiLU, squared ReLU",
+        "feed-forward layers: ReLU, GELU, SiLU, squared ReLU",
         ("mlp", "MLP"),
         "Vaswani et al. 2017, arXiv 1706.03762",
     ),
     Variant(
-        "GLU family as one op",
+        "gated feed-forward layers (GLU family), fused",
         ("glu_mlp", "swiglu", "geglu", "reglu", "glu", "bilinear", "GatedMLP"),
         "Shazeer 2020, arXiv 2002.05202",
     ),
     Variant(
-        "clamped GLU of gpt-oss",
+        "clamped SwiGLU (gpt-oss)",
         ("clamped_swiglu", "glu_mlp", "GatedMLP", "moe_experts"),
         "OpenAI 2025, arXiv 2508.10925",
     ),

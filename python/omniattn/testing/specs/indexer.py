@@ -211,11 +211,9 @@ SPECS = (DSA_INDEXER, DSA_INDEXER_LOSS)
 
 VARIANTS = (
     Variant(
-        "lightning indexer of DeepSeek sparse attention, and its loss",
+        "lightning indexer of DeepSeek Sparse Attention, with its loss",
         ("dsa_indexer", "dsa_indexer_loss"),
         PAPER,
     ),
-    Variant(
-        "indexer of a single head without weights, ties to the latest", ("dsa_indexer",), PAPER
-    ),
+    Variant("single-head indexer without weights, ties to the latest key", ("dsa_indexer",), PAPER),
 )

@@ -246,12 +246,12 @@ VARIANTS = (
         "Rafailov et al. 2023, arXiv 2305.18290",
     ),
     Variant(
-        "preferences without a reference: CPO, SimPO, ORPO",
+        "reference-free preference optimisation: CPO, SimPO, ORPO",
         ("cpo_loss", "simpo_loss", "orpo_loss", "LigerFusedLinearSimPOLoss"),
         "Meng et al. 2024, arXiv 2405.14734",
     ),
     Variant(
-        "unpaired preferences (KTO)",
+        "unpaired preference optimisation: KTO",
         ("kto_loss", "LigerFusedLinearKTOLoss"),
         "Ethayarajh et al. 2024, arXiv 2402.01306",
     ),

@@ -105,21 +105,21 @@ SPECS = (MOE_EXPERTS,)
 
 VARIANTS = (
     Variant(
-        "mixture of experts, dropless or with capacity, on one or several processes",
+        "mixture of experts: dropless or with capacity, expert parallelism",
         ("moe_experts", "drop_over_capacity", "MoE", "ExpertParallel"),
         "Shazeer et al. 2017, arXiv 1701.06538",
     ),
     Variant(
-        "routers: softmax and top-k in either order, Switch, group-limited",
+        "routers: softmax before or after top-k, Switch, group-limited",
         ("softmax_top_k", "top_k_softmax"),
         "Fedus et al. 2021, arXiv 2101.03961",
     ),
     Variant(
-        "router: sigmoid, balanced by a bias",
+        "router: sigmoid with bias-based balancing",
         ("sigmoid_top_k", "update_router_bias"),
         "DeepSeek-AI 2024, arXiv 2412.19437",
     ),
-    Variant("router: sigmoid on the inputs", ("llama4_top_k",), "Meta AI 2025, Llama 4"),
+    Variant("router: sigmoid scaling of expert inputs", ("llama4_top_k",), "Meta AI 2025, Llama 4"),
     Variant(
         "router: noisy top-k",
         ("noisy_top_k", "expert_importance", "cv_squared"),
@@ -132,7 +132,7 @@ VARIANTS = (
         "Panda et al. 2025, arXiv 2504.12463",
     ),
     Variant(
-        "balance and z-losses of routers",
+        "router losses: load balancing, z-loss",
         ("load_balance_loss", "router_z_loss"),
         "Zoph et al. 2022, arXiv 2202.08906",
     ),

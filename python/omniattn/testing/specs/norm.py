@@ -155,9 +155,11 @@ VARIANTS = (
     Variant("LayerNorm", ("layer_norm", "LayerNorm"), "Ba et al. 2016, arXiv 1607.06450"),
     Variant("RMSNorm", ("rms_norm", "RMSNorm"), "Zhang and Sennrich 2019, arXiv 1910.07467"),
     Variant(
-        "gated RMSNorm, before or after the gate",
+        "gated RMSNorm, norm before or after the gate",
         ("rms_norm_gated", "RMSNormGated"),
         "Dao and Gu 2024, arXiv 2405.21060",
     ),
-    Variant("norm per head", ("group_norm", "GroupNorm"), "Wu and He 2018, arXiv 1803.08494"),
+    Variant(
+        "GroupNorm, per-head norm", ("group_norm", "GroupNorm"), "Wu and He 2018, arXiv 1803.08494"
+    ),
 )

@@ -56,7 +56,7 @@ SPECS = (DROPOUT, UNIFORM_LIKE)
 
 VARIANTS = (
     Variant(
-        "dropout, the same bits on every device",
+        "dropout, bitwise equal on every device",
         ("dropout", "Dropout"),
         "Srivastava et al. 2014, JMLR 15",
     ),

@@ -387,12 +387,12 @@ SPECS = (
 
 VARIANTS = (
     Variant(
-        "linear attention with features of any kind",
+        "linear attention with any feature map",
         ("linear_attention", "LinearAttention", "DeltaAttention"),
         "Katharopoulos et al. 2020, arXiv 2006.16236",
     ),
     Variant(
-        "random features: FAVOR+ (positive, hyperbolic, orthogonal), trigonometric, without a norm",
+        "random features: FAVOR+ (positive, hyperbolic, orthogonal), trigonometric, unnormalised",
         (
             *("random_feature_attention", "random_features", "orthogonal_gaussian"),
             "Performer",
@@ -400,7 +400,7 @@ VARIANTS = (
         "Choromanski et al. 2020, arXiv 2009.14794",
     ),
     Variant(
-        "decaying linear attention: retention, GLA",
+        "linear attention with decay: retention, GLA",
         ("gated_linear_attention", "retention", "GatedLinearAttention", "MultiScaleRetention"),
         "Yang et al. 2023, arXiv 2312.06635",
     ),
@@ -420,7 +420,7 @@ VARIANTS = (
         "Peng et al. 2025, arXiv 2503.14456",
     ),
     Variant(
-        "means of decaying weights with r . k in the exponent: by pairs, by a state",
+        "RWKV weighted means with exponent r . k: quadratic, recurrent",
         ("rwkv_quadratic", "rwkv_recurrent"),
         "this package",
     ),
@@ -435,7 +435,7 @@ VARIANTS = (
         "Gu and Dao 2023, arXiv 2312.00752",
     ),
     Variant(
-        "selection without step sizes: one state for all channels",
+        "simplified selective SSM: no step sizes, one state for all channels",
         ("SimpleSelectiveSSM",),
         "Gu and Dao 2023, arXiv 2312.00752",
     ),

@@ -135,30 +135,32 @@ VARIANTS = (
         "Su et al. 2021, arXiv 2104.09864",
     ),
     Variant(
-        "RoPE, linear scaling",
+        "RoPE with linear scaling",
         ("rope_frequencies", "LinearScaling"),
         "Chen et al. 2023, arXiv 2306.15595",
     ),
     Variant(
-        "RoPE, NTK and dynamic NTK",
+        "RoPE with NTK and dynamic NTK scaling",
         ("rope_frequencies", "NTKScaling", "DynamicNTKScaling"),
         "Peng et al. 2023, arXiv 2309.00071",
     ),
     Variant(
-        "RoPE, YaRN", ("rope_frequencies", "YarnScaling"), "Peng et al. 2023, arXiv 2309.00071"
+        "RoPE with YaRN scaling",
+        ("rope_frequencies", "YarnScaling"),
+        "Peng et al. 2023, arXiv 2309.00071",
     ),
     Variant(
-        "RoPE, Llama 3 scaling",
+        "RoPE with Llama 3 scaling",
         ("rope_frequencies", "Llama3Scaling"),
         "Llama Team 2024, arXiv 2407.21783",
     ),
     Variant(
-        "RoPE, LongRoPE",
+        "RoPE with LongRoPE scaling",
         ("rope_frequencies", "LongRopeScaling"),
         "Ding et al. 2024, arXiv 2402.13753",
     ),
     Variant(
-        "M-RoPE, sections and interleaved",
+        "M-RoPE, contiguous or interleaved sections",
         ("rotary_tables", "mrope_axes", "RotaryEmbedding"),
         "Wang et al. 2024, arXiv 2409.12191",
     ),

@@ -112,7 +112,7 @@ SPECS = (ROUTED_BLOCK_ATTENTION,)
 
 VARIANTS = (
     Variant(
-        "learned routing of blocks of keys: not trained, by gates, by distillation",
+        "learned block routing: untrained, trained by gates or distillation",
         ("routed_block_attention", "RoutedBlockAttention"),
         "Gao et al. 2024, arXiv 2410.13276",
     ),

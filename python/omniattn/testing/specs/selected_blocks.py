@@ -245,16 +245,18 @@ SPECS = (SELECTED_ATTENTION, MOBA_ATTENTION, NSA_ATTENTION)
 
 VARIANTS = (
     Variant(
-        "selected blocks of keys, selected keys",
+        "attention to selected key blocks or keys",
         ("selected_attention",),
         "Yuan et al. 2025, arXiv 2502.11089",
     ),
     Variant(
-        "native sparse attention: compressed keys, selected blocks, a window",
+        "native sparse attention (NSA): compression, selection, sliding window",
         ("nsa_attention", "NSA", "PooledKeys"),
         "Yuan et al. 2025, arXiv 2502.11089",
     ),
     Variant(
-        "mixture of block attention", ("moba_attention", "MoBA"), "Lu et al. 2025, arXiv 2502.13189"
+        "mixture of block attention (MoBA)",
+        ("moba_attention", "MoBA"),
+        "Lu et al. 2025, arXiv 2502.13189",
     ),
 )

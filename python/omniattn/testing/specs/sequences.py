@@ -173,12 +173,12 @@ VARIANTS = (
         "Dao 2023, arXiv 2307.08691",
     ),
     Variant(
-        "caches: contiguous, rolling, paged, of a source",
+        "KV caches: contiguous, rolling, paged, cross-attention",
         ("attention_cached", "KVCache", "RollingCache", "PagedCache", "CrossCache"),
         "Kwon et al. 2023, arXiv 2309.06180",
     ),
     Variant(
-        "caches that evict: threshold, H2O, StreamingLLM, SnapKV",
+        "KV cache eviction: threshold, H2O, StreamingLLM, SnapKV",
         ("EvictingCache", "Threshold", "H2O", "Streaming", "SnapKV", "Window"),
         "Zhang et al. 2023, arXiv 2306.14048",
     ),

@@ -388,27 +388,27 @@ SPECS = (LONGFORMER, BIGBIRD, HUBS, REPRESENTATIVES, CHUNKS, TWO_PATTERNS)
 
 VARIANTS = (
     Variant(
-        "blocks and global tokens",
+        "block-local attention with global tokens",
         ("block_local_global", "GlobalTokens", "BlockSparseAttention"),
         "Zaheer et al. 2020, arXiv 2007.14062",
     ),
     Variant(
-        "Longformer: windows, dilated per head, global tokens with their own projections",
+        "Longformer: dilated windows per head, global tokens with separate projections",
         ("longformer_attention", "LongformerAttention"),
         "Beltagy et al. 2020, arXiv 2004.05150",
     ),
     Variant(
-        "BigBird: random, near and global blocks, global tokens",
+        "BigBird: random, window and global blocks, global tokens",
         ("bigbird_attention", "bigbird_random_blocks", "BigBirdAttention"),
         "Zaheer et al. 2020, arXiv 2007.14062",
     ),
     Variant(
-        "hub and spoke, one or two sets of projections",
+        "hub-and-spoke attention, shared or separate projections",
         ("hub_spoke_attention", "hub_spoke", "HubSpokeAttention"),
         "Child et al. 2019, arXiv 1904.10509",
     ),
     Variant(
-        "deterministic sparse: a window and representatives, tokens or means, pyramids",
+        "deterministic sparse attention: window, representatives, pyramids",
         (
             *("detsa_attention", "deterministic_sparse", "Representatives"),
             "DeterministicSparseAttention",
@@ -421,7 +421,7 @@ VARIANTS = (
         "An et al. 2024, arXiv 2402.17463",
     ),
     Variant(
-        "gated mean of local and strided attention",
+        "gated combination of local and strided attention",
         ("local_strided_attention", "LocalStridedAttention"),
         "Child et al. 2019, arXiv 1904.10509",
     ),

@@ -108,12 +108,12 @@ SPECS = (VANDERMONDE, CAUCHY)
 
 VARIANTS = (
     Variant(
-        "linear time-invariant systems, several inputs and outputs: recurrent, one step delayed",
+        "linear time-invariant SSM (MIMO): recurrence, one-step delay",
         ("ssm_recurrence", "ssm_kernel"),
         "Gu et al. 2021, arXiv 2110.13985",
     ),
     Variant(
-        "the same as convolutions by FFT, of each channel alone or all",
+        "linear time-invariant SSM: FFT convolution, per channel or MIMO",
         ("fft_conv", "ssm_kernel"),
         "Gu et al. 2021, arXiv 2110.13985",
     ),
@@ -123,17 +123,17 @@ VARIANTS = (
         "Gu, Goel and Re 2021, arXiv 2111.00396",
     ),
     Variant(
-        "HiPPO-LegS and its normal part plus low rank",
+        "HiPPO-LegS and its NPLR form",
         ("hippo_legs", "nplr", "ssm_init"),
         "Gu et al. 2020, arXiv 2008.07669",
     ),
     Variant(
-        "S4: diagonal plus low rank, as a convolution and step by step",
+        "S4 (DPLR): convolution and recurrence",
         ("s4", "s4_kernel", "S4"),
         "Gu, Goel and Re 2021, arXiv 2111.00396",
     ),
     Variant(
-        "S4D: Lin, Inv, Real and LegS, as a convolution and step by step",
+        "S4D (Lin, Inv, Real, LegS): convolution and recurrence",
         ("s4d", "s4d_kernel", "S4D"),
         "Gu et al. 2022, arXiv 2206.11893",
     ),
