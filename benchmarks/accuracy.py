@@ -1,6 +1,6 @@
 """Measures the errors of recurrences against fp64, for docs/accuracy.md.
 
-python benchmarks/accuracy.py            # prints tables; minutes, mostly for loops in torch
+python benchmarks/accuracy.py            # prints the tables; takes minutes, mostly loops in torch
 python benchmarks/accuracy.py --record   # writes them into the pages
 """
 
@@ -19,14 +19,14 @@ from omniattn.testing.spec import SHORT_DTYPE, Case
 from omniattn.testing.table import replace_block
 
 ROOT = Path(__file__).parents[1]
-#: Pages by the block that they show.
+#: Block -> page that contains it.
 PAGES = {
     "budgets": ROOT / "benchmarks/results/accuracy.md",
     "many tokens": ROOT / "docs/accuracy.md",
 }
 TOKENS, WINDOW = 65536, 1024
 HALVES = (torch.bfloat16, torch.float16)
-#: Ops with a kernel that carries a state from token to token.
+#: Ops whose kernel carries a state from token to token.
 OPS = [
     name
     for name, spec in registry().items()
@@ -35,7 +35,7 @@ OPS = [
 
 
 class Long(NamedTuple):
-    """Relative errors of a call with many tokens: in its first and last `WINDOW` tokens."""
+    """Relative errors of a long call, in its first and last `WINDOW` tokens."""
 
     first: float
     last: float
@@ -47,7 +47,7 @@ def long_case(spec: OpSpec, tokens: int) -> Case:
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
-    """Relative error, as a root mean square."""
+    """Returns the relative RMS error."""
     found = found.double()
     return ((found - exact).square().mean() / exact.square().mean()).sqrt().item()
 
@@ -66,7 +66,7 @@ def measure_long(spec: OpSpec, dtype: torch.dtype, tokens: int, eager: bool = Fa
 
 
 def measure_worst(spec: OpSpec, dtype: torch.dtype, pass_: Pass) -> Measured:
-    """The case that comes closest to its budget."""
+    """Returns the measurement that comes closest to its budget."""
     found = [measure_error(spec, case, dtype, pass_) for case in spec.cases]
     return max(found, key=lambda m: m.error / m.budget if m.budget else 0.0)
 

@@ -1,8 +1,8 @@
-"""A block packaged by AOTInductor: its results are those of the module; times of both.
+"""Checks that a block packaged by AOTInductor equals the module, and times both.
 
     python benchmarks/aot_inductor.py
 
-It compiles C++ for half a minute, which is why no test does it.
+Compiles C++ for half a minute, too long for a test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from omniattn.testing.timing import time_call
 
 @torch.no_grad()
 def main() -> None:
-    """Raises where the results differ."""
+    """Prints both times; raises if the results differ."""
     layers = (
         Attention(Attention.Config(64, 4, 2, window_size=(7, -1), sinks=True)),
         Attention(Attention.Config(64, 4, causal=False)),  # no mask, no score, no side tensor

@@ -1,9 +1,9 @@
-"""Compares two benchmark records by their ratios, which survive a change of machine or load.
+"""Compares two benchmark records by their ratios, which depend little on machine and load.
 
     python benchmarks/compare.py old.json new.json [--threshold 0.1]
 
-Prints every case whose ratio to a baseline, or share of the ceiling, moved by more than the
-threshold; exit code 1 if one got worse.
+Prints every case whose ratio to a baseline, or share of the ceiling, changed by more than the
+threshold; the exit code is 1 if one got worse.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def measures(path: Path) -> dict[tuple[str, ...], float]:
-    """Figures of merit by case: speed-up over each baseline, our share of the ceiling."""
+    """Returns figures of merit by case: speed-up over each baseline, our share of the ceiling."""
     found = {}
     for row in json.loads(path.read_text())["rows"]:
         case = tuple(row[k] for k in ("op", "case", "dtype", "pass"))

@@ -1,9 +1,9 @@
-"""Registers and shared memory of every CUDA kernel, as ptxas reports them; needs nvcc but no GPU.
+"""Records registers and shared memory of every CUDA kernel from ptxas; needs nvcc but no GPU.
 
-Writes benchmarks/results/cuda_resources.md and its summary docs/cuda_resources.md. With --check it
-compares with the first, so that an unintended increase shows in review. Registers depend on the
-release of nvcc: a page of another release is not compared. Compiling all kernels takes minutes:
-files whose checksum stands in the page are not compiled again, except with --all.
+Writes benchmarks/results/cuda_resources.md and its summary docs/cuda_resources.md. --check compares
+with the former, so that an unintended increase shows in review. Registers depend on nvcc's release,
+so a page of another release is not compared. Compiling all kernels takes minutes, so files with an
+unchanged checksum are not compiled again, except with --all.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 SPILLED = re.compile(r"[1-9]\d* bytes spill (?:stores|loads)")
-#: Functions of the CUDA runtime that a launcher may call. None of them waits or allocates, so that
-#: graphs can capture the launch.
+#: Functions of the CUDA runtime that a launcher may call. None of them synchronises or allocates,
+#: so that CUDA graphs can capture the launch.
 LAUNCHING = {"LaunchKernel", "FuncSetAttribute", "GetLastError", "GetErrorString"}
-LAUNCHING |= {"GetDevice", "DeviceGetAttribute"}  # the shared memory that a block can have
+LAUNCHING |= {"GetDevice", "DeviceGetAttribute"}  # maximum shared memory of a block
 
 
 def release() -> str:
@@ -44,7 +44,7 @@ def release() -> str:
 
 
 def checksum(source: Path) -> str:
-    """Digest of the code of a file and of all that it includes, without comments and paths."""
+    """Returns the digest of a file's code with all includes, without comments and paths."""
     todo, seen = [source], {}
     while todo:
         file = todo.pop()
@@ -68,7 +68,7 @@ with nvcc {release()}; summary: [docs/cuda_resources.md](../../docs/cuda_resourc
 
 
 def summary(sections: dict[str, Section]) -> str:
-    """Returns docs/cuda_resources.md: the greatest values in each folder of kernels."""
+    """Returns docs/cuda_resources.md: the maximum values in each folder of kernels."""
     folders: dict[str, list[list[str]]] = {}
     for file, section in sections.items():
         folders.setdefault(file.split("/")[0], []).extend(section.rows.values())
@@ -99,8 +99,7 @@ but no GPU.
 
 
 def compiled(source: Path) -> str:
-    """Returns ptxas' output for a file; exits if compilation fails or is slow, or if registers
-    spill."""
+    """Returns ptxas' output for a file; exits if compilation fails, is slow or spills registers."""
     targets = [arch.removeprefix("sm_") for arch in ARCHS]
     with tempfile.TemporaryDirectory() as folder:
         command = [*filter(None, [shutil.which("ccache")]), "nvcc", "-std=c++20", "-O3", "-c"]
@@ -139,7 +138,7 @@ Rows = dict[str, list[str]]
 
 
 class Section(NamedTuple):
-    """The kernels of a file."""
+    """Measurements of a file's kernels."""
 
     checksum: str
     rows: Rows
@@ -174,7 +173,7 @@ def read_page() -> dict[str, Section]:
 
 
 def measure_changed(known: dict[str, Section]) -> dict[str, Section]:
-    """All files: as known where their checksum is, else compiled."""
+    """Returns the sections of all files; compiles only those with an unknown checksum."""
     sources = {str(p.relative_to(KERNELS)): p for p in sorted(KERNELS.glob("*/*.cu"))}
     digests = {file: checksum(path) for file, path in sources.items()}
     stale = [f for f, digest in digests.items() if f not in known or known[f].checksum != digest]

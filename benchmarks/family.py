@@ -1,11 +1,11 @@
-"""Measures everything on this family of CPUs, and publishes it.
+"""Runs all measurements on this family of CPUs and publishes them.
 
     python benchmarks/family.py [--quick] [--steps run goals linear levels] [--threads 2] [--force]
 
 Runs run.py, goals.py (with memory returned and kept), linear_choice.py and level_choice.py one
 after another. Each adds its records to those of other families; report.py then writes the pages.
-Takes hours. A run that is stopped keeps its records. --quick shortens run.py's rounds, and tries
-the others without recording.
+Takes hours; an interrupted run keeps its records. --quick shortens run.py's rounds and runs the
+others without recording.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/fast.py [--rounds 9] [--quick]
 
-Each setting runs in its own process, and the steps of all settings take turns. Writes
+Each setting runs in its own process; the steps of all settings alternate. Writes
 benchmarks/results/fast.csv and the table of docs/fast.md; --quick only prints. Allocators are
-measured where their libraries are installed (Debian: libjemalloc2, libtcmalloc-minimal4).
+measured if their libraries are installed (Debian: libjemalloc2, libtcmalloc-minimal4).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def preload(name: str, **options: str) -> dict[str, str] | None:
     return None if library is None else {"LD_PRELOAD": library, **options}
 
 
-#: Setting -> how users choose it, its environment, options of `step_of`.
+#: Setting -> (how users choose it, environment, options of `step_of`).
 SETTINGS: dict[str, tuple[str, Mapping[str, str] | None, list[str]]] = {
     "default": ("", {}, []),
     "one thread": ("`torch.set_num_threads(1)`", {}, ["one-thread"]),
@@ -140,7 +140,7 @@ def main() -> None:
         "family": cpu_family(),
         "cpu": cpuinfo().get("model name", ""),
         "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1),  # of other processes, before the first step
+        "load": round(os.getloadavg()[0], 1),  # from other processes, before the first step
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),

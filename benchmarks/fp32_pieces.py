@@ -1,11 +1,11 @@
-"""Errors of fp32 products computed on tiles from bf16 pieces, and of torch's fp32 product.
+"""Measures errors of split-bf16 fp32 products on tiles, and of torch's fp32 product.
 
     python benchmarks/fp32_pieces.py            # prints the table
     python benchmarks/fp32_pieces.py --publish  # writes it to docs/precision.md
 
-Needs a development build; software tiles give what AMX gives in every bit, so that any machine with
-AVX2 will do. Errors are against fp64, in units of 2^-24 |A| |B|: half of the last digit of an fp32
-number as large as the sum of the absolute products.
+Needs a development build. Software tiles are bitwise equal to AMX, so any machine with AVX2 works.
+Errors are against fp64, in units of 2^-24 |A| |B|: half an ulp of an fp32 number as large as the
+sum of the absolute products.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BEGIN, END = "<!-- errors of pieces -->\n", "<!-- end -->\n"
 
 
 def _scaled(low: float, high: float) -> Callable[..., np.ndarray]:
-    """Elements of all magnitudes."""
+    """Returns a maker of elements of widely different magnitudes."""
 
     def make(rng: np.random.Generator, *shape: int) -> np.ndarray:
         return rng.standard_normal(shape) * 2.0 ** rng.uniform(low, high, shape)
@@ -40,20 +40,20 @@ def _normal(factor: float) -> Callable[..., np.ndarray]:
 
 
 def _rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Rows of A, and columns of B, that are far apart."""
+    """Makes rows of A, or columns of B, of widely different magnitudes."""
     scales = 2.0 ** rng.uniform(-60, 60, M)
     return rng.standard_normal(shape) * (scales[:, None] if shape[0] == M else scales)
 
 
 def _cancelling(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """B, whose halves are nearly opposite; A, whose halves are the same."""
+    """Makes B with nearly opposite halves, or A with equal halves."""
     half = rng.standard_normal((K // 2, N) if shape[0] == K else (M, K // 2))
     if shape[0] == K:
         return np.concatenate([half, -half * (1 + 1e-3 * rng.standard_normal(half.shape))])
     return np.concatenate([half, half], 1)
 
 
-#: Name of the data to functions that make A (M, K) and B (K, N).
+#: Name of the data -> functions that make A (M, K) and B (K, N).
 DATA: dict[str, tuple[Callable[..., np.ndarray], Callable[..., np.ndarray]]] = {
     "normal": (_normal(1), _normal(1)),
     "uniform in [0, 1)": (lambda rng, *s: rng.random(s), lambda rng, *s: rng.random(s)),
@@ -71,14 +71,14 @@ DATA: dict[str, tuple[Callable[..., np.ndarray], Callable[..., np.ndarray]]] = {
 
 
 def operands(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A and B in fp32."""
+    """Returns A and B in fp32."""
     rng = np.random.default_rng(0)
     a, b = DATA[name]
     return a(rng, M, K).astype(np.float32), b(rng, K, N).astype(np.float32)
 
 
 def in_pieces(a: np.ndarray, b: np.ndarray, pieces: int, isa: str) -> np.ndarray:
-    """A B as tiles of `isa` make it."""
+    """Returns A B computed by the tiles of `isa`."""
     c = np.empty((a.shape[0], b.shape[1]), np.float32)
     dtypes = (F32, F32, F32)
     kernels.gemm(isa, dtypes, a, False, b, False, None, c, a.shape[1], False, pieces)
@@ -86,7 +86,7 @@ def in_pieces(a: np.ndarray, b: np.ndarray, pieces: int, isa: str) -> np.ndarray
 
 
 def errors(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[float, float]:
-    """The maximum and the root of the mean square of the errors of C, in units."""
+    """Returns the maximum and RMS error of C, in units."""
     exact = a.astype(np.float64) @ b.astype(np.float64)
     size = np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64)
     found = np.abs(c - exact) / (UNIT * size)
@@ -94,12 +94,12 @@ def errors(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[float, float]:
 
 
 def software_tiles() -> str:
-    """A form of them that runs here."""
+    """Returns a level of software tiles that runs on this machine."""
     return next(i for i in kernels.probe_isas() if i.startswith("amx_bf16_"))
 
 
 def table() -> str:
-    """In Markdown: maximum / rms of torch's product, of six products and of three."""
+    """Returns a Markdown table: maximum / rms of torch's product, of six products and of three."""
     lines = [
         "| data | fp32 of torch (MKL) | six products | three products |",
         "|---|---|---|---|",

@@ -1,16 +1,15 @@
-"""Times variants against yardsticks, and says which goals are met.
+"""Times calls against yardsticks and reports which goals are met.
 
     python benchmarks/goals.py [--group masks scores ...] [--threads 2] [--keep-memory] [--force]
     python benchmarks/goals.py --quick    # one round of each row, nothing is recorded
 
-A row is a call and a yardstick, timed in turns by harness.interleave: the dense call times the
-share of the area that its mask visits, the kernel without the term, the contiguous cache, torch.
-The goal is the most that the call may take of the yardstick's time, or add of its memory. Results
+A row is a call and a yardstick, timed alternately by harness.interleave. A yardstick is, for
+example, the dense call times the share of the area that a mask visits, the kernel without the term,
+the contiguous cache, or torch. The goal is the maximum ratio of times, or of added memory. Results
 are merged by name and CPU family into goals.csv in benchmarks/results; goals.md shows them.
 
-glibc gives blocks of more than 32 MiB back to the system when they are freed, which clears the
-pages of the next ones. --keep-memory keeps them, as jemalloc and tcmalloc do, for both sides of
-each row.
+glibc returns freed blocks of more than 32 MiB to the system, so later blocks get cleared pages.
+--keep-memory keeps them, as jemalloc and tcmalloc do, for both sides of each row.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from omniattn.ops._cpu import cpu_family
 from omniattn.testing.spec import SHORT_DTYPE
 
 SECONDS = 1.0
-#: The least memory that counts.
+#: Smallest amount of memory that counts.
 PAGE_MIB = 1 / 256
 GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "dense": goal_rows.dense_rows,
@@ -109,7 +108,7 @@ def result(
 
 
 def bound(row: Row, ceilings: harness.Ceilings, speed: float) -> tuple[str, float]:
-    """The unit of a rate, and the highest one of a machine that is now so fast."""
+    """Returns the unit of a rate, and the ceiling at the machine's present speed."""
     if row.flops:
         return "GFLOP/s", ceilings.of(SHORT_DTYPE[row.dtype]) * speed
     if row.exponentials:
@@ -118,7 +117,7 @@ def bound(row: Row, ceilings: harness.Ceilings, speed: float) -> tuple[str, floa
 
 
 def timed(row: Row, speed: Callable[[], float], rounds: int) -> tuple[float, float, float]:
-    """Our time as a share of the yardstick's, in seconds, and the speed of the machine."""
+    """Returns our time relative to the yardstick's, our seconds, and the machine's speed."""
     if row.same:
         same_results(row.against, *(tensors_of(run()) for run in (row.yardstick, row.run)))
     providers = {"ours": row.run} | ({} if row.seconds else {"yardstick": row.yardstick})
@@ -134,7 +133,7 @@ def tensors_of(found: object) -> tuple[torch.Tensor, ...]:
 
 
 def used_memory(row: Row) -> tuple[float | str, float | str]:
-    """MiB that a call adds, and as a share of what the yardstick does; of rows with such a goal."""
+    """Returns the MiB that a call adds, also relative to the yardstick; only if it is a goal."""
     if not row.memory:
         return "", ""
     ours, theirs = (harness.peak_memory(run) for run in (row.run, row.yardstick))
@@ -142,13 +141,12 @@ def used_memory(row: Row) -> tuple[float | str, float | str]:
 
 
 def key(row: report.Row) -> tuple[str, ...]:
-    """Returns a row's key. A new row replaces the recorded one with its key: same row, same CPU
-    family."""
+    """Returns a row's key: name and CPU family. A new row replaces the record with its key."""
     return tuple(row[name] for name in ("row", "dtype", "pass", "against", "memory", "family"))
 
 
 def save(rows: list[report.Row]) -> None:
-    """Merges rows into the record."""
+    """Merges rows into the records."""
     path = report.RESULTS / "goals.csv"
     merged = {key(row): row for row in [*report.goals(), *rows]}
     with open(path, "w", newline="") as file:
@@ -178,7 +176,7 @@ def main() -> None:
     parser.add_argument("--force", action="store_true", help="run although the machine is busy")
     parser.add_argument("--quick", action="store_true", help="one round, nothing is recorded")
     parser.add_argument(
-        "--rounds", type=int, default=harness.LEAST_ROUNDS, help="at least, of rows that take long"
+        "--rounds", type=int, default=harness.LEAST_ROUNDS, help="minimum rounds of slow rows"
     )
     args = parser.parse_args()
     if args.keep_memory:

@@ -1,14 +1,14 @@
-"""All that needs a GPU: does each op launch, is it right, can it be captured, how fast is it.
+"""Runs all checks that need a GPU: launches, correctness, graph capture and speed of each op.
 
     python benchmarks/gpu.py [--only wrappers timing ...] [--op attention ...] [--budget 540]
 
-The steps, in this order: "wrappers" (of the PTX, and one tiny case per op and dtype), "specs"
-(OpSpecs against fp64 on the CPU), "graphs" (capture in a CUDA graph), "timing" (against what users
-of torch run, and against the copy and product speeds of this GPU), "sanitizers" (compute-sanitizer)
-and "profile" (the time of each kernel, and ncu). Cases run in processes forked from this one, which
-imports everything and never touches the GPU: one that crashes, hangs or breaks its GPU's context
-ends alone. Each row is in benchmarks/results/<name of the GPU>.jsonl before the next case starts.
---dry-run does what a CPU can, with small sizes.
+The steps, in this order: "wrappers" (PTX wrappers, and one tiny case per op and dtype), "specs"
+(OpSpecs against fp64 on the CPU), "graphs" (capture in a CUDA graph), "timing" (against torch's
+baselines, and against the copy and product speeds of this GPU), "sanitizers" (compute-sanitizer)
+and "profile" (time of each kernel, and ncu). Cases run in processes forked from this one, which
+imports everything and never uses the GPU, so that a crash, a hang or a broken GPU context ends only
+its own process. Each row is written to benchmarks/results/<name of the GPU>.jsonl before the next
+case starts. --dry-run runs the CPU's part with small sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    # `import omniattn` looks for a GPU: by NVML, for a process that initialised CUDA cannot fork.
+    # `import omniattn` looks for a GPU, by NVML: a process that has initialised CUDA cannot fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import report
     from gpu_steps import steps as gpu_steps
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--property", nargs="+", choices=properties, default=properties)
     parser.add_argument("--budget", type=float, default=540, help="seconds in all")
     parser.add_argument("--timeout", type=float, default=60, help="seconds per case")
-    parser.add_argument("--seconds", type=float, default=1, help="of timing per case")
+    parser.add_argument("--seconds", type=float, default=1, help="seconds of timing per case")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--compiled", action="store_true", help="time compiled baselines too")
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder")
@@ -82,7 +82,7 @@ def run_here(options: Options, steps: list[str]) -> None:
 
 
 def run(options: Options, steps: list[str], end: float, folder: Path) -> int:
-    """The exit code: 1 where anything failed."""
+    """Runs the steps; returns the exit code, 1 if anything failed."""
     from gpu_steps.workers import run_items
 
     for start in ("fork", "spawn"):
@@ -116,7 +116,7 @@ def run(options: Options, steps: list[str], end: float, folder: Path) -> int:
 
 
 def write(file: Any, row: Row) -> None:
-    """A line that outlives a crash of the machine, and a shorter one to read."""
+    """Writes a row to disk, safe from a crash of the machine, and prints a summary."""
     file.write(json.dumps(row) + "\n")
     file.flush()
     os.fsync(file.fileno())

@@ -1,10 +1,10 @@
-"""Interleaved timing of several providers of one task, with ratios that survive a drifting machine.
+"""Interleaved timing of several providers of a task, with ratios robust to a drifting machine.
 
-A round times every provider once, A B C in even rounds and C B A in odd ones, each sample long
-enough to be read from the clock. Ratios are taken within a round; their median and a bootstrap
-interval are what is reported. On the CPU every round also probes how fast the machine multiplies
-and adds at that moment: a round that falls 10 % short of the best one is dropped, because another
-process had a core, and the ceiling of a task is what its own rounds found.
+A round times every provider once, A B C in even rounds and C B A in odd ones, with samples long
+enough for the clock. Ratios are taken within a round; their median and a bootstrap interval are
+reported. On the CPU every round also probes the machine's multiply-add rate. A round whose rate is
+10 % below the best is dropped, since another process was using a core. The ceiling of a task comes
+from the probes of its own rounds.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Ceilings of this machine, probed in this process: GFLOP/s by operand, GB/s from memory."""
+    """Ceilings of this machine, probed in this process: GFLOP/s by operand dtype, memory GB/s."""
 
     compute: Mapping[str, float]
     bandwidth: float
     operand: Mapping[str, str]
-    exponentials: float = 0.0  # a second, in 1e9
+    exponentials: float = 0.0  # 1e9 per second
 
     def of(self, dtype: str) -> float:
         return self.compute[self.operand[dtype]]
 
     @staticmethod
     def measure(threads: int, isa: str) -> Ceilings:
-        from omniattn import _kernels  # a GPU's benchmark does without
+        from omniattn import _kernels  # not needed by GPU benchmarks
 
         probe = _kernels.Probe(isa)
         operand = {dtype: probe.operand(dtype) for dtype in ("f64", "f32", "bf16", "f16")}
@@ -56,7 +56,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster ours is: median over rounds, and a 95 % interval."""
+    """Speed-up of ours: median over rounds, and a 95 % interval."""
 
     median: float
     low: float
@@ -65,8 +65,11 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call of each provider, ratios to "ours", the machine's speed meanwhile as a share
-    of its ceiling, rounds kept and made."""
+    """Seconds per call and ratio to "ours" of each provider.
+
+    `speed` is the machine's speed during the rounds, relative to its ceiling; `kept` of `rounds`
+    rounds counted.
+    """
 
     seconds: Mapping[str, float]
     ratios: Mapping[str, Ratio]
@@ -76,7 +79,7 @@ class Timing:
 
 
 def start(threads: int, force: bool) -> tuple[str, Ceilings]:
-    """The ISA and the ceilings of this machine, which must be idle unless `force`."""
+    """Returns the ISA level and ceilings of this machine, which must be idle unless `force`."""
     if os.getloadavg()[0] > LARGEST_LOAD and not force:
         sys.exit(
             f"the load is {os.getloadavg()[0]:.2f}: wait until the machine is idle, or --force"
@@ -87,15 +90,15 @@ def start(threads: int, force: bool) -> tuple[str, Ceilings]:
 
 
 def keep_memory() -> None:
-    """Lets glibc keep freed memory: no blocks of their own, and a heap that never shrinks."""
-    trim_threshold, mmap_max = -1, -4  # of malloc.h
+    """Makes glibc keep freed memory: no mmapped blocks, and a heap that never shrinks."""
+    trim_threshold, mmap_max = -1, -4  # from malloc.h
     mallopt = ctypes.CDLL(None).mallopt
     if not (mallopt(mmap_max, 0) and mallopt(trim_threshold, -1)):
         raise RuntimeError("mallopt refused to keep memory")
 
 
 def cpu_speed(ceilings: Ceilings, threads: int, isa: str) -> Callable[[], float]:
-    """How fast this machine multiplies and adds right now, as a share of `ceilings`."""
+    """Returns a probe of the present multiply-add rate, relative to `ceilings`."""
     from omniattn import _kernels
 
     probe = _kernels.Probe(isa)
@@ -109,9 +112,9 @@ def interleave(
     clock: Callable[[Callable[[], object], int], float] = once,
     least_rounds: int = LEAST_ROUNDS,
 ) -> Timing:
-    """Rounds over all providers for about `seconds` in total, warm-up apart.
+    """Runs rounds over all providers for about `seconds` in total, without warm-up.
 
-    clock(run, n) tells the seconds per call of n calls; speed() how fast the machine is now.
+    clock(run, n) returns the seconds per call of n calls; speed() the machine's present speed.
     """
     repeats = {}
     for name, run in providers.items():
@@ -137,16 +140,16 @@ def interleave(
 
 
 def _ratio(values: list[float]) -> Ratio:
-    """Median, and the 2.5 and 97.5 percentiles of medians of resampled rounds."""
+    """Returns the median, and the 2.5 and 97.5 percentiles of medians of resampled rounds."""
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(500))
     return Ratio(statistics.median(values), medians[12], medians[487])
 
 
 def peak_memory(run: Callable[[], object]) -> float:
-    """MiB that one call adds to the resident memory at its highest; nan where Linux cannot tell.
+    """Returns the MiB that one call adds to the peak of resident memory; nan if not available.
 
-    The least of three calls: where the heap has holes that do not fit, a call takes more.
+    Takes the minimum of three calls: a fragmented heap can make a call use more.
     """
     return min(_peak_memory(run) for _ in range(3))
 
@@ -155,7 +158,7 @@ def _peak_memory(run: Callable[[], object]) -> float:
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the high-water mark starts again from here
+            file.write("5")  # resets the high-water mark
         before = _status("VmRSS")
         run()
         return (_status("VmHWM") - before) / 1024

@@ -1,11 +1,11 @@
-"""Models of transformers as they come and patched: time and memory of a training step.
+"""Measures time and memory of a training step of transformers' models, original and patched.
 
     python benchmarks/hf_models.py [--models llama mamba2] [--dtype bfloat16] [--rounds 5] [--quick]
 
-Each model has random weights and small sizes. Both ways run in a process of their own, and their
-steps (forward and backward) take turns, so that a machine that slows down slows both. Writes the
-rows of this family of CPUs to benchmarks/results/hf_models.csv, and from all rows the table of
-docs/hf_models.md; --quick only prints. Takes three minutes on two quiet cores.
+Each model has random weights and small sizes. Original and patched run in separate processes, and
+their steps (forward and backward) alternate, so that a slower machine affects both. Writes the rows
+of this family of CPUs to benchmarks/results/hf_models.csv, and from all rows the table of
+docs/hf_models.md; --quick only prints. Takes three minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SIZES: dict[str, Any] = {
     "head_dim": 32,
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 352}
-#: Name, class in transformers without "Config" and "ForCausalLM", sizes.
+#: Name -> (class in transformers without "Config" and "ForCausalLM", sizes).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", _SIZES),
     "Qwen3": ("Qwen3", _SIZES),
@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def step_of(name: str, way: str, dtype: str) -> tuple[Callable[[], None], int]:
-    """One step of training without an optimizer, and the number of parameters."""
+    """Returns a training step without an optimizer, and the number of parameters."""
     import torch
     import transformers
 
@@ -92,7 +92,7 @@ def step_of(name: str, way: str, dtype: str) -> tuple[Callable[[], None], int]:
 
 
 def measure(name: str, dtype: str, rounds: int) -> dict[str, Any]:
-    """One row."""
+    """Returns the row of a model."""
     commands = {way: ([__file__, "--worker", name, way, dtype], {}) for way in WAYS}
     found = take_turns(commands, rounds)
     row: dict[str, Any] = {"model": name, "dtype": dtype, "parameters": int(found[WAYS[0]].note)}
@@ -103,7 +103,7 @@ def measure(name: str, dtype: str, rounds: int) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """A section for each family of CPUs and dtype."""
+    """Returns a section for each family of CPUs and dtype."""
     parts = []
     for family, dtype in dict.fromkeys((row["family"], row["dtype"]) for row in rows):
         own = [row for row in rows if (row["family"], row["dtype"]) == (family, dtype)]
@@ -143,7 +143,7 @@ def main() -> None:
         "family": cpu_family(),
         "cpu": cpuinfo().get("model name", ""),
         "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1),  # of others, before the first step
+        "load": round(os.getloadavg()[0], 1),  # from other processes, before the first step
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": time.strftime("%Y-%m-%d"),

@@ -1,11 +1,11 @@
-"""Attention and experts on every level of this machine: the measurement for ops/level_choice.py.
+"""Measures attention and experts on every ISA level, for ops/level_choice.py.
 
     python benchmarks/level_choice.py [--threads 2] [--seconds 0.3]
     python benchmarks/level_choice.py --record    # adds this family of CPUs to what is installed
 
-The levels of bf16 and torch take turns, forward and then forward and backward; the best times
-count, since a shared machine only ever adds to them. Shapes at which torch is faster than the level
-that is chosen are named at the end.
+The bf16 levels and torch alternate, first the forward, then forward and backward. The best times
+count, since other load only adds to them. Shapes for which torch is faster than the chosen level
+are listed at the end.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ EXPERTS = [  # (tokens, experts, experts per token, width, hidden)
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of an op, and what it and torch make of them."""
+    """Inputs of an op, and calls of the op and of torch."""
 
     shape: tuple[int, ...]
-    madds: int  # of a kv head, or of the mean share of an expert
+    madds: int  # multiply-adds per kv head, or per expert on average
     named: dict[str, torch.Tensor]
     ours: Function
     torchs: list[Function]
@@ -61,7 +61,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of each level, slowest level first, and of torch's faster way."""
+    """Seconds of each level, slowest first, and of torch's fastest form."""
 
     shape: tuple[int, ...]
     madds: int
@@ -69,7 +69,7 @@ class Measured:
     torchs: float
 
     def gain(self, name: str) -> float:
-        """Speed-up of a level over the fastest one below it."""
+        """Returns the speed-up of a level over the fastest one below it."""
         names = list(self.levels)
         return min(self.levels[n] for n in names[: names.index(name)]) / self.levels[name]
 
@@ -124,7 +124,7 @@ def on_level(name: str, run: Callable[[], object]) -> Callable[[], object]:
 
 
 def measure(problem: Problem, seconds: float) -> Measured:
-    """On fp32 vectors and on each level of products above them."""
+    """Measures fp32 vectors and each matmul-only level above."""
     every, products = level_choice.product_levels(), level_choice.product_levels(BF16)
     levels = [next(n for n in reversed(testing.isas()) if n not in every), *products]
     times = [0.0] * (len(levels) + len(problem.torchs))
@@ -138,7 +138,7 @@ def measure(problem: Problem, seconds: float) -> Measured:
 
 
 def least_madds(measured: list[Measured], name: str) -> int:
-    """Returns the size from which the level gains most in total; NEVER if it gains nowhere."""
+    """Returns the threshold with the largest total gain of the level; NEVER without a gain."""
     order = sorted(measured, key=lambda m: m.madds)
     best, least = 0.0, level_choice.NEVER
     for m in order:
@@ -149,7 +149,7 @@ def least_madds(measured: list[Measured], name: str) -> int:
 
 
 def measure_op(op: str, seconds: float) -> dict[str, object]:
-    """The record of an op; prints it."""
+    """Measures, prints and returns the record of an op."""
     found = []
     for problem in PROBLEMS[op]():
         found.append(measure(problem, seconds))

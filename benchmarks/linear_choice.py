@@ -1,9 +1,9 @@
-"""This package's linear kernel against torch's: the measurement for ops/gemm_choice.py.
+"""Measures this package's linear kernel against torch's, for ops/gemm_choice.py.
 
     python benchmarks/linear_choice.py [--threads 2] [--seconds 0.3] [--dtypes bfloat16 ...]
     python benchmarks/linear_choice.py --record    # adds this family of CPUs to what is installed
 
-Both kernels alternate; the best time of each counts, since a shared machine only ever adds to it.
+Both kernels alternate; the best time of each counts, since other load only adds to it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHAPES = [  # (M, N, K)
     (1024, 64, 1024),
     (2048, 1408, 512),
 ]
-#: Rows of calls without gradients, and (N, K) of them.
+#: Numbers of rows of calls without gradients, and their (N, K).
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 WEIGHTS = [(1024, 1024), (3072, 768), (768, 3072), (4096, 4096)]
 
@@ -55,7 +55,7 @@ def best_times(functions: list[Callable[[], object]], seconds: float) -> list[fl
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of one product and of its gradients, ours and torch's."""
+    """Seconds of a product and its gradients, ours and torch's."""
 
     shape: tuple[int, int, int]
     forward: list[float]
@@ -67,7 +67,7 @@ class Measured:
 
     @property
     def gain(self) -> float:
-        """Speed-up of forward and backward together."""
+        """Returns the speed-up of forward and backward together."""
         ours, theirs = (f + b for f, b in zip(self.forward, self.backward, strict=True))
         return theirs / ours
 
@@ -95,9 +95,11 @@ def measure(dtype: torch.dtype, shape: tuple[int, int, int], seconds: float) -> 
 
 
 def crossings(measured: list[Measured]) -> tuple[int, int]:
-    """(least, most): the range of multiply-adds in which ours gains most over torch's in total; (1,
-    0) if ours loses in every one. Shapes between the last one inside and the first one outside are
-    torch's. A range with the largest measured product has no end."""
+    """Returns (least, most), the range of multiply-adds with our largest total gain over torch.
+
+    Returns (1, 0) without a gain. Sizes between the last shape inside and the first outside use
+    torch. A range that includes the largest measured product is unbounded.
+    """
     order = sorted(measured, key=lambda m: m.madds)
     counts = sorted({m.madds for m in order})
     best, found = 0.0, (1, 0)
@@ -110,7 +112,7 @@ def crossings(measured: list[Measured]) -> tuple[int, int]:
 
 
 def rows_of_ours(gains: dict[int, float]) -> tuple[int, int]:
-    """(first, last): the longest run of numbers of rows with a gain; (1, 0) if there is none."""
+    """Returns (first, last), the longest run of numbers of rows with a gain, or (1, 0)."""
     best: tuple[int, ...] = ()
     run: tuple[int, ...] = ()
     for rows, gain in sorted(gains.items()):
@@ -120,7 +122,7 @@ def rows_of_ours(gains: dict[int, float]) -> tuple[int, int]:
 
 
 def gains_without_gradients(dtype: torch.dtype, seconds: float) -> dict[int, float]:
-    """Torch's time over ours for each number of rows: the geometric mean over the weights."""
+    """Returns number of rows -> torch's time / ours, the geometric mean over the weights."""
     functions = [functools.partial(linear, backend="cpu"), torch.nn.functional.linear]
     weights = [torch.randn(shape).to(dtype) for shape in WEIGHTS]
     gains = {}

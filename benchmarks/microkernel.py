@@ -1,11 +1,11 @@
-"""Register tiles against the ceilings of this machine, per ISA and operand type.
+"""Measures register tiles against the ceilings of this machine, per ISA level and operand type.
 
     python benchmarks/microkernel.py [--isa avx512 ...] [--seconds 0.3]
 
-Prints GFLOP/s of the product alone on blocks that stay in L1 and L2, with B packed, as plain rows,
-and with A read down its columns, as a share of the multiply-add rate probed in the same run; then
-the read and triad bandwidths that memory-bound kernels are held against. Every figure is the best
-of many short windows: other users of the machine only ever slow one down.
+Prints GFLOP/s of the product on blocks that stay in L1 and L2, with B packed, B as plain rows, and
+A read by columns, as a share of the multiply-add rate probed in the same run; then the read and
+triad bandwidths, the ceilings of memory-bound kernels. Every figure is the best of many short
+windows, since other load only slows the machine down.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 
 from omniattn import _kernels
 
-BLOCKS = [  # (m, n, k): what attention and linear feed the tiles with
+BLOCKS = [  # (m, n, k) of the tiles' calls by attention and linear
     (96, 128, 64),
     (96, 128, 128),
     (96, 64, 128),

@@ -1,4 +1,4 @@
-"""Records of benchmark runs as JSON and CSV, and the pages and figures made of them.
+"""Records of benchmark runs as JSON and CSV, and pages and figures made from them.
 
     python benchmarks/report.py [--check]
 
@@ -50,7 +50,7 @@ def machine(threads: int, isa: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checked-out commit; "unknown" of a copy without its repository, or where git is not."""
+    """Returns the checked-out commit, or "unknown" without git or a repository."""
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run(
@@ -65,7 +65,7 @@ def commit() -> str:
 
 
 def save(name: str, record: dict[str, Any]) -> None:
-    """Writes <name>.json and .csv; called after each task, so that a stopped run is kept."""
+    """Writes <name>.json and .csv; called after each task, so that an aborted run is kept."""
     record["machine"]["date"] = time.strftime("%Y-%m-%d")
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -90,13 +90,13 @@ def label(row: Row) -> str:
 SHORT_PASS = {"forward": "fwd", "backward": "bwd", "forward+backward": "fwd+bwd", "step": "step"}
 
 
-#: Baselines by what they are. A provider that is not listed is named as it is.
+#: Kind of baseline -> providers. A provider that is not listed is a kind of its own.
 KINDS = {
     "torch's op": ("aten", "chunked", "cudnn", "flash", "grouped"),
     "torch.compile, flex_attention": ("compiled", "flex"),
     "eager formula or model": ("eager", "hf", "loop", "math", "sort"),
 }
-#: Titles of ops that are shown apart from their family, and of families.
+#: Titles of families, and of ops shown separately from their family.
 TITLES = {
     "attention_varlen": "attention, packed sequences",
     "attention_cached": "attention, decoding on a cache",
@@ -123,7 +123,7 @@ TITLES = {
 
 
 def by_family(rows: list[Row]) -> dict[tuple[str, str], list[float]]:
-    """Speed-ups by family and kind of baseline, one for each case and baseline."""
+    """Returns the speed-ups by family and kind of baseline, one per case and baseline."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if row["provider"] == "ours":
@@ -146,7 +146,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def plot(name: str) -> None:
-    """Speed-ups of each family over each kind of baseline, a row for each pair."""
+    """Plots the speed-ups of each family over each kind of baseline, a row per pair."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -190,14 +190,14 @@ def plot(name: str) -> None:
 
 
 def digest(record: dict[str, Any]) -> str:
-    """Returns the digest of the data in the figure. The figure stores it, so that `--check` notices
-    a figure of another record."""
+    """Returns the digest of the plotted data, stored in the figure so that `--check` can detect a
+    figure of another record."""
     shown = [machine_line(record["machine"]), list(by_family(record["rows"]).items())]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 
 def _draw_row(axes: Any, y: float, ratios: list[float], color: str) -> None:
-    """The range of the ratios, their middle half and their median."""
+    """Draws the range of the ratios, their middle half and their median."""
     ordered = sorted(ratios)
     median = statistics.median(ordered)
     quarter = len(ordered) // 4
@@ -205,7 +205,7 @@ def _draw_row(axes: Any, y: float, ratios: list[float], color: str) -> None:
     axes.hlines(y, ordered[quarter], ordered[-1 - quarter], color=color, lw=5, alpha=0.4)
     axes.plot(median, y, "o", ms=6, color=color)
     text = f"{median:.1f}x ({len(ordered)})"
-    place = axes.get_yaxis_transform()  # x of the frame, y of the data
+    place = axes.get_yaxis_transform()  # x in axes coordinates, y in data coordinates
     axes.text(1.01, y, text, transform=place, va="center", fontsize=8)
 
 
@@ -282,7 +282,7 @@ def _share(row: Row) -> str:
 
 
 def headline(names: list[str]) -> str:
-    """Returns the table of docs/benchmarks.md: a row for each family of ops, a column a record."""
+    """Returns the table of docs/benchmarks.md: a row per family of ops, a column per record."""
     ratios: dict[str, dict[str, list[float]]] = {}
     for name in names:
         for ours, best in with_fastest(read(name)["rows"]):
@@ -305,7 +305,7 @@ def _median(ratios: list[float]) -> str:
 
 
 def goals() -> list[Row]:
-    """The rows of goals.csv, as text."""
+    """Returns the rows of goals.csv, as text."""
     path = RESULTS / "goals.csv"
     if not path.exists():
         return []
@@ -313,7 +313,7 @@ def goals() -> list[Row]:
         return list(csv.DictReader(file))
 
 
-#: Yardsticks of goals by kind; the other yardsticks are calls of torch or of transformers.
+#: Kind of yardstick -> prefixes of its names; all others are calls of torch or transformers.
 OTHER_CALLS = "torch's ops, transformers, loops"
 YARDSTICKS = {
     "sparse attention against dense": ("dense ",),
@@ -407,7 +407,7 @@ def pages() -> dict[Path, str]:
 
 
 def stale() -> list[Path]:
-    """Returns the pages and the figures that do not show the records."""
+    """Returns the pages and figures that are out of date."""
     from PIL import Image
 
     found = [p for p, text in pages().items() if not p.exists() or p.read_text() != text]

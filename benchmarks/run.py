@@ -1,10 +1,10 @@
-"""Times omniattn against what users run today, on the cases of the OpSpecs.
+"""Times omniattn against torch and transformers, on the cases of the OpSpecs.
 
     python benchmarks/run.py [--op attention ...] [--quick] [--threads 2] [--name NAME] [--keep]
 
-Every provider is first held against the fp64 reference; a wrong one is not timed. Results go to
-benchmarks/results/<name>.{json,csv,png}, named by the family of the CPU; --publish also writes the
-pages that report.py makes of them.
+Every provider is first compared with the fp64 reference; a wrong one is not timed. Results go to
+benchmarks/results/<name>.{json,csv,png}, named by the CPU family; --publish also writes report.py's
+pages.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from omniattn.testing import Case, OpSpec, measure_error, prepare, registry
 from omniattn.testing.environment import current_device
 from omniattn.testing.spec import SHORT_DTYPE, Function
 
-#: A baseline may round more often than we do: it is wrong beyond this many of our budgets.
+#: Budget of a baseline in multiples of ours; baselines may round more often.
 BASELINE_BUDGETS = 64
-#: Longest sequences that are compared with fp64, which holds scores in memory or loops over tokens.
+#: Longest sequences compared with fp64, which stores all scores or loops over tokens.
 LONGEST_CHECK = {"T": 320, "Tq": 320, "Tk": 320}
-#: Baselines without a backward on the CPU, which would be compiled in vain.
+#: Baselines without a backward on the CPU; compiling it would be useless.
 FORWARD_ONLY = ("flex",)
 SECONDS, QUICK_SECONDS = 3.0, 1.0
 
 
 @dataclass(frozen=True)
 class Task:
-    """One line of the benchmark: providers that do the same work, ours first, and why some are
-    missing."""
+    """A line of the benchmark: equivalent providers, ours first, and why some are missing."""
 
     op: str
     case: str
@@ -56,7 +55,7 @@ class Task:
 
 
 def op_tasks(names: list[str]) -> Iterator[Callable[[], Task]]:
-    """A maker for each task, so that only one task's tensors are alive at a time."""
+    """Yields a maker of each task, so that only one task's tensors are alive at a time."""
     for spec in (registry()[name] for name in names):
         for benchmark in spec.benchmarks:
             for dtype in benchmark.dtypes:
@@ -67,8 +66,10 @@ def op_tasks(names: list[str]) -> Iterator[Callable[[], Task]]:
 def op_task(
     spec: OpSpec, benchmark, dtype: torch.dtype, pass_, baselines=None, longest=LONGEST_CHECK
 ) -> Task:
-    """Makes the task of an op: ours and its baselines, by default all. `longest` limits the sizes
-    of the check."""
+    """Makes the task of an op and its baselines, by default all.
+
+    `longest` limits the sizes of the comparison with fp64.
+    """
     baselines = BASELINES[spec.name] if baselines is None else baselines
     torch._dynamo.reset()  # a compiled baseline would count this shape as a recompilation
     with current_device():  # draws the inputs there
@@ -85,7 +86,7 @@ def op_task(
         except Exception as reason:
             if name == "ours":
                 raise
-            missing[name] = reason.with_traceback(None)  # frames would keep their tensors
+            missing[name] = reason.with_traceback(None)  # frames would keep tensors alive
     with torch.no_grad():
         outputs = call.run(spec.function)
     return Task(
@@ -102,11 +103,11 @@ def op_task(
 
 
 class WrongProvider(Exception):
-    """A provider whose results differ from the op's."""
+    """Raised for a provider whose results differ from the op's."""
 
 
 def shortened(case: Case, longest: dict[str, int]) -> Case:
-    """With at most these sizes, unless its mask fits its own sizes only."""
+    """Limits a case to these sizes, unless its mask requires its own sizes."""
     if isinstance(case.options.get("mask"), masks.Blocks):
         return case
     sizes = {k: min(n, longest.get(k, n)) for k, n in case.sizes.items()}
@@ -129,12 +130,12 @@ def check(
         )
 
 
-#: Names, for --op and in tables, of rows that belong to no op.
+#: Names, for --op and in tables, of rows without an op.
 OTHERS = {"systems": "system", "training": "training step"}
 
 
 def system_task(system: System) -> Task:
-    """A forward and backward of a layer or composition; what differs from ours is not timed."""
+    """Makes the task of a layer or composition; providers that differ from ours are not timed."""
     steps = system.steps()
     want = steps["ours"]()
     providers: dict[str, Callable[[], object]] = {}
@@ -153,7 +154,7 @@ def system_task(system: System) -> Task:
 
 
 def training_task() -> Task:
-    """A step of the default model of `python -m omniattn train`, against Hugging Face's Llama."""
+    """Makes the task of a training step of the default model, against Hugging Face's Llama."""
     from omniattn.models import PRESETS, Llama
     from omniattn.training import TrainConfig
 
@@ -247,7 +248,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a third of the time per case")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument(
-        "--name", default=cpu_family(), help="of the files in benchmarks/results: the CPU family"
+        "--name", default=cpu_family(), help="name of the result files (default: the CPU family)"
     )
     parser.add_argument("--keep", action="store_true", help="keep the record's rows of other ops")
     parser.add_argument("--publish", action="store_true", help="write the pages too")

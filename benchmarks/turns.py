@@ -1,4 +1,4 @@
-"""Processes that take turns: each runs a step when asked, so that all see the same machine."""
+"""Processes that alternate: each runs a step on request, so that all share the conditions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Turns(NamedTuple):
-    """Median seconds of a step, MiB that it holds beyond the weights, and the note of `serve`."""
+    """Median seconds of a step, MiB used beyond the weights, and the note of `serve`."""
 
     seconds: float
     mib: float
@@ -21,10 +21,10 @@ class Turns(NamedTuple):
 
 
 def serve(step: Callable[[], object], note: object = "") -> None:
-    """Runs `step` for each line of standard input; prints its seconds, and MiB at the end."""
+    """Runs `step` for each line of stdin; prints its seconds, and the MiB at the end."""
     before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the largest size so far is the present one
-    step()  # first calls allocate, compile, and choose kernels
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
+    step()  # the first call allocates, compiles and selects kernels
     step()
     print(note, flush=True)
     for _ in sys.stdin:
@@ -35,7 +35,7 @@ def serve(step: Callable[[], object], note: object = "") -> None:
 
 
 def _status(field: str) -> float:
-    """MiB in a line of /proc/self/status."""
+    """Returns the MiB in a line of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
@@ -74,7 +74,7 @@ class _Worker:
 def take_turns(
     commands: Mapping[str, tuple[list[str], Mapping[str, str]]], rounds: int
 ) -> dict[str, Turns]:
-    """Arguments of Python and environment by name -> what each measured."""
+    """Maps name -> (Python's arguments, environment) to name -> measurements."""
     workers = {name: _Worker(*command) for name, command in commands.items()}
     notes = {name: worker.line() for name, worker in workers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in workers}

@@ -2,9 +2,9 @@
 
     python benchmarks/versions.py OLD_TREE OLD_LIBRARIES NEW_TREE NEW_LIBRARIES [--op attention]
 
-Each version runs in a process of its own, and the two take turns; a round's ratio is old / new.
-Timed are the benchmarks of the OpSpecs that both have and, for the cost of a call, the first case
-of each op. Writes a CSV to stdout; exit code 1 if a row is slower by more than --threshold.
+Each version runs in its own process, and the two alternate; a round's ratio is old / new. Times the
+OpSpecs' benchmarks that both versions have and, for the overhead of a call, the first case of each
+op. Writes a CSV to stdout; the exit code is 1 if a row is slower by more than --threshold.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def worker() -> None:
 
 
 def compare(old: Version, new: Version, task: list[str], seconds: float) -> tuple[float, float]:
-    """Seconds per call of the new version, and how many times faster it is: medians of rounds.
+    """Returns the new version's seconds per call and speed-up, as medians of rounds.
 
-    Both are prepared twice, in both orders: the one that allocates first tends to get the better
-    pages, which moves the ratio of tensors larger than the caches by up to 10 %.
+    Both are prepared twice, in both orders: the version that allocates first tends to get better
+    pages, which changes the ratio for tensors larger than the caches by up to 10 %.
     """
     times, ratios = [], []
     for pair in ((old, new), (new, old)):
@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("old_tree", "old_libraries", "new_tree", "new_libraries"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("--op", nargs="*", help="ops to time; all of them by default")
+    parser.add_argument("--op", nargs="*", help="ops to time (default: all)")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each row")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--threshold", type=float, default=0.03, help="relative loss that fails")
@@ -130,7 +130,7 @@ def main() -> None:
     slower = 0
     for task in tasks:
         seconds, ratio = compare(old, new, task, args.seconds)
-        if ratio < 1 - args.threshold:  # once more, since a disturbance lasts longer than a row
+        if ratio < 1 - args.threshold:  # repeated, since a disturbance may outlast a row
             seconds, ratio = compare(old, new, task, 4 * args.seconds)
         slower += ratio < 1 - args.threshold
         rows.writerow([*task, f"{seconds * 1e6:.1f}", f"{ratio:.3f}"])

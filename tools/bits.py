@@ -1,10 +1,10 @@
-"""Digests of the outputs and gradients of every case of every OpSpec, to compare two revisions.
+"""Computes digests of outputs and gradients of all OpSpec cases, to compare two revisions.
 
     PYTHONPATH=OLD/python OMNIATTN_LIBRARY_DIR=... python tools/bits.py --write old.json
     python tools/bits.py --against old.json
 
-Inputs depend on the name of a case alone, so that equal digests mean equal bits. Cases that only
-one revision has are listed. Exits with 1 if a digest differs.
+Inputs depend only on the name of a case, so equal digests mean equal bits. Lists cases that only
+one revision has. Exits with 1 if a digest differs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from omniattn import testing
 
 
 def digest(tensors: tuple[Tensor, ...]) -> str:
-    """Digest of shapes, dtypes and bits."""
+    """Returns the digest of shapes, dtypes and bits."""
     state = hashlib.sha256()
     for tensor in tensors:
         state.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -33,7 +33,7 @@ def digest(tensors: tuple[Tensor, ...]) -> str:
 
 
 def digests(pattern: str) -> dict[str, str]:
-    """Digest of each case in each dtype whose label the pattern finds."""
+    """Returns the digests of all cases and dtypes whose label matches the pattern."""
     found = {}
     cases = [
         (spec, case, dtype, label)
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", type=Path, help="file for the digests")
     parser.add_argument("--against", type=Path, help="file of another revision's digests")
-    parser.add_argument("--level", default=None, help="instruction set; by default the best one")
+    parser.add_argument("--level", default=None, help="ISA level (default: the best)")
     parser.add_argument("--only", default="", help="pattern of the labels to run")
     args = parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Counts rooms, imports between them, repeated argument lists and unclear comments.
+"""Counts rooms (folders), imports between them, repeated argument lists, unclear comments.
 
     python tools/counts.py              # the counts, from syntax trees and text alone
     python tools/counts.py --calls      # and the microseconds of a call on a tiny problem
@@ -22,22 +22,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-#: Words that refer to something which the reader of a comment has not met yet.
+#: First words of a comment that refer to something not yet mentioned.
 PRONOUN = re.compile(
     r"(What|Of|The same|Those|Whose|That|These|Its?|They|Them|Theirs|Ours|Such|Both|Which|Who)\b"
 )
-#: Words that do not refer to a sentence before either; "It" and "They" do.
+#: First words of a sentence that refer to nothing in the sentence before, unlike "It" and "They".
 NOUNLESS = re.compile(r"(What|Of|The same|Those|Whose|Theirs|Ours|Whoever|Which|Who)\b")
 
 
 def tracked(*suffixes: str) -> list[Path]:
-    """Files under version control with one of these suffixes."""
+    """Returns the files under version control with one of these suffixes."""
     names = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
     return [ROOT / name for name in names if name.endswith(suffixes)]
 
 
 def python_comments(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring and of each first line of a comment."""
+    """Yields line and text of each docstring and of each comment's first line."""
     last_comment, last_type = 0, tokenize.NEWLINE
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         line = token.start[0]
@@ -55,7 +55,7 @@ def python_comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def line_comments(source: str, mark: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each first line of a comment that begins with `mark`."""
+    """Yields line and text of the first line of each comment that begins with `mark`."""
     above = False
     for number, line in enumerate(source.split("\n"), 1):
         code, found, text = line.partition(mark)
@@ -73,7 +73,7 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def pronoun_comments() -> list[str]:
-    """file:line: text of the comments and docstrings that begin with a pronoun."""
+    """Returns "file:line: text" of comments and docstrings that begin with a pronoun."""
     files = tracked(".py", ".pyi", ".h", ".cpp", ".cu", ".cmake", "CMakeLists.txt")
     return [
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
@@ -84,14 +84,14 @@ def pronoun_comments() -> list[str]:
 
 
 def paragraphs(page: str) -> Iterator[str]:
-    """Paragraphs and list items of a Markdown page, without code, tables and headings."""
+    """Yields paragraphs and list items of a Markdown page, without code, tables and headings."""
     prose = re.sub(r"^ *```.*?^ *```$|^[|#<].*?$", "", page, flags=re.DOTALL | re.MULTILINE)
     for text in re.split(r"\n\s*\n|\n(?= *(?:[-*]|\d+\.) )", prose):
         yield " ".join(re.sub(r"^\s*(?:[-*]|\d+\.) ", "", text).split())
 
 
 def unclear_sentences(page: str) -> Iterator[str]:
-    """Sentences of a Markdown page that begin with a pronoun which refers to nothing before it."""
+    """Yields sentences of a Markdown page that begin with a pronoun without a referent."""
     for paragraph in paragraphs(page):
         first, *others = re.split(r"(?<=[.!?:]) (?=[A-Z])", paragraph)
         found = [first] if PRONOUN.match(first) else []
@@ -100,7 +100,7 @@ def unclear_sentences(page: str) -> Iterator[str]:
 
 
 def pronoun_sentences() -> list[str]:
-    """Returns page: sentence of all pages and of the texts of the notebooks."""
+    """Returns "page: sentence" of unclear sentences in pages and notebooks."""
     found = [
         f"{path.relative_to(ROOT)}: {sentence}"
         for path in tracked(".md")
@@ -115,7 +115,7 @@ def pronoun_sentences() -> list[str]:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Dotted names that a file imports, functions and type checking included."""
+    """Yields dotted names that a file imports, also in functions and for type checking."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -125,7 +125,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def room_imports(package: str) -> collections.Counter[tuple[str, str]]:
-    """(room, room it imports from) of omniattn.<package> -> number of names imported."""
+    """Counts names imported between rooms of omniattn.<package>: (importer, imported) -> count."""
     root = ROOT / "python/omniattn" / package
     rooms = {path.parent.name for path in root.glob("*/__init__.py")}
     found: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -139,13 +139,13 @@ def room_imports(package: str) -> collections.Counter[tuple[str, str]]:
 
 
 def folder_sizes() -> collections.Counter[str]:
-    """Number of source files in each folder."""
+    """Counts source files per folder."""
     files = tracked(".py", ".h", ".cpp", ".cu")
     return collections.Counter(str(path.parent.relative_to(ROOT)) for path in files)
 
 
 def signatures_with(*names: str) -> int:
-    """Number of Python functions of the package that have all these parameters."""
+    """Counts the package's Python functions that have all these parameters."""
     count = 0
     for path in tracked(".py"):
         if not path.is_relative_to(ROOT / "python"):
@@ -159,7 +159,7 @@ def signatures_with(*names: str) -> int:
 
 
 def scope_statements(source: str) -> Iterator[str]:
-    """Text of each declaration of a C++ file, without comments and without bodies of functions."""
+    """Yields each declaration of a C++ file, without comments and function bodies."""
     blank = re.compile(r"//[^\n]*|^[ ]*#(?:\\\n|[^\n])*|'\"'|\"(?:\\.|[^\"\\])*\"", re.MULTILINE)
     text = blank.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)
     begin, depth, parens = 0, 0, 0  # depth: braces of the innermost body or initialiser
@@ -185,7 +185,7 @@ def scope_statements(source: str) -> Iterator[str]:
 
 
 def op_lists() -> collections.Counter[str]:
-    """Lines of csrc/ops in heads of functions, in structs of arguments and in schemas."""
+    """Counts lines of csrc/ops in function signatures, argument structs and schemas."""
     count: collections.Counter[str] = collections.Counter()
     for path in tracked(".h", ".cpp"):
         if path.parent != ROOT / "csrc/ops":
@@ -206,7 +206,7 @@ def op_lists() -> collections.Counter[str]:
 
 
 def build_seconds(folder: Path) -> collections.Counter[str]:
-    """Seconds of each target in the last run of ninja in this folder."""
+    """Returns the seconds of each target in the last run of ninja in a folder."""
     found: collections.Counter[str] = collections.Counter()
     for line in (folder / ".ninja_log").read_text().splitlines()[1:]:
         begin, end, _, output, _ = line.split("\t")
@@ -216,7 +216,7 @@ def build_seconds(folder: Path) -> collections.Counter[str]:
 
 
 def call_microseconds() -> Iterator[tuple[str, float, float]]:
-    """Name, ours and torch's microseconds of a call on a tiny problem, one thread, no gradients."""
+    """Yields name, our and torch's microseconds per tiny call, on one thread without gradients."""
     import torch
     from torch.nn import functional as nnf
     from torch.utils.benchmark import Timer

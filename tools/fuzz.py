@@ -1,12 +1,12 @@
-"""Random calls of the whole registry, as many as asked for.
+"""Fuzzes the whole registry with random calls.
 
     python tools/fuzz.py --calls 100000 [--seed 0] [--kinds values gradients raw] [--seconds 600]
     .ci/asan tools/fuzz.py --calls 100000     the same under ASan, UBSan and asserts
 
-Each seed is an episode of about ten calls (tests/support/fuzz_episodes.py). A line of output names
-the seed of each failure, and `--seed S --episodes 1` repeats it. Episodes run in a process of their
-own: one that dies is a failure of its seed, and the next process goes on after it. At the end, also
-after Ctrl-C, a line is added to tests/fuzz_record.csv, whose last seed says where to go on.
+Each seed is an episode of about ten calls (tests/support/fuzz_episodes.py). The output names the
+seed of each failure, and `--seed S --episodes 1` repeats it. Episodes run in a separate process. If
+it dies, its seed counts as a failure and a new process continues. At the end, also after Ctrl-C, a
+line is added to tests/fuzz_record.csv, whose last seed shows where to continue.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ FIELDS = (
     *("date", "commit", "machine", "sanitizers", "kinds", "first_seed", "last_seed"),
     *("calls", "refused", "failures", "seconds"),
 )
-#: Large allocations fail, as an error that the ops report; new memory holds NaN.
+#: Makes large allocations fail, with an error that the ops report, and fills new memory with NaN.
 ASAN = (
     "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4096"
     ":max_malloc_fill_size=1000000000:malloc_fill_byte=255"
 )
-MEMORY = 8 << 30  # of a process without sanitizers, whose addresses take more
+MEMORY = 8 << 30  # limit of a process without sanitizers; these need more address space
 
 
 def work(seed: int, episodes: int, kinds: list[str]) -> None:
-    """In the process of its own: before each episode its seed, after it what was found."""
+    """Runs in a separate process: prints each episode's seed before it, and its findings after."""
     import resource
 
     if "libasan" not in os.environ.get("LD_PRELOAD", ""):

@@ -1,7 +1,7 @@
-"""Baselines of the benchmarks: what users of torch run today, with the signatures of our ops.
+"""Baselines of the benchmarks: alternatives in torch and transformers, with our ops' signatures.
 
-A provider raises NotImplementedError for an option that it lacks. "aten" is torch's best eager
-form, "math" its unfused attention, "hf" a formula of Hugging Face transformers (eager), "compiled"
+A provider raises NotImplementedError for unsupported options. "aten" is torch's best eager form,
+"math" its unfused attention, "hf" a formula of Hugging Face transformers (eager), "compiled"
 torch.compile of the eager form, "flex" compiled flex_attention, "grouped" torch's grouped product.
 """
 
@@ -19,10 +19,10 @@ __all__ = ["BASELINES", "ON_GPU", "Function"]
 
 _NAMES = (each.name for each in pkgutil.iter_modules(__path__, f"{__name__}."))
 _FAMILIES = [importlib.import_module(name) for name in _NAMES if "._" not in name]
-#: Functions by op and provider, of every file; the eager form comes first.
+#: Op -> provider -> function; the eager form comes first.
 BASELINES: Mapping[str, Mapping[str, Function]] = {
     **{op: providers for family in _FAMILIES for op, providers in family.BASELINES.items()},
-    # Torch draws other bits.
+    # Torch's random numbers differ.
     "dropout": {"eager": reference.dropout},
     "uniform_like": {"eager": reference.uniform_like},
 }

@@ -1,4 +1,4 @@
-"""Helpers that baselines of all families share."""
+"""Helpers shared by the baselines of all families."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Function: TypeAlias = Callable[..., Any]
 
 
 def compiled(function: Function) -> Function:
-    """torch.compile of `function` at the first call; shapes are static, as in a training run."""
+    """Compiles `function` at its first call; shapes are static, as in training."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -27,7 +27,7 @@ def compile_once(function: Function) -> Function:
 
 
 def lacks(**options: Any) -> None:
-    """Raises where an option is wanted that the baseline does not have."""
+    """Raises NotImplementedError if an unsupported option is given."""
     for name, wanted in options.items():
         if isinstance(wanted, torch.Tensor) or wanted:
             raise NotImplementedError(f"torch has no {name}")

@@ -1,4 +1,4 @@
-"""Attention: torch's kernels with our layouts and options."""
+"""Attention baselines: torch's kernels with our layouts and options."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def sdpa_attention(
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """The definition, for options that torch's kernel lacks."""
+    """Computes the definition, for options that torch's kernel lacks."""
     lacking = ("softcap", "sinks", "head_scale", "score_mod", "dropout_p", "relative_keys")
     if "normalizer" not in options and not any(name in options for name in lacking):
         raise NotImplementedError("torch has a kernel")
@@ -80,7 +80,7 @@ def padded_varlen(
     causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Computes packed attention without a packed kernel: pads, masks, and selects the real rows."""
+    """Computes packed attention by padding and masking, then selects the real rows."""
     lacks(options=options)
     lengths_q, lengths_k = cu_seqlens_q.diff()[:, None], cu_seqlens_k.diff()[:, None]
     rows_q = torch.arange(max_seqlen_q) < lengths_q
@@ -107,7 +107,7 @@ def masked_cached(
     block_table: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """A static cache, as transformers runs it: all of it, masked. Pages are gathered first."""
+    """Attends to a whole static cache with a mask, as transformers does; gathers pages first."""
     lacks(full=not causal, options=options)
     if block_table is not None:
         k, v = (t[block_table].flatten(1, 2) for t in (k, v))
@@ -136,7 +136,7 @@ def eager_weights(
 
 
 def held_to(backend: SDPBackend, function: Function) -> Function:
-    """`function` on one kernel of torch's attention."""
+    """Restricts `function` to one of torch's attention kernels."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ def gathered_attention(
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Keys and values gathered to (B, Hkv, Tq, n, D), then two products for each query."""
+    """Gathers keys and values to (B, Hkv, Tq, n, D), then computes two products per query."""
     (batch, tq, heads, dim), (tk, groups) = q.shape, k.shape[1:3]
     each_head = indices.shape[1] > groups
     lacks(sinks=sinks, lse=return_lse, options=options, queries=query_block != 1, heads=each_head)
@@ -240,7 +240,7 @@ BASELINES = {
     "nsa_attention": {"eager": reference.nsa_attention},
     "routed_block_attention": {"eager": reference.routed_block_attention},
 }
-#: Where users of a GPU have other choices; "math" would hold all scores of long sequences.
+#: Ops with other baselines on a GPU; "math" would store all scores of long sequences.
 ON_GPU = {
     "attention": {
         "aten": sdpa_attention,

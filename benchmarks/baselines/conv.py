@@ -1,4 +1,4 @@
-"""Causal convolutions: torch's depthwise conv1d with padding, as models without a kernel run it."""
+"""Causal convolution baseline: torch's depthwise conv1d with padding, as models use it."""
 
 from __future__ import annotations
 

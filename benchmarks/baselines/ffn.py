@@ -1,4 +1,4 @@
-"""Activations, feed-forward layers and the linear layer: torch's."""
+"""Baselines of activations, feed-forward layers and the linear layer in torch."""
 
 from __future__ import annotations
 

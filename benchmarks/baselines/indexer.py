@@ -1,4 +1,4 @@
-"""The lightning indexer and its loss with all scores in memory."""
+"""Baselines of the lightning indexer and its loss, with all scores in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dense_indexer(
     sorted_by_index: bool = False,
     return_scores: bool = False,
 ) -> Tensor:
-    """torch.topk, which leaves the order of equal scores open; no -1 for missing keys."""
+    """Selects keys by torch.topk, with unspecified order of ties and no -1 for missing keys."""
     lacks(recent=tie != "first", padding=key_padding is not None, order=sorted_by_index)
     lacks(scores=return_scores, missing_keys=topk > k.shape[1])
     return _scores(q, k, w, causal, activation).topk(topk, dim=-1).indices.int()

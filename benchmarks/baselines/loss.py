@@ -1,4 +1,4 @@
-"""Losses of torch: of logits and of a linear layer."""
+"""Baselines of losses of logits and of a linear layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cross_entropy(
 
 
 def eager_cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Any:
-    """The definition, for options that torch lacks."""
+    """Computes the definition, for options that torch lacks."""
     if not options.keys() & {"z_loss", "softcap", "temperature"}:
         raise NotImplementedError("torch has an op")
     return reference.cross_entropy(logits, target, **options)
@@ -76,7 +76,7 @@ def linear_log_prob(
 
 
 def jsd(student: Tensor, teacher: Tensor, *, beta: float = 0.5, **options: Any) -> Tensor:
-    """As in TRL's GKD trainer."""
+    """Computes the loss of TRL's GKD trainer."""
     lacks(**options)
     x, y = (t.float().log_softmax(-1) for t in (student, teacher))
     if beta == 0:

@@ -1,4 +1,4 @@
-"""Experts: a loop over them, and torch's grouped product."""
+"""Baselines of experts: a loop, and torch's grouped product."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def swiglu_only(
 def experts_loop(
     x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, **options: Any
 ) -> Tensor:
-    """A product per expert that has tokens, gathered and added back by index."""
+    """Loops over experts with tokens; gathers tokens and adds results back by index."""
     swiglu_only(**options)
     y = torch.zeros_like(x)
     for expert in index.unique().tolist():
@@ -41,7 +41,7 @@ def experts_loop(
 def experts_grouped(
     x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, **options: Any
 ) -> Tensor:
-    """Tokens sorted by expert and torch's grouped product."""
+    """Sorts tokens by expert and uses torch's grouped product."""
     swiglu_only(**options)
     order = index.flatten().argsort(stable=True)
     ends = index.flatten().bincount(minlength=len(up)).cumsum(0).int()

@@ -1,4 +1,4 @@
-"""Norms: torch's, and the gated norm of Mamba-2 and Qwen3-Next."""
+"""Baselines of norms: torch's, and the gated norm of Mamba-2 and Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def rms_norm_gated(
     num_groups: int = 1,
     casting: str = "fp32",
 ) -> Tensor:
-    """Mamba-2's and Qwen3-Next's layers in fp32 throughout."""
+    """Computes Mamba-2's and Qwen3-Next's gated norms, with all steps in fp32."""
     lacks(casting=casting != "fp32")
     factor = (F.silu if activation == "silu" else torch.sigmoid)(gate.float())
     v = x.float() if norm_before_gate else x.float() * factor

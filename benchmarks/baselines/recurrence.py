@@ -1,5 +1,4 @@
-"""Recurrences in chunks, as models without a kernel run them: products within a chunk, and a loop
-over the chunks that carries the state."""
+"""Baselines of recurrences in chunk form: products within chunks, and a loop over chunks."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from torch.nn import functional as F
 from baselines._common import Function, compiled, lacks
 
 CHUNK = 64
-#: With a decay for each channel the weights of a chunk have CHUNK^2 K elements.
+#: Chunk size with decays per channel, where the weights of a chunk have CHUNK^2 K elements.
 SMALL_CHUNK = 16
 
 
 def _chunks(t: Tensor, size: int) -> Tensor:
-    """(B, T, H, ...) padded to whole chunks: (chunks, B, H, size, ...)."""
+    """Pads (B, T, H, ...) and splits it into chunks (chunks, B, H, size, ...)."""
     pad = -t.shape[1] % size
     t = F.pad(t, (0, 0) * (t.ndim - 2) + (0, pad)).reshape(t.shape[0], -1, size, *t.shape[2:])
     return t.movedim(1, 0).movedim(3, 2)
@@ -34,7 +33,7 @@ def gated(
     cu_seqlens: Tensor | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Linear attention with a decay for each head or channel, or none; in chunks of 64 or 16."""
+    """Computes linear attention, with decays per head or channel or none, in chunks of 64 or 16."""
     lacks(cu_seqlens=cu_seqlens is not None, grouped=q.shape[2] != v.shape[2], empty=v.numel() == 0)
     (b, steps, h, d), dtype = q.shape, v.dtype
     size = chunk or (SMALL_CHUNK if g is not None and g.ndim == 4 else CHUNK)
@@ -95,7 +94,7 @@ def linear_attention(
     chunk: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """elu(x) + 1, divided."""
+    """Computes normalised linear attention with features elu(x) + 1."""
     lacks(feature_map=feature_map != "elu1", causal=not causal, options=bool(options))
     ones, dtype = v.new_ones(*v.shape[:3], 1), v.dtype
     q, k = F.elu(q) + 1, F.elu(k) + 1
@@ -122,7 +121,7 @@ def random_feature_attention(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """Positive features of one maximum over all keys, as performer-pytorch has them, in chunks."""
+    """Uses positive features with one maximum over all keys, as performer-pytorch, in chunks."""
     lacks(initial_state=S is not None, options=bool(options), empty=v.numel() == 0)
     lacks(cu_seqlens=cu_seqlens is not None)
     dtype, ones = v.dtype, v.new_ones(*v.shape[:3], 1)
@@ -146,7 +145,7 @@ def rwkv6(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gated linear attention of queries that come one token early, and the token's own part."""
+    """Computes gated linear attention with queries one token early, plus the token's own term."""
     lacks(initial_state=initial_state is not None, constant=w.ndim == 2)
     early = F.pad(r[:, 1:], (0, 0, 0, 0, 0, 1))
     past, state = gated(early, k, v, w, scale=scale, cu_seqlens=cu_seqlens)
@@ -166,7 +165,7 @@ def dplr_delta_rule(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores of all chunks at once, then for each chunk a triangular system."""
+    """Computes the scores of all chunks at once, then solves a triangular system per chunk."""
     lacks(
         cu_seqlens=cu_seqlens is not None,
         grouped=q.shape[2] != v.shape[2],
@@ -219,7 +218,7 @@ def rwkv7(
 
 
 def _transformers(model: str, name: str, step: str) -> Function:
-    """The chunk form of a model of transformers, and its form for a single token."""
+    """Returns the chunk form of a transformers model, with its step form for single tokens."""
 
     def run(
         q: Tensor,

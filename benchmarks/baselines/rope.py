@@ -1,4 +1,4 @@
-"""Rotary embeddings: the formulas of transformers."""
+"""Baselines of rotary embeddings: transformers' formulas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def hf_rotary(
     inverse: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Llama's, GPT-J's (interleaved) or GPT-NeoX's (partial) formula."""
+    """Computes Llama's, GPT-J's (interleaved) or GPT-NeoX's (partial) formula."""
     lacks(positions=positions is not None, inplace=inplace, start=rotary_start, inverse=inverse)
     size = 2 * cos.shape[-1]
     rotate = rotate_every_two if interleaved else rotate_half
@@ -54,7 +54,7 @@ def hf_qk_norm_rotary(
     rotary_start: int = 0,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Qwen3's: a norm per head, then the rotation."""
+    """Computes Qwen3's norm per head, then the rotation."""
     lacks(casting=casting != "fp32")
     q, k = (
         F.rms_norm(x, x.shape[-1:], w if w is None or not offset else w + offset, eps)

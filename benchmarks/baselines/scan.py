@@ -1,5 +1,5 @@
-"""Scans as models without a kernel run them: loops over the tokens in eager torch, and the chunk
-form of mLSTM and the selective scan in transformers."""
+"""Baselines of scans: loops over tokens in eager torch, and transformers' mLSTM chunk form and
+selective scan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rwkv4(
 def rwkv_quadratic(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, *, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """torch's attention with a bias of decays, which it makes."""
+    """Uses torch's attention with a bias of decays, computed in the call."""
     lacks(cu_seqlens=cu_seqlens is not None, channels=w.dim() == 2, empty=v.numel() == 0)
     copies, at = v.shape[2] // r.shape[2], torch.arange(r.shape[1], device=r.device)
     age = (at[:, None] - at).to(w.dtype)
@@ -51,7 +51,7 @@ def rwkv_recurrent(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loop of RWKV-4 in transformers, of the products."""
+    """Runs transformers' loop of RWKV-4 on the products r . k."""
     heads, width = v.shape[2:]
     lacks(empty=v.numel() == 0)
     score = (r.float() * k.float()).sum(-1, keepdim=True).repeat_interleave(heads // r.shape[2], 2)
@@ -70,7 +70,7 @@ def slstm(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One product with R for each token, and pointwise ops."""
+    """Computes a product with R and pointwise ops for each token."""
     lacks(cu_seqlens=cu_seqlens is not None, initial_state=initial_state is not None)
     lacks(forget_gate=forget_gate != "sigmoid", empty=x.numel() == 0)
     batch, _, _, heads, size = x.shape
@@ -104,7 +104,7 @@ def mlstm(
     m: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """C, n and m by their names, as in the OpSpec."""
+    """Computes mLSTM with the state tensors C, n and m by name, as in the OpSpec."""
     from transformers.models.xlstm import modeling_xlstm as xlstm
 
     chunk, root = 64, q.shape[-1] ** 0.5
@@ -133,8 +133,10 @@ def selective_scan(
     cu_seqlens: Tensor | None = None,
     **imaginary: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """A loop of one multiply-add over factors and drives of all tokens, views of which are made at
-    once: the gradient of each indexing would be a tensor of all tokens."""
+    """Loops over tokens with one multiply-add of precomputed factors.
+
+    All views are made at once by unbind; the gradient of each indexing would have all tokens.
+    """
     lacks(cu_seqlens=cu_seqlens is not None, groups=B.dim() == 4 or C.dim() == 4)
     lacks(empty=u.shape[1] == 0, complex_numbers=bool(imaginary))
     dt = delta.float() if delta_bias is None else delta + delta_bias

@@ -1,4 +1,4 @@
-"""Patterns of attention: a dense mask for torch's kernel."""
+"""Baselines of attention patterns: torch's kernel with a dense mask."""
 
 from __future__ import annotations
 

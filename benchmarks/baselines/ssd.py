@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from baselines._common import lacks
 
-#: Faster than the 128 and 256 of the releases.
+#: Chunk size; faster here than the 128 and 256 of released models.
 CHUNK = 64
 
 

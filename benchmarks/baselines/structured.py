@@ -1,5 +1,4 @@
-"""Sums of structured state-space models as models without a kernel run them: of all terms at all
-lengths in eager torch, (H, N, L) complex numbers."""
+"""Baselines of structured state-space models: (H, N, L) complex terms in eager torch."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ def _complex(pairs: Tensor) -> Tensor:
 
 
 def vandermonde(c: Tensor, x: Tensor, *, length: int) -> Tensor:
-    """As models/s4/s4d.py of state-spaces/s4."""
+    """Computes the sum as models/s4/s4d.py of state-spaces/s4."""
     powers = (_complex(x)[..., None] * torch.arange(length, device=x.device)).exp()
     return 2 * torch.einsum("hn,hnl->hl", _complex(c), powers).real
 
 
 def cauchy(v: Tensor, z: Tensor, w: Tensor) -> Tensor:
-    """As the eager form of state-spaces/s4, on both conjugates."""
+    """Computes the sum as the eager form of state-spaces/s4, over both conjugates."""
     of, poles = (torch.cat((t, t.conj()), -1) for t in (_complex(v), _complex(w)))
     return torch.view_as_real((of[..., None] / (_complex(z) - poles[..., None])).sum(-2))
 

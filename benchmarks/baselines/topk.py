@@ -1,4 +1,4 @@
-"""The largest scores: sorted with a fixed order of ties, and torch's, which leaves it open."""
+"""Baselines of top-k: a stable sort, and torch.topk with unspecified order of ties."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Rows of goals.py: calls and their yardsticks."""
+"""Rows of goals.py: calls and the yardsticks they are compared with."""

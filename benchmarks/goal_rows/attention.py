@@ -1,4 +1,4 @@
-"""The rows of goals.py: calls, and what they have to keep up with."""
+"""Rows of goals.py for attention, masks, scores, caches and experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from omniattn.testing.specs import _score_mods
 def with_table(
     make: Callable[[torch.Tensor], scores.RelativeBias],
 ) -> Function:
-    """attention whose `table` is a tensor of the call, so that it has a gradient."""
+    """Returns attention with `table` as a tensor argument, so that it has a gradient."""
 
     def attention(q, k, v, table, **options):
         return functional.attention(q, k, v, relative=make(table), **options)
@@ -38,7 +38,7 @@ def with_table(
 
 
 def dense_rows() -> Iterator[Row]:
-    """Dense attention of fp32 against the machine's rate of multiply-adds, and torch's."""
+    """Dense fp32 attention against the machine's multiply-add rate, and against torch."""
     heads = 8
     for length, dim in ((1152, 128), (4096, 64), (4096, 128)):
         qkv = self_attention(1, length, heads, dim)
@@ -58,7 +58,7 @@ def dense_rows() -> Iterator[Row]:
 
 
 def mask_rows() -> Iterator[Row]:
-    """Time of visited tiles: every mask at most 1.25 of its share of the dense call."""
+    """Time per visited tile: every mask takes at most 1.25 times its share of the dense call."""
     length, heads, dim = 4096, 4, 64
     qkv = self_attention(1, length, heads, dim)
     starts = torch.tensor([0, 300, 1000, 1100, 1900, 2400, 3000, 3800])
@@ -96,7 +96,7 @@ def mask_rows() -> Iterator[Row]:
 
 
 def window_rows() -> Iterator[Row]:
-    """A window of fixed size: time per token, counted in visible pairs, is flat."""
+    """A window of fixed size: time per visible pair is constant in the length."""
     short, heads, dim, window = 1024, 4, 64, masks.SlidingWindow(255, 0)
     for pass_ in PASSES:
         base = provider(
@@ -125,7 +125,7 @@ VARLEN = [1024, 100, 700, 30, 512, 350, 900, 64]
 
 
 def varlen_calls(pass_: Pass, dtype: torch.dtype = F32) -> tuple[Provider, Provider, int]:
-    """Packed sequences of 8 heads of 64, torch's attention of the padded ones, and the pairs."""
+    """Returns our packed call with 8 heads of 64, torch's padded call, and the number of pairs."""
     lengths, heads, dim, longest = VARLEN, 8, 64, max(VARLEN)
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
     shape = (sum(lengths), heads, dim)
@@ -143,7 +143,7 @@ def varlen_calls(pass_: Pass, dtype: torch.dtype = F32) -> tuple[Provider, Provi
 
 
 def varlen_rows() -> Iterator[Row]:
-    """Packed sequences: time proportional to the visible pairs; against the padded call."""
+    """Packed sequences: time proportional to visible pairs, and against the padded call."""
     heads, dim, longest = 8, 64, max(VARLEN)
     for pass_ in PASSES:
         run, padded_call, pairs = varlen_calls(pass_)
@@ -162,7 +162,7 @@ def varlen_rows() -> Iterator[Row]:
 
 
 def score_rows() -> Iterator[Row]:
-    """Terms of the scores against the kernel without them, and a full bias against torch's."""
+    """Score terms against the kernel without them, and a full bias against torch's."""
     length, heads, dim = 2048, 4, 64
     qkv = self_attention(1, length, heads, dim)
     windows = self_attention(512, 49, 4, 32)
@@ -189,7 +189,7 @@ def score_rows() -> Iterator[Row]:
 
 
 def score_mod_rows() -> Iterator[Row]:
-    """Functions of scores against the option that says the same, or against no function."""
+    """score_mod against the equivalent option, or against no score_mod."""
     length, heads, dim = 1024, 8, 64
     qkv = self_attention(1, length, heads, dim)
     (table,) = tensors((32, heads))
@@ -213,7 +213,7 @@ def score_mod_rows() -> Iterator[Row]:
 
 
 def normalizer_rows() -> Iterator[Row]:
-    """Sigmoid and relu^2 no slower than softmax; differential at most 1.1 of two calls."""
+    """Sigmoid and relu^2 against softmax; differential attention at most 1.1 times two calls."""
     length, heads, dim = 2048, 4, 64
     qkv = self_attention(1, length, heads, dim)
     for pass_ in PASSES:
@@ -288,7 +288,7 @@ def mla_rows() -> Iterator[Row]:
 
 
 def cache_rows() -> Iterator[Row]:
-    """Pages against contiguous keys; a rolling cache late against the same early."""
+    """Pages against contiguous keys; a rolling cache after many tokens against few tokens."""
     batch, length, heads, kv_heads, dim, size = 4, 4096, 32, 8, 128, 64
     for dtype in (F32, BF16):
         q, k, v = tensors(
@@ -338,7 +338,7 @@ def cache_rows() -> Iterator[Row]:
 
 
 def expert_rows() -> Iterator[Row]:
-    """More experts, as many for each token: the time per token is flat."""
+    """More experts with a fixed number per token: time per token is constant."""
     tokens, top_k, dim, hidden, few = 16384, 2, 256, 512, 8
 
     def experts(count: int) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Rows of goals.py for caches that evict: a decode step after 32k tokens."""
+"""Rows of goals.py for cache eviction: a decode step after 32k tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from omniattn import functional
 from omniattn.modules import H2O, EvictingCache, Eviction, KVCache, SnapKV, Streaming, Threshold
 
 SEEN, HEADS, KV_HEADS, DIM = 32768, 32, 8, 128
-#: Rotary tables for all positions in the largest cache whose tokens move.
+#: Rotary tables for all positions of the largest cache that re-rotates its keys.
 ROPE = functional.rotary_tables(functional.rope_frequencies(DIM), torch.arange(2049))
 
 
 def _filled(policy: Eviction, kept: int) -> EvictingCache:
-    """A cache that keeps the last `kept` of the tokens seen, each with a weight of its own."""
+    """Returns a cache with the last `kept` tokens, each with a different weight."""
     cache = EvictingCache(policy, 1, SEEN + 1024, KV_HEADS, DIM)
     k, v = tensors(*[(1, kept, KV_HEADS, DIM)] * 2)
     positions = torch.arange(SEEN - kept, SEEN).expand(1, KV_HEADS, kept)
@@ -29,7 +29,7 @@ def _filled(policy: Eviction, kept: int) -> EvictingCache:
 
 
 def eviction_rows() -> Iterator[Row]:
-    """Against attention to as many tokens in a KVCache, which reads k once and not twice."""
+    """Eviction against attention to as many tokens in a KVCache, which reads k once, not twice."""
     q, k, v = tensors((1, 1, HEADS, DIM), *[(1, 1, KV_HEADS, DIM)] * 2)
 
     def evicting(cache: EvictingCache) -> Provider:

@@ -1,4 +1,4 @@
-"""Rows of goals.py, and functions that make them."""
+"""Rows of goals.py and helpers to make them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from omniattn.testing.spec import Call, Function, Pass
 
 F32, BF16 = torch.float32, torch.bfloat16
 PASSES: tuple[Pass, ...] = ("forward", "forward+backward")
-#: Products of the head size per pair: two forward, five backward.
+#: Products of the head size per pair: 2 in the forward, 5 in the backward.
 PRODUCTS = {"forward": 2, "forward+backward": 7}
 Provider = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Row:
-    """`run` may take `goal` times the time of `yardstick` times `share`, and must reach `least`.
+    """A call, its yardstick and the goal.
 
-    With `memory` it may also add at most that many times the memory of `yardstick` times `share`.
-    The yardstick is held against ours before both are timed where it does the `same`. With
-    `seconds` it was `called_once` for so long, since turns would take too long, and gives what it
-    gave then. The rate is of `flops` or `exponentials` where there are any, else of `bytes`.
+    The goal is met if the time of `run` is at most `goal` * `share` * the time of `yardstick`, its
+    rate at least `least` of the ceiling and, with `memory`, the memory it adds at most `memory` *
+    `share` * that of `yardstick`. With `same`, both results are compared before timing. With
+    `seconds`, the yardstick is too slow to alternate: it was `called_once`, took that long, and
+    returns that result. The rate counts `flops` or `exponentials` if given, else `bytes`.
     """
 
     name: str
@@ -39,14 +40,14 @@ class Row:
     flops: float = 0.0
     bytes: float = 0.0
     exponentials: float = 0.0
-    least: float = 0.0  # of the ceiling
+    least: float = 0.0  # minimum share of the ceiling
     memory: float = 0.0
     same: bool = False
     seconds: float = 0.0
 
 
 def called_once(run: Provider) -> dict[str, object]:
-    """Fields of a row whose yardstick takes long."""
+    """Calls a slow yardstick once; returns the fields of its row."""
     start = time.perf_counter()
     found = run()
     return {"seconds": time.perf_counter() - start, "yardstick": lambda: found}
@@ -71,7 +72,7 @@ def provider(
 
 
 def sdpa(q, k, v, bias=None, **options):
-    """torch's attention on our layout."""
+    """Computes torch's attention on our layout."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, **options)
     return out.transpose(1, 2)

@@ -1,6 +1,6 @@
 """Rows of goals.py for recurrences: against chunk forms in torch, transformers, and loops.
 
-The bound is that of all products of the chunk form, those within a chunk included.
+The bound counts all products of the chunk form, including those within chunks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from omniattn.testing.spec import Function, Pass
 from omniattn.testing.timing import once
 
 LENGTH, HEADS = 2048, 8
-#: Least share of the bound that a row must reach.
+#: Minimum share of the bound that a row must reach.
 LEAST = {"forward": 0.6, "forward+backward": 0.55}
 Named = dict[str, Tensor]
 
 
 def inputs(length: int, dim: int, *names: str, batch: int = 1, heads: int = HEADS) -> Named:
-    """q and k as rows of unit length, v, and gates by their names."""
+    """Makes q and k with unit rows, v, and the named gates."""
     row, head = (batch, length, heads, dim), (batch, length, heads)
     q, k, v, w, a, scalar, u = tensors(row, row, row, row, row, head, (heads, dim))
     x = F.normalize(a, dim=-1)
@@ -47,12 +47,12 @@ def inputs(length: int, dim: int, *names: str, batch: int = 1, heads: int = HEAD
 
 
 def _read(named: Named) -> Named:
-    """RWKV's name of q."""
+    """Renames q to r, as in RWKV."""
     return {"r" if name == "q" else name: t for name, t in named.items()}
 
 
 def best_chunk(pass_: Pass, named: Named, function: Function, sizes: tuple[int, ...]) -> Provider:
-    """The chunk form with the size that is fastest here."""
+    """Returns the chunk form with the fastest chunk size on this machine."""
 
     def seconds(run: Provider) -> float:
         run()
@@ -62,7 +62,7 @@ def best_chunk(pass_: Pass, named: Named, function: Function, sizes: tuple[int, 
 
 
 def chunk_rows() -> Iterator[Row]:
-    """Recurrences without a delta rule, against torch's chunk form with the best size of chunk."""
+    """Recurrences without a delta rule, against torch's chunk form with the best chunk size."""
     shape = (1, LENGTH, HEADS, 64)
     for op, names, sizes, chunk, forward in (
         ("linear_attention", (), (32, 64, 128, 256), 32, 8),
@@ -85,7 +85,7 @@ def chunk_rows() -> Iterator[Row]:
 
 
 def delta_rows() -> Iterator[Row]:
-    """Delta rules against transformers' chunks, and the others against the gated one."""
+    """Delta rules against transformers' chunk form, and the others against the gated one."""
     ops = {
         "gated_delta_rule": (("g", "beta"), 32),
         "delta_rule": (("beta",), 32),
@@ -109,14 +109,14 @@ def delta_rows() -> Iterator[Row]:
                     least=LEAST[pass_],
                     same=True,
                 )
-                slow = op == "kimi_delta_attention"  # seconds, in a loop over the rows of a chunk
+                slow = op == "kimi_delta_attention"  # takes seconds: loops over the rows of a chunk
                 yield replace(row, **called_once(theirs)) if slow else row
                 if op != "gated_delta_rule":
                     yield Row(row.name, pass_, run, gated, "gated_delta_rule", 1.1)
 
 
 def tile_rows() -> Iterator[Row]:
-    """The gated delta rule of bf16 on AMX tiles, against transformers' chunks and our vectors."""
+    """Gated delta rule in bf16 on AMX tiles, against transformers' chunks and our vector code."""
     if "amx_bf16" not in testing.isas():
         tqdm.write("recurrence tiles: no rows, the machine has no AMX")
         return
@@ -168,7 +168,7 @@ def rwkv7_token(
 
 
 def loop(token: Callable[..., tuple[Tensor, Tensor]], *shared: str) -> Function:
-    """A loop over the tokens; views of all of them are made at once. `shared` have no tokens."""
+    """Returns a loop over tokens, with all views made at once; `shared` have no time dimension."""
 
     def run(initial_state: Tensor | None = None, **named: Tensor) -> tuple[Tensor, Tensor]:
         constants = {name: named.pop(name) for name in shared}
@@ -186,7 +186,7 @@ def loop(token: Callable[..., tuple[Tensor, Tensor]], *shared: str) -> Function:
 
 
 def loop_rows() -> Iterator[Row]:
-    """RWKV and sLSTM against loops over the tokens."""
+    """RWKV and sLSTM against loops over tokens."""
     pass_: Pass = "forward+backward"
     shape = (1, LENGTH, HEADS, 64)
     wkv = dict(zip("kv", tensors(*[(1, LENGTH, 1024)] * 2), strict=True))
@@ -228,7 +228,7 @@ def loop_rows() -> Iterator[Row]:
 
 
 def conv_rows() -> Iterator[Row]:
-    """Causal convolution with SiLU, against torch's on its own layout, and against a copy."""
+    """Causal convolution with SiLU, against torch's in its own layout, and against a copy."""
     steps, channels = 1024, 1536
     for batch, forward, both in ((1, 4, 5), (8, 10, 12)):
         x, weight, bias = tensors((batch, steps, channels), (channels, 4), (channels,))
@@ -266,7 +266,7 @@ def conv_rows() -> Iterator[Row]:
 
 
 def step_rows() -> Iterator[Row]:
-    """One token of eight sequences with the state before it: transformers' step, or torch's."""
+    """One token of eight sequences with a state, against transformers' or torch's step."""
     (state,) = tensors((8, HEADS, 64, 64))
     wkv = dict(zip("kv", tensors(*[(8, 1, 1024)] * 2), strict=True))
     decay, bonus, sums = tensors((1024,), (1024,), (8, 3, 1024))
@@ -307,7 +307,7 @@ def step_rows() -> Iterator[Row]:
 
 
 def length_rows() -> Iterator[Row]:
-    """Time and memory per token: flat from 1k to 64k tokens."""
+    """Time and memory per token: constant from 1k to 64k tokens."""
     short, heads = 1024, 4
     for length in (4096, 16384, 65536):
         for op, names in (

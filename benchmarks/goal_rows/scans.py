@@ -1,7 +1,7 @@
 """Rows of goals.py for the scans of Mamba and Mamba-2: against a loop in torch and transformers.
 
-The rate of exponentials bounds the selective scan: one for each state and token, and
-another one in the backward, which computes the states again.
+The rate of exponentials bounds the selective scan: one per state and token, and another one in the
+backward, which recomputes the states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from omniattn.testing.spec import Pass
 
 
 def selective(batch: int, steps: int, channels: int = 1536) -> dict[str, torch.Tensor]:
-    """A layer of Mamba, by default of width 768."""
+    """Makes the inputs of a Mamba layer's scan, by default of width 768."""
     states = 16
     row = (batch, steps, channels)
     u, delta, z, B, C = tensors(row, row, row, *[(batch, steps, states)] * 2)
@@ -83,12 +83,12 @@ def dual_rows() -> Iterator[Row]:
             )
 
 
-#: Options of selective_scan, since the steps of `selective` precede softplus.
+#: Options of selective_scan; the steps made by `selective` are before softplus.
 SOFT = {"delta_softplus": True}
 
 
 def step_rows() -> Iterator[Row]:
-    """One token of eight sequences, with the state before it."""
+    """One token of eight sequences, with a state."""
     named = selective(8, 1) | {"initial_state": torch.randn(8, 1536, 16)}
     state = torch.randn(8, 24, 128, 64).mT  # as a layer keeps it
     dual = _dual(8, 1, 24, 128) | {"initial_state": state}
@@ -106,8 +106,7 @@ def step_rows() -> Iterator[Row]:
 
 
 def in_place_rows() -> Iterator[Row]:
-    """One token of eight sequences, with states updated in place, as layers and transformers
-    decode."""
+    """One token of eight sequences with in-place states, as layers and transformers decode."""
     from transformers.models.mamba import modeling_mamba
     from transformers.models.mamba2 import modeling_mamba2
 
@@ -145,7 +144,7 @@ def in_place_rows() -> Iterator[Row]:
 
 
 def layer_step_rows() -> Iterator[Row]:
-    """One more token of two layers, with a vocabulary that is too small to count."""
+    """One more token of two layers, with a vocabulary too small to matter."""
     for name, kind in (("Mamba", MambaConfig), ("Mamba-2", Mamba2Config)):
         ours = kind(vocab_size=256, dim=768, num_layers=2).build().eval()
         theirs, tokens = ours.to_hf().eval(), torch.randint(256, (1, 17))
@@ -173,7 +172,7 @@ def _without_gradients(run: Callable[[], object]) -> Provider:
 
 
 def length_rows() -> Iterator[Row]:
-    """Time and memory per token: flat from 1k to 64k tokens."""
+    """Time and memory per token: constant from 1k to 64k tokens."""
     short = 1024
     scan, dual = functional.selective_scan, functional.ssd
     for length in (4096, 16384, 65536):
@@ -203,7 +202,7 @@ def length_rows() -> Iterator[Row]:
 
 
 def training_step(name: str, length: int, goal: float) -> Row:
-    """Forward and backward of two layers, without the optimiser."""
+    """Returns a row for forward and backward of two layers, without the optimizer."""
     kind = {"Mamba": MambaConfig, "Mamba-2": Mamba2Config}[name]
     config = kind(vocab_size=256, dim=768, num_layers=2)
     ours = config.build()

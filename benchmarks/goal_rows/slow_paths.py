@@ -1,9 +1,9 @@
-"""Rows of goals.py against what transformers runs for Mamba without its kernels: minutes a call.
+"""Rows of goals.py against transformers' Mamba without kernels, which takes minutes a call.
 
     python benchmarks/goals.py --group "slow paths"
 
-The gradient of each of its T indexings is a tensor of all T steps, so that the time grows with T^2.
-A shorter call would flatter it; it is called once instead.
+The gradient of each of its T indexing operations has all T steps, so the time grows with T^2.
+A shorter call would flatter it; it is called only once instead.
 """
 
 from __future__ import annotations

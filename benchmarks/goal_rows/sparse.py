@@ -32,14 +32,14 @@ DENSE = "dense x visited area"
 
 @dataclass(frozen=True)
 class Pattern:
-    """A call with a pattern, and the masks of what it computes."""
+    """A call with a sparse pattern, and the equivalent masks."""
 
     call: Function
     masks: Callable[[int], list[masks.Mask]]
     options: dict[str, Any]
 
     def area(self, length: int, heads: int) -> float:
-        """Share of the blocks that the kernel visits."""
+        """Returns the share of blocks that the kernel visits."""
         found = self.masks(length)
         return sum(mask.block_density(length, length, heads=heads) for mask in found)
 
@@ -54,7 +54,7 @@ def _bigbird(length: int, heads: int = 4, block: int = 64) -> list[masks.Mask]:
 
 
 def _blocks(length: int, size: int = 64) -> list[masks.Mask]:
-    """A tenth of the blocks at random, and the diagonal."""
+    """Makes a mask of random blocks, a tenth of all, and the diagonal."""
     count = length // size
     chosen = torch.rand(count, count, generator=torch.Generator().manual_seed(0)) < 0.1
     table = chosen | torch.eye(count, dtype=torch.bool)
@@ -62,7 +62,7 @@ def _blocks(length: int, size: int = 64) -> list[masks.Mask]:
 
 
 def _with_mask(make: Callable[[int], list[masks.Mask]]) -> Pattern:
-    """A pattern that is a mask of attention."""
+    """Returns the pattern of attention with a mask."""
     kept: dict[int, masks.Mask] = {}
 
     def call(q, k, v):
@@ -75,7 +75,7 @@ def _with_mask(make: Callable[[int], list[masks.Mask]]) -> Pattern:
 
 
 def _na2d(q, k, v, **options):
-    """On a grid of 64 rows."""
+    """Computes na2d on a grid of 64 rows."""
     grid = (t.unflatten(1, (64, -1)) for t in (q, k, v))
     return functional.na2d(*grid, **options).flatten(1, 2)
 
@@ -126,7 +126,7 @@ def patterns() -> dict[str, Pattern]:
 
 
 def pattern_rows() -> Iterator[Row]:
-    """Time of visited tiles: each pattern at most 1.25 of its share of the dense call."""
+    """Time per visited tile: each pattern takes at most 1.25 times its share of the dense call."""
     length, heads, dim = 4096, 4, 64
     qkv = self_attention(1, length, heads, dim)
     found = patterns()
@@ -148,7 +148,7 @@ def pattern_rows() -> Iterator[Row]:
 
 
 def visited(pattern: Pattern, length: int, heads: int) -> float:
-    """Visited pairs, extrapolated on a line through two shorter lengths where the text is long."""
+    """Returns the visited pairs, extrapolated linearly from two shorter lengths if long."""
     least, most = 2048, 4096
     if length <= most:
         return pattern.area(length, heads) * length**2
@@ -156,12 +156,12 @@ def visited(pattern: Pattern, length: int, heads: int) -> float:
     return high + (high - low) * (length - most) / (most - least)
 
 
-#: Patterns with a fixed number of keys for each query.
+#: Patterns with a fixed number of keys per query.
 LINEAR = ("block-local 256 + global", "Longformer 256 + 4", "BigBird 64", "hubs 256 + 2")
 
 
 def length_rows() -> Iterator[Row]:
-    """Time per visited block: flat from 1k to 32k tokens where the pattern is linear."""
+    """Time per visited block of linear patterns: constant from 1k to 32k tokens."""
     short, heads, dim = 1024, 4, 64
     for name, pattern in patterns().items():
         if name not in LINEAR:
@@ -189,13 +189,13 @@ def length_rows() -> Iterator[Row]:
 
 
 def selected_rows() -> Iterator[Row]:
-    """The rate of the dense kernel per visited pair, and a gather in torch."""
+    """Selected attention against the dense kernel's rate per pair, and a gather in torch."""
     spec = registry()["selected_attention"]
     for benchmark, dtype in itertools.product(spec.benchmarks, (torch.float32, torch.bfloat16)):
         case = benchmark.case
         if case.label not in ("nsa", "tokens") or torch.float32 not in benchmark.dtypes:
             continue
-        if case.label == "tokens":  # with few queries the gradients of all keys are what counts
+        if case.label == "tokens":  # with few queries, the gradients of all keys dominate
             case = replace(case, sizes=case.sizes | {"Tq": 32})
         call = spec.call(case, dtype)
         s = case.sizes
@@ -219,7 +219,7 @@ def selected_rows() -> Iterator[Row]:
                 dtype=dtype,
                 flops=flops,
             )
-            if dtype == torch.bfloat16:  # in which a gather in torch rounds its weights, too
+            if dtype == torch.bfloat16:  # the gather in torch rounds its weights, too
                 continue
             yield Row(
                 name,
@@ -235,7 +235,7 @@ def selected_rows() -> Iterator[Row]:
 
 
 def indexer_rows() -> Iterator[Row]:
-    """The last 1024 queries of 8k tokens, 64 heads of 128, 2048 keys each."""
+    """Indexer for the last 1024 of 8k tokens, 64 heads of 128, 2048 selected keys."""
     if not hasattr(functional, "dsa_indexer"):
         tqdm.write("indexer: no rows, there is no dsa_indexer")
         return
@@ -245,7 +245,7 @@ def indexer_rows() -> Iterator[Row]:
     flops = 2.0 * heads * dim * queries * (length - (queries - 1) / 2)
 
     def eager(q, k, w, topk):
-        """A few queries at a time: the scores of all heads are 64 times as large as the result."""
+        """Runs a few queries at a time: the scores of all heads are 64 times the result's size."""
         chosen = []
         for start in range(0, queries, 64):
             rows = slice(start, start + 64)
@@ -282,7 +282,7 @@ def indexer_rows() -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of an attention layer: grouped heads, or the latent and the indexer of DSA."""
+    """Sizes of an attention layer: grouped heads, or DSA's latent and indexer."""
 
     width: int
     heads: int
@@ -320,7 +320,7 @@ def _training(layer: torch.nn.Module, length: int) -> Provider:
 
     def train() -> object:
         results, gradients = [layer(x)], [grad]
-        loss = getattr(layer, "auxiliary", None)  # which alone trains the indexer of DSA
+        loss = getattr(layer, "auxiliary", None)  # the only loss that trains DSA's indexer
         if loss is not None:
             results, gradients = [*results, loss], [grad, torch.ones_like(loss)]
         return torch.autograd.grad(results, leaves, gradients)
@@ -329,7 +329,7 @@ def _training(layer: torch.nn.Module, length: int) -> Provider:
 
 
 def layer_rows() -> Iterator[Row]:
-    """Forward and backward against dense causal attention: where they cross, and 3x at 32k."""
+    """Training against dense causal attention: crossover length, and 3x at 32k tokens."""
     made = SMALL.layers()
     dense = made.pop("dense")
     pass_: Pass = "forward+backward"
@@ -350,7 +350,7 @@ SEEN = 32768
 
 
 def _filled(cache: modules.KVCache, length: int) -> int:
-    """Bytes of the keys and values of `length` tokens, which it then has."""
+    """Fills a cache with `length` tokens; returns the bytes of their keys and values."""
     stored = tensors(*((1, length, *view.shape[2:]) for view in cache.views()))
     cache.append(*stored)
     return sum(t.nbytes for t in stored)
@@ -358,14 +358,14 @@ def _filled(cache: modules.KVCache, length: int) -> int:
 
 @dataclass(frozen=True)
 class Steps:
-    """A token after others, by each layer, and the bytes that it has to read."""
+    """Decode steps of each layer, and the bytes that each must read."""
 
     runs: dict[str, Provider]
     bytes: dict[str, float]
 
 
 def steps(sizes: Sizes, seen: int) -> Steps:
-    """After `seen` tokens."""
+    """Makes decode steps after `seen` tokens."""
     made = sizes.layers()
     states = {name: layer.new_state(1, seen + 1) for name, layer in made.items()}
     whole = _filled(states["dense"], seen)
@@ -381,7 +381,7 @@ def steps(sizes: Sizes, seen: int) -> Steps:
     read = {
         "dense": whole,
         "NSA": compressed + token * (c.topk * c.block_size + c.window),
-        # The means, the own block, and for each head the others.
+        # Block means, the query's own block, and the other blocks for each head.
         "MoBA": whole // 2 // moba.block_size
         + token * moba.block_size * (1 + sizes.heads // sizes.kv_heads * (moba.topk - 1)),
         "DSA": index + 4 * dsa.index_topk * dsa.kv_lora_rank,
@@ -404,9 +404,9 @@ def steps(sizes: Sizes, seen: int) -> Steps:
 
 
 def decode_rows() -> Iterator[Row]:
-    """A token after 32k others: at 80 % of the bandwidth for what has to be read, against dense
-    attention; and in a large layer against a token after 8k others, by what has to be read. In
-    small layers the calls of ops take longer than their reading."""
+    """Decoding after 32k tokens: 80 % of the bandwidth for the necessary reads, against dense
+    attention; in a large layer also against decoding after 8k tokens, relative to the reads. In
+    small layers the overhead of calls exceeds the reads."""
     for sizes in (SMALL, LARGE):
         found = steps(sizes, SEEN)
         label = "" if sizes == SMALL else f" d{sizes.width} H{sizes.heads}/{sizes.kv_heads}"

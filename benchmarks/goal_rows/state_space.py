@@ -16,7 +16,7 @@ LENGTH = 4096
 
 
 def convolved(u: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
-    """By one FFT of all channels."""
+    """Convolves by one FFT of all channels."""
     size = 2 * LENGTH
     product = torch.fft.rfft(u.mT, n=size) * torch.fft.rfft(kernel, n=size)
     return torch.fft.irfft(product)[..., :LENGTH].mT
@@ -37,8 +37,8 @@ def rows_of(
 
 
 def generating_function(Lambda, P, B, C, dt, length):
-    """S4's kernel as in its paper: sums over (H, N, L / 2) tensors at roots of -1, Woodbury's
-    identity, and a dense power that cuts it off."""
+    """Computes S4's kernel as in the paper: sums over (H, N, L / 2) tensors at roots of -1, the
+    Woodbury identity, and a dense power that truncates it."""
     a, b, c = (torch.cat((t, t.conj()), -1) for t in (Lambda, B, C))
     p = torch.cat((P, P.conj()), -1)
     dense = torch.diag_embed(a) - p[..., None] * p.conj()[..., None, :]

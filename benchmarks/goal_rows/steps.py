@@ -1,4 +1,4 @@
-"""The rows of goals.py that are training steps of a model."""
+"""Rows of goals.py for training steps of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omniattn.testing.spec import SHORT_DTYPE
 
 
 def llama_rows(dtype: torch.dtype, compiled: bool, batch: int, length: int) -> Iterator[Row]:
-    """One training step of a patched Hugging Face Llama against the same model on sdpa."""
+    """A training step of a patched Hugging Face Llama against the model on sdpa."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import omniattn.hf
@@ -59,7 +59,7 @@ def llama_rows(dtype: torch.dtype, compiled: bool, batch: int, length: int) -> I
 
 
 def llama_groups() -> dict[str, Callable[[], Iterator[Row]]]:
-    """One group for each, since a step takes seconds."""
+    """Returns a group for each row, since a step takes seconds."""
 
     def group(*arguments):
         return lambda: llama_rows(*arguments)

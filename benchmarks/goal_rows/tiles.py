@@ -1,9 +1,9 @@
-"""Rows of goals.py for CPUs with AMX: bf16 products on tiles against torch's, which have them too.
+"""Rows of goals.py for CPUs with AMX: bf16 products on tiles against torch, which also uses AMX.
 
     python benchmarks/goals.py --group tiles
 
-The goals come from prototypes on a Sapphire Rapids with two cores. On machines without AMX there
-are no rows.
+The goals come from prototypes on a Sapphire Rapids with two cores. Machines without AMX have no
+rows.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from omniattn.functional import masks
 from omniattn.ops import gemm
 from omniattn.testing.spec import Pass
 
-#: (length, head size): how many times torch's speed, forward in full and causal, forward and
-#: backward in both.
+#: (length, head size) -> speed-ups over torch: full forward, causal forward, and forward and
+#: backward of both.
 ATTENTION = {
     (1152, 128): (1.55, 1.75, 2.6),
     (4096, 128): (1.7, 1.9, 2.8),
     (1152, 64): (2.1, 2.3, 3.8),
     (4096, 64): (2.1, 2.3, 3.8),
 }
-#: Head size: how many times the speed of torch's backward.
+#: Head size -> speed-up over torch's backward.
 BACKWARD = {128: 3.5, 64: 5.0}
-#: Size of a square product: how many times oneDNN's speed.
+#: Size of a square product -> speed-up over oneDNN.
 LINEAR = {1024: 1.8, 2048: 1.1}
-#: Pieces: how many times the speed of MKL's fp32 product.
+#: Number of bf16 pieces -> speed-up over MKL's fp32 product.
 PIECES = {3: 1.4, 2: 2.2}
 #: (tokens, experts, experts per token, width, hidden): a layer like Mixtral's, and many small ones.
 EXPERTS = [(1024, 8, 2, 512, 1792), (2048, 64, 6, 512, 352)]
@@ -69,7 +69,7 @@ def _attention_rows() -> Iterator[Row]:
 
 
 def _more_attention_rows() -> Iterator[Row]:
-    """GQA, the backward alone, a window, packed sequences and the gradient of a bias."""
+    """GQA, only the backward, a window, packed sequences and the gradient of a bias."""
     length, heads, dim = 1152, 8, 128
     pairs = length * (length + 1) // 2
     q, k, v = tensors((1, length, heads, dim), *[(1, length, 2, dim)] * 2, dtype=BF16)
@@ -178,7 +178,7 @@ def _torch_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _layer_rows() -> Iterator[Row]:
-    """Layers made of products: feed-forward, loss and experts."""
+    """Layers dominated by products: feed-forward, loss and experts."""
     tokens, width, hidden, vocab = 2048, 512, 1408, 8192
     shapes = [(tokens, width), (hidden, width), (hidden, width), (width, hidden)]
     names = ("x", "gate_weight", "up_weight", "down_weight")
@@ -228,7 +228,7 @@ def _layer_rows() -> Iterator[Row]:
 
 
 def rows() -> Iterator[Row]:
-    """All rows of the group."""
+    """Yields all rows of the group."""
     isa = CPU_ISAS[torch.ops.omniattn.cpu_isa()]
     if not isa.startswith("amx_"):
         tqdm.write(f"tiles: no rows, the kernels are those of {isa}")

@@ -17,7 +17,7 @@ import harness
 import report
 import run
 import torch
-import torch._dynamo  # prepare() resets it: processes that are forked share the import
+import torch._dynamo  # used by prepare(); imported once, before forking
 from baselines import ON_GPU
 
 from omniattn.ops import _library
@@ -33,19 +33,19 @@ import test_specs
 F32, BF16 = torch.float32, torch.bfloat16
 EACH = ("forward", "backward")
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
-#: Properties of the OpSpecs that concern kernels and need no package except torch.
+#: Properties of the OpSpecs that concern kernels and need only torch.
 CHECKED = ("forward", "backward", "poisoned", "deterministic", "strided", "expanded_gradient")
-#: Sizes that are compared with fp64 on the CPU before a provider is timed.
+#: Maximum sizes of the comparison with fp64 on the CPU, before a provider is timed.
 LONGEST_CHECK = {"B": 2, "T": 320, "Tq": 320, "Tk": 320, "M": 64, "V": 5003, "K": 512}
 DRY_SIZE = 8
 COMPILED = ("compiled", "flex")
 TOOL_SECONDS = 180.0
-MESSAGE, OUTPUT = 3_000, 50_000  # characters that are kept
+MESSAGE, OUTPUT = 3_000, 50_000  # maximum number of characters in a row
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of a run. They alone determine the items of each step, in every process."""
+    """Options of a run, which determine the items of each step in every process."""
 
     ops: tuple[str, ...]
     properties: tuple[str, ...] = CHECKED
@@ -70,7 +70,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One thing to run. Items of one group share a process until one of them fails."""
+    """A task to run. Items of one group share a process until one fails."""
 
     labels: dict[str, str]
     run: Callable[[], list[report.Row]]
@@ -90,7 +90,7 @@ def check(options: Options, function: Callable[..., None], *args: Any, **labels:
 
 
 def wrappers(options: Options) -> Iterator[Item]:
-    """The PTX wrappers, then whether each op launches and is right on a tiny case."""
+    """Checks the PTX wrappers, then that each op launches and is correct on a tiny case."""
     if not options.dry_run:
         for kernel in test_gpu.FIXTURES:
             test = test_gpu.test_wrappers_synchronise_and_copy
@@ -112,7 +112,7 @@ def property_check(
 
 
 def specs(options: Options) -> Iterator[Item]:
-    """Rows of tests/ops/test_specs.py, by property: what every op does comes before details."""
+    """Yields the checks of tests/ops/test_specs.py by property, the most general first."""
     rows = [parameters.values for parameters in test_specs.matrix()]
     for name in options.properties:
         for function, spec, case, dtype in rows:
@@ -121,7 +121,7 @@ def specs(options: Options) -> Iterator[Item]:
 
 
 def graphs(options: Options) -> Iterator[Item]:
-    if options.dry_run:  # captures nothing
+    if options.dry_run:  # cannot capture
         return
     for spec in options.specs:
         for dtype in (F32, BF16):
@@ -139,9 +139,10 @@ def graphs(options: Options) -> Iterator[Item]:
 
 
 def tool(options: Options, command: list[str], step: str, op: str, **env: str) -> list[report.Row]:
-    """Runs a step for one op in one process, under a tool; tells what that printed.
+    """Runs a step for one op in one process under a tool; returns the tool's output.
 
-    Of the specs: those that take every layout forwards and backwards, on the fewest cases.
+    The specs step is limited to properties that cover every layout, forward and backward, with the
+    fewest cases.
     """
     command = [*command, sys.executable, str(Path(__file__).parents[1] / "gpu.py"), "--here"]
     command += ["--only", step, "--op", op, "--property", "strided"]
@@ -155,8 +156,10 @@ def tool(options: Options, command: list[str], step: str, op: str, **env: str) -
 
 
 def sanitizers(options: Options) -> Iterator[Item]:
-    """Our kernels only: torch's read uninitialised memory on purpose. Each tensor is an allocation
-    of its own, whose bounds the sanitizer knows."""
+    """Runs compute-sanitizer on our kernels only; torch's read uninitialised memory on purpose.
+
+    Each tensor is a separate allocation, so that the sanitizer knows its bounds.
+    """
     path = shutil.which("compute-sanitizer")
     if path is None:
         print("sanitizers: compute-sanitizer is not installed")
@@ -171,7 +174,7 @@ def sanitizers(options: Options) -> Iterator[Item]:
 
 
 def profile(options: Options) -> Iterator[Item]:
-    """The time of each kernel by torch's profiler, and counters, where ncu is installed."""
+    """Measures each kernel by torch's profiler, and hardware counters if ncu is installed."""
     tasks = timed(options)
     for item, make in tasks:
         yield dataclasses.replace(item, run=functools.partial(kernels, options, make))
@@ -190,7 +193,7 @@ def kernels(options: Options, make: Callable[..., run.Task]) -> list[report.Row]
 
     ours = make(baselines={}).providers["ours"]
     ours()
-    if options.here:  # under a profiler, which is to see this call only
+    if options.here:  # under a profiler, which should see only this call
         with contextlib.nullcontext() if options.dry_run else torch.cuda.profiler.profile():
             ours()
         return []
@@ -218,13 +221,13 @@ def case(label: str, *tensors: str, **sizes_and_options: Any) -> Case:
 
 
 def attention(label: str, tokens: int, dim: int, **options: Any) -> Case:
-    """16384 tokens and a width of 2048 in all, as in the figures of FlashAttention-2 and -3."""
+    """Makes a case of 16384 tokens and width 2048, as in FlashAttention-2's and -3's figures."""
     heads = {"H": 2048 // dim, "G": 2048 // dim, "D": dim}
     return case(label, B=16384 // tokens, Tq=tokens, Tk=tokens, **heads, **options)
 
 
 def benchmarks() -> dict[str, list[Benchmark]]:
-    """Sizes of models in use; the data of memory-bound ops is far larger than an L2 cache."""
+    """Returns benchmarks with sizes of real models; memory-bound ops far exceed the L2 cache."""
     heads = {"H": 32, "G": 8, "D": 128}
     return {
         "attention": [
@@ -297,7 +300,7 @@ def shrunk(benchmark: Benchmark) -> Benchmark:
 
 
 def gpu_clock(function: Callable[[], object], repeats: int) -> float:
-    """Seconds per call on the GPU's own clock."""
+    """Returns seconds per call by the GPU's clock."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repeats):
@@ -308,7 +311,7 @@ def gpu_clock(function: Callable[[], object], repeats: int) -> float:
 
 
 def gpu_memory(function: Callable[[], object]) -> float:
-    """MiB that one call adds to the allocated memory at its highest."""
+    """Returns the MiB that one call adds to the peak of allocated memory."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     function()
@@ -323,10 +326,10 @@ class Machine:
     device: str
     clock: Callable[[Callable[[], object], int], float]
     memory: Callable[[Callable[[], object]], float]
-    size: int  # of the matrices and, in quarters of a MiB, of the copy that give the ceilings
+    size: int  # of the matrices and, in quarters of a MiB, of the copy that measure the ceilings
 
     def ceilings(self, dtype: torch.dtype) -> harness.Ceilings:
-        """GB/s of a copy, read and written; GFLOP/s of torch's product of square matrices."""
+        """Measures GB/s of a copy (read and write), and GFLOP/s of torch's square product."""
         a = torch.empty(
             self.size * harness.MIB // 4, dtype=torch.uint8, device=self.device
         ).random_()
@@ -347,7 +350,7 @@ GPU = Machine("cuda", gpu_clock, gpu_memory, 8192)
 
 
 def timed(options: Options) -> list[tuple[Item, Callable[..., run.Task]]]:
-    """The first task of every op comes before the second of any."""
+    """Returns the timing tasks, ordered so that every op's first task precedes any second one."""
     found = []
     for spec in options.specs:
         baselines = {
@@ -385,7 +388,7 @@ def timing(options: Options) -> Iterator[Item]:
 def time_task(
     options: Options, dtype: torch.dtype, make: Callable[[], run.Task]
 ) -> list[report.Row]:
-    """A row of each provider: its times, or why it has none."""
+    """Returns a row per provider: its times, or why it was not timed."""
     machine = CPU if options.dry_run else GPU
     task, ceilings = make(), machine.ceilings(dtype)
     times = harness.interleave(task.providers, options.seconds, lambda: 1.0, machine.clock)
@@ -401,7 +404,7 @@ def time_task(
 
 
 def machine(options: Options) -> Iterator[Item]:
-    """Not a step of its own: its row begins every run, and names the file."""
+    """Describes the machine: the first row of every run, which names the file."""
 
     def describe() -> list[report.Row]:
         row = {"torch": torch.__version__, "cuda": torch.version.cuda, "commit": report.commit()}
@@ -432,7 +435,7 @@ def items(options: Options, step: str) -> list[Item]:
 
 @contextlib.contextmanager
 def ready(options: Options, step: str) -> Iterator[None]:
-    """Sets up an item's environment: an initialised device, and its share of the CPU cores."""
+    """Sets up an item's environment: an initialised device and a share of the CPU cores."""
     cores = os.cpu_count() or 1
     count = 1 if options.dry_run else max(1, cores // options.processes(step))
     with on_device(options.device), threads(count):

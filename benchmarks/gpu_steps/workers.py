@@ -1,4 +1,4 @@
-"""Runs the items of benchmarks/gpu.py in processes that may crash, hang or lose their GPU."""
+"""Runs the items of benchmarks/gpu.py in processes that can crash, hang or lose the GPU."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def failure(error: str, message: str, trace: str = "") -> Row:
 def work(
     options: Options, step: str, indices: list[int], connection: Connection, asked: float
 ) -> None:
-    """A process: sends the rows of one item after the other, and ends after one that fails."""
-    os.setpgrp()  # what it starts is killed with it
+    """Runs in a worker process: sends the rows of each item, and ends after a failure."""
+    os.setpgrp()  # child processes are killed together
     faulthandler.enable()
     try:
         with gpu_steps.ready(options, step):
@@ -40,15 +40,15 @@ def work(
                 took = {name: round(seconds, 3) for name, seconds in took.items()}
                 connection.send([row | took for row in rows or [{}]])
                 asked = time.monotonic()
-    except BaseException as error:  # those of pytest are not Exceptions
+    except BaseException as error:  # pytest's outcomes are not Exceptions
         trace = traceback.format_exc(limit=-3)
         connection.send([failure(type(error).__name__, str(error), trace)])
     sys.stdout.flush()
-    os._exit(0)  # tearing down a GPU in an error may crash, which is no finding
+    os._exit(0)  # skips the GPU's teardown, which may crash after an error
 
 
 class Worker:
-    """A process, the items whose rows it has yet to send, and until when the next one may take."""
+    """A process, the items it has not finished, and the deadline of the next one."""
 
     def __init__(self, context: Any, options: Options, step: str, indices: list[int]) -> None:
         self.left = deque(indices)
@@ -65,7 +65,7 @@ class Worker:
         self.deadline = now + self.seconds
 
     def receive(self) -> list[Row]:
-        """The rows of its next item, none while it is busy; sets `ended`."""
+        """Returns the rows of its next item, or none while it is busy; sets `ended`."""
         if self.connection.poll():
             try:
                 rows: list[Row] = self.connection.recv()
@@ -83,7 +83,7 @@ class Worker:
         return [failure("Timeout", f"took more than {self.seconds:.0f} s")]
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, or is not a group yet
+        with contextlib.suppress(ProcessLookupError):  # already ended, or not yet a group
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join(10)  # the GPU may hold it for longer
@@ -92,7 +92,7 @@ class Worker:
 def run_items(
     context: Any, options: Options, step: str, end: float, record: Callable[[Row], None]
 ) -> int:
-    """Records the rows of a step's items as they come; how many items the time did not reach."""
+    """Records the rows of a step's items; returns the number of items not run in time."""
     items: list[Item] = gpu_steps.items(options, step)
     groups = itertools.groupby(range(len(items)), lambda index: items[index].group)
     waiting = deque(list(indices) for _, indices in groups)

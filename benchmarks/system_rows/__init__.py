@@ -1,1 +1,1 @@
-"""Whole systems as rows of run.py."""
+"""Rows of run.py for layers and compositions."""

@@ -1,4 +1,4 @@
-"""Rows of the losses of preferences, from the head to the loss, against those on all logits."""
+"""Rows of preference losses with the head, against losses of all logits."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ def _target() -> Tensor:
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
-    """log-probability (B, T) of the targets, with all logits in memory."""
+    """Returns the log-probabilities (B, T) of the targets, with all logits in memory."""
     logits = torch_F.linear(x, weight).log_softmax(-1)
     return logits.gather(-1, _target()[..., None])[..., 0]
 
 
 def _of_head(ours: Loss, formula: Loss) -> Callable[[], dict[str, Provider]]:
-    """Makes providers of both losses, functions of log-probabilities (B, T), with the head before
-    them."""
+    """Makes providers of the head followed by each loss of log-probabilities (B, T)."""
     return lambda: functions(
         [normal(B, T, WIDTH), (0.1 * normal(V, WIDTH)).detach().requires_grad_()],
         ours=lambda x, w: ours(F.linear_log_prob(x, w, _target())),
@@ -38,7 +37,7 @@ def _of_head(ours: Loss, formula: Loss) -> Callable[[], dict[str, Provider]]:
 
 
 def _pair(log_prob: Tensor, average: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns the log-probabilities of the sequences: those chosen, then those rejected."""
+    """Returns the log-probabilities of the chosen and of the rejected sequences."""
     rows = log_prob.mean(-1) if average else log_prob.sum(-1)
     chosen, rejected = rows.chunk(2)
     return chosen, rejected

@@ -1,4 +1,4 @@
-"""Rows of positions: tables, and rotations by the frequencies of each scaling."""
+"""Rows of position encodings: tables, and rotary embeddings with each scaling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T, SIZE = 1024, 64
 
 
 def _rotation(positions: Tensor | None = None, **options: Any) -> dict[str, Provider]:
-    """Tables and the rotation of queries and keys, as transformers computes them at each call."""
+    """Makes tables and rotates queries and keys, as transformers does at each call."""
     rope = RotaryEmbedding(RotaryEmbedding.Config(SIZE, **options))
     place = torch.arange(T) if positions is None else positions
     q, k = normal(1, T, 8, SIZE), normal(1, T, 2, SIZE, seed=1)

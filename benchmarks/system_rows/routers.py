@@ -1,4 +1,4 @@
-"""Rows of routers and of what balances them, against the formulas of their papers and models."""
+"""Rows of routers and balancing losses, against formulas of papers and models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ M, E, K = 4096, 64, 6
 def _routers(
     ours: Callable[..., Any], eager: Callable[..., Any]
 ) -> Callable[[], dict[str, Provider]]:
-    """Weights of the chosen experts, from the logits."""
+    """Makes providers of the chosen experts' weights, from the logits."""
     return lambda: functions([normal(M, E)], ours=lambda x: ours(x).weights, eager=eager)
 
 
@@ -51,7 +51,7 @@ def _expert_choice(x: Tensor) -> Tensor:
 
 
 def _noisy(x: Tensor, noise: Tensor) -> Tensor:
-    top = x.topk(K, -1).values  # without noise, in evaluation
+    top = x.topk(K, -1).values  # without noise, as in evaluation
     return top.softmax(-1)
 
 

@@ -1,4 +1,4 @@
-"""The row of each published form of docs/variants.md."""
+"""Rows of all published forms in docs/variants.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from system_rows.routers import ROUTERS
 from system_rows.states import STATES
 from system_rows.system import Plain, Provider, System, functions, layer, normal
 
-#: Forms that are cases of an op: the op and the label of its benchmark.
+#: Form that is a case of an op -> the op and the label of its benchmark.
 OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "multi-head, multi-query and grouped-query attention, self and cross": (
         *(("attention", "full"), ("attention", "multiquery"), ("attention", "grouped")),
@@ -171,7 +171,7 @@ def _mla() -> dict[str, Provider]:
 
 
 def _dsa() -> dict[str, Provider]:
-    """Attention to 256 of 1024 tokens; the indexer learns too."""
+    """DSA with 256 of 1024 tokens selected, and the indexer's loss."""
     sizes = (512, 8, None, 128, 64, 32, 64)
     config = m.DeepSeekSparseAttention.Config(*sizes, index_heads=4, index_dim=64, index_topk=256)
     cos, sin = F.rotary_tables(F.rope_frequencies(32), torch.arange(1024))
@@ -179,7 +179,7 @@ def _dsa() -> dict[str, Provider]:
 
 
 def _mla_decode() -> dict[str, Provider]:
-    """One token on a cache of 1024, in the latent space."""
+    """Absorbed MLA decoding of a token with a cache of 1024."""
     config = m.MultiHeadLatentAttention.Config(512, 8, 256, 128, 64, 32, 64)
     tables = F.rotary_tables(F.rope_frequencies(32), torch.arange(1025))
     x = torch.randn(1, 1025, 512, generator=torch.Generator().manual_seed(0))
@@ -199,7 +199,7 @@ def _mla_decode() -> dict[str, Provider]:
 
 
 def _eviction(policy: m.Eviction) -> dict[str, Provider]:
-    """A prompt of 512 and 8 tokens more; "aten" has no lse, by which tokens are weighed."""
+    """A prompt of 512 and 8 more tokens; not "aten", which has no lse to weight tokens."""
     x = torch.randn(1, 520, 512, generator=torch.Generator().manual_seed(0))
 
     def call(module: m.Attention) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows of state-space models: systems, discretisations, initial values, layers and hybrids."""
+"""Rows of state-space models: systems, discretisations, initialisations, layers and hybrids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T, WIDTH = 512, 256
 
 
 def _system(inputs: int = 4, states: int = 64) -> list[Tensor]:
-    """u, A, B, C, of states that decay."""
+    """Makes u, A, B, C of a stable system."""
     A = 0.9 * torch.linalg.qr(normal(states, states).detach())[0]
     rows = normal(2, T, inputs), normal(states, inputs, seed=1), normal(inputs, states, seed=2)
     return [rows[0], A.requires_grad_(), *rows[1:]]
@@ -45,7 +45,7 @@ def _delayed() -> dict[str, Provider]:
 
 
 def _convolution() -> dict[str, Provider]:
-    """State space model as a convolution; "eager" makes its kernel one power after another."""
+    """State-space model as a convolution; "eager" computes its kernel power by power."""
 
     def ours(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         return F.fft_conv(u, F.ssm_kernel(A, B, C, T))
@@ -63,7 +63,7 @@ def _convolution() -> dict[str, Provider]:
 
 
 def _channels() -> dict[str, Provider]:
-    """A filter for each channel, by torch's convolution in "aten"."""
+    """A filter per channel; "aten" uses torch's convolution."""
     u, kernel = normal(2, T, WIDTH), normal(WIDTH, T, seed=1)
 
     def aten(u: Tensor, kernel: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def _channels() -> dict[str, Provider]:
 
 
 def _discretisation(rule: str) -> dict[str, Provider]:
-    """Discretisation of a dense system; "eager" uses torch.linalg alone."""
+    """Discretisation of a dense system; "eager" uses only torch.linalg."""
     A, B = F.hippo_legs(8)
     steps = torch.linspace(0.001, 0.1, 64)
 
@@ -95,7 +95,7 @@ def _discretisation(rule: str) -> dict[str, Provider]:
 
 
 def _initial() -> dict[str, Provider]:
-    """HiPPO's matrix, number by number in "eager"."""
+    """HiPPO's matrix; "eager" computes it element by element."""
     size = 64
 
     def eager() -> Tensor:
@@ -114,7 +114,7 @@ def _layer(config: Any, steps: int = T) -> dict[str, Provider]:
 
 
 def _steps(config: Any) -> dict[str, Provider]:
-    """A prompt of 32 and 8 tokens more."""
+    """A prompt of 32 and 8 more tokens."""
     x = torch.randn(1, 40, config.dim, generator=torch.Generator().manual_seed(0))
 
     def call(module: Any, x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def _steps(config: Any) -> dict[str, Provider]:
 
 
 class _Stack(nn.Module):
-    """Blocks on one residual stream."""
+    """Stack of blocks on one residual stream."""
 
     def __init__(self, blocks: tuple[Any, ...], backend: str | None) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _Stack(nn.Module):
 
 
 def _hybrid(layers: tuple[HybridLayer, ...]) -> dict[str, Provider]:
-    """Blocks with the mixers of a schedule; in "eager" of the definitions."""
+    """Stack of blocks with the mixers of a schedule; "eager" uses the definitions."""
     mlp, norm = m.GatedMLP.Config(WIDTH, 2 * WIDTH), m.RMSNorm.Config(WIDTH)
     blocks = tuple(m.DecoderBlock.Config(_MIXERS[each.mixer], mlp, norm) for each in layers)
     providers: dict[str, Provider] = {}

@@ -1,9 +1,9 @@
-"""Rows of the benchmark for published forms that are no op: layers, compositions and functions.
+"""Benchmark rows of published forms that are not ops: layers, compositions and functions.
 
-Each form of docs/variants.md has a row or is a case of an op (`system_rows.py`). Next to ours run
+Each form in docs/variants.md has a row here or is a case of an op (`rows.py`). Baselines:
 
-- "aten": the same layer in plain torch, with torch's attention kernel where that can;
-- "eager", "hf": the formula in plain torch, as papers and transformers write it.
+- "aten": the layer in plain torch, with torch's attention kernel if it supports the options;
+- "eager", "hf": the formula in plain torch, as in papers and transformers.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from omniattn import reference
 from omniattn.encoding.masks import MaskKind, Rules
 
-#: Function that a provider runs, and the tensors whose gradients it takes.
+#: Function that a provider runs, and the tensors whose gradients it computes.
 Provider = tuple[Callable[[], Any], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class System:
-    """Providers of one form that compute the same, ours first."""
+    """Equivalent providers of one form, ours first."""
 
     case: str
     make: Callable[[], dict[str, Provider]]
 
     def steps(self) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
-        """One forward and backward of each, which gives the outputs and gradients."""
+        """Returns a forward and backward of each provider, which returns outputs and gradients."""
         return {name: step(*provider) for name, provider in self.make().items()}
 
 
@@ -63,7 +63,7 @@ def same_results(name: str, found: tuple[Tensor, ...], want: tuple[Tensor, ...])
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Inputs, with a gradient."""
+    """Makes random inputs that require gradients."""
     made = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
     return made.requires_grad_()
 
@@ -73,14 +73,14 @@ def system(case: str) -> Callable[[Callable[[], dict[str, Provider]]], System]:
 
 
 def functions(leaves: list[Tensor], **providers: Callable[..., Any]) -> dict[str, Provider]:
-    """Functions of the same tensors."""
+    """Returns providers that share the same tensors."""
     return {name: (functools.partial(f, *leaves), leaves) for name, f in providers.items()}
 
 
 def layer(
     config: Any, *inputs: Tensor, call: Callable[..., Any] = lambda m, *x: m(*x), **build: Any
 ) -> dict[str, Provider]:
-    """A layer of this config, and the same layer in plain torch."""
+    """Returns a layer of this config, and its equivalent in plain torch."""
     torch.manual_seed(0)
     ours = config.build(**build)
     theirs = config.with_backend("reference").build(**build)
@@ -101,7 +101,7 @@ _definition = reference.attention
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Any:
-    """The definition of attention by torch's kernel, where that has all options."""
+    """Computes attention's definition by torch's kernel, if it supports all options."""
     tq, tk, heads = q.shape[1], k.shape[1], q.shape[2]
     wanted = {name: value for name, value in options.items() if value is not None}
     mask, relative = wanted.pop("mask", None), wanted.pop("relative", None)
@@ -126,7 +126,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **option
 
 @contextlib.contextmanager
 def torch_attention() -> Iterator[None]:
-    """backend="reference" attends by torch's kernel."""
+    """Makes backend="reference" use torch's attention kernel."""
     reference.attention = _sdpa  # type: ignore[assignment]
     try:
         yield
@@ -135,7 +135,7 @@ def torch_attention() -> Iterator[None]:
 
 
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """transformers' rotary embedding of x (B, T, H, D), cos and sin (T, Dr)."""
+    """Computes transformers' rotary embedding of x (B, T, H, D), with cos and sin (T, Dr)."""
     size = cos.shape[-1]
     rotated, rest = x[..., :size], x[..., size:]
     first, second = rotated.chunk(2, -1)
@@ -144,7 +144,7 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Plain(nn.Module):
-    """A function as a block of a layer that takes blocks."""
+    """Wraps a function as a block, for layers that take blocks."""
 
     def __init__(self, width: int, backend: str | None) -> None:
         super().__init__()
