@@ -1,27 +1,13 @@
-// linear: its schemas, and the products of torch (MKL, oneDNN, cuBLAS) through its dispatcher.
-// gemm_cpu.cpp
-// has the products of this package.
+// linear: its schemas, and the products of torch (MKL, oneDNN, cuBLAS). gemm_cpu.cpp has the
+// products of this package.
 #include <numeric>
 
 #include "ops/linear.h"
 #include "ops/registry.h"
+#include "ops/torch_ops.h"
 
 namespace omniattn::ops::gemm {
 namespace {
-
-// Disables autograd, which the ops that a kernel calls would enter again.
-class NoGrad {
- public:
-  NoGrad() : enabled_(aoti_torch_grad_mode_is_enabled()) {
-    aoti_torch_grad_mode_set_enabled(false);
-  }
-  NoGrad(const NoGrad&) = delete;
-  NoGrad& operator=(const NoGrad&) = delete;
-  ~NoGrad() { aoti_torch_grad_mode_set_enabled(enabled_); }
-
- private:
-  bool enabled_;
-};
 
 // Returns t (..., cols) as (rows, cols). A size of -1 would be ambiguous without columns.
 Tensor as_matrix(const Tensor& t) {
@@ -32,13 +18,7 @@ Tensor as_matrix(const Tensor& t) {
 }
 
 Tensor forward(const Tensor& x, const Tensor& weight, const OptTensor& bias, int64_t) {
-  const NoGrad scope;
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(x),
-                                    torch::stable::detail::from(weight),
-                                    torch::stable::detail::from(bias)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return call_torch("aten::linear", "", x, weight, bias);
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& x,

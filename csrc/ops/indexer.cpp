@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "ops/device.h"
-#include "ops/indexer_loss.h"
 #include "ops/registry.h"
 #include "ops/stage.h"
 
@@ -107,11 +106,7 @@ Results dsa_indexer(const OpCall& call, const Inputs& in, const Options& options
   return {index, scores};
 }
 
-const Registry registry([](Registry& ops) {
-  ops.add<dsa_indexer>("dsa_indexer");
-  ops.define<decltype(indexer_loss::dsa_indexer_loss)>("dsa_indexer_loss", saves_last);
-  ops.define<decltype(indexer_loss::dsa_indexer_loss_backward)>("dsa_indexer_loss_backward");
-});
+const Registry registry([](Registry& ops) { ops.add<dsa_indexer>("dsa_indexer"); });
 
 }  // namespace
 }  // namespace omniattn::ops::indexer

@@ -1,4 +1,5 @@
-// dsa_indexer_loss: its arguments, and the functions that indexer_loss_cpu.cpp defines.
+// dsa_indexer_loss: its checked arguments, and both passes, which indexer_loss_cpu.cpp and
+// indexer_loss_cuda.cpp define.
 #pragma once
 
 #include "kernels/indexer/indexer_loss.h"
@@ -11,15 +12,22 @@ namespace omniattn::ops::indexer_loss {
 OMNIATTN_FIELDS(Inputs, Tensor q_idx, k_idx; OptTensor w; Tensor q, k, lse;
                 OptTensor indices, key_padding);
 OMNIATTN_FIELDS(Options, double scale; bool causal, relu);
-// loss (B, Tq) in the compute dtype; kept: for the backward (kernels/indexer/indexer_loss.h).
-OMNIATTN_FIELDS(Results, Tensor loss; Output kept);
-
-OMNIATTN_FIELDS(Incoming, Tensor grad_loss);
-OMNIATTN_FIELDS(Saved, Tensor kept);
 OMNIATTN_FIELDS(Gradients, Tensor dq_idx, dk_idx; Output dw);
 
-Results dsa_indexer_loss(const OpCall& call, const Inputs& in, const Options& options);
-Gradients dsa_indexer_loss_backward(const OpCall& call, const Incoming& grads, const Inputs& in,
-                                    const Saved& saved, const Options& options);
+// Checked arguments of both passes.
+struct Call {
+  const char* op;
+  Tensor q_idx, k_idx, q, k, lse;
+  OptTensor w, indices, real;
+  DType acc;
+  IndexerLossParams p;
+
+  Call(const char* op, const Inputs& in, const Options& options);
+};
+
+// Computes the loss (B, Tq), which has elements, and `kept`, if it is wanted.
+void forward(const Call& call, const Tensor& loss, const Output& kept);
+// `grad` and `kept` are contiguous.
+Gradients backward(const Call& call, const Tensor& grad, const Tensor& kept);
 
 }  // namespace omniattn::ops::indexer_loss

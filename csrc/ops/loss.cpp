@@ -1,5 +1,4 @@
-// cross_entropy and jsd: checks and allocation. Their linear forms are native on the CPU only
-// (linear_loss_cpu.cpp); on CUDA Python composes them of these ops and torch's products.
+// cross_entropy and jsd: checks and allocation. linear_loss.cpp has their linear forms.
 #include "ops/loss.h"
 
 #include "ops/device.h"
@@ -78,13 +77,17 @@ Tensor Problem::reduced(const Tensor& losses) const {
   return total;
 }
 
-Tensor Problem::row_weights(const OptTensor& grad) const {
-  const bool mean = reduction == Reduction::mean, per_row = reduction == Reduction::none;
+Tensor Problem::row_weights(const OptTensor& grad, bool divides) const {
+  const bool mean = divides && reduction == Reduction::mean;
+  const bool per_row = reduction == Reduction::none;
   OptTensor dense;
   if (grad.has_value()) {
     require_tensor(op, "grad", *grad, acc);
     require_sizes(op, "grad", *grad, per_row ? leading : Sizes{});
     dense = as_dense(*grad);
+  } else if constexpr (kOnCuda) {
+    dense = empty_tensor({}, acc);
+    torch::stable::fill_(*dense, 1);
   }
   const Tensor weights = empty_tensor(leading, acc);
   const void* const from = data_or_null(dense);
@@ -266,10 +269,6 @@ const Registry registry([](Registry& ops) {
   ops.add<cross_entropy_backward>("cross_entropy_backward");
   ops.add<jsd>("jsd", differentiable);
   ops.add<jsd_backward>("jsd_backward");
-  ops.define<decltype(linear_cross_entropy)>("linear_cross_entropy", differentiable);
-  ops.define<decltype(linear_cross_entropy_backward)>("linear_cross_entropy_backward");
-  ops.define<decltype(linear_jsd)>("linear_jsd", differentiable);
-  ops.define<decltype(linear_jsd_backward)>("linear_jsd_backward");
 });
 
 }  // namespace

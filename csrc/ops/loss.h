@@ -21,27 +21,6 @@ OMNIATTN_FIELDS(DivergenceOptions, int64_t ignore_index; double beta, temperatur
 OMNIATTN_FIELDS(Reduced, int64_t reduction);
 OMNIATTN_FIELDS(Incoming, Tensor grad);
 
-// The linear forms compute logits x weight^T + bias for a chunk of tokens at a time, and with a
-// reduction the gradients for an output gradient of 1.
-OMNIATTN_FIELDS(Layer, Tensor x, weight; OptTensor bias);
-OMNIATTN_FIELDS(Teacher, Tensor teacher_x, teacher_weight; OptTensor teacher_bias, target);
-OMNIATTN_FIELDS(Wanted, bool x_grad, weight_grad, bias_grad);
-OMNIATTN_FIELDS(LossAndGradients, Tensor loss, dx, dweight, dbias);
-OMNIATTN_FIELDS(Gradients, Tensor dx, dweight, dbias);
-
-LossAndGradients linear_cross_entropy(const OpCall& call, const Layer& layer,
-                                      const Targets& targets, const Options& options,
-                                      const Reduced& reduced, const Wanted& wanted);
-Gradients linear_cross_entropy_backward(const OpCall& call, const Incoming& grads,
-                                        const Layer& layer, const Targets& targets,
-                                        const Options& options, const Wanted& wanted);
-LossAndGradients linear_jsd(const OpCall& call, const Layer& layer, const Teacher& teacher,
-                            const DivergenceOptions& options, const Reduced& reduced,
-                            const Wanted& wanted);
-Gradients linear_jsd_backward(const OpCall& call, const Incoming& grads, const Layer& layer,
-                              const Teacher& teacher, const DivergenceOptions& options,
-                              const Wanted& wanted);
-
 // Checked rows (...) of logits (..., cols) of `dtype`, and their weights.
 struct Problem {
   const char* op;
@@ -57,8 +36,9 @@ struct Problem {
   // The losses (...) in the compute dtype, reduced if there is a reduction.
   Tensor reduced(const Tensor& losses) const;
   // Weights (...) of the rows in a gradient: grad, of shape (...), or () with a reduction, times
-  // the reduction's weight of a row. Without grad, as for a gradient of 1.
-  Tensor row_weights(const OptTensor& grad) const;
+  // the reduction's weight of a row. Without grad, as for a gradient of 1. With `divides` false a
+  // mean counts as a sum.
+  Tensor row_weights(const OptTensor& grad, bool divides = true) const;
 };
 
 // Checks the targets of a cross entropy; returns its params without pointers to results.

@@ -20,7 +20,6 @@ if _config.LIBRARY_DIR is not None:
 
 if TYPE_CHECKING:
     from omniattn import compat as compat
-    from omniattn import compositions as compositions
     from omniattn import functional as functional
     from omniattn import hf as hf
     from omniattn import models, modules, reference, training
@@ -31,7 +30,7 @@ __version__ = "0.1.0"
 # Without hf, so that `from omniattn import *` needs no transformers.
 __all__ = ["functional", "models", "modules", "reference", "training"]
 
-_EAGER = ("compositions", "functional", "reference")
+_EAGER = ("functional", "reference")
 _LAZY = ("compat", "hf", "models", "modules", "testing", "training")
 
 

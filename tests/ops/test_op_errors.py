@@ -21,7 +21,7 @@ def f(*shape):
 
 
 X, ROW = f(3, 4), f(4)
-#: Arguments of the ops that only other ops (python/omniattn/compositions) or layers call.
+#: Arguments of the ops that only other ops or layers call.
 INNER = {
     "activate": [(X, 2)],
     "activate_backward_": [(X.clone(), X, 2)],

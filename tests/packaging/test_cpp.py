@@ -40,6 +40,26 @@ def test_every_op_has_a_cpu_kernel_without_python():
     assert run(sys.executable, "-c", MISSING, _library.loaded["cpu"]) == ""
 
 
+#: Single steps in place, which layers call on the CPU only.
+CPU_ONLY = ["omniattn::causal_conv1d_", "omniattn::ssd_"]
+
+
+def test_every_op_has_a_cuda_kernel_without_python():
+    """The emulated library has the ops of the CUDA library, for tensors on the CPU."""
+    library = _library.find("libomniattn_emulated_value.so")
+    if library is None:
+        pytest.skip("this build has no emulator")
+    assert sorted(run(sys.executable, "-c", MISSING, library).split()) == CPU_ONLY
+
+
+def test_python_has_no_kernel_for_cuda():
+    """An op without a native kernel only says so."""
+    if "cuda" in _library.loaded:
+        assert sorted(f"omniattn::{name}" for name in _library._explained) == CPU_ONLY
+    else:
+        assert _library.ops_of("cuda") == []
+
+
 def blocks(*languages):
     """The blocks of code of the page's part on C++, which has one of each language."""
     part = PAGE.read_text().partition("## In C++")[2]

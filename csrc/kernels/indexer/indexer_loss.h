@@ -111,4 +111,33 @@ struct IndexerLossKernels {
 };
 OMNIATTN_KERNEL_TABLE(IndexerLossKernels, indexer_loss_kernels)
 
+// On CUDA the products are torch's, for some queries at a time, and these kernels do the rest. A
+// row is a query of a batch entry; its columns are all keys, or those of its list.
+struct IndexerLossRows {
+  IndexerLossParams problem;
+  int64_t first, queries;  // queries [first, first + queries) of each batch entry
+  int64_t columns;
+  int64_t group;  // heads of queries for each head of keys of the attention
+  // Products of the indexer (B, queries, H, columns); the backward overwrites them by their
+  // gradients.
+  void* products;
+  const void* logits;      // of the attention, without the scale: (B, Hkv, queries, group, columns)
+  void *scores, *weights;  // memory for I and u (B, queries, columns)
+  void* loss;              // (B, Tq)
+  void* kept;              // as above, but 1 and p instead of 1 / sum u and u; null: not wanted
+};
+struct IndexerLossRowsBackward {
+  IndexerLossRows rows;  // with lists, without logits
+  const void* grad;      // (B, Tq)
+  void* w_grad;          // (B, Tq, H), or null
+};
+
+Status launch_indexer_loss(const IndexerLossRows& p, Stream stream);
+Status launch_indexer_loss_backward(const IndexerLossRowsBackward& p, Stream stream);
+// Copies the keys of lists: keys (B, heads, queries, columns, width) in the compute type, zeros
+// where a query does not see the key; and if `places` is given, their rows (B, queries, columns)
+// among B Tk, 0 for such keys.
+Status launch_indexer_loss_gather(const IndexerLossRows& p, const HeadView& k, int64_t heads,
+                                  int64_t width, void* keys, int64_t* places, Stream stream);
+
 }  // namespace omniattn

@@ -174,13 +174,6 @@ def _has_kernel(name: str, device: str) -> bool:
     return has
 
 
-def compose(name: str, function: Callable[..., Any]) -> None:
-    """Registers `function`, a composition of ops, as an op's kernel if no library has one."""
-    for device, key in _KEYS.items():
-        if device in loaded and not _has_kernel(name, device):
-            _kernels.impl(name, function, key)
-
-
 def _exporting_to_onnx() -> bool:
     onnx = sys.modules.get("torch.onnx")  # not imported, which would be slow
     return onnx is not None and bool(onnx.is_in_onnx_export())

@@ -2,32 +2,10 @@
 
 import pytest
 import torch
-from losses import composed, random_tensors
+from losses import random_tensors
 
 from omniattn import reference
-from omniattn.compositions import loss as compositions
 from omniattn.functional import jsd, linear_jsd
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_composed_chunks_of_divergences_equal_the_reference(monkeypatch, reduction):
-    monkeypatch.setattr(compositions, "CHUNK_LOGITS", 3 * 11)
-    x, weight, bias, *teacher = random_tensors((2, 5, 4), (11, 4), (11,), (2, 5, 3), (11, 3), (11,))
-    target = torch.zeros(2, 5).long()
-    target[1, 2] = -100
-    expected = reference.linear_jsd(
-        *(x, weight, *teacher[:2], target),
-        bias=bias,
-        teacher_bias=teacher[2],
-        beta=0.3,
-        temperature=2.0,
-        reduction=reduction,
-    )
-    inputs = (x, weight, bias, *teacher, target)
-    actual = composed("linear_jsd", inputs, (-100, 0.3, 2.0), reduction)
-    grads = torch.autograd.grad(expected.sum(), (x, weight, bias))
-    for a, e in zip(actual, (expected, *grads), strict=True):
-        torch.testing.assert_close(a, e)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2, 0.5, 1.0])

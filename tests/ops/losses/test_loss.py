@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from losses import composed, random_tensors
+from losses import random_tensors
 
 from omniattn import reference
-from omniattn.compositions import loss as compositions
 from omniattn.functional import cross_entropy, linear_cross_entropy, linear_log_prob
 
 
@@ -190,23 +189,6 @@ def test_many_chunks_equal_the_reference(reduction, dtype):
         scale = float(expected.detach().abs().max())
         tolerance = (1e-4 if dtype == torch.float32 else 2e-2) * scale
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_composed_chunks_equal_the_reference(monkeypatch, reduction):
-    monkeypatch.setattr(compositions, "CHUNK_LOGITS", 3 * 11)
-    x, weight, bias = random_tensors((2, 5, 4), (11, 4), (11,))
-    target = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(0))
-    target[1, 2] = -100
-    class_weight = torch.arange(11) / 7
-    expected = reference.linear_cross_entropy(
-        x, weight, target, bias=bias, class_weight=class_weight, reduction=reduction
-    )
-    inputs = (x, weight, bias, target, class_weight)
-    actual = composed("linear_cross_entropy", inputs, (-100, 0.0, 0.0, 0.0, 1.0), reduction)
-    grads = torch.autograd.grad(expected.sum(), (x, weight, bias))
-    for a, e in zip(actual, (expected, *grads), strict=True):
-        torch.testing.assert_close(a, e)
 
 
 @pytest.mark.parametrize("backend", [None, "cpu"])

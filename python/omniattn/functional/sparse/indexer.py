@@ -206,8 +206,8 @@ def dsa_indexer_loss(
     Note:
         Gradients flow to q_idx, k_idx and w; q, k and lse are constants. They and the loss do not
         depend on the number of threads. Products are in fp32 (fp64 for fp64). The sparse stage
-        keeps p, (B, Tq, n), for the backward; the dense one computes it again. On CUDA torch's ops
-        compute both, for some queries at a time.
+        keeps p, (B, Tq, n), for the backward; the dense one computes it again. On CUDA the
+        products are torch's (cuBLAS), for some queries at a time.
 
     Reference:
         DeepSeek-AI, DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models, 2025,
