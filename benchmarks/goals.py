@@ -24,6 +24,7 @@ import report
 import torch
 from goal_rows import attention as goal_rows
 from goal_rows import caches as goal_caches
+from goal_rows import calls as goal_calls
 from goal_rows import recurrences as goal_recurrences
 from goal_rows import scans as goal_scans
 from goal_rows import slow_paths as goal_slow_paths
@@ -43,6 +44,7 @@ SECONDS = 1.0
 #: Smallest amount of memory that counts.
 PAGE_MIB = 1 / 256
 GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
+    "call": goal_calls.rows,
     "dense": goal_rows.dense_rows,
     "masks": goal_rows.mask_rows,
     "window": goal_rows.window_rows,

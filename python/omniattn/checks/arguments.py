@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import TypeIs
 
 from omniattn.ops import _library
-from omniattn.ops._autograd import Op
+from omniattn.ops._autograd import PLAIN, Op
 from omniattn.reference.limits import clamp as clamp
 from omniattn.reference.philox import new_seed as new_seed
 from omniattn.reference.precision import widen as widen
@@ -29,8 +29,6 @@ _INTS = (int, torch.SymInt)
 _NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
 _LARGEST = sys.float_info.max
 _LINE = 100  # maximum number of characters of a value in an error
-#: Classes whose tensors always have values; checked first, since isinstance costs 0.1 us a class.
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def use_reference(op: str, backend: str | None, x: Tensor) -> bool:
@@ -95,7 +93,7 @@ def holds_arrays(value: Any) -> bool:
 
 def require_tensor(op: str, name: str, x: Tensor) -> None:
     """Requires a tensor with values; a CausalBias has uninitialised memory."""
-    if type(x) in _PLAIN:
+    if type(x) in PLAIN:
         return
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {name}={shown(x)}")
@@ -112,7 +110,7 @@ def is_causal_bias(x: object) -> TypeIs[CausalBias]:
 
 
 def require_float(op: str, name: str, x: Tensor) -> None:
-    if type(x) not in _PLAIN:
+    if type(x) not in PLAIN:
         require_tensor(op, name, x)
     if x.dtype not in FLOATS:
         raise TypeError(
@@ -128,7 +126,7 @@ def has_own_ops(x: Tensor) -> bool:
 
     Such a class implements torch's ops but not the ops of this package.
     """
-    return type(x) not in _PLAIN and hasattr(x, "__tensor_flatten__") and not x.is_nested
+    return type(x) not in PLAIN and hasattr(x, "__tensor_flatten__") and not x.is_nested
 
 
 def refuse_nested(op: str, name: str, x: Tensor) -> None:
@@ -193,7 +191,7 @@ def require_range(
 
     NaN passes: results show it, and a GradScaler relies on that.
     """
-    if type(x) not in _PLAIN or not x.is_cpu or is_traced() or x.numel() == 0:
+    if type(x) not in PLAIN or not x.is_cpu or is_traced() or x.numel() == 0:
         return
     require_strided(op, name, x)
     # min and max propagate NaN. Comparing only them is faster than comparing all elements.
@@ -235,7 +233,7 @@ def makes_graph() -> bool:
 
 def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> None:
     """Requires a tensor `t` with the dtype and device of `x`."""
-    if type(t) not in _PLAIN:
+    if type(t) not in PLAIN:
         require_tensor(op, name, t)
     if t.dtype != x.dtype:
         raise TypeError(
@@ -250,7 +248,7 @@ def require_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") ->
 
 def cast_like(op: str, name: str, t: Tensor, x: Tensor, x_name: str = "x") -> Tensor:
     """Returns `t`, which must be like `x`; under autocast, casts it to the dtype of `x`."""
-    if type(t) not in _PLAIN:
+    if type(t) not in PLAIN:
         require_tensor(op, name, t)
     if t.dtype == x.dtype and t.is_cpu and x.is_cpu and not t.is_nested:
         return t

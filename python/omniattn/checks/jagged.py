@@ -126,7 +126,7 @@ def _on_values(
 
     def called(*args: Any, **named: Any) -> Any:
         x: Any = args[at] if len(args) > at else named.get(first)
-        call = of_nested if is_jagged(x) else function
+        call = of_nested if isinstance(x, Tensor) and x.is_nested else function
         if is_compiling():
             return call(*args, **named)
         try:

@@ -22,12 +22,20 @@ def remembered(function: F) -> F:
     Calls with arguments other than numbers, strings, dtypes and None are not cached, nor are calls
     that raise. 0.0 and -0.0 are the same value.
     """
-    kept = lru_cache(maxsize=1024, typed=True)(function)
+
+    @lru_cache(maxsize=1024, typed=True)
+    def kept(*args: Any) -> Any:
+        if not _VALUES.issuperset(map(type, args)):
+            raise TypeError  # nothing is kept; the key of a kept result has the classes, too
+        return function(*args)
 
     @wraps(function)
     def call(*args: Any) -> Any:
-        if is_compiling() or not _VALUES.issuperset(map(type, args)):
-            return function(*args)
-        return kept(*args)
+        if not is_compiling():
+            try:
+                return kept(*args)
+            except TypeError:
+                pass
+        return function(*args)
 
     return cast(F, call)

@@ -272,7 +272,7 @@ _PADDING = " masks.KeyPadding(real) is one of the keys that are no padding, (B, 
 def pack(op: str, options: Mapping[str, object], names: type = AttentionOptions) -> Options:
     """Packs the options of a call of `op`, which accepts the options that `names` annotates."""
     if not options:
-        return _DEFAULTS
+        return DEFAULTS
     given: Mapping[str, Any] = options
     if not given.keys() <= names.__annotations__.keys():
         given = present_names(op, given)
@@ -282,7 +282,7 @@ def pack(op: str, options: Mapping[str, object], names: type = AttentionOptions)
     return packed if packed.mask is None else _with_mask_mod(packed)
 
 
-_DEFAULTS = Options()
+DEFAULTS = Options()
 
 
 def _with_mask_mod(options: Options) -> Options:

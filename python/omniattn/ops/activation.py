@@ -30,11 +30,11 @@ def _result(gate: Tensor, up: Tensor | None) -> Tensor:
     return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)))
 
 
-def encode(activation: str, alpha: float, limit: float) -> tuple[int, list[float]]:
+def encode(activation: str, alpha: float, limit: float) -> tuple[int, tuple[float, ...]]:
     """Returns the arguments act and clamp of an op."""
     if activation == CLAMPED:
-        return ACTIVATIONS["silu"], [alpha, limit]
-    return ACTIVATIONS[activation], []
+        return ACTIVATIONS["silu"], (alpha, limit)
+    return ACTIVATIONS[activation], ()
 
 
 def _formula(gate: Tensor, up: Tensor | None, act: int, clamp: list[float]) -> Tensor:

@@ -14,11 +14,13 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 
 from omniattn.config import CPU_ISAS
 from omniattn.ops import _library as _library  # loads the ops
@@ -106,7 +108,7 @@ class Crossings:
     rows: tuple[int, int]
     condition: str
 
-    @property
+    @cached_property
     def native(self) -> bool:
         """True if this package's kernel is faster with gradients for some size."""
         return self.least <= self.most
@@ -180,12 +182,12 @@ def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
     # the number of rows varies: compare only if it matters.
     if choice.native and bool(choice.least <= x.numel() * weight.shape[0] <= choice.most):
         return True
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
-    if torch.is_grad_enabled() and (may_need_gradient(x) or may_need_gradient(weight)):
+    if is_grad_enabled() and (may_need_gradient(x) or may_need_gradient(weight)):
         return False
-    *leading, _ = x.shape
-    return choice.rows[0] <= math.prod(leading) <= choice.rows[1]
+    least, most = choice.rows
+    return least <= math.prod(x.shape[:-1]) <= most
 
 
 def describe() -> list[str]:

@@ -16,8 +16,9 @@ from omniattn.checks.jagged import (
 )
 from omniattn.encoding.options import AttentionOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes
-from omniattn.functional.attention._options import run
+from omniattn.functional.attention._options import attempt, run
 from omniattn.functional.attention.varlen import attention_varlen as attention_varlen
+from omniattn.ops._autograd import is_plain
 
 __all__ = ["attention"]
 
@@ -166,9 +167,14 @@ def attention(
     op = "attention"
     if is_jagged(q):
         return _attention_of_jagged(q, k, v, return_lse, backend, options)
+    packed = pack(op, options)
+    if backend is None and is_plain(q, k, v):
+        found = attempt(op, q, k, v, packed, return_lse)
+        if found is not None:
+            return found if return_lse else found[0]
     q, k, v = autocast(op, q, k, v)
     full = check_shapes(op, q, k, v)
-    out, lse = run(op, q, k, v, full, pack(op, options), return_lse, backend)
+    out, lse = run(op, q, k, v, full, packed, return_lse, backend)
     return (out, lse) if return_lse else out
 
 

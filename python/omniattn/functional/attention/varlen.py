@@ -16,7 +16,8 @@ from omniattn.functional.attention._common import (
     check_shapes,
     require_int32_or_int64,
 )
-from omniattn.functional.attention._options import run
+from omniattn.functional.attention._options import attempt, run
+from omniattn.ops._autograd import is_plain
 from omniattn.reference.vmap import is_mapped
 
 __all__ = ["attention_cached", "attention_varlen"]
@@ -231,6 +232,12 @@ def attention_cached(
         tensor([2., 4.])
     """
     op = "attention_cached"
+    packed = pack(op, options)
+    if backend is None and block_table is None and is_plain(q, k, v, cache_seqlens):
+        rule: Rule = (MaskKind.CACHED, 0, 0, (cache_seqlens,))
+        found = attempt(op, q, k, v, packed, return_lse, rule)
+        if found is not None:
+            return found if return_lse else found[0]
     q, k, v = autocast(op, q, k, v)
     batch, heads, tq, tk = check_shapes(op, q, k, v, paged=block_table is not None)
     require_int32_or_int64(op, "cache_seqlens", cache_seqlens, q)
@@ -246,7 +253,7 @@ def attention_cached(
         tk *= block_table.shape[1]
         layout = (MaskKind.PAGED, 0, 0, (block_table, cache_seqlens))
     full = (batch, heads, tq, tk)
-    out, lse = run(op, q, k, v, full, pack(op, options), return_lse, backend, layout)
+    out, lse = run(op, q, k, v, full, packed, return_lse, backend, layout)
     return (out, lse) if return_lse else out
 
 

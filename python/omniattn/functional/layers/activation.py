@@ -15,6 +15,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import token_wise
 from omniattn.ops import activation as ops
+from omniattn.ops._autograd import is_plain
 
 __all__ = ["bilinear", "clamped_swiglu", "geglu", "glu", "reglu", "swiglu"]
 
@@ -239,6 +240,11 @@ def _gated(
     alpha: float = 0.0,
     limit: float = 0.0,
 ) -> Tensor:
+    act, clamp = ops.encode(activation, alpha, limit)
+    if backend is None and is_plain(gate, up):
+        found: Tensor | None = ops.glu.attempt(gate, up, act, clamp)
+        if found is not None:
+            return found
     require_float(op, "gate", gate)
     shape = gate.shape
     if not shape:
@@ -251,7 +257,7 @@ def _gated(
             f"{op}: packed gate must have an even last size, got gate.shape={tuple(shape)}"
         )
     run = implementation(op, backend, gate, ops.glu)
-    y: Tensor = run(gate, up, *ops.encode(activation, alpha, limit))
+    y: Tensor = run(gate, up, act, clamp)
     return y
 
 

@@ -154,7 +154,7 @@ def mlp(
     x, up_weight, _, down_weight, up_bias, _, down_bias = tensors
     require_bool(op, "recompute", recompute)
     seed = require_seed(op, seed, x) if dropout_p > 0 else None
-    return _run(op, tensors, (ACTIVATIONS[activation], []), dropout_p, seed, recompute, backend)
+    return _run(op, tensors, (ACTIVATIONS[activation], ()), dropout_p, seed, recompute, backend)
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -216,7 +216,7 @@ def _check(
 def _run(
     op: str,
     tensors: tuple[Tensor, ...],
-    codes: tuple[int, list[float]],
+    codes: tuple[int, tuple[float, ...]],
     dropout_p: float,
     seed: Tensor | None,
     recompute: bool,

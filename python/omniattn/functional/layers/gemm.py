@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from omniattn.checks.arguments import (
+    FLOATS,
     autocast_linear,
     has_own_ops,
     implementation,
@@ -16,6 +17,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import token_wise
 from omniattn.ops import gemm as ops
+from omniattn.ops._autograd import is_plain
 from omniattn.ops._precision import split_bf16_of
 from omniattn.ops.gemm_choice import native_is_faster
 
@@ -63,6 +65,12 @@ def linear(
         >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 5.0], [0.0, 1.0]]))
         tensor([13.,  2.])
     """
+    if backend is None and is_plain(x, weight, bias) and x.dtype in FLOATS and x.shape:
+        split_bf16 = split_bf16_of(x)
+        if native_is_faster(x, weight, split_bf16):
+            found: Tensor | None = ops.linear.attempt(x, weight, bias, split_bf16)
+            if found is not None:
+                return found
     if backend is None and isinstance(weight, Tensor) and has_own_ops(weight):
         return torch.nn.functional.linear(x, weight, bias)
     x, weight, bias = autocast_linear(x, weight, bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, overload
 
 import torch
@@ -19,6 +20,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import token_wise
 from omniattn.ops import norm as ops
+from omniattn.ops._autograd import is_plain
 
 CASTINGS = ("fp32", "llama")
 
@@ -209,6 +211,14 @@ def _norm(
     eps: float,
     *options: Any,
 ) -> Any:
+    if backend is None and type(eps) is float and 0 <= eps < math.inf:
+        found: Any = None
+        if residual is None and is_plain(x, weight, bias):
+            found = ops.norm.attempt(x, weight, bias, center, eps, *options)
+        elif residual is not None and is_plain(x, residual, weight, bias):
+            found = ops.add_norm.attempt(x, residual, weight, bias, center, eps, *options)
+        if found is not None:
+            return found
     if residual is not None:
         x, residual = _promote(op, x, residual)
     cols = check_row(op, x, eps)

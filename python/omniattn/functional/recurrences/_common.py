@@ -25,6 +25,7 @@ from omniattn.checks.packed import require_all_tokens
 from omniattn.encoding.sequences import Sequences
 from omniattn.ops import norm as norms
 from omniattn.ops import recurrence as ops
+from omniattn.ops._autograd import PLAIN, are_alike
 from omniattn.reference.precision import compute_dtype
 
 _L2_EPS = 1e-6
@@ -36,15 +37,19 @@ def require_heads(
     op: str, q: Tensor, k: Tensor, v: Tensor, q_name: str = "q"
 ) -> tuple[Tensor, Tensor]:
     """k and v, after checks of the three."""
-    require_float(op, q_name, q)
-    if q.ndim != 4:
+    alike = type(q) in PLAIN and q.dtype in FLOATS and are_alike(q.dtype, q, k, v)
+    if not alike:
+        require_float(op, q_name, q)
+    shape = q.shape
+    if len(shape) != 4:
         raise ValueError(
-            f"{op}: {q_name} must have shape (B, T, H, K), got {q_name}.shape={tuple(q.shape)}"
+            f"{op}: {q_name} must have shape (B, T, H, K), got {q_name}.shape={tuple(shape)}"
         )
-    k, v = cast_like(op, "k", k, q, q_name), cast_like(op, "v", v, q, q_name)
-    for name, t in ((q_name, q), ("k", k), ("v", v)):
-        require_strided(op, name, t)
-    shape, v_shape = q.shape, v.shape
+    if not alike:
+        k, v = cast_like(op, "k", k, q, q_name), cast_like(op, "v", v, q, q_name)
+        for name, t in ((q_name, q), ("k", k), ("v", v)):
+            require_strided(op, name, t)
+    v_shape = v.shape
     require_shape(op, "k", k, shape)
     heads = shape[2]
     if (
@@ -69,13 +74,15 @@ def widened(
     v_name: str = "v",
 ) -> Tensor:
     """A decay, a beta or a state in fp32 (fp64 for fp64), of one of the shapes."""
+    dtype = compute_dtype(v)
+    if are_alike(dtype, t) and v.is_cpu and t.shape in shapes:
+        return t
     require_tensor(op, name, t)
     if t.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} must be floating-point, got {name}.dtype={t.dtype}")
     require_strided(op, name, t)
     require_one_shape(op, name, t, shapes)
     require_device(op, name, t, v, v_name)
-    dtype = compute_dtype(v)
     return t if t.dtype == dtype else t.to(dtype)
 
 

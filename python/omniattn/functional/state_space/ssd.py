@@ -24,6 +24,7 @@ from omniattn.checks.jagged import over_sequences
 from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_out
 from omniattn.encoding.sequences import Sequences as Sequences
 from omniattn.functional.recurrences._common import run, sequence_count, widened
+from omniattn.ops._autograd import are_alike
 from omniattn.reference.precision import widen
 
 __all__ = ["ssd"]
@@ -122,9 +123,10 @@ def state_space_duality(
     op = "ssd"
     initial_state, cu_seqlens, backend = sequences
     require_float(op, "x", x)
-    B, C = cast_like(op, "B", B, x, "x"), cast_like(op, "C", C, x, "x")
-    for name, t in (("x", x), ("B", B), ("C", C)):
-        require_strided(op, name, t)
+    if not are_alike(x.dtype, x, B, C):
+        B, C = cast_like(op, "B", B, x, "x"), cast_like(op, "C", C, x, "x")
+        for name, t in (("x", x), ("B", B), ("C", C)):
+            require_strided(op, name, t)
     require_heads(op, x, B, C)
     batch, steps, heads, size = x.shape
     A = widened(op, "A", A, x, ((heads,),), "x")

@@ -167,7 +167,7 @@ class Cache(ABC):
 
 
 class StoredCache(Cache):
-    """Keys and values in a preallocated storage (B, Hkv, max_length, D).
+    """Keys and values in a preallocated storage, in which one head's keys are contiguous.
 
     Args:
         batch, max_length, num_kv_heads, head_dim: sizes of the storage.
@@ -186,9 +186,12 @@ class StoredCache(Cache):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        shape = (batch, num_kv_heads, max_length)  # one head's keys are contiguous
+        shape = (batch, num_kv_heads, max_length)
         sizes = (head_dim, v_head_dim)
-        self._k, self._v = new_storage(type(self).__name__, shape, sizes, device, dtype)
+        storage = new_storage(type(self).__name__, shape, sizes, device, dtype)
+        #: The storage in the public layout, in which each call would have to transpose it.
+        self._k, self._v = (t.transpose(1, 2) for t in storage)
+        self._sizes = head_sizes(*storage)
         self.length = 0
 
     @property
@@ -197,7 +200,7 @@ class StoredCache(Cache):
 
     def _first(self, count: int) -> tuple[Tensor, Tensor]:
         """The first `count` tokens of the storage, in the public layout."""
-        return self._k[:, :, :count].transpose(1, 2), self._v[:, :, :count].transpose(1, 2)
+        return self._k[:, :count], self._v[:, :count]
 
     def crop(self, length: int) -> None:
         require_int(type(self).__name__, "length", length)
@@ -209,8 +212,12 @@ class StoredCache(Cache):
 
     def reorder(self, index: Tensor) -> None:
         require_index(type(self).__name__, index, self._k.shape[0])
-        self._k = self._k.index_select(0, index)
-        self._v = self._v.index_select(0, index)
+        self._k, self._v = (rows_of_heads(t, 0, index) for t in (self._k, self._v))
+
+
+def rows_of_heads(t: Tensor, dim: int, index: Tensor) -> Tensor:
+    """`t.index_select(dim, index)` for t (B, T, Hkv, D), with one head's rows contiguous."""
+    return t.transpose(1, 2).index_select(dim, index).transpose(1, 2)
 
 
 def require_cache(op: str, state: State | None) -> Cache | None:
@@ -249,16 +256,24 @@ def new_storage(
     return k, k.new_zeros(*shape, k_dim if v_dim is None else v_dim)
 
 
-def check_new(name: str, k: Tensor, v: Tensor, batch: int, keys: Tensor, values: Tensor) -> None:
-    """Raises unless k, v (B, n, Hkv, D) can go into storages (*, Hkv, *, D)."""
+def check_new(
+    name: str, k: Tensor, v: Tensor, batch: int, heads: int, sizes: tuple[int, int]
+) -> None:
+    """Raises unless k (B, n, Hkv, D) and v (B, n, Hkv, Dv) have these sizes, D and Dv the last."""
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         raise RuntimeError(f"{name}: is for inference, wrap the call in torch.no_grad()")
-    for which, new, stored in (("k", k, keys), ("v", v, values)):
-        fits = (batch, k.shape[1], stored.shape[1], stored.shape[3])
+    count = k.shape[1]
+    for which, new, size in (("k", k, sizes[0]), ("v", v, sizes[1])):
+        fits = (batch, count, heads, size)
         if new.shape != fits:
             raise ValueError(
                 f"{name}: {which} must have shape {fits}, got {which}={tuple(new.shape)}"
             )
+
+
+def head_sizes(keys: Tensor, values: Tensor) -> tuple[int, tuple[int, int]]:
+    """Number of heads, and D and Dv, of storages (*, Hkv, *, D) and (*, Hkv, *, Dv)."""
+    return keys.shape[1], (keys.shape[3], values.shape[3])
 
 
 def with_cache(

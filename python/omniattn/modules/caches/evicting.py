@@ -15,7 +15,14 @@ from omniattn.checks.arguments import require_int, widen
 from omniattn.functional.masks import BoolMask, Mask
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.modules.base.state import require_index, take
-from omniattn.modules.caches.cache import Attend, Cache, Reading, check_new, new_storage
+from omniattn.modules.caches.cache import (
+    Attend,
+    Cache,
+    Reading,
+    check_new,
+    head_sizes,
+    new_storage,
+)
 from omniattn.modules.caches.eviction import Eviction, Slots, evicted_of, require_plain
 
 Rope = tuple[Tensor, Tensor]
@@ -177,7 +184,8 @@ class EvictingCache(Cache):
         Returns:
             (B, n, Hq, Dv).
         """
-        check_new("EvictingCache", k, v, self._kept.k.shape[0], self._kept.k, self._kept.v)
+        sizes = head_sizes(self._kept.k, self._kept.v)
+        check_new("EvictingCache", k, v, self._kept.k.shape[0], *sizes)
         require_plain(options)
         several = self.moves and k.shape[1] > 1 and bool(self.evicted.any())
         size = 1 if several else max(k.shape[1], 1)
@@ -405,7 +413,8 @@ class EvictingCache(Cache):
                 f"got eviction={tuple(eviction)}"
             )
         stored = self._kept
-        check_new("EvictingCache", k, v, stored.k.shape[0], stored.k, stored.v)
+        sizes = head_sizes(stored.k, stored.v)
+        check_new("EvictingCache", k, v, stored.k.shape[0], *sizes)
         fits = (*stored.k.shape[:2], k.shape[1])
         for name, t in (("positions", positions), ("weight", weight)):
             if t.shape != fits:

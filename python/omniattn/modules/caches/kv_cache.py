@@ -45,7 +45,7 @@ class KVCache(StoredCache):
     @property
     def max_length(self) -> int:
         """Number of tokens that fit."""
-        return self._k.shape[2]
+        return self._k.shape[1]
 
     @property
     def limit(self) -> int:
@@ -55,14 +55,15 @@ class KVCache(StoredCache):
         return self._first(self.length)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        check_new("KVCache", k, v, self.batch, self._k, self._v)
-        end = self.length + k.shape[1]
-        if end > self.max_length:
+        shape = self._k.shape
+        check_new("KVCache", k, v, shape[0], *self._sizes)
+        start, end = self.length, self.length + k.shape[1]
+        if end > shape[1]:
             raise ValueError(
-                f"KVCache: length must not exceed max_length={self.max_length}, got length={end}"
+                f"KVCache: length must not exceed max_length={shape[1]}, got length={end}"
             )
-        self._k[:, :, self.length : end] = k.transpose(1, 2)
-        self._v[:, :, self.length : end] = v.transpose(1, 2)
+        self._k[:, start:end] = k
+        self._v[:, start:end] = v
         self.length = end
         return self.views()
 

@@ -15,7 +15,14 @@ from omniattn.checks.arguments import require_int
 from omniattn.functional.masks import KeyPadding, Mask
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.modules.base.state import require_index, take
-from omniattn.modules.caches.cache import Attend, Cache, Reading, check_new, new_storage
+from omniattn.modules.caches.cache import (
+    Attend,
+    Cache,
+    Reading,
+    check_new,
+    head_sizes,
+    new_storage,
+)
 
 
 class PagePool:
@@ -190,7 +197,7 @@ class PagedCache(Cache):
     def store(self, k: Tensor, v: Tensor) -> None:
         """`append` for a caller that reads the pages itself."""
         batch, new = len(self._pages), k.shape[1]
-        check_new("PagedCache", k, v, batch, self.pool.k, self.pool.v)
+        check_new("PagedCache", k, v, batch, *head_sizes(self.pool.k, self.pool.v))
         if new == 0:
             return
         self._reserve(new)

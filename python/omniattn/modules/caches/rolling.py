@@ -9,7 +9,7 @@ from torch import Tensor
 
 from omniattn.checks.arguments import require_int
 from omniattn.modules.base.state import take
-from omniattn.modules.caches.cache import StoredCache, check_new
+from omniattn.modules.caches.cache import StoredCache, check_new, rows_of_heads
 from omniattn.modules.caches.eviction import evicted_of
 
 
@@ -70,7 +70,7 @@ class RollingCache(StoredCache):
     @property
     def window(self) -> int:
         """Number of tokens kept."""
-        return self._k.shape[2]
+        return self._k.shape[1]
 
     @property
     def ordered(self) -> bool:
@@ -87,7 +87,7 @@ class RollingCache(StoredCache):
     def _latest(self, count: int) -> tuple[Tensor, Tensor]:
         """The last `count` tokens by position."""
         slots = self._slots(self.length - count, self.length)
-        k, v = (t.index_select(2, slots).transpose(1, 2) for t in (self._k, self._v))
+        k, v = (rows_of_heads(t, 2, slots) for t in (self._k, self._v))
         return k, v
 
     @property
@@ -97,7 +97,7 @@ class RollingCache(StoredCache):
         latest = torch.arange(self.length - kept, self.length, device=self._k.device)
         if not self._sort:
             latest = latest.roll((self.length - kept) % self.window)
-        return latest.expand(*self._k.shape[:2], -1)
+        return latest.expand(*self._k.shape[::2], -1)
 
     @property
     def evicted(self) -> Tensor:
@@ -112,7 +112,7 @@ class RollingCache(StoredCache):
         return self._first(kept)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        check_new("RollingCache", k, v, self._k.shape[0], self._k, self._v)
+        check_new("RollingCache", k, v, self._k.shape[0], *self._sizes)
         new = k.shape[1]
         attended = None
         if new > 1:
@@ -121,8 +121,8 @@ class RollingCache(StoredCache):
         kept = min(new, self.window)
         self.length += new
         slots = self._slots(self.length - kept, self.length)
-        self._k[:, :, slots] = k[:, new - kept :].transpose(1, 2)
-        self._v[:, :, slots] = v[:, new - kept :].transpose(1, 2)
+        self._k[:, slots] = k[:, new - kept :]
+        self._v[:, slots] = v[:, new - kept :]
         return self.views() if attended is None else attended
 
     def crop(self, length: int) -> None:
