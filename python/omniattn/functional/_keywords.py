@@ -1,4 +1,4 @@
-"""Unknown keywords of functions and classes are told the name that was meant, on every Python."""
+"""Suggests the intended name for unknown keywords of functions and classes, on every Python."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from omniattn.checks.keywords import in_place_of, suggest_keyword
 
 
 def explain_keywords(package: str, names: Iterable[str]) -> None:
-    """Makes the functions and classes of a package suggest keywords where Python does not."""
-    if sys.version_info >= (3, 13):  # whose own errors say "Did you mean 'x'?"
+    """Makes the functions and classes of a package suggest keywords, if Python does not."""
+    if sys.version_info >= (3, 13):  # its own errors say "Did you mean 'x'?"
         return
     namespace = vars(sys.modules[package])
     for name in names:
@@ -31,9 +31,9 @@ def explain_keywords(package: str, names: Iterable[str]) -> None:
 
 
 def explain_init(cls: type) -> None:
-    """Makes the constructor of a class do so, if it is a function of the class itself."""
+    """Makes a class's constructor suggest keywords, if the class defines it itself."""
     init = vars(cls).get("__init__")
-    layer = hasattr(init, "fields_of")  # whose errors have suggestions
+    layer = hasattr(init, "fields_of")  # errors of layers already have suggestions
     if sys.version_info < (3, 13) and isinstance(init, FunctionType) and not layer:
         cls.__init__ = _explained(init)  # type: ignore[misc]
 

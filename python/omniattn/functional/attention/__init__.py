@@ -1,1 +1,1 @@
-"""Softmax attention: dense, packed, cached, as torch's function, and weights alone."""
+"""Softmax attention: dense, packed, cached, torch's SDPA interface, and attention weights."""

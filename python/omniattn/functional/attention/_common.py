@@ -1,4 +1,4 @@
-"""Checks of tensors that all attention functions share."""
+"""Tensor checks shared by all attention functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def autocast(
     v: Tensor,
     names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in one dtype, checked; `names` are the caller's names for them."""
+    """Checks q, k and v and casts them to one dtype; `names` are the caller's names."""
     q_name, k_name, v_name = names
     require_float(op, q_name, q)
     dtype = autocast_dtype(q)
@@ -93,12 +93,12 @@ def _refuse_dimensions(op: str, shapes: Iterable[tuple[str, Sequence[int]]]) -> 
 
 
 def full_shape(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
-    """(B, Hq, Tq, Tk)."""
+    """Returns (B, Hq, Tq, Tk)."""
     return (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
 
 
 def causal_mask(op: str, name: str, bias: CausalBias, full: tuple[int, ...]) -> Mask:
-    """The rule for a CausalBias, torch's mask tensor without values."""
+    """Returns the mask for a CausalBias, torch's mask tensor without values."""
     from torch.nn.attention.bias import CausalVariant
 
     size = (bias.seq_len_q, bias.seq_len_kv)
@@ -124,7 +124,7 @@ def require_broadcastable(
 
 
 def mask_of_keys(t: Tensor, full: tuple[int, ...]) -> str:
-    """Advice for an error: how to pass a mask or bias of the keys, or one per sequence."""
+    """Returns an error's advice: how to pass a mask or bias per key or per sequence."""
     batch, _, tq, tk = full[-4:] if len(full) >= 4 else (0, 0, 0, 0)
     shape = tuple(t.shape)
     if shape in ((batch, tk), (batch, 1, tk)):
@@ -137,7 +137,7 @@ def mask_of_keys(t: Tensor, full: tuple[int, ...]) -> str:
 
 
 def four_dims(t: Tensor, full: tuple[int, ...]) -> Tensor:
-    """View of t with four dimensions; all except the last may still broadcast."""
+    """Returns a view of t with four dimensions; all except the last may still broadcast."""
     t = t[(None,) * (4 - t.dim())]
     return t if t.shape[3] == full[3] else t.expand(*t.shape[:3], full[3])
 
@@ -172,7 +172,7 @@ def require_parameter(
 
 
 def require_lse(op: str, lse: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:
-    """`lse` as `attention` of q returns it."""
+    """Requires `lse` as returned by `attention` for q."""
     require_float(op, "lse", lse)
     widest = compute_dtype(q)
     if lse.dtype != widest or lse.device != q.device:

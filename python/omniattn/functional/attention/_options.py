@@ -1,4 +1,4 @@
-"""Checks and encodes the options of a call of attention, and calls the op."""
+"""Checks and encodes the options of attention, and calls the op."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _NO_TENSORS = (None,) * (len(Options._fields) - PLAIN_OPTIONS)
 
 
 class Settings(NamedTuple):
-    """Options that are plain values, checked and encoded: equal in all calls of a layer."""
+    """Options that are plain values, checked and encoded; a layer's calls share them."""
 
     window: tuple[Rule, ...]
     transform: tuple[ScoreRule, ...]
@@ -78,7 +78,7 @@ def run(
     backend: str | None,
     layout: Rule | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """O and lse of a call of shape (B, Hq, Tq, Tk) `full`."""
+    """Returns O and lse of a call with shape `full` = (B, Hq, Tq, Tk)."""
     aux, mask, score, params = checked_codes(op, q, full, options, layout)
     require_bool(op, "return_lse", return_lse)
     if return_lse and options.normalizer != "softmax":
@@ -134,7 +134,7 @@ def _settings_of(op: str, q: Tensor, options: Options) -> Settings:
 def checked_codes(
     op: str, q: Tensor, full: tuple[int, ...], options: Options, layout: Rule | None = None
 ) -> Codes:
-    """The options as the op takes them."""
+    """Encodes the options for the op."""
     settings = _settings_of(op, q, options)
     if all(map(is_, options[PLAIN_OPTIONS:-1], _NO_TENSORS)):
         mask, score, params = settings.codes
@@ -170,7 +170,7 @@ def _settings(op: str, dim: int, is_double: bool, left: int, right: int, *others
     scale = default_scale(dim) if options.scale is None else options.scale
     transform = transform_of(options)
     name, c = transform or ("softcap", 0.0)
-    # The factors of the kernels (semantics/score.h), which 0 times infinity would make NaN.
+    # Factors in the kernels (semantics/score.h) must be finite: 0 * inf would be NaN.
     factor = abs(scale) / c if c else abs(scale)
     if not is_double and not max(factor, c) < _LARGEST_FACTOR:
         raise ValueError(
@@ -197,7 +197,7 @@ def _settings(op: str, dim: int, is_double: bool, left: int, right: int, *others
 def _mask(
     op: str, mask: object, q: Tensor, full: tuple[int, ...], layout: Rule | None
 ) -> list[Rule]:
-    """The rules of the option `mask`, checked."""
+    """Returns the checked rules of the option `mask`."""
     if mask is None:
         return []
     found: Mask
@@ -251,7 +251,7 @@ def _check_parts(
 
 
 def _hint(mask: object) -> str:
-    """How to make a mask from a predicate, or from flex_attention's BlockMask."""
+    """Returns an error's advice for a predicate or flex_attention's BlockMask as mask."""
     if callable(mask):
         return " (masks.from_predicate(mask, Tq, Tk) makes one from a function)"
     if hasattr(mask, "mask_mod"):
@@ -302,7 +302,7 @@ def _side_tensors(
 
 
 def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list[ScoreRule]:
-    """The score rules of tensors and tables, checked."""
+    """Returns the checked score rules of tensors and tables."""
     batch, heads, tq, tk = full
     alibi_slopes, relative, sinks = options.alibi_slopes, options.relative, options.sinks
     rules: list[ScoreRule] = []
@@ -345,7 +345,7 @@ def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list
 
 
 def _distance_rows(op: str, options: Options, q: Tensor) -> list[ScoreRule]:
-    """The rules of rows of distances."""
+    """Returns the score rules of rows of distances."""
     rules: list[ScoreRule] = []
     for kind, name, given in (
         (ScoreKind.RELATIVE_KEYS, "relative_keys", options.relative_keys),

@@ -63,7 +63,7 @@ def attention(
     backend: str | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention, tiled: memory grows with T, not with T^2; masked tiles cost nothing.
+    """Tiled attention: memory grows with T, not with T^2; masked tiles are skipped.
 
     ``O = softmax(f(head_scale * scale * q k^T) + bias - slope |k - i| + relative) v`` over the
     allowed keys, ``f`` the identity or ``softcap * tanh(. / softcap)``, i = q + Tk - Tq the
@@ -91,7 +91,7 @@ def attention(
             -inf hides a key, whose k and v must be finite; a finite value does not: if all keys of
             a row have finfo.min, the result is the mean of their values, as in torch. A sum of
             terms beyond the accumulator's range is infinite.
-        scale: factor on q k^T; None is 1 / sqrt(D).
+        scale: factor of q k^T; None is 1 / sqrt(D).
         softcap: 0 is off.
         alibi_slopes: (Hq,) or (B, Hq), see :func:`alibi_slopes`; no (Tq, Tk) tensor is made.
         relative: a value of `functional.scores` that reads a table (T5, Swin, any function of the
@@ -133,10 +133,10 @@ def attention(
         there is one) and zero gradients. A logit of NaN or +inf makes O and lse of its row NaN.
 
     Raises:
-        TypeError: a dtype that is unsupported or does not fit the others.
-        ValueError: a shape, device or value that does not fit.
-        NotImplementedError: no native kernel for the device, or something in score_mod that cannot
-            be traced, which the message names.
+        TypeError: a dtype is unsupported or differs from the others.
+        ValueError: a shape, device or value is invalid.
+        NotImplementedError: no native kernel for the device, or score_mod contains an operation
+            that cannot be traced; the message names it.
 
     Note:
         Logits, softmax and all sums are in fp32 (fp64 for fp64) and rounded once. Forward and
@@ -186,7 +186,7 @@ def _attention_of_jagged(
     backend: str | None,
     options: AttentionOptions,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """O (B, j, Hq, Dv) and lse (B, Hq, j) of nested q, k and v (B, j, H, D)."""
+    """Returns O (B, j, Hq, Dv) and lse (B, Hq, j) of nested q, k and v (B, j, H, D)."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         require_ragged("attention", name, t)
     if not same_boundaries(k, v):

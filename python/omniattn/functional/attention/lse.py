@@ -1,4 +1,4 @@
-"""Uses of the log-sum-exp of attention: its weights, and the union of several sets of keys."""
+"""Uses of attention's log-sum-exp: attention weights, and merging of several sets of keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attention_weights(
     backend: str | None = None,
     **options: Unpack[WeightOptions],
 ) -> Tensor:
-    """The weights P of :func:`attention`, for inspection, from the lse that it returned.
+    """Returns the weights P of :func:`attention` from the lse that it returned, for inspection.
 
     ``P = exp(logits - lse)``, as in the call with the same arguments, before dropout. Rows sum
     to 1 as far as lse resolves it: an lse of size x is rounded by up to eps x / 2, and the weights
@@ -85,15 +85,15 @@ def attention_weights(
 def merge_attention(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint sets of keys, from the results of attention to each.
+    """Merges results of attention to disjoint sets of keys into attention to their union.
 
-    ``lse = ln sum_n exp(lse_n)``, ``O = sum_n exp(lse_n - lse) O_n``: exact, so that keys may be
+    ``lse = ln sum_n exp(lse_n)``, ``O = sum_n exp(lse_n - lse) O_n``. This is exact, so keys can be
     split over calls, caches or machines in any way.
 
     Args:
         outs: O_n (B, Tq, Hq, Dv) of each set.
         lses: lse_n (B, Hq, Tq) of each set, without sinks.
-        sinks: (Hq,), see :func:`attention`; they take part once, here.
+        sinks: (Hq,), see :func:`attention`; added once, here.
 
     Returns:
         O of the dtype of outs[0], and lse.

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention on this package's attention."""
+"""torch's scaled_dot_product_attention, computed by this package's attention."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def scaled_dot_product_attention(
 def _of_jagged(
     op: str, query: Any, key: Any, value: Any, enable_gqa: bool, options: dict[str, Any]
 ) -> Tensor:
-    """Attention of jagged nested query, key and value (B, H, j, D)."""
+    """Computes attention of jagged nested query, key and value (B, H, j, D)."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         jagged = t.is_nested and t.layout == torch.jagged
         if not jagged or t.dim() != 4 or t._ragged_idx != 2:
@@ -131,7 +131,7 @@ def _of_jagged(
 def _leading_shape(
     op: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[int, ...]:
-    """(..., H) of the result, () where all three are (T, D); checks the shapes."""
+    """Checks the shapes; returns (..., H) of the result, or () if all three are (T, D)."""
     least = 3 if enable_gqa else 2
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.dim() < least:
@@ -178,7 +178,7 @@ def _mask_of_batch(mask: Tensor, full: tuple[int, ...]) -> Tensor:
 
 
 def _of_batch(t: Tensor, batch: Sequence[int]) -> Tensor:
-    """(..., H, T, D), broadcastable to (*batch, H, T, D), as (prod(batch), H, T, D)."""
+    """Reshapes t, broadcastable to (*batch, H, T, D), to (prod(batch), H, T, D)."""
     if t.shape[:-3] != tuple(batch):
         t = t.expand(*batch, *t.shape[-3:])
     return t if t.dim() == 4 else t.reshape(math.prod(batch), *t.shape[-3:])

@@ -1,4 +1,4 @@
-"""Attention that picks one key instead of averaging."""
+"""Hard attention: selects one key instead of averaging."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def select_attention(
     mask: Tensor | Mask | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Value of the single key with the least energy, without normalisation.
+    """Returns the value of the key with the lowest energy, without normalisation.
 
     ``O_i = v_j*`` with ``j* = argmin_j E_ij`` over the allowed keys, the first of equal ones, and 0
     where ``E_ij* > theta`` or is +inf. ``E_ij = scale |q_i - k_j|^2 / 2`` ("l2") or
-    ``-scale q_i . k_j`` ("dot"). Its counterpart in which all relevant keys pass is
-    ``attention(normalizer="sigmoid")``.
+    ``-scale q_i . k_j`` ("dot"). ``attention(normalizer="sigmoid")`` is the counterpart that
+    selects all relevant keys.
 
     Args:
         q: (B, Tq, Hq, D), float64, float32, bfloat16 or float16; as in :func:`attention`.
         k: (B, Tk, Hkv, D).
         v: (B, Tk, Hkv, Dv).
         energy: "l2" or "dot".
-        theta: the largest energy that is answered.
+        theta: maximum energy of a selected key.
         tau: > 0, temperature of the gradient.
         ste: q and k get the gradient of ``softmax(-E / tau) v`` (straight through); otherwise none.
         scale: None is 1 / sqrt(D).
@@ -59,15 +59,15 @@ def select_attention(
             what :func:`from_predicate` makes of one.
 
     Returns:
-        O (B, Tq, Hq, Dv) of q's dtype; 0 for a query that no key answers.
+        O (B, Tq, Hq, Dv) of q's dtype; 0 for a query without a selected key.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see :func:`attention`.
 
     Note:
-        v gets the gradients of the queries that chose it, summed in fp32; a query that no key
-        answers gives no gradient. If q or k need a gradient, the soft attention is computed too, in
-        fp32 for half inputs. A key whose energy is NaN is never chosen.
+        v gets the gradients of the queries that selected it, summed in fp32; a query without a
+        selected key gives no gradient. If q or k need a gradient, the soft attention is computed,
+        too, in fp32 for half inputs. A key whose energy is NaN is never selected.
 
     Reference:
         Straight-through gradients: Bengio et al., Estimating or Propagating Gradients Through
@@ -126,7 +126,7 @@ def _detached(t: Tensor | None) -> Tensor | None:
 
 
 def _soft(q: Tensor, k: Tensor, v: Tensor, options: Options, tau: float) -> Tensor:
-    """softmax(-E / tau) v in fp32, without a gradient of v."""
+    """Computes softmax(-E / tau) v in fp32, without a gradient of v."""
     assert options.scale is not None
     return attention(
         widen(q),
@@ -141,23 +141,23 @@ def _soft(q: Tensor, k: Tensor, v: Tensor, options: Options, tau: float) -> Tens
 
 
 def _key_squares(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """-scale |k|^2 / 2 (B, Hq, 1, Tk)."""
+    """Computes -scale |k|^2 / 2, (B, Hq, 1, Tk)."""
     group = q.shape[2] // k.shape[2] if k.shape[2] else 1
     squares = k.square().sum(-1).mul(-scale / 2).transpose(1, 2)[:, :, None]
     return squares.repeat_interleave(group, 1)
 
 
 def _squares(q: Tensor, scale: float) -> Tensor:
-    """scale |q|^2 / 2 (B, Hq, Tq)."""
+    """Computes scale |q|^2 / 2, (B, Hq, Tq)."""
     return widen(q.detach()).square().sum(-1).mul(scale / 2).transpose(1, 2)
 
 
 def _gather(v: Tensor, index: Tensor) -> Tensor:
-    """v (B, Tk, Hkv, Dv) at index (B, Hq, Tq) -> (B, Tq, Hq, Dv); any row of v, or 0, for -1."""
+    """Gathers v (B, Tk, Hkv, Dv) at index (B, Hq, Tq): (B, Tq, Hq, Dv), arbitrary for -1."""
     group = index.shape[1] // v.shape[2] if v.shape[2] else 1
     if v.shape[1] == 0:
         v = torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
-    # The gradient adds up in the dtype it flows through.
+    # The gradient accumulates in the dtype that it flows through.
     wide = widen(v) if may_need_gradient(v) else v
     rows = index.clamp(min=0).unflatten(1, (v.shape[2], group)).flatten(2)[..., None]
     found = wide.transpose(1, 2).gather(2, rows.expand(-1, -1, -1, v.shape[3]))

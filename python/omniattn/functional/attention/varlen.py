@@ -1,4 +1,4 @@
-"""Attention of packed sequences, and to caches."""
+"""Attention of packed sequences, and attention to caches."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def attention_varlen(
         q: (total_q, Hq, D), as in :func:`attention`.
         k: (total_k, Hkv, D).
         v: (total_k, Hkv, Dv).
-        cu_seqlens_q: (N + 1,) int32 or int64, which grow from 0 to total_q.
-        cu_seqlens_k: (N + 1,) of the keys; the same tensor for self-attention.
-        max_seqlen_q: at least the longest sequence of queries; None reads it from cu_seqlens_q (and
-            waits for a GPU), or is total_q in a compiled or exported program, which has no values.
-        max_seqlen_k: the same for keys.
+        cu_seqlens_q: (N + 1,) int32 or int64, growing from 0 to total_q.
+        cu_seqlens_k: (N + 1,) for the keys; the same tensor for self-attention.
+        max_seqlen_q: upper bound of the query lengths; None reads it from cu_seqlens_q (and
+            synchronises a GPU), or is total_q in a compiled or exported program.
+        max_seqlen_k: upper bound of the key lengths.
         causal, window_size, mask, bias, scale, softcap, alibi_slopes, relative: see
             :func:`attention`. Tensors per batch entry or position have the shape of a batch
             (N, Hq, max_seqlen_q, max_seqlen_k).
@@ -104,9 +104,8 @@ def attention_varlen(
         O (total_q, Hq, Dv), and with return_lse lse (Hq, total_q).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see :func:`attention`; ValueError, or
-            where values are not known before the kernel runs RuntimeError, if cu_seqlens decrease
-            or leave rows out.
+        TypeError, ValueError, NotImplementedError: see :func:`attention`; ValueError if cu_seqlens
+            decrease or omit rows, or RuntimeError if only the kernel can read their values.
 
     Example:
         >>> q, v = torch.zeros(3, 1, 4), torch.tensor([1.0, 3.0, 7.0]).view(3, 1, 1)
@@ -194,7 +193,7 @@ def attention_cached(
     backend: str | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`attention` to caches that hold a different number of keys for each sequence.
+    """:func:`attention` to caches with a different number of keys per sequence.
 
     Each sequence b is a separate problem with ``Tk = cache_seqlens[b]``: its last query is aligned
     with its last key, and later entries of the cache are never read.
@@ -222,8 +221,8 @@ def attention_cached(
             cache_seqlens exceed the capacity or the block table names a page that does not exist.
 
     Note:
-        With few queries (decoding) pages are read in place, and results equal the results of
-        contiguous keys bit for bit; with many, and in the backward, pages are gathered first.
+        With few queries (decoding) pages are read in place, and results are bitwise equal to those
+        of contiguous keys; with many, and in the backward, pages are gathered first.
 
     Example:
         >>> q, k = torch.zeros(2, 1, 1, 4), torch.zeros(2, 3, 1, 4)
@@ -258,7 +257,7 @@ def attention_cached(
 
 
 def _longest(op: str, of: str, cu_seqlens: Tensor, total: int, options: AttentionOptions) -> int:
-    """The longest sequence; in a graph, which cannot read it, its bound."""
+    """Returns the longest sequence, or its upper bound in a graph, which cannot read it."""
     if is_mapped(cu_seqlens):
         raise ValueError(
             f"{op}: max_seqlen_{of} must be given where vmap maps over cu_seqlens_{of}, "

@@ -1,1 +1,1 @@
-"""Norms, activations, feed-forward layers, experts, products, top-k and dropout."""
+"""Norms, activations, feed-forward layers, experts, linear layers, top-k and dropout."""

@@ -40,7 +40,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None
         (..., F) of gate's dtype.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from gate's.
+        TypeError: a dtype is unsupported or differs from gate's.
         ValueError: a shape or device that does not fit; an odd last size of a packed gate.
         NotImplementedError: no native kernel for the device.
 
@@ -198,13 +198,13 @@ def clamped_swiglu(
     limit: float = 7.0,
     backend: str | None = None,
 ) -> Tensor:
-    """Gated linear unit of gpt-oss, whose inputs are clamped.
+    """Gated linear unit of gpt-oss, with clamped inputs.
 
     ``y = g * sigmoid(alpha * g) * (u + 1)`` with ``g = min(gate, limit)`` and u = up within
     [-limit, limit]; clamped elements have a derivative of 0.
 
     Args:
-        gate: see :func:`swiglu`. gpt-oss's weights have columns of gate and up in turn: pass
+        gate: see :func:`swiglu`. gpt-oss's weights interleave the columns of gate and up: pass
             ``x[..., ::2], x[..., 1::2]``.
         up: see :func:`swiglu`.
         alpha, limit: positive numbers.
@@ -271,8 +271,7 @@ def activated(
     limit: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
-    """Hidden layer of `mlp` and `glu_mlp`, with their names of activations: act(gate) * up, or
-    act(gate) where up is None."""
+    """Computes the hidden layer of `mlp` and `glu_mlp`: act(gate) * up, or act(gate) without up."""
     if up is None:
         return reference.activate(gate, activation)
     return _gated("glu_mlp", backend, gate, up, activation, alpha, limit)

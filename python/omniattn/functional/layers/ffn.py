@@ -1,4 +1,4 @@
-"""Feed-forward layers as one op from the input and the weights."""
+"""Feed-forward layers as one op."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def glu_mlp(
         dropout_p: probability to drop an element of the hidden layer, in [0, 1).
         seed: int64 (2,), [seed, offset] of the draws of :func:`omniattn.functional.dropout`, which
             the backward repeats. None draws one from torch's generator.
-        recompute: keep only the inputs for the backward, which projects again: a third more
+        recompute: save only the inputs and recompute the projections in the backward: a third more
             arithmetic, no memory of size F.
-        backend: None for the products that were measured to be faster on this kind of machine, this
+        backend: None for the matrix products measured to be faster on this CPU family, this
             package's or torch's; "cpu" for this package's; "reference" for the eager definition.
 
     Returns:
         y (..., n) of x's dtype.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from x's.
-        ValueError: a shape, device or value that does not fit; an unknown activation.
+        TypeError: a dtype is unsupported or differs from x's.
+        ValueError: a shape, device or value is invalid; an unknown activation.
         NotImplementedError: no native kernel for the device.
 
     Note:
@@ -158,7 +158,7 @@ def mlp(
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The dtypes torch's linear layers would have under autocast, which leaves fp64 alone."""
+    """Casts as torch's linear layers do under autocast, which leaves fp64 unchanged."""
     x = tensors[0]
     dtype = autocast_dtype(x) if isinstance(x, Tensor) else None
     if dtype is None:
@@ -182,7 +182,7 @@ def _check(
     *,
     names: tuple[str, str],
 ) -> None:
-    """`names` of the first weight and bias, as the caller knows them."""
+    """Checks the tensors; `names` are the caller's names of the first weight and bias."""
     require_float(op, "x", x)
     require_number(op, "dropout_p", dropout_p, 0, below=1)
     require_like(op, names[0], gate_weight, x)

@@ -1,4 +1,4 @@
-"""Norms of heads, and RMSNorm with a gate."""
+"""Per-head norms, and RMSNorm with a gate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def group_norm(
     center: bool = True,
     backend: str | None = None,
 ) -> Tensor:
-    """Normalisation of each head: of `num_groups` equal parts of the last dimension.
+    """Normalisation per head: of `num_groups` equal parts of the last dimension.
 
     ``y = (x - mean) / sqrt(var + eps) * weight + bias`` with mean and biased variance of the part;
     without `center` ``y = x / sqrt(mean(x^2) + eps) * weight + bias``.
@@ -96,10 +96,10 @@ def rms_norm_gated(
         gate: of x's shape and dtype; under autocast it is cast to x's dtype.
         weight: (N,) of x's dtype, or None.
         eps: added to the mean square.
-        norm_before_gate: whether the gate multiplies the result (Gated DeltaNet, Kimi) or the input
-            of the norm (Mamba-2).
+        norm_before_gate: True if the gate multiplies the norm's result (Gated DeltaNet, Kimi),
+            False for its input (Mamba-2).
         activation: "silu", or "sigmoid" (Kimi Delta Attention).
-        num_groups: parts of the last dimension that are normalised alone (Mamba-2's groups).
+        num_groups: number of separately normalised parts of the last dimension (Mamba-2's groups).
         casting: see :func:`rms_norm`; "fp32" for Kimi, "llama" for Mamba-2 and Qwen3-Next, whose
             gate multiplies a norm that was rounded like Llama's.
         backend: see :func:`rms_norm`.
@@ -111,8 +111,8 @@ def rms_norm_gated(
         TypeError, ValueError, NotImplementedError: see :func:`rms_norm`.
 
     Note:
-        Half inputs are computed in fp32 and rounded as `casting` says. The backward computes the
-        gate again: only the inputs and one number per group are kept. Derivatives as for
+        Half inputs are computed in fp32 and rounded as `casting` specifies. The backward recomputes
+        the gate: only the inputs and one number per group are saved. Derivatives as for
         :func:`group_norm`.
 
     Reference:

@@ -1,4 +1,4 @@
-"""Linear layer, on this package's kernel or torch's, whichever was measured to be faster."""
+"""Linear layer, by this package's kernel or torch's, whichever was measured to be faster."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def linear(
         weight: (N, K) of x's dtype; or a subclass of torch.Tensor that wraps other tensors, such as
             a quantised weight, which goes to torch's linear and so to the subclass's own.
         bias: (N,) of x's dtype, or None.
-        backend: None for the kernel that was measured to be faster on this kind of machine, this
-            package's or torch's (`omniattn.ops.gemm_choice`, printed by `omniattn info`); "cpu" for
-            this package's, "cuda" for torch's cuBLAS as an op of this package; "reference" for the
-            eager definition.
+        backend: None for the kernel measured to be faster on this CPU family, this package's or
+            torch's (`omniattn.ops.gemm_choice`, printed by `omniattn info`); "cpu" for this
+            package's, "cuda" for torch's cuBLAS as an op of this package; "reference" for the eager
+            definition.
 
     Returns:
         y (..., N) of x's dtype.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from x's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from x's.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:
         The native kernel multiplies and adds in fp32 (fp64 for fp64) and rounds once; its results
         and gradients do not depend on the number of threads. With AMX, fp32 products of more than
-        four rows are made of bf16 pieces where `torch.set_float32_matmul_precision("high")` or
+        four rows use split bf16 if `torch.set_float32_matmul_precision("high")` or
         `omniattn.config.FP32_PIECES` allows it (docs/precision.md). On CUDA torch's settings
-        decide (`torch.backends.cuda.matmul`).
+        apply (`torch.backends.cuda.matmul`).
 
     Reference:
         Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.
@@ -89,7 +89,7 @@ def linear(
     run = implementation("linear", backend, x, ops.linear)
     split_bf16 = split_bf16_of(x)
     torchs = backend is None and not native_is_faster(x, weight, split_bf16)
-    if torchs and x.layout == weight.layout == torch.strided:  # the native op refuses others
+    if torchs and x.layout == weight.layout == torch.strided:  # the native op rejects others
         return torch.nn.functional.linear(x, weight, bias)
     y: Tensor = run(x, weight, bias, split_bf16)
     return y

@@ -46,7 +46,7 @@ def moe_experts(
     recompute: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Weighted sum of the experts that each token was routed to, without dropping any.
+    """Computes the weighted sum of each token's experts, without dropping any.
 
     ``y[n] = sum_s weights[n, s] (W_down[e] h + b_down[e])`` with ``e = index[n, s]``,
     ``h = act(gate) * up`` or ``act(pre)``, ``pre = W_up[e] x[n] + b_up[e]``; to weigh the inputs
@@ -67,13 +67,13 @@ def moe_experts(
         down_bias: (E, d), or None.
         activation: swiglu, geglu, geglu_tanh, reglu, bilinear, clamped_swiglu; silu, gelu,
             gelu_tanh, relu have no gate.
-        interleaved: whether gate and up alternate row by row in `up` and `up_bias` (gpt-oss).
+        interleaved: True if the rows of gate and up alternate in `up` and `up_bias` (gpt-oss).
         alpha, limit: of clamped_swiglu, ``gate sigmoid(alpha gate) (up + 1)`` with ``gate <=
             limit`` and ``|up| <= limit``.
-        weigh_inputs: whether the weights multiply the inputs (Llama 4) and not the outputs. Takes k
-            copies of x; half inputs round each copy and each slot's output.
-        recompute: whether the backward computes the pre-activations again instead of keeping them:
-            (N k, 2F) less memory for a third more work in the backward.
+        weigh_inputs: True if the weights multiply the inputs (Llama 4) instead of the outputs.
+            Makes k copies of x; half inputs round each copy and each slot's output.
+        recompute: recompute the pre-activations in the backward instead of saving them: (N k, 2F)
+            less memory for a third more work in the backward.
         backend: None for the native kernel of x's device, "cpu" to insist on it, "reference" for
             the eager definition.
 
@@ -81,20 +81,19 @@ def moe_experts(
         (..., d) of x's dtype.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from x's, a flag that is not bool.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from x's, a flag that is not bool.
+        ValueError: a shape, device or value is invalid.
         RuntimeError: an index outside of [-1, E).
         NotImplementedError: no native kernel for the device.
 
     Note:
-        Sums are taken in fp32 (fp64 for fp64), the slots of a token in their order, and rounded
-        once; half inputs round the pre-activations that are kept for the backward. Results and
-        gradients do not depend on the number of threads or on `recompute`. Gradients reach x,
-        weights, both projections and both biases; experts without tokens get zeros. Second and
-        forward-mode derivatives go through the eager definition. With AMX, fp32 products of
-        experts with more than four tokens are made of bf16 pieces where
-        `torch.set_float32_matmul_precision("high")` or `omniattn.config.FP32_PIECES` allows it
-        (docs/precision.md).
+        Sums are in fp32 (fp64 for fp64), over a token's slots in order, and rounded once; half
+        inputs round the pre-activations saved for the backward. Results and gradients do not depend
+        on the number of threads or on `recompute`. Gradients flow to x, weights, both projections
+        and both biases; experts without tokens get zeros. Second and forward-mode derivatives go
+        through the eager definition. With AMX, fp32 products of experts with more than four tokens
+        use split bf16 if `torch.set_float32_matmul_precision("high")` or
+        `omniattn.config.FP32_PIECES` allows it (docs/precision.md).
 
     Reference:
         Shazeer et al., Outrageously Large Neural Networks, 2017, arXiv:1701.06538.
@@ -172,7 +171,7 @@ def _check_experts(
 
 
 def _check_routing(op: str, x: Tensor, index: Tensor, weights: Tensor) -> None:
-    """The range of the index is checked where it is read."""
+    """Checks the routing tensors; kernels check the range of the index."""
     require_tensor(op, "index", index)
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(

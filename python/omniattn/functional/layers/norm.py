@@ -98,8 +98,8 @@ def rms_norm(
         y of x's shape and dtype; with a residual the pair (y, h), h of the residual's dtype.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from x's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from x's.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:
@@ -180,7 +180,7 @@ def layer_norm(
         TypeError, ValueError, NotImplementedError: see :func:`rms_norm`.
 
     Note:
-        The variance is taken in a second sweep over the row, not as E[x^2] - E[x]^2. Precision,
+        The variance is computed in a second pass over the row, not as E[x^2] - E[x]^2. Precision,
         determinism and gradients as for :func:`rms_norm`.
 
     Reference:
@@ -253,7 +253,7 @@ def _promote(op: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_row(op: str, x: Tensor, eps: float) -> int:
-    """Size of the last dimension of x."""
+    """Checks x and eps; returns the size of x's last dimension."""
     require_float(op, "x", x)
     shape = x.shape
     if not shape:
@@ -263,7 +263,7 @@ def check_row(op: str, x: Tensor, eps: float) -> int:
 
 
 def vector_of_row(op: str, name: str, v: Tensor, x: Tensor, cols: int) -> Tensor:
-    """Checks one value per column, which autocast brings to x's dtype."""
+    """Checks a vector with one value per column; under autocast, casts it to x's dtype."""
     v = cast_like(op, name, v, x)
     if v.ndim != 1 or v.numel() != cols:
         require_shape(op, name, v, (cols,))

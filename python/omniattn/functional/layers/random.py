@@ -1,7 +1,7 @@
-"""Random numbers that are functions of a seed and of an element's index: dropout and noise.
+"""Counter-based random numbers, functions of a seed and an element's index: dropout and noise.
 
-The bits are the same on every device, for any strides, threads and instruction set, and nothing
-needs to be kept to draw them again.
+The bits are equal on every device, for any strides, threads and instruction set, and can be
+regenerated from the seed alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def dropout(
     seed: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Zeroes elements at random and scales the others, so that the mean stays.
+    """Zeroes random elements and scales the others to keep the mean.
 
     ``y_n = x_n / (1 - p)`` where ``word_n >= floor(p 2^32)``, else 0
 
@@ -53,7 +53,7 @@ def dropout(
             "reference" for the eager definition.
 
     Returns:
-        Of x's shape and dtype.
+        A tensor of x's shape and dtype.
 
     Raises:
         TypeError: an unsupported dtype.
@@ -61,10 +61,10 @@ def dropout(
         NotImplementedError: no native kernel for the device.
 
     Note:
-        The gradient is the same function of dy: the backward draws the mask again and keeps the
-        seed alone. The bits differ from torch.nn.functional.dropout's, which depend on device
-        and size. Half inputs are scaled in fp32 and rounded once. Dropped NaN and infinities become
-        0.
+        The gradient is the same function of dy: only the seed is saved, and the backward
+        regenerates the mask. The bits differ from torch.nn.functional.dropout's, which depend on
+        device and size. Half inputs are scaled in fp32 and rounded once. Dropped NaN and infinities
+        become 0.
 
     Reference:
         Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, JMLR

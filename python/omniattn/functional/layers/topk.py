@@ -26,22 +26,22 @@ def top_k(
     sorted_by_index: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k largest scores of each row; unlike torch.topk, the same ones everywhere.
+    """Returns the k largest scores of each row; unlike torch.topk, with a defined order of ties.
 
-    ``values[0] >= values[1] >= ...``, and at equal scores the smaller index comes first
+    ``values[0] >= values[1] >= ...``, and of equal scores the smaller index comes first
 
     Args:
         scores: (..., n), float64, float32, bfloat16 or float16, any strides.
         k: in [0, n].
-        mask: (..., n) bool, False where an element must not be chosen, or None.
+        mask: (..., n) bool, False for elements that cannot be selected, or None.
         sorted_by_index: return the k elements in the order of their indices instead, -1 last, so
             that gathers read memory in order.
         backend: None for the native kernel of the device, "cpu" to insist on it, "reference" for
             the eager definition.
 
     Returns:
-        values (..., k) of the scores' dtype, index (..., k) int64. Where a row has fewer than k
-        elements to choose from the index is -1 and the value -inf.
+        values (..., k) of the scores' dtype, index (..., k) int64. If a row has fewer than k
+        selectable elements, the missing ones have index -1 and value -inf.
 
     Raises:
         TypeError: scores that are not floating point, a mask that is not bool.
@@ -49,8 +49,8 @@ def top_k(
         NotImplementedError: no native kernel for the device.
 
     Note:
-        -0 equals +0, and NaN is less than -inf. The gradient of a value goes to the score it was
-        chosen from; the index has none.
+        -0 equals +0, and NaN is less than -inf. The gradient of a value flows to its score; the
+        index has none.
 
     Example:
         >>> top_k(torch.tensor([1.0, 3.0, 2.0, 3.0]), 3)

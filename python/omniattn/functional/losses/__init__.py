@@ -1,1 +1,1 @@
-"""Losses that are fused with the logits, for pretraining and post-training."""
+"""Losses fused with the computation of logits, for pretraining and post-training."""

@@ -1,4 +1,4 @@
-"""Checks that the losses share."""
+"""Checks shared by the losses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_linear(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, prefix
 
 
 def wanted_gradients(reduction: str, *tensors: Tensor | None) -> list[bool]:
-    """Whether the forward computes each tensor's gradient together with the loss."""
+    """Returns for each tensor True if the forward computes its gradient with the loss."""
     now = reduction != "none" and torch.is_grad_enabled()
     return [now and t is not None and may_need_gradient(t) for t in tensors]
 
@@ -48,7 +48,7 @@ def refuse_gradient(op: str, name: str, t: Tensor) -> None:
 def check_class_weight(
     op: str, class_weight: Tensor | None, x: Tensor, classes: int
 ) -> Tensor | None:
-    """The class weights in the compute dtype."""
+    """Checks the class weights; returns them in the compute dtype."""
     if class_weight is None:
         return None
     require_float(op, "class_weight", class_weight)
@@ -59,7 +59,7 @@ def check_class_weight(
 
 
 def check_target(op: str, target: Tensor, x: Tensor) -> Tensor:
-    """The target as int64; its range is checked where it is read."""
+    """Checks the target; returns it as int64. Kernels check its range."""
     require_integers(op, "target", target)
     if target.device != x.device:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Cross entropy of logits, and of a linear layer's logits that are never held as a whole."""
+"""Cross entropy of logits, and fused with a linear layer, without storing all logits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def cross_entropy(
 
     Raises:
         TypeError: an unsupported dtype.
-        ValueError: a shape, device or option that does not fit; class weights that need a gradient.
+        ValueError: a shape, device or option is invalid; class weights that need a gradient.
         RuntimeError: a target out of range; the message names it. On CUDA the kernel finds it and
             stops: torch raises at its next call that waits for the GPU.
         NotImplementedError: no native kernel for the device; a second derivative.
@@ -110,7 +110,7 @@ def linear_cross_entropy(
     backend: str | None = None,
     **options: Unpack[CrossEntropyOptions],
 ) -> Tensor:
-    """Cross entropy of ``x weight^T + bias``, with the logits of a chunk of tokens at a time.
+    """Cross entropy of ``x weight^T + bias``, computed in chunks of tokens.
 
     Args:
         x: (..., K), float64, float32, bfloat16 or float16; or nested. Under autocast x, weight and
@@ -128,11 +128,11 @@ def linear_cross_entropy(
         TypeError, ValueError, RuntimeError, NotImplementedError: see :func:`cross_entropy`.
 
     Note:
-        Logits and their gradients stay in fp32, at most 64 MiB of them. On CUDA the products are
-        torch's (cuBLAS), at most 1 GiB of logits are in fp32 and their gradients in x's dtype. With
-        "mean" and "sum" the gradients are computed with the loss, three matrix products in all;
-        without reduction the backward computes the logits again. Memory: the gradients of x and
-        weight.
+        Logits and their gradients are in fp32, at most 64 MiB at a time. On CUDA the products are
+        torch's (cuBLAS), with at most 1 GiB of fp32 logits and gradients in x's dtype. With "mean"
+        and "sum" the gradients are computed with the loss, three matrix products in all; without
+        reduction the backward recomputes the logits. The saved memory is that of the gradients of x
+        and weight.
 
     Reference:
         Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, arXiv:1805.02867.
@@ -168,8 +168,8 @@ def linear_log_prob(
 ) -> Tensor:
     """Log-probability of each target under ``softmax((x weight^T + bias) / temperature)``.
 
-    The basis of preference and policy losses (:mod:`omniattn.functional.preference`). The logits of
-    all tokens are never held at once.
+    This is the basis of preference and policy losses (:mod:`omniattn.functional.preference`). The
+    logits of all tokens are never stored at once.
 
     Args:
         x: (..., K), float64, float32, bfloat16 or float16, cast by autocast as in
@@ -187,8 +187,8 @@ def linear_log_prob(
         TypeError, ValueError, RuntimeError, NotImplementedError: see :func:`cross_entropy`.
 
     Note:
-        Up to 64 MiB of logits of float32 or float64 tensors are kept for the backward, which
-        computes others again: four matrix products in all, and the memory of
+        Up to 64 MiB of logits of float32 or float64 tensors are saved for the backward, which
+        recomputes all others: four matrix products in all, and the memory of
         :func:`linear_cross_entropy`.
 
     Reference:
@@ -217,7 +217,7 @@ def linear_log_prob(
 
 
 def _keeps_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a backward is expected and all logits, which are not rounded, are one chunk."""
+    """Returns True if a backward is expected and all logits, unrounded, fit in one chunk."""
     chunk = (1 << 26) // x.element_size()
     return (
         x.dtype == compute_dtype(x)

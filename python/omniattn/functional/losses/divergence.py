@@ -1,4 +1,4 @@
-"""Divergences of logits, and of linear layers' logits that are never held as a whole."""
+"""Divergences of logits, and fused with linear layers, without storing all logits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def jsd(
             with a teacher and a target of its boundaries.
         teacher: (..., V) of the student's dtype, or under autocast of any, and then both have the
             wider one. It gets no gradient.
-        target: (...) of any integer dtype, of which only `ignore_index` matters, or None.
+        target: (...) of any integer dtype, compared only with `ignore_index`, or None.
         beta: in [0, 1].
         temperature: above 0; the loss is not multiplied by its square.
         ignore_index: rows with this target give 0 and are not counted by the mean.
@@ -69,11 +69,11 @@ def jsd(
 
     Raises:
         TypeError: an unsupported dtype.
-        ValueError: a shape, device or option that does not fit; a teacher that needs a gradient.
+        ValueError: a shape, device or option is invalid; a teacher that needs a gradient.
         NotImplementedError: no native kernel for the device; a second derivative.
 
     Note:
-        Classes without probability add 0. Kept for the backward: five numbers per row.
+        Classes with probability 0 contribute 0. The backward saves five numbers per row.
 
     Reference:
         Agarwal et al., On-Policy Distillation of Language Models, 2023, arXiv:2306.13649.
@@ -128,7 +128,7 @@ def linear_jsd(
     backend: str | None = None,
     **options: Unpack[DivergenceOptions],
 ) -> Tensor:
-    """:func:`jsd` of ``x weight^T + bias`` from the teacher's logits, a chunk of tokens at a time.
+    """:func:`jsd` of ``x weight^T + bias`` and a teacher's logits, computed in chunks of tokens.
 
     Args:
         x: (..., K), float64, float32, bfloat16 or float16; or nested. Under autocast all floating
@@ -136,7 +136,7 @@ def linear_jsd(
         weight: (V, K) of x's dtype.
         teacher_x: (..., K') of x's dtype, the teacher's hidden states.
         teacher_weight: (V, K') of x's dtype. The teacher gets no gradient.
-        target: (...) of any integer dtype, of which only `ignore_index` matters, or None.
+        target: (...) of any integer dtype, compared only with `ignore_index`, or None.
         bias, teacher_bias: (V,) of x's dtype, or None.
         beta, temperature, ignore_index, reduction, backend: see :func:`jsd`.
 

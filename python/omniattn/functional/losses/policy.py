@@ -1,4 +1,4 @@
-"""The loss of group relative policy optimisation and its relatives."""
+"""Group relative policy optimisation and related losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from omniattn.checks.arguments import (
 
 __all__ = ["GRPO_LOSSES", "PolicyLoss", "grpo_loss"]
 
-#: Kinds of :func:`grpo_loss`.
+#: Values of `loss_type` of :func:`grpo_loss`.
 GRPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
@@ -57,7 +57,7 @@ def grpo_loss(
     vespo_pos: tuple[float, float] = (2.0, 3.0),
     vespo_neg: tuple[float, float] = (3.0, 2.0),
 ) -> PolicyLoss:
-    """Clipped policy gradient with advantages of groups, and a penalty on leaving a reference.
+    """Clipped policy gradient loss with group advantages and a KL penalty to a reference.
 
     With ``r = exp(log_prob - old_log_prob)``, of tokens or as the geometric mean of a sequence
     (GSPO), and the advantage A of a sequence, a token's loss is
@@ -86,7 +86,7 @@ def grpo_loss(
         old_log_prob: (B, T) under the policy that sampled them, or None for log_prob, detached.
         ref_log_prob: (B, T) under the reference, or None for log_prob, detached.
         beta: weight of the penalty k, at least 0.
-        epsilon_low, epsilon_high: how far r may leave 1; at least 0.
+        epsilon_low, epsilon_high: clipping range of r around 1; at least 0.
         loss_type: one of `GRPO_LOSSES`.
         max_completion_length: for dr_grpo.
         importance_sampling_level: "token" or "sequence"; cispo, sapo and vespo have only "token".
@@ -103,7 +103,7 @@ def grpo_loss(
 
     Raises:
         TypeError: log-probabilities that are not floating point.
-        ValueError: a shape or option that does not fit.
+        ValueError: a shape or option is invalid.
 
     Reference:
         Shao et al., 2024, arXiv:2402.03300 (grpo); Liu et al., 2025, arXiv:2503.20783 (dr_grpo); Yu
@@ -169,7 +169,7 @@ def _mean_of_sequences(x: Tensor, kept: Tensor) -> Tensor:
 def _gamma_weight(
     log_ratio: Tensor, kept: Tensor, importance_ratio: Tensor | None, shapes: Tensor
 ) -> Tensor:
-    """w^k exp(l (1 - w)) of each sequence (B, 1), for shapes (B, 2) of (k, l)."""
+    """Computes w^k exp(l (1 - w)) of each sequence (B, 1), for (k, l) in a tensor (B, 2)."""
     lowest = math.log(1e-8)
     with torch.no_grad():
         log_w = (log_ratio.clamp(-20, 20) * kept).sum(-1, keepdim=True)

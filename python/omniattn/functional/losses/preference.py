@@ -1,7 +1,7 @@
-"""Losses of preferences between completions, from the log-probabilities of these.
+"""Preference losses, from the log-probabilities of completions.
 
-:func:`omniattn.functional.linear_log_prob` gives the log-probabilities without logits of all
-tokens, :func:`sequence_log_prob` adds them up. All losses here are plain torch on a few numbers.
+:func:`omniattn.functional.linear_log_prob` computes log-probabilities without storing all logits,
+:func:`sequence_log_prob` sums them. The losses here are plain torch on a few numbers.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ __all__ = [
 def sequence_log_prob(
     log_prob: Tensor, target: Tensor, *, ignore_index: int = -100, average: bool = False
 ) -> Tensor:
-    """Sum or mean of the log-probabilities of each sequence over its kept tokens.
+    """Returns the sum or mean of log-probabilities over the kept tokens of each sequence.
 
     Args:
         log_prob: (..., T), of any floating dtype, of :func:`omniattn.functional.linear_log_prob`.
         target: (..., T) integers.
         ignore_index: tokens with this target do not count.
-        average: divide by the number of kept tokens (0 where there are none).
+        average: divide by the number of kept tokens (0 if there are none).
 
     Returns:
         (...), of log_prob's dtype.
@@ -94,7 +94,7 @@ _DPO: dict[str, Callable[[Tensor, Tensor, Tensor, float, float], Tensor]] = {
     "apo_zero": lambda m, c, r, b, e: 1 - c.sigmoid() + r.sigmoid(),
     "apo_down": lambda m, c, r, b, e: c.sigmoid() + 1 - m.sigmoid(),
 }
-#: Kinds of :func:`dpo_loss`.
+#: Values of `loss_type` of :func:`dpo_loss`.
 DPO_LOSSES = (*_DPO, "discopop")
 
 
@@ -109,7 +109,7 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     discopop_tau: float = 0.05,
 ) -> Tensor:
-    """Direct preference optimisation and its relatives, per pair.
+    """Direct preference optimisation and related losses, per pair.
 
     With ``c = beta (chosen - ref_chosen)``, ``r = beta (rejected - ref_rejected)``, ``m = c - r``,
     s the sigmoid and e = label_smoothing:
@@ -142,7 +142,7 @@ def dpo_loss(
 
     Raises:
         TypeError: log-probabilities that are not floating point.
-        ValueError: a shape or option that does not fit.
+        ValueError: a shape or option is invalid.
 
     Reference:
         Rafailov et al., 2023, arXiv:2305.18290 (sigmoid); Mitchell, 2023 (conservative); Chowdhury
@@ -224,7 +224,7 @@ def simpo_loss(
     Args:
         chosen, rejected: (...) log-probabilities averaged over the tokens.
         beta: above 0.
-        gamma: the target margin.
+        gamma: target margin.
         label_smoothing: e in [0, 1].
 
     Returns:
@@ -274,7 +274,7 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
 
 
 def log_odds(log_prob: Tensor) -> Tensor:
-    """ln (p / (1 - p)) of ln p."""
+    """Computes ln (p / (1 - p)) from ln p."""
     return log_prob - torch.log(-torch.expm1(log_prob))
 
 
@@ -302,7 +302,7 @@ def kto_loss(
 
     Raises:
         TypeError: log-probabilities that are not floating point, preferences that are not bool.
-        ValueError: a shape or option that does not fit.
+        ValueError: a shape or option is invalid.
 
     Reference:
         Ethayarajh et al., 2024, arXiv:2402.01306.
@@ -344,7 +344,7 @@ def _check_pair(op: str, chosen: Tensor, rejected: Tensor, beta: float) -> None:
 
 
 def _against(op: str, name: str, log_prob: Tensor, ref: Tensor | None) -> Tensor:
-    """The log-ratio to the reference model."""
+    """Returns the log-ratio to the reference model."""
     if ref is None:
         return log_prob
     require_float(op, name, ref)

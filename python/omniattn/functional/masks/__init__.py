@@ -1,4 +1,4 @@
-"""Attention masks as small values: each encodes itself as rules for kernels; & | ~ combine them.
+"""Attention masks as values, encoded as rules for the kernels and combined by & | ~.
 
 Positions: query q is at position i = q + Tk - Tq of the keys, so that the last query is aligned
 with the last key (bottom-right alignment), unless a mask says otherwise. In packed and cached

@@ -12,14 +12,14 @@ from torch import Tensor
 from omniattn.checks.arguments import refuse_nested, require_strided, shown
 from omniattn.encoding.masks import EncodedMask, MaskKind, Rule, Sizes, of_sequence, visible
 
-#: Queries and keys of a tile of the CPU kernels.
+#: Numbers of queries and keys in a tile of the CPU kernels.
 TILE = (96, 128)
 
 
 class Mask(EncodedMask):
     """A set of (query, key) pairs that may attend."""
 
-    #: Make `a | b` and `~a`. computed.py sets them, since their classes are masks.
+    #: Constructors of `a | b` and `~a`; set by computed.py, which defines their classes.
     any_of: ClassVar[Callable[[tuple[Mask, ...]], Mask]]
     negation: ClassVar[Callable[[Mask], Mask]]
 
@@ -38,31 +38,31 @@ class Mask(EncodedMask):
         return Mask.negation(self)
 
     def rules_of_call(self, sizes: Sizes, layout: Rule | None = None) -> list[Rule]:
-        """Rules for one call; masks that are not made of rules compute theirs from the sizes."""
+        """Returns the rules for one call; masks not made of rules compute them from the sizes."""
         return self.rules()
 
     def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
-        """As `visible`; with `queries` only the rows [first, last) of all Tq."""
+        """Returns the visible pairs, as `visible`; with `queries` only the rows [first, last)."""
         return visible(self.rules(), sizes, queries)
 
     def parts(self) -> tuple[Mask, ...]:
-        """Masks from which this one is combined."""
+        """Returns the masks that this one combines."""
         return ()
 
     def by_keys(self) -> bool:
-        """True if the keys that a query sees depend on Tk, not only on the query's position."""
+        """Returns True if the visible keys of a query depend on Tk, not only on its position."""
         return any(kind == MaskKind.NEIGHBORS for kind, *_ in self.rules())
 
     def of_sequence(self, n: int, tq: int, tk: int) -> Mask:
-        """The mask of sequence n of a packed or cached batch, which has its own lengths."""
+        """Returns the mask of sequence n of a packed or cached batch, for its own lengths."""
         return OfSequence(of_sequence(self.rules(), n, tq, tk))
 
     def dense(self, tq: int, tk: int, *, heads: int = 1) -> Tensor:
-        """Boolean, True = attend, broadcastable to (B, heads, tq, tk)."""
+        """Returns a bool tensor, True = attend, broadcastable to (B, heads, tq, tk)."""
         return self.visible(tq, tk, self._device(), heads)
 
     def count(self, tq: int, tk: int, *, batch: int = 1, heads: int = 1) -> int:
-        """Number of pairs that may attend in (batch, heads, tq, tk), exactly."""
+        """Returns the exact number of visible pairs in (batch, heads, tq, tk)."""
         return sum(
             int(rows.sum()) * (batch * heads * rows.shape[-2] * tk // rows.numel())
             for rows in self._stripes(tq, tk, heads, 256)
@@ -70,7 +70,7 @@ class Mask(EncodedMask):
         )
 
     def density(self, tq: int, tk: int, *, batch: int = 1, heads: int = 1) -> float:
-        """Share of pairs that may attend, counted exactly."""
+        """Returns the exact share of visible pairs."""
         pairs = batch * heads * tq * tk
         return self.count(tq, tk, batch=batch, heads=heads) / pairs if pairs else 0.0
 
@@ -83,7 +83,7 @@ class Mask(EncodedMask):
         heads: int = 1,
         block: tuple[int, int] = TILE,
     ) -> float:
-        """Share of the area that lies in (queries, keys) blocks with a pair that may attend.
+        """Returns the share of the area in (queries, keys) blocks with at least one visible pair.
 
         The default blocks are the tiles of the CPU kernels, so this is the share that they compute.
         """
@@ -122,7 +122,7 @@ class Mask(EncodedMask):
 
 @dataclass(frozen=True)
 class OfSequence(Mask):
-    """The rules that another mask has for one sequence."""
+    """Rules of another mask for one sequence."""
 
     found: list[Rule]
 
@@ -132,7 +132,7 @@ class OfSequence(Mask):
 
 @dataclass(frozen=True)
 class All(Mask):
-    """Pairs allowed by every one of `masks`."""
+    """Pairs allowed by all of `masks`."""
 
     masks: tuple[Mask, ...]
 
@@ -180,7 +180,7 @@ def require_masks(name: str, masks: object) -> None:
 
 
 def common_device(masks: Sequence[Mask]) -> torch.device:
-    """Device of the masks' tensors; the CPU if no mask has a tensor on another device."""
+    """Returns the device of the masks' tensors, the CPU if all are on the CPU or there are none."""
     found = [mask._device() for mask in masks]
     return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
 

@@ -1,4 +1,4 @@
-"""Masks in blocks of 64 x 64, whose hidden blocks cost nothing, and masks from a predicate."""
+"""Masks in blocks of 64 x 64, whose hidden blocks are skipped, and masks from a predicate."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Blocks(Mask):
-    """A pattern in blocks of 64 x 64, as `from_predicate` makes it; hidden blocks cost nothing.
+    """A pattern in blocks of 64 x 64, as made by `from_predicate`; hidden blocks are skipped.
 
     Args:
         codes: int32 (B | 1, Hq | 1, ceil(Tq / 64), ceil(Tk / 64)): 0 hidden, 1 visible, 2 + n
             partial, by bits[n].
         bits: int64 (N, 64): bit k of word q of block n.
-        size: (Tq, Tk) that it was made for, None for any size that has these blocks.
+        size: (Tq, Tk) that the mask was made for, or None for any size with these blocks.
     """
 
     codes: Tensor
@@ -51,15 +51,15 @@ class Blocks(Mask):
         block_size: int | tuple[int, int] = BLOCK,
         size: tuple[int, int] | None = None,
     ) -> Blocks:
-        """Mask of whole blocks from a bool (B | 1, Hq | 1, blocks of queries, blocks of keys).
+        """Makes a mask of whole blocks from a bool (B | 1, Hq | 1, query blocks, key blocks).
 
         Args:
             block_mask: True = attend; blocks are counted from the first query and the first key.
-            block_size: queries and keys of a block, one number or two.
-            size: (Tq, Tk), of which the last blocks may be cut; needed unless blocks are of 64.
+            block_size: numbers of queries and keys in a block, one number or two.
+            size: (Tq, Tk), which may cut the last blocks; required unless blocks are of size 64.
 
         Raises:
-            TypeError, ValueError: a mask that is not bool, or whose blocks do not fit into `size`.
+            TypeError, ValueError: the mask is not bool, or its blocks do not match `size`.
         """
         op = "Blocks.from_block_mask"
         require_bool_mask(op, "block_mask", block_mask)
@@ -100,18 +100,19 @@ class Blocks(Mask):
         *,
         block_size: int | tuple[int, int] = BLOCK,
     ) -> Blocks:
-        """Mask from compressed sparse rows: the query block I sees the key blocks
-        ``col_idx[row_ptr[I] : row_ptr[I + 1]]``.
+        """Makes a mask from compressed sparse rows (CSR).
+
+        Query block I sees the key blocks ``col_idx[row_ptr[I] : row_ptr[I + 1]]``.
 
         Args:
             row_ptr: integers (blocks of queries + 1,), or (B | 1, Hq | 1, blocks of queries + 1).
             col_idx: integers (N,), or (B | 1, Hq | 1, N); each row ascending, without repetition.
-            size: (Tq, Tk), of which the last blocks may be cut.
-            block_size: queries and keys of a block, one number or two.
+            size: (Tq, Tk), which may cut the last blocks.
+            block_size: numbers of queries and keys in a block, one number or two.
 
         Raises:
-            TypeError, ValueError: pointers that do not ascend from 0 to N, columns outside the key
-                blocks, out of order or named twice in a row.
+            TypeError, ValueError: the pointers do not ascend from 0 to N, or columns are outside
+                the key blocks, unsorted or repeated in a row.
         """
         op = "Blocks.from_csr"
         require_pair(op, "size", size, 0)
@@ -140,7 +141,7 @@ def _require_blocks(
 
 
 def _dense_of_csr(op: str, row_ptr: Tensor, col_idx: Tensor, rows: int, columns: int) -> Tensor:
-    """Bool (B | 1, Hq | 1, rows, columns) of checked compressed rows."""
+    """Checks compressed rows; returns a bool (B | 1, Hq | 1, rows, columns)."""
     for name, t in (("row_ptr", row_ptr), ("col_idx", col_idx)):
         require_integers(op, name, t)
         if t.dim() not in (1, 3):
@@ -188,16 +189,16 @@ def from_predicate(
     heads: int = 1,
     device: torch.device | str = "cpu",
 ) -> Blocks:
-    """Any mask: `predicate(b, h, q, k)` as bool, True = attend, for a fixed (tq, tk).
+    """Makes a mask from `predicate(b, h, q, k)`, True = attend, for a fixed (tq, tk).
 
     The predicate is a mask_mod of flex_attention: a function of four int64 tensors without
-    dimensions, which runs under `torch.vmap` and so must not read their values. The result runs
-    fused in both passes, takes 1 bit per pair in partial blocks and nothing elsewhere, and can be
-    reused for any number of calls. batch or heads of 1 broadcast.
+    dimensions, which runs under `torch.vmap` and so must not read their values. The mask is fused
+    into forward and backward, takes 1 bit per pair in partial blocks and nothing elsewhere, and can
+    be reused for any number of calls. batch or heads of 1 broadcast.
 
     Raises:
         TypeError: the predicate does not return a bool tensor.
-        ValueError: the tensor that it returns has dimensions.
+        ValueError: the returned tensor has dimensions.
     """
     for name, n in (("tq", tq), ("tk", tk), ("batch", batch), ("heads", heads)):
         require_int("from_predicate", name, n, 0)
@@ -206,8 +207,8 @@ def from_predicate(
 
 
 def from_block_mask(block_mask: BlockMask) -> Blocks:
-    """Converts flex_attention's BlockMask: full blocks are visible, and mask_mod decides in the
-    other blocks that it lists."""
+    """Converts flex_attention's BlockMask: full blocks are visible, mask_mod applies in partial
+    blocks."""
     if not hasattr(block_mask, "mask_mod"):
         raise TypeError(
             f"from_block_mask: block_mask must be a BlockMask, got block_mask={shown(block_mask)}"
@@ -237,7 +238,7 @@ def from_block_mask(block_mask: BlockMask) -> Blocks:
 def blocks_of_rows(
     seen: Callable[[int, int], Tensor], tq: int, tk: int, device: torch.device | str
 ) -> Blocks:
-    """The blocks of a mask; seen(first, last): these rows, broadcastable to (B, Hq, rows, Tk)."""
+    """Makes a mask's blocks; seen(first, last) gives rows, broadcastable to (B, Hq, rows, Tk)."""
     if torch.device(device).type == "meta":
         raise ValueError("Blocks: partial blocks must have values, got device='meta'")
     codes: Tensor | None = None
@@ -250,7 +251,7 @@ def blocks_of_rows(
             codes = row.new_empty(*row.shape[:2], -(-tq // BLOCK), row.shape[2])
         codes[:, :, first // BLOCK] = row
         # Grows by doubling: small allocations between the temporaries of each row would fragment
-        # the heap, which would then grow like Tq Tk.
+        # the heap, which would then grow with Tq Tk.
         if partials + len(partial) > len(bits):
             grown = bits.new_empty(2 * len(bits) + len(partial), BLOCK)
             grown[:partials] = bits[:partials]
@@ -268,7 +269,7 @@ def _seen(
     shape: tuple[int, int, int],
     device: torch.device | str,
 ) -> Callable[[int, int], Tensor]:
-    """The rows (B, Hq, rows, Tk) of a predicate, shape (B, Hq, Tk); for `blocks_of_rows`."""
+    """Returns a predicate's rows (B, Hq, rows, Tk) as a function for `blocks_of_rows`."""
 
     def checked(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         found = predicate(b, h, q, k)
@@ -290,8 +291,10 @@ def _seen(
 
 
 def _encoded(seen: Tensor, partials: int) -> tuple[Tensor, Tensor]:
-    """Codes of a row of blocks (B, Hq, up to 64, Tk), and the bits of its partial ones, of which
-    there have been `partials` before it."""
+    """Returns the codes of a row of blocks (B, Hq, up to 64, Tk) and the bits of partial ones.
+
+    Earlier rows have `partials` partial blocks.
+    """
     pad = (0, -seen.shape[3] % BLOCK, 0, BLOCK - seen.shape[2])
     blocks = torch.nn.functional.pad(seen, pad).unflatten(-1, (-1, BLOCK)).transpose(2, 3)
     whole = torch.nn.functional.pad(seen, pad, value=True)

@@ -1,4 +1,4 @@
-"""Masks that are not the AND of rules: they become blocks for the size of each call."""
+"""Masks that are not an AND of rules, converted to blocks for the size of each call."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from omniattn.functional.masks.base import Mask, common_device, require_masks
 from omniattn.functional.masks.blocks import Blocks, blocks_of_rows
 from omniattn.reference.vmap import is_mapped
 
-#: Sizes of calls whose blocks a mask keeps.
+#: Number of call sizes whose blocks a mask caches.
 KEPT = 16
 
 
 def has_values(t: Tensor) -> bool:
-    """Whether the values of a tensor can be read here."""
+    """Returns True if the values of a tensor can be read here."""
     traced = torch.compiler.is_compiling() or t.device.type == "meta" or is_mapped(t)
     return not traced and not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def tensors_of(mask: Mask) -> list[Tensor]:
-    """The tensors that a mask reads, in an order of its own."""
+    """Returns the tensors that a mask reads, in a fixed order."""
     found: list[Tensor] = []
     rest: list[Any] = [mask]
     while rest:
@@ -39,15 +39,15 @@ def tensors_of(mask: Mask) -> list[Tensor]:
     return found
 
 
-#: Copies of the tensors of a mask, and its blocks by size that were made of these values.
+#: Copies of a mask's tensors, and the blocks by size computed from them.
 Known = tuple[list[Tensor], dict[tuple[object, ...], Blocks]]
 
 
 def blocks_by_size(known: list[Known], tensors: list[Tensor]) -> dict[tuple[object, ...], Blocks]:
-    """The blocks of a mask with these tensors, by size, in the order of their last use.
+    """Returns the cached blocks of a mask by size, least recently used first.
 
-    `known` has the blocks for the last values of the tensors, or nothing. Values are compared with
-    a copy, since the version counter of a tensor misses writes by numpy, `.data`, DLPack and other
+    `known` has the blocks for the last values of the tensors, or is empty. Values are compared with
+    a copy, since a tensor's version counter misses writes by numpy, `.data`, DLPack and other
     processes.
     """
     for copies, blocks in known:
@@ -59,7 +59,7 @@ def blocks_by_size(known: list[Known], tensors: list[Tensor]) -> dict[tuple[obje
 
 
 def lengths_of(layout: Rule, sizes: Sizes, by_keys: bool) -> tuple[int | Tensor, int | Tensor]:
-    """`Sizes.lengths` of a packed or cached call; `by_keys`: Tk is asked for."""
+    """Returns `Sizes.lengths` of a packed or cached call; `by_keys`: True if Tk matters."""
     kind, _, _, side = layout
     if kind != MaskKind.PACKED:
         keys = side[-1][:, None, None, None]
@@ -77,8 +77,7 @@ def lengths_of(layout: Rule, sizes: Sizes, by_keys: bool) -> tuple[int | Tensor,
 
 @dataclass(frozen=True)
 class Computed(Mask):
-    """A mask that caches its blocks for the last requested sizes, until a tensor that it reads
-    changes."""
+    """A mask that caches its blocks for recent sizes until one of its tensors changes."""
 
     known: list[Known] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -86,8 +85,8 @@ class Computed(Mask):
         if layout is not None:
             sizes = replace(sizes, lengths=lengths_of(layout, sizes, self.by_keys()))
         lengths = [t for t in sizes.lengths or () if isinstance(t, Tensor)]
-        # The number of partial blocks is a value, which a trace and meta tensors do not have; and a
-        # step of decoding, a size of its own each time, would be kept in vain.
+        # The number of partial blocks depends on values, which traces and meta tensors lack. Steps
+        # of decoding have a new size each time, so caching them is useless.
         if (
             torch.compiler.is_compiling()
             or sizes.device.type == "meta"
@@ -112,7 +111,7 @@ class Computed(Mask):
                 )
             while len(known) >= KEPT:
                 known.pop(next(iter(known)), None)
-        known[size] = blocks  # the last one in the order of the dict
+        known[size] = blocks  # moves the size to the end of the dict
         return blocks.rules()
 
     def visible(self, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Neighborhoods in grids of tokens of one to three, or more, dimensions."""
+"""Neighborhoods in grids of tokens with one or more dimensions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T", int, bool)
 
 @dataclass(frozen=True)
 class GridNeighborhood(Mask):
-    """The keys near a query in a grid of tokens, by NATTEN's rule and with its names.
+    """The keys near a query in a grid of tokens, with NATTEN's definition and names.
 
     Token p is at the coordinates of p in `shape`, row by row. Along each axis a query sees the
     `kernel_size` coordinates around its own; for an even size one more before than after. At the
@@ -50,7 +50,7 @@ class GridNeighborhood(Mask):
         self.axes()
 
     def axes(self) -> list[GridAxis]:
-        """The rule of each axis, checked."""
+        """Returns the checked rule of each axis."""
         options = self.kernel_size, self.stride, self.dilation, self.is_causal
         return grid_axes("GridNeighborhood", self.shape, *options)
 
@@ -87,7 +87,7 @@ def grid_axes(
     dilation: int | tuple[int, ...],
     is_causal: bool | tuple[bool, ...],
 ) -> list[GridAxis]:
-    """The rule of each axis of a `GridNeighborhood`, checked."""
+    """Returns the checked rule of each axis of a `GridNeighborhood`."""
     if not isinstance(shape, (tuple, list)) or not 1 <= len(shape) <= 8:
         raise TypeError(f"{op}: shape must be 1 to 8 ints, got shape={shown(shape)}")
     for n in shape:
@@ -114,7 +114,7 @@ def grid_axes(
 
 
 def each_axis(op: str, name: str, value: T | tuple[T, ...], axes: int) -> tuple[T, ...]:
-    """The values of all axes, given one for all or one for each."""
+    """Returns the values of all axes, given one for all or one per axis."""
     if not isinstance(value, (tuple, list)):
         return (value,) * axes
     if len(value) != axes:

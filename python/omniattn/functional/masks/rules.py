@@ -1,4 +1,4 @@
-"""Masks that are rules of the kernels, and the compositions that have names."""
+"""Masks that are rules of the kernels, and named compositions."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ LONGEST, LONGEST_STRIDE = 2**38, 2**20 - 1
 class SlidingWindow(Mask):
     """Keys from `left` before to `right` after the query, inclusive; -1 is unbounded.
 
-    "The W most recent tokens including this one" is SlidingWindow(W - 1, 0); `sliding_window` knows
-    the conventions of other libraries. With `top_left` the first query is aligned with the first
-    key.
+    "The W most recent tokens including this one" is SlidingWindow(W - 1, 0); `sliding_window`
+    converts the conventions of other libraries. With `top_left` the first query is aligned with the
+    first key.
     """
 
     left: int = -1
@@ -172,9 +172,9 @@ class PooledKeys(Mask):
 
 @dataclass(frozen=True)
 class Documents(Mask):
-    """Keys of the query's document: `queries` (B, Tq) and `keys` (B, Tk) name it by any integers.
+    """Keys of the query's document, with integer document ids `queries` (B, Tq), `keys` (B, Tk).
 
-    Without `keys` both are the same. Ids in order, as in packed batches, are the fast case.
+    `keys` defaults to `queries`. Sorted ids, as in packed batches, are the fast case.
     """
 
     queries: Tensor
@@ -187,8 +187,10 @@ class Documents(Mask):
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> Documents:
-        """Documents of Hugging Face's packed sequences (B, T): one starts where a position is not
-        the previous one plus 1."""
+        """Makes documents from positions (B, T), as in Hugging Face's packed sequences.
+
+        A document starts where a position is not the previous one plus 1.
+        """
         require_integers("Documents", "position_ids", position_ids)
         if position_ids.dim() == 0:
             raise ValueError(
@@ -198,7 +200,7 @@ class Documents(Mask):
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, total: int | None = None) -> Documents:
-        """One row of documents [cu_seqlens[n], cu_seqlens[n + 1]), `total` tokens together.
+        """Makes one row of documents [cu_seqlens[n], cu_seqlens[n + 1]) with `total` tokens.
 
         With `total` the call does not synchronise a GPU, and can be part of a compiled or exported
         program.
@@ -260,7 +262,7 @@ def sliding_window(
     *,
     causal: bool = True,
 ) -> SlidingWindow:
-    """A window as another library counts it.
+    """Returns a sliding window in the convention of another library.
 
     ===========  ================================================================================
     huggingface  `sliding_window=W`: W keys with the query's own; not causal: up to W away
@@ -290,8 +292,7 @@ def block_local_global(
 ) -> Mask:
     """The query's block of `size` keys, and all pairs of which one is a global token.
 
-    A composition of `Chunked` and `GlobalTokens`; the masks that were made last are kept, with
-    their blocks.
+    A composition of `Chunked` and `GlobalTokens`; recent masks are cached with their blocks.
     """
     local = Chunked(size, causal=False)
     mask = local | GlobalTokens(global_index) if global_index else local
@@ -308,9 +309,9 @@ def hub_spoke(
 ) -> Mask:
     """The `window` keys before the query and its own, and all pairs of which one is a hub.
 
-    The hubs are `global_index` and the multiples of `global_every`. Not causal, the window reaches
-    as far after the query. A composition of `SlidingWindow` and `GlobalTokens`, kept as by
-    `block_local_global`.
+    The hubs are `global_index` and the multiples of `global_every`. If not causal, the window also
+    includes as many keys after the query. A composition of `SlidingWindow` and `GlobalTokens`,
+    cached as by `block_local_global`.
     """
     local = SlidingWindow(window, -1 if causal else window)
     mask = local | GlobalTokens(global_index, global_every)
@@ -329,7 +330,7 @@ def deterministic_sparse(
     """The `window` keys before the query and its own, one of every `stride` before these, and the
     global keys; causal.
 
-    A composition of `SlidingWindow`, `Representatives` and `GlobalTokens`, kept as by
+    A composition of `SlidingWindow`, `Representatives` and `GlobalTokens`, cached as by
     `block_local_global`.
     """
     parts: list[Mask] = [SlidingWindow(window, -1)]

@@ -1,4 +1,4 @@
-"""Masks of single tokens that many see: they become blocks for the size of each call."""
+"""Masks with global tokens and representatives, converted to blocks for the size of each call."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from omniattn.functional.masks.computed import Computed
 
 
 class OfPositions(Computed):
-    """A mask that follows from the positions of a query and a key."""
+    """A mask that depends only on the positions of query and key."""
 
     def sees(self, i: Tensor, k: Tensor) -> Tensor:
-        """Bool (..., rows, Tk) of positions i (..., rows, 1) and k (Tk,)."""
+        """Returns bool (..., rows, Tk) for positions i (..., rows, 1) and k (Tk,)."""
         raise NotImplementedError
 
     def pairs(self, sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
@@ -35,7 +35,7 @@ class OfPositions(Computed):
 
 
 def index_tuple(op: str, name: str, index: Any) -> tuple[Any, ...]:
-    """Positions, in any sequence, as masks take them."""
+    """Converts a sequence of positions to a tuple."""
     try:
         return tuple(index)
     except TypeError:
@@ -45,7 +45,7 @@ def index_tuple(op: str, name: str, index: Any) -> tuple[Any, ...]:
 
 
 def require_global_tokens(op: str, index: Any, every: Any, names: tuple[str, str]) -> None:
-    """The arguments of `GlobalTokens`, by the caller's names for them."""
+    """Checks the arguments of `GlobalTokens`; `names` are the caller's names."""
     name, every_name = names
     if not isinstance(index, tuple):
         raise TypeError(f"{op}: {name} must be a tuple of ints, got {name}={shown(index)}")
@@ -62,7 +62,7 @@ def require_global_tokens(op: str, index: Any, every: Any, names: tuple[str, str
 
 
 def require_representatives(op: str, window: Any, stride: Any, anchor: Any, levels: Any) -> None:
-    """The arguments of `Representatives`."""
+    """Checks the arguments of `Representatives`."""
     require_int(op, "window", window, 0)
     require_int(op, "stride", stride, 1)
     require_choice(op, "anchor", anchor, ("relative", "absolute"))
@@ -97,7 +97,7 @@ class GlobalTokens(OfPositions):
         require_bool("GlobalTokens", "queries", self.queries)
 
     def among(self, positions: Tensor) -> Tensor:
-        """Whether these are global tokens."""
+        """Returns bool, True for positions of global tokens."""
         found = torch.isin(positions, torch.tensor(self.index, device=positions.device).long())
         if self.every is None:
             return found
@@ -128,7 +128,7 @@ class Representatives(OfPositions):
         )
 
     def distances(self) -> list[int]:
-        """Distances of the representatives of `levels` from the window."""
+        """Returns the distances of the representatives of `levels` from the window."""
         found, at = [], 0
         for count, stride in self.levels or ():
             found += [at + stride * m for m in range(1, count + 1)]

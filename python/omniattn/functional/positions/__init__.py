@@ -1,1 +1,1 @@
-"""Rotary embeddings, and sinusoidal, ALiBi and grid encodings of positions."""
+"""Position encodings: rotary, sinusoidal, ALiBi and grids."""

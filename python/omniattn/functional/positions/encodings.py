@@ -138,7 +138,7 @@ def sincos_2d(
 def grid_positions(
     height: int, width: int, *, prefix: int = 0, device: torch.device | None = None
 ) -> Tensor:
-    """Row and column of the patches of an image, for :func:`rotary_tables` with `axes`.
+    """Returns row and column of an image's patches, for :func:`rotary_tables` with `axes`.
 
     Args:
         height, width: of the row-major grid, in patches.
@@ -161,7 +161,7 @@ def grid_positions(
 
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Positions of packed sequences: each sequence starts again at 0.
+    """Returns the positions of packed sequences, each starting at 0.
 
     Args:
         cu_seqlens: (N + 1,), any integer dtype: where the sequences start, and the end of the last;
@@ -173,7 +173,7 @@ def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
 
     Raises:
         TypeError: cu_seqlens that are no integers.
-        ValueError: a shape or value that does not fit.
+        ValueError: a shape or value is invalid.
 
     Example:
         >>> packed_positions(torch.tensor([0, 2, 5], dtype=torch.int32), 5)
@@ -192,7 +192,7 @@ def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def masked_positions(mask: Tensor) -> Tensor:
-    """Positions of padded sequences, counted over the real tokens (Hugging Face's GPT-2).
+    """Returns the positions of padded sequences, counting real tokens (Hugging Face's GPT-2).
 
     Args:
         mask: (B, T), bool or integer: non-zero where a token is real.
@@ -213,7 +213,7 @@ def masked_positions(mask: Tensor) -> Tensor:
 
 
 def interpolate_positions(table: Tensor, length: int) -> Tensor:
-    """A learned position table resized to another length, by linear interpolation.
+    """Resizes a learned position table to another length by linear interpolation.
 
     Args:
         table: (P, d), P > 0, floating-point; has a gradient.
@@ -244,12 +244,12 @@ def interpolate_grid(
     offset: float = 0.0,
     antialias: bool = False,
 ) -> Tensor:
-    """A learned table of image patches resized to another grid, by bicubic interpolation.
+    """Resizes a learned position table of image patches to another grid by bicubic interpolation.
 
     Args:
         table: (prefix + h w, d), the patches row by row; has a gradient.
-        old: its grid (h, w).
-        new: the wanted grid.
+        old: grid (h, w) of the table.
+        new: new grid (h', w').
         prefix: leading rows that are kept unchanged (class token, registers).
         offset: row i of h' is read at ``(i + 1/2) h / (h' + offset) - 1/2``: 0 for Hugging Face's
             ViT and DINOv2 with registers, 0.1 for the official DINO and DINOv2.
@@ -289,7 +289,7 @@ def interpolate_grid(
 def alibi_slopes(
     num_heads: int, *, max_exponent: float = 8.0, device: torch.device | None = None
 ) -> Tensor:
-    """Slopes of the heads for attention with linear biases.
+    """Returns the slopes per head of attention with linear biases (ALiBi).
 
     ``m_h = 2^(-8 (h + 1) / H)`` for a power of two H. Otherwise the slopes for the power of two c
     below H, followed by the first H - c of every other slope for 2c.
@@ -319,7 +319,7 @@ def alibi_slopes(
 
 
 def alibi_bias(slopes: Tensor, q_len: int, k_len: int, *, form: str = "distance") -> Tensor:
-    """The bias of ALiBi, for `attention(..., bias=...)`.
+    """Returns ALiBi's bias, for `attention(..., bias=...)`.
 
     ``-m_h |i + Tk - Tq - j|``: the last query is aligned with the last key, so a decoding step has
     Tq = 1.

@@ -56,8 +56,8 @@ def apply_rotary(
         cos: (T, Dr / 2) or (B, T, Dr / 2), one row for each token; with `positions` (P, Dr / 2).
             Any floating-point dtype, see :func:`rotary_tables`. Dr may be less than D.
         sin: of cos's shape, dtype and device.
-        positions: which row of the tables a token takes: (T,) or (B, T), any integer dtype; an int
-            p for rows p, p + 1, ...; None for row t.
+        positions: row of the tables for each token: (T,) or (B, T), any integer dtype; an int p for
+            rows p, p + 1, ...; None for row t.
         rotary_start: the rotated dimensions are rotary_start, ..., rotary_start + Dr - 1.
         interleaved: pairs are (2i, 2i + 1) (GPT-J, Meta's Llama) instead of (i, i + Dr / 2)
             (GPT-NeoX, Hugging Face's Llama), counted from rotary_start.
@@ -71,8 +71,8 @@ def apply_rotary(
         k of None.
 
     Raises:
-        TypeError: a dtype that is unsupported or does not fit.
-        ValueError: a shape, device, stride or offset that does not fit.
+        TypeError: a dtype is unsupported or does not match.
+        ValueError: a shape, device, stride or offset is invalid.
         RuntimeError: a position outside the tables. On CUDA the kernel finds it and stops: torch
             raises at its next call that waits for the GPU.
         NotImplementedError: no native kernel for the device; tables that need a gradient.
@@ -130,7 +130,7 @@ def qk_norm_rotary(
     interleaved: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, OptionalTensor]:
-    """RMSNorm of every head of queries and keys, then their rotary embedding, in one pass.
+    """RMSNorm of each head of queries and keys, then rotary embedding, in one pass.
 
     ``apply_rotary(rms_norm(q, q_weight), rms_norm(k, k_weight), cos, sin)``
 
@@ -154,8 +154,8 @@ def qk_norm_rotary(
         TypeError, ValueError, RuntimeError, NotImplementedError: see :func:`apply_rotary`.
 
     Note:
-        Half inputs are computed in fp32 and rounded as `casting` says, which gradients do not see.
-        Keeps the inputs and one number per head. cos and sin get no gradient. Second and
+        Half inputs are computed in fp32 and rounded as `casting` specifies; gradients ignore the
+        rounding. Saves the inputs and one number per head. cos and sin get no gradient. Second and
         forward-mode derivatives go through the eager definition.
 
     Reference:
@@ -184,7 +184,7 @@ def qk_norm_rotary(
 def _tables(
     op: str, q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | int | None, native: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """cos, sin and positions as the ops take them; the definition takes any dtype of tables."""
+    """Converts cos, sin and positions for the ops; the definition accepts tables of any dtype."""
     if isinstance(positions, int):
         tokens = slice(positions, positions + q.shape[1])
         cos, sin, positions = cos[..., tokens, :], sin[..., tokens, :], None
@@ -224,7 +224,7 @@ def _checked(
     rotary_start: int,
     interleaved: bool,
 ) -> OptionalTensor:
-    """k, after checks of all."""
+    """Checks all arguments; returns k."""
     require_bool(op, "interleaved", interleaved)
     require_float(op, "q", q)
     sizes = q.shape
@@ -254,7 +254,7 @@ def _checked(
 
 
 def table_shape(op: str, cos: Tensor, sin: Tensor, batch: int, dim: int) -> torch.Size:
-    """The shape of the tables. Reading a shape takes 0.2 us, so it is read once and passed on."""
+    """Checks and returns the shape of the tables, since reading a shape takes 0.2 us."""
     require_float(op, "cos", cos)
     cast_like(op, "sin", sin, cos, "cos")
     shape = cos.shape
@@ -278,7 +278,7 @@ def table_shape(op: str, cos: Tensor, sin: Tensor, batch: int, dim: int) -> torc
 def _check_positions(
     op: str, positions: Tensor | int | None, batch: int, tokens: int, table: torch.Size
 ) -> None:
-    """The rows of the tables that the tokens take."""
+    """Checks the table rows of the tokens."""
     rows = table[-2]
     if positions is None:
         if rows != tokens:

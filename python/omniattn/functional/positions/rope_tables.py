@@ -32,7 +32,7 @@ def rope_frequencies(
     seq_len: int | Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """The angle per position of every pair.
+    """Returns the angle per position of each pair of dimensions.
 
     ``theta_i = base^(-2 i / Dr)`` for ``i = 0 .. Dr / 2 - 1``, then scaled.
 
@@ -98,7 +98,7 @@ def axial_frequencies(
     base: float = 10000.0,
     device: torch.device | None = None,
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Frequencies of positions with several coordinates, which share the pairs evenly.
+    """Returns frequencies for positions with several coordinates, which share the pairs evenly.
 
     With two axes pairs ``0 .. Dr / 4 - 1`` rotate by the row, the rest by the column, both with
     ``theta_i = base^(-4 i / Dr)``.
@@ -135,7 +135,7 @@ def axial_frequencies(
 
 
 def mrope_axes(sections: Sequence[int], *, interleaved: bool = False) -> tuple[int, ...]:
-    """Coordinate of (time, height, width) that rotates each pair in M-RoPE.
+    """Returns the coordinate of (time, height, width) that rotates each pair in M-RoPE.
 
     Args:
         sections: pairs of each coordinate, Dr / 2 together; (16, 24, 24) in Qwen2-VL.
@@ -180,7 +180,7 @@ def rotary_tables(
     axes: Sequence[int] | None = None,
     magnitude: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles ``positions * theta``.
+    """Returns cosines and sines of the angles ``positions * theta``.
 
     Args:
         theta: (Dr / 2,), as :func:`rope_frequencies` gives it.

@@ -1,4 +1,4 @@
-"""Checks and calls that the functions of recurrences share."""
+"""Checks and calls shared by the recurrences."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from omniattn.ops._autograd import PLAIN, are_alike
 from omniattn.reference.precision import compute_dtype
 
 _L2_EPS = 1e-6
-#: Key heads that keep the threads of a backward busy.
+#: Number of key heads that keeps the threads of a backward busy.
 _KEY_HEADS = 16
 
 
 def require_heads(
     op: str, q: Tensor, k: Tensor, v: Tensor, q_name: str = "q"
 ) -> tuple[Tensor, Tensor]:
-    """k and v, after checks of the three."""
+    """Checks q, k and v; returns k and v."""
     alike = type(q) in PLAIN and q.dtype in FLOATS and are_alike(q.dtype, q, k, v)
     if not alike:
         require_float(op, q_name, q)
@@ -73,7 +73,7 @@ def widened(
     shapes: tuple[tuple[int, ...], ...],
     v_name: str = "v",
 ) -> Tensor:
-    """A decay, a beta or a state in fp32 (fp64 for fp64), of one of the shapes."""
+    """Checks the shape of a decay, beta or state; returns it in fp32 (fp64 for fp64)."""
     dtype = compute_dtype(v)
     if are_alike(dtype, t) and v.is_cpu and t.shape in shapes:
         return t
@@ -94,7 +94,7 @@ def log_decays(
     shapes: tuple[tuple[int, ...], ...],
     v_name: str = "v",
 ) -> Tensor:
-    """Logarithms of decays, `widened`: states that grow at each step are a mistake of a sign."""
+    """Checks and widens log-decays; positive ones, usually a sign error, would make states grow."""
     g = widened(op, name, g, v, shapes, v_name)
     require_range(op, name, g, most=0.0)
     return g
@@ -111,7 +111,7 @@ def delta(
     l2norm: bool,
     sequences: Sequences,
 ) -> tuple[Tensor, Tensor]:
-    """A delta rule; g is checked."""
+    """Runs a delta rule; g is already checked."""
     backend = sequences.backend
     beta = widened(op, "beta", beta, v, (tuple(v.shape[:3]),))
     require_bool(op, "l2norm", l2norm)
@@ -133,7 +133,7 @@ def low_rank(
     sequences: Sequences,
     q_name: str = "q",
 ) -> tuple[Tensor, Tensor]:
-    """A transition of low rank; g (B, T, Hv, K) is checked."""
+    """Runs a low-rank transition; g (B, T, Hv, K) is already checked."""
     a, b = cast_like(op, "a", a, q, q_name), cast_like(op, "b", b, q, q_name)
     require_shape(op, "a", a, tuple(q.shape))
     require_shape(op, "b", b, tuple(q.shape))
@@ -141,8 +141,10 @@ def low_rank(
 
 
 def unit_rows(backend: str | None, *tensors: Tensor) -> list[Tensor]:
-    """x / sqrt(sum x^2 + 1e-6) of tensors of one size and dtype: an RMS norm with the weight
-    K^-0.5, which an offset has exactly."""
+    """Returns x / sqrt(sum x^2 + 1e-6) for tensors of equal size and dtype.
+
+    Computed as an RMS norm whose weight K^-0.5 is passed exactly, as an offset.
+    """
     size = tensors[0].shape[-1]
     zeros = tensors[0].new_zeros(size)
     norm = implementation("rms_norm", backend, tensors[0], norms.norm)
@@ -171,8 +173,10 @@ def run(
     fp32_output: bool = False,
     q_name: str = "q",
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence of checked tensors, and its final state; `fp32_output`: outputs of half types
-    are in fp32."""
+    """Runs the recurrence on checked tensors; returns outputs and the final state.
+
+    With `fp32_output`, outputs of half types are in fp32.
+    """
     initial_state, cu_seqlens, backend = sequences
     count = sequence_count(op, q, cu_seqlens, q_name)
     if initial_state is not None:
@@ -182,7 +186,7 @@ def run(
         scale = q.shape[-1] ** -0.5 if q.shape[-1] > 0 else 1.0
     else:
         require_number(op, "scale", scale)
-    if torch.is_grad_enabled() and not q.is_cpu:  # on the CPU the backward makes parts itself
+    if torch.is_grad_enabled() and not q.is_cpu:  # on the CPU the backward splits the work itself
         copies = _copies(q.shape[2], v.shape[2])
         q, k = repeated(q, copies), repeated(k, copies)
         a, b = (t if t is None else repeated(t, copies) for t in (a, b))
@@ -205,14 +209,14 @@ def _copies(heads: int, v_heads: int) -> int:
 
 
 def repeated(t: Tensor, count: int) -> Tensor:
-    """Heads of (B, T, H, ..), each `count` times; a single one takes no memory."""
+    """Repeats each head of (B, T, H, ..) `count` times; expands a single head without a copy."""
     if count == 1:
         return t
     return t[:, :, :, None].expand(-1, -1, -1, count, *t.shape[3:]).flatten(2, 3)
 
 
 def sequence_count(op: str, x: Tensor, cu_seqlens: Tensor | None, name: str = "q") -> int:
-    """B, or the number of packed sequences after checks of their boundaries."""
+    """Returns B, or checks the boundaries and returns the number of packed sequences."""
     if cu_seqlens is None:
         return x.shape[0]
     require_boundaries(op, cu_seqlens, x, name)
@@ -220,13 +224,13 @@ def sequence_count(op: str, x: Tensor, cu_seqlens: Tensor | None, name: str = "q
 
 
 def require_boundaries(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> None:
-    """cu_seqlens must be (N + 1,) integers that grow from 0 to the T of x (1, T, ...)."""
+    """Requires (N + 1,) integers that grow from 0 to the T of x (1, T, ...)."""
     require_numbers_of_rows(op, cu_seqlens, x, name)
     require_all_tokens(op, cu_seqlens, x.shape[1])
 
 
 def require_numbers_of_rows(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> None:
-    """cu_seqlens must be (N + 1,) integers and x a batch of one."""
+    """Requires that cu_seqlens is (N + 1,) integers and x a batch of one."""
     require_integers(op, "cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(

@@ -94,8 +94,8 @@ def causal_conv1d(
         initial_state: the last K - 1 inputs, including inputs before x.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from x's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from x's.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:

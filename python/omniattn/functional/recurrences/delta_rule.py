@@ -39,8 +39,8 @@ def delta_rule(
         o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from q's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
 
     Reference:
         Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, arXiv:2406.06484.
@@ -83,8 +83,8 @@ def gated_delta_rule(
         o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from q's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
 
     Reference:
         Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, arXiv:2412.06464.
@@ -128,8 +128,8 @@ def kimi_delta_attention(
         o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from q's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
 
     Reference:
         Kimi Team, Kimi Linear, 2025, arXiv:2510.26692.
@@ -175,8 +175,8 @@ def dplr_delta_rule(
         o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from q's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
 
     Reference:
         Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025,

@@ -92,8 +92,8 @@ def linear_attention(
         o (B, T, Hv, V) of q's dtype, and the state after the last token.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from q's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
 
     Note:
         Features and sums in fp32 (fp64 for fp64), rounded once where the result is divided. The
@@ -202,8 +202,8 @@ def gated_linear_attention(
         (float64 for float64).
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from q's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:
@@ -266,8 +266,8 @@ def retention(
         o (B, T, Hv, V) of q's dtype, and the state after the last token, like initial_state.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from q's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
 
     Reference:
         Sun et al., Retentive Network, 2023, arXiv:2307.08621.

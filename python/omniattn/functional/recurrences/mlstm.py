@@ -64,8 +64,8 @@ def mlstm(
         (float64 for float64).
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from q's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:

@@ -125,7 +125,7 @@ def random_features(
 
     Raises:
         TypeError: a dtype that is unsupported.
-        ValueError: a shape or option that does not fit.
+        ValueError: a shape or option is invalid.
 
     Note:
         The exponentials overflow for x of large norm. The layer Performer subtracts exponents that
@@ -240,8 +240,8 @@ def random_feature_attention(
         for float64).
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from q's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
 
     Note:
         The divisors of features cancel and are constants in the backward. Gradients flow to q, k,

@@ -65,8 +65,8 @@ def rwkv6(
         (float64 for float64).
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from r's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from r's.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:
@@ -122,8 +122,8 @@ def rwkv7(
         o (B, T, Hv, V) of r's dtype, and the state (N, Hv, K, V) after the last token.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from r's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from r's.
+        ValueError: a shape, device or value is invalid.
 
     Reference:
         Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025,
@@ -175,8 +175,8 @@ def rwkv_quadratic(
         y (B, T, Hv, V) of r's dtype.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from r's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from r's.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:
@@ -235,8 +235,8 @@ def rwkv_recurrent(
         (float64 for float64).
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from r's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from r's.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:

@@ -55,8 +55,8 @@ def rwkv4(
         for float64).
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from k's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from k's.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:
@@ -129,8 +129,8 @@ def slstm(
         (float64 for float64).
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from x's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from x's.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:

@@ -112,8 +112,8 @@ def dsa_indexer(
         return_scores I (B, Tq, topk) in float32 (float64 for float64), -inf where S is -1.
 
     Raises:
-        TypeError: a dtype that is unsupported or does not fit the others.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or does not match the others.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:
@@ -199,8 +199,8 @@ def dsa_indexer_loss(
         loss is its mean.
 
     Raises:
-        TypeError: a dtype that is unsupported or does not fit the others.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or does not match the others.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:

@@ -128,8 +128,8 @@ def selected_attention(
         float64). A query that sees no key gives O = 0, lse = -inf and zero gradients.
 
     Raises:
-        TypeError: a dtype that is unsupported or does not fit the others.
-        ValueError: a shape, device or value that does not fit; RuntimeError for entries of indices
+        TypeError: a dtype is unsupported or does not match the others.
+        ValueError: a shape, device or value is invalid; RuntimeError for entries of indices
             outside of the keys.
         NotImplementedError: no native kernel for the device.
 

@@ -117,7 +117,7 @@ def ssm_kernel(A: Tensor, B: Tensor, C: Tensor, length: int) -> Tensor:
 
     Raises:
         TypeError: a dtype that is unsupported.
-        ValueError: a shape or value that does not fit.
+        ValueError: a shape or value is invalid.
 
     Reference:
         As `ssm_recurrence`.

@@ -56,8 +56,8 @@ def discretize(
         Ab like A and Bb like B, of the common leading sizes of all arguments.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from A's.
-        ValueError: a shape or value that does not fit.
+        TypeError: a dtype is unsupported or differs from A's.
+        ValueError: a shape or value is invalid.
 
     Reference:
         Gu, Goel and Re, Efficiently Modeling Long Sequences with Structured State Spaces, 2021,

@@ -57,7 +57,7 @@ def fft_conv(
         y (B, T, H), or (B, T, outputs), of u's dtype.
 
     Raises:
-        TypeError: a dtype that is unsupported or does not fit u's.
+        TypeError: a dtype is unsupported or does not match u's.
         ValueError: a shape or device that does not fit.
 
     Note:
@@ -151,8 +151,8 @@ def s4d_kernel(A: Tensor, C: Tensor, dt: Tensor, length: int, *, rule: str = "zo
         K (H, L) of dt's dtype.
 
     Raises:
-        TypeError: a dtype that is unsupported or does not fit A's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or does not match A's.
+        ValueError: a shape, device or value is invalid.
 
     Note:
         By :func:`vandermonde`, which never stores (H, N, L) numbers.
@@ -238,8 +238,8 @@ def s4d(
         y of u's shape and dtype; with output_final_state the pair (y, state).
 
     Raises:
-        TypeError: a dtype that is unsupported or does not fit u's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or does not match u's.
+        ValueError: a shape, device or value is invalid.
 
     Note:
         In "conv" an initial state adds ``2 Re sum_n C_n Ab_n^{t+1} s_n``, by :func:`vandermonde`.
@@ -297,8 +297,8 @@ def s4_kernel(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor, lengt
         K (H, L) of dt's dtype.
 
     Raises:
-        TypeError: a dtype that is unsupported or does not fit Lambda's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or does not match Lambda's.
+        ValueError: a shape, device or value is invalid.
 
     Note:
         By dense powers of Ab, in O(N^3 log L + N L) time and O(N^2 log L + N sqrt(L)) memory for
@@ -349,8 +349,8 @@ def s4(
         y of u's shape and dtype; with output_final_state the pair (y, state (B, H, N)).
 
     Raises:
-        TypeError: a dtype that is unsupported or does not fit u's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or does not match u's.
+        ValueError: a shape, device or value is invalid.
 
     Note:
         A step costs O(N) by Woodbury's identity. In "conv" states go in and out by dense powers,

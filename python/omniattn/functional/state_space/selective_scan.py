@@ -76,8 +76,8 @@ def selective_scan(
         `omniattn.compat.mamba_ssm`.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from u's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from u's.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:

@@ -36,8 +36,8 @@ def vandermonde(c: Tensor, x: Tensor, length: int, *, backend: str | None = None
         y (H, L), float64 or float32.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from c's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from c's.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: no native kernel for the device.
 
     Note:
@@ -80,8 +80,8 @@ def cauchy(v: Tensor, z: Tensor, w: Tensor, *, backend: str | None = None) -> Te
         y (H, L) of v's dtype, or (H, L, 2) of pairs.
 
     Raises:
-        TypeError: a dtype that is unsupported or differs from v's.
-        ValueError: a shape, device or value that does not fit.
+        TypeError: a dtype is unsupported or differs from v's.
+        ValueError: a shape, device or value is invalid.
         NotImplementedError: a gradient of z; no native kernel for the device.
 
     Note:
