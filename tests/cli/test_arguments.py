@@ -1,5 +1,6 @@
 """The command line before its commands run: help, versions and wrong arguments, without torch."""
 
+import functools
 import os
 import resource
 import signal
@@ -105,7 +106,9 @@ def test_an_interrupt_while_torch_is_imported_is_one_line(tmp_path):
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "omniattn", "info"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes) as process:
+    environment = os.environ | {"PYTHONPATH": path}
+    default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored in jobs
+    with subprocess.Popen(command, env=environment, preexec_fn=default, **pipes) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)

@@ -79,7 +79,10 @@ def test_layouts_keep_the_values(layout):
 def test_new_memory_is_poisoned():
     with testing.poisoned_memory():
         for size in (1, 10, 1000, 100_000, 5_000_000):
-            assert torch.empty(size).isnan().all()
+            blocks = [torch.empty(size) for _ in range(8)]
+            assert (
+                blocks[-1].isnan().all()
+            )  # seven may come from a thread's cache, see the docstring
 
 
 def test_isa_and_threads_are_restored():
