@@ -56,9 +56,9 @@ def _poisoned(shape: list[int], like: Tensor) -> Tensor:
 def poisoned_memory() -> Iterator[None]:
     """Fills new memory with 0xFF bytes, a NaN in every dtype (glibc's M_PERTURB).
 
-    A kernel that reads uninitialised memory then returns NaN. glibc does not fill blocks below 1 KiB
-    that it returns from a thread's cache, which holds seven of each size. On CUDA the free memory of
-    torch's allocator is filled instead.
+    A kernel that reads uninitialised memory then returns NaN. glibc does not fill blocks below
+    1 KiB that it returns from a thread's cache, which holds seven of each size. On CUDA the free
+    memory of torch's allocator is filled instead.
     """
     if current_device().type == "cuda":
         torch.cuda.empty_cache()
