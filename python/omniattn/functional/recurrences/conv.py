@@ -85,7 +85,7 @@ def causal_conv1d(
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and rows cu_seqlens[n] .. cu_seqlens[n + 1] are
             sequence n, with a state of its own; they grow from 0 to T. A jagged nested x (B, j, D)
             brings its own boundaries, and y has them, too.
-        return_final_state: whether to return the state that continues after x.
+        return_final_state: if True, also returns the state after x.
         backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
@@ -101,8 +101,8 @@ def causal_conv1d(
     Note:
         Sums in fp32 (fp64 for fp64), rounded once. Gradients flow to x, weight, bias and
         initial_state, from y and from the final state; they do not depend on the number of threads.
-        The backward keeps the inputs only. Second and forward-mode derivatives go through the eager
-        definition.
+        Only the inputs are saved for the backward. Second and forward-mode derivatives go through
+        the eager definition.
 
     Reference:
         Gu and Dao, Mamba, 2023, arXiv:2312.00752; Yang, Kautz and Hatamizadeh, Gated Delta

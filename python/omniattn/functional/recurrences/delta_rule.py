@@ -32,8 +32,8 @@ def delta_rule(
         q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
         beta: (B, T, Hv), in (0, 1), or (0, 2) for states that can change their sign.
         scale: default K^-0.5.
-        l2norm: whether q and k are first divided by ``sqrt(sum x^2 + 1e-6)``, and rounded to their
-            dtype, as in fla. Keys longer than sqrt(2 / beta) make the state grow without bound.
+        l2norm: divide q and k by ``sqrt(sum x^2 + 1e-6)`` first, rounded to their dtype, as in fla.
+            Keys longer than sqrt(2 / beta) make the state grow without bound.
 
     Returns:
         o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
@@ -69,7 +69,7 @@ def gated_delta_rule(
     l2norm: bool = False,
     **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
-    """The delta rule on a state that decays by a factor for each head.
+    """Delta rule with a state that decays by a factor per head.
 
     ``S_t = a_t S_{t-1} + beta_t k_t (v_t - a_t S_{t-1}^T k_t)^T`` with ``a_t = exp(g_t)``,
     ``o_t = scale * S_t^T q_t``.
@@ -114,7 +114,7 @@ def kimi_delta_attention(
     l2norm: bool = False,
     **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
-    """The delta rule on a state that decays by a factor for each channel of the keys.
+    """Delta rule with a state that decays by a factor per key channel.
 
     ``S_t = S' + beta_t k_t (v_t - S'^T k_t)^T`` with ``S' = diag(exp(g_t)) S_{t-1}``,
     ``o_t = scale * S_t^T q_t``.
@@ -159,7 +159,7 @@ def dplr_delta_rule(
     scale: float | None = None,
     **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
-    """A recurrence whose transition is a diagonal matrix plus one of rank one.
+    """Recurrence whose transition matrix is diagonal plus rank one (DPLR).
 
     ``S_t = diag(exp(g_t)) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T``,
     ``o_t = scale * S_t^T q_t``. `a` reads the state before it decays.

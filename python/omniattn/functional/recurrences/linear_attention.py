@@ -1,4 +1,4 @@
-"""Linear attention and retention: recurrences of a matrix state for each head."""
+"""Linear attention and retention: recurrences with a matrix state per head."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ def linear_attention(
         feature_map: phi: "elu1" (elu(x) + 1), "relu", "squared_relu", "exp", "softmax" (over the
             features), "taylor" (whose kernel is 1 + u + u^2 / 2 of u = q . k / sqrt(K)),
             "identity"; or a function (..., K) -> (..., K').
-        causal: whether tokens see earlier ones and themselves only.
-        normalize: whether to divide; default: yes, but not for "identity" or a function.
+        causal: if True, a token sees only itself and earlier tokens.
+        normalize: divide by the denominator; default: True, but False for "identity" or a function.
         scale: q and k are multiplied by its square root before phi; default 1.
         g: logarithms of the decays, <= 0: (B, T, Hv, K') or (B, T, Hv); only if causal.
         beta: factors of the keys' features: (B, T, H, K') or (B, T, H).
-        eps: the least size of the denominator; smaller ones keep their sign. Without one, a token
+        eps: minimum magnitude of the denominator; smaller ones keep their sign. With 0, a token
             whose weights are all 0 gets NaN.
-        initial_state: (N, Hv, K', V + 1), or V where nothing is divided; computed in float32
-            (float64 for float64); only if causal. N is B, or the number of sequences.
+        initial_state: (N, Hv, K', V + 1), or V without a denominator; computed in float32 (float64
+            for float64); only if causal. N is B, or the number of sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
             are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
             (B, T, ...) bring their own boundaries, and the output has them, too.
@@ -96,13 +96,13 @@ def linear_attention(
         ValueError: a shape, device or value is invalid.
 
     Note:
-        Features and sums in fp32 (fp64 for fp64), rounded once where the result is divided. The
-        kernels compute "elu1", "relu", "squared_relu" and "exp" themselves where causal, without a
-        scale and a beta of features. Other features and, without causal, the products are torch's,
-        whose last bits may depend on the number of threads.
+        Features and sums are in fp32 (fp64 for fp64) and rounded once, after the division. Causal
+        kernels compute "elu1", "relu", "squared_relu" and "exp" themselves, without a scale and a
+        beta per feature. Other features, and all products if not causal, are torch's, whose last
+        bits may depend on the number of threads.
 
-        States are computed as products of blocks of steps: a NaN or infinity may also reach outputs
-        of up to 31 steps before its own.
+        States are computed by products over blocks of steps: a NaN or infinity may also reach
+        outputs of up to 31 earlier steps.
 
     Reference:
         Katharopoulos et al., Transformers are RNNs, 2020, arXiv:2006.16236.
@@ -137,7 +137,7 @@ def linear_attention(
     dtype, features = v.dtype, "identity"
     if scale is not None:
         require_number(op, "scale", scale, 0)
-    of_heads = beta is not None and beta.ndim == 3  # factors of values do as well as of keys
+    of_heads = beta is not None and beta.ndim == 3  # such factors can multiply v instead of k
     if causal and scale is None and (beta is None or of_heads) and feature_map in _FUSED:
         features = feature_map
     else:  # features of half inputs stay in fp32
@@ -207,16 +207,16 @@ def gated_linear_attention(
         NotImplementedError: no native kernel for the device.
 
     Note:
-        States, decays and sums in fp32 (fp64 for fp64). Gradients flow to all tensors, from o and
-        from the final state; they do not depend on the number of threads. Second and forward-mode
-        derivatives go through the eager definition.
+        States, decays and sums are in fp32 (fp64 for fp64). Gradients flow to all tensors, from o
+        and from the final state; they do not depend on the number of threads. Second and
+        forward-mode derivatives go through the eager definition.
 
-        Steps are computed as products of matrices, 16 and more at a time. So a NaN or infinity may
-        also reach outputs of up to 31 steps before its own; finite inputs have no such effect.
+        Steps are computed by matrix products, 16 or more at a time. So a NaN or infinity may also
+        reach outputs of up to 31 earlier steps; finite inputs have no such effect.
 
-        On the CPU a g above 0, by which states would grow, is an error. This is not checked on a
-        GPU, where the check would synchronise, or while a call is traced or compiled. NaN raises no
-        error, but appears in the results.
+        On the CPU a g above 0, which would make states grow, raises an error. This is not checked
+        on a GPU, where the check would synchronise, or while a call is traced or compiled. NaN
+        raises no error, but appears in the results.
 
     Reference:
         Yang et al., Gated Linear Attention Transformers, 2023, arXiv:2312.06635.
@@ -246,7 +246,7 @@ def retention(
     normalize: bool = False,
     **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
-    """Linear attention whose heads forget at constant rates.
+    """Linear attention with a constant decay per head.
 
     ``S_t = gamma_h S_{t-1} + k_t v_t^T``, ``o_t = scale * S_t^T q_t``.
 
@@ -298,7 +298,7 @@ def retention(
     values = torch.cat((v, v.new_ones(*v.shape[:3], 1)), -1)
     sequences = Sequences(initial_state, cu_seqlens, backend)
     o, s = run(op, q, k, values, g, scale, sequences, fp32_output=True)
-    # The sums of powers, which are the same for a whole batch without states.
+    # Sums of powers; without states, the whole batch shares them.
     g = g if powers is not None else g[:1]
     one = torch.ones_like(g)[..., None]
     sums, last = run(op, one, one, one, g, 1.0, Sequences(powers, cu_seqlens, backend))
@@ -311,7 +311,7 @@ def retention(
 def _features(
     op: str, phi: Callable[[Tensor], Tensor], q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns phi(q) and phi(k), after checks of the caller's function's results."""
+    """Returns phi(q) and phi(k); checks the results of a caller's function."""
     results = phi(q), phi(k)
     for x in results:
         if not isinstance(x, Tensor):
@@ -336,7 +336,7 @@ def _features(
 
 
 def feature_size(feature_map: str, size: int) -> int:
-    """The number of features of `size` numbers."""
+    """Returns the number of features of a vector of `size`."""
     return 1 + size + size * size if feature_map == "taylor" else size
 
 
@@ -351,8 +351,10 @@ def totals(
     eps: float = 0.0,
     ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Every token reads the state after the last one of its sequence: o, states. Where sums are
-    `ordered`, by our kernels, they do not depend on the number of threads."""
+    """Computes non-causal attention, by the state after each sequence's last token: o, states.
+
+    If `ordered`, our kernels compute the sums, independently of the number of threads.
+    """
     _, cu_seqlens, backend = sequences
     if cu_seqlens is None and not ordered:
         group = v.shape[2] // max(1, q.shape[2])
@@ -363,7 +365,7 @@ def totals(
             states = torch.einsum("bthk,bthv->bhkv", k, v)
             o = torch.einsum("bthk,bhkv->bthv", q, states)
         return (o[..., :-1] / divisor(o[..., -1:], None, eps) if divide else o), states
-    # Outputs of the first pass are not read; 1 keeps their divisors from 0.
+    # Outputs of the first pass are unused; eps = 1 avoids divisions by 0.
     empty = Sequences(None, cu_seqlens, backend)
     _, states = run(op, q, k, v, None, 1.0, empty, normalize=divide, eps=1.0)
     whole, nothing = Sequences(states, cu_seqlens, backend), torch.zeros_like(k)

@@ -48,7 +48,7 @@ def mlstm(
             float32 (float64 for float64).
         f: (B, T, H), floating-point: the forget gates before their activation.
         scale: of the keys, default K^-0.5.
-        eps: is added to the denominator, >= 0.
+        eps: added to the denominator, >= 0.
         forget_gate: "sigmoid" or "exp".
         initial_state: (C, n, m) of shapes (N, H, K, V), (N, H, K) and (N, H); None for zeros, in m
             too: a first m of -inf would let the first gates alone decide the next one. N is B, or
@@ -76,8 +76,8 @@ def mlstm(
         so that gradients stay finite. Second and forward-mode derivatives go through the eager
         definition.
 
-        States are computed as products of blocks of steps: a NaN or infinity may also reach outputs
-        of up to 31 steps before its own.
+        States are computed by products over blocks of steps: a NaN or infinity may also reach
+        outputs of up to 31 earlier steps.
 
         The states hold scaled keys, as in the xlstm package. mlstm_kernels scales q and so
         has K^0.5 times this C and n.
@@ -112,8 +112,7 @@ def mlstm(
     matrix, m = _parts(op, initial_state, q, (count, heads, size, v.shape[3]))
     gates = implementation(op, backend, q, ops.exponential_gates)
     decay, factor, maxima, m = gates(FORGET_GATES[forget_gate](f), i, m, cu_seqlens)
-    # Values and the ones of the normalizer take the factors of the keys, whose rows stay as they
-    # are.
+    # The keys' factors multiply the values and the normalizer's ones instead; keys stay unchanged.
     o, state = run(
         *(op, q, k, v, decay, 1.0, Sequences(matrix, cu_seqlens, backend)),
         beta=factor * scale,
@@ -127,7 +126,7 @@ def mlstm(
 def _parts(
     op: str, state: State | None, q: Tensor, sizes: tuple[int, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """C and n as one matrix, and m."""
+    """Checks a state; returns C and n as one matrix, and m."""
     if state is None:
         return None, None
     if not isinstance(state, tuple) or len(state) != 3:

@@ -1,4 +1,4 @@
-"""Random features whose products estimate exponential kernels, and attention on them."""
+"""Random features that estimate exponential kernels, and attention with them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["orthogonal_gaussian", "random_feature_attention", "random_features"]
 
 State = tuple[Tensor, Tensor]
 
-#: Kinds of features; the signed ones have a factor of sines and cosines.
+#: Kinds of features; signed ones have a factor of sines and cosines.
 FEATURES = ("positive", "hyperbolic", "trigonometric", "gaussian", "exp_random")
 _SIGNED = ("trigonometric", "gaussian")
 #: Kinds with a factor exp(-|y|^2 / 2).
@@ -46,21 +46,21 @@ def orthogonal_gaussian(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Gaussian vectors; each group of `size` consecutive ones is orthogonal.
+    """Draws Gaussian vectors, orthogonal within each group of `size` consecutive ones.
 
     Args:
-        rows, size: number of vectors and of their elements.
-        row_norm: "chi", the length of Gaussian vectors, so that each vector alone has their
+        rows, size: number of vectors, and of their elements.
+        row_norm: "chi" for the length of Gaussian vectors, so that each vector has their
             distribution; or "sqrt_d" for the length sqrt(size), which makes estimates biased.
-        generator: of the random numbers.
+        generator: generator of the random numbers.
         device, dtype: of the result.
 
     Returns:
         (rows, size).
 
     Raises:
-        TypeError: a dtype that is not floating-point, or no generator.
-        ValueError: a size below 1 or an unknown norm.
+        TypeError: the dtype is not floating-point, or `generator` not a generator.
+        ValueError: a size is below 1, or the norm is unknown.
 
     Reference:
         Choromanski et al., Rethinking Attention with Performers, 2020, arXiv:2009.14794.
@@ -101,7 +101,7 @@ def orthogonal_gaussian(
 def random_features(
     x: Tensor, weight: Tensor, *, kind: str = "positive", scale: float | None = None
 ) -> Tensor:
-    """phi with ``E[phi(q) . phi(k)] = exp(scale * q . k)`` over Gaussian rows of the weight.
+    """Computes phi, ``E[phi(q) . phi(k)] = exp(scale * q . k)`` over Gaussian weight rows.
 
     With y = sqrt(scale) x and m rows:
 
@@ -128,8 +128,8 @@ def random_features(
         ValueError: a shape or option is invalid.
 
     Note:
-        The exponentials overflow for x of large norm. The layer Performer subtracts exponents that
-        cancel in its mean before it takes the exponentials.
+        The exponentials overflow for x of large norm. The Performer layer first subtracts exponents
+        that cancel in its normalised result.
 
     Reference:
         Choromanski et al., Rethinking Attention with Performers, 2020, arXiv:2009.14794.
@@ -151,8 +151,10 @@ def random_features(
 def log_features(
     op: str, inputs: tuple[Tensor, ...], weight: Tensor, kind: str, scale: float | None
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """a and f of features ``exp(a) f / sqrt(count)`` of each input, all of one dtype and size; f is
-    None for all ones."""
+    """Returns (a, f) of each input's features ``exp(a) f / sqrt(count)``; f is None for ones.
+
+    All inputs have the same dtype and size.
+    """
     x = inputs[0]
     require_float(op, "x", x)
     require_choice(op, "kind", kind, FEATURES)
@@ -182,7 +184,7 @@ def _log_features(y: Tensor, weight: Tensor, kind: str) -> tuple[Tensor, Tensor 
 
 
 def _half_norms(x: Tensor, scale: float | None) -> Tensor:
-    """|y|^2 / 2 of the y of `random_features`, (..., 1)."""
+    """Computes |y|^2 / 2 (..., 1), with y as in `random_features`."""
     scale = x.shape[-1] ** -0.5 if scale is None else scale
     return widen(x).square().sum(-1, keepdim=True) * (scale / 2)
 
@@ -203,7 +205,7 @@ def random_feature_attention(
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
-    """Softmax attention estimated in O(T) by products of random features: Performer, RFA.
+    """Estimates softmax attention in O(T) by random features (Performer, RFA).
 
     ``o_t = sum_s (phi(q_t) . phi(k_s)) v_s / sum_s phi(q_t) . phi(k_s)`` over s <= t, or over all s
     if not causal, with the phi of `random_features`. No exponential of a positive number is taken.
@@ -217,10 +219,10 @@ def random_feature_attention(
         k, v: (B, T, H, K) and (B, T, H, V), of q's dtype.
         weight: (m, K), Gaussian rows, see `orthogonal_gaussian`.
         kind, scale: kind and scale of features, as in `random_features`.
-        causal: whether tokens see only themselves and earlier tokens.
-        eps: least magnitude of the denominator of "trigonometric" and "gaussian" features, whose
+        causal: if True, a token sees only itself and earlier tokens.
+        eps: minimum magnitude of the denominator of "trigonometric" and "gaussian" features, whose
             products may be negative; smaller ones keep their sign. The denominator is the sum of
-            products of features that have been divided as above, without their 1 / sqrt(count).
+            products of features divided as above, without their 1 / sqrt(count).
         feature_eps: added to features after the division; only if not causal, since a sum of such
             features cannot be rescaled to a later M. Queries are then divided by the exponential of
             their largest W y, without ``-|y|^2 / 2``, and all keys of a sequence by the exponential
@@ -298,7 +300,7 @@ def random_feature_attention(
 
 
 def _product(y: Tensor, weight: Tensor) -> Tensor:
-    """y W^T in the dtype of sums, under autocast too; on the CPU the same for any threads."""
+    """Computes y W^T in the dtype of sums, also under autocast; thread-independent on the CPU."""
     if y.is_meta:
         return y @ weight.T
     with torch.autocast(y.device.type, enabled=False):
@@ -315,7 +317,7 @@ def _checked_state(
     v: Tensor,
     count: int,
 ) -> State | None:
-    """S and M in the dtype of sums."""
+    """Checks a state; returns S and M in the dtype of sums."""
     if causal and feature_eps > 0:
         raise ValueError(
             f"{op}: feature_eps must be 0 where causal=True, got feature_eps={feature_eps}"
@@ -341,7 +343,7 @@ def _checked_state(
 def _shifts(
     a: Tensor, causal: bool, one: bool, before: Tensor | None, packed: Packed
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """M of each token, its decay ln(e^M_{t-1} / e^M_t) and the last M, of the exponents of keys."""
+    """Returns each token's M, its log-decay M_{t-1} - M_t and the last M, from keys' exponents."""
     if before is None:
         before = a.new_full((packed.count, *a.shape[2:]), -math.inf)
     if one:
@@ -358,7 +360,7 @@ def _shifts(
     else:
         first = torch.cat((first[:1] | True, packed.index[1:] != packed.index[:-1]))
     earlier = torch.where(first.view(1, -1, 1, 1), packed.of_tokens(before), earlier)
-    # Nothing decays where there is no token yet.
+    # No decay before the first token.
     decay = (earlier - shifts).nan_to_num(neginf=0.0)
     return shifts, decay.squeeze(-1) if a.shape[-1] == 1 else decay, last
 
@@ -366,7 +368,7 @@ def _shifts(
 def empty_state(
     like: Tensor, batch: int, heads: int, features: int, size: int, kind: str
 ) -> dict[str, Tensor]:
-    """S and M before the first token, where `features` is the number of rows of the weight."""
+    """Returns S and M before the first token; `features` is the number of weight rows."""
     count = features if kind in ("positive", "exp_random") else 2 * features
     maxima = 1 if kind in _SIGNED else count
     dtype = compute_dtype(like)

@@ -1,4 +1,4 @@
-"""The recurrences of RWKV-5, 6 and 7, and means of values whose weights hold r . k and a decay."""
+"""RWKV-5, 6 and 7, and decaying weighted means of values with r . k in the exponent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rwkv6(
     scale: float | None = 1.0,
     **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
-    """Gated linear attention in which a token sees itself by a weight that does not decay.
+    """Gated linear attention with a bonus u for the present token, which does not decay.
 
     ``o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T r_t``,
     ``S_t = diag(exp(w_t)) S_{t-1} + k_t v_t^T``. RWKV-5 is this with a constant w.
@@ -48,8 +48,8 @@ def rwkv6(
         k: (B, T, H, K), of r's dtype.
         v: (B, T, Hv, V), of r's dtype; Hv is a multiple of H, and head h of v reads head
             h // (Hv / H) of r and k.
-        w: logarithms of the decays, <= 0: (B, T, Hv, K), or (Hv, K) for the same ones of all
-            tokens. Not decays, and not the inputs of RWKV's ``exp(-exp(.))``.
+        w: logarithms of the decays, <= 0: (B, T, Hv, K), or (Hv, K) for all tokens. They are
+            neither decays nor the inputs of RWKV's ``exp(-exp(.))``.
         u: (Hv, K), the bonus.
         scale: 1 in RWKV; None for K^-0.5.
         initial_state: (N, Hv, K, V), of any floating dtype, but computed in float32 (float64 for
@@ -106,7 +106,7 @@ def rwkv7(
     scale: float | None = 1.0,
     **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence of RWKV-7: `dplr_delta_rule` in its order of arguments.
+    """RWKV-7's recurrence: `dplr_delta_rule` with RWKV-7's order of arguments.
 
     ``S_t = diag(exp(w_t)) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T``,
     ``o_t = scale * S_t^T r_t``. With the normalised key kk and the learning rate alpha of RWKV-7,
@@ -151,7 +151,7 @@ def rwkv_quadratic(
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """A softmax of r . k in which older tokens count less.
+    """Softmax of r . k with weights that decay with distance.
 
     ``y_i = sum_{j<=i} e^(r_i . k_j - (i - j) w) v_j / (the same without v)``: `attention` with the
     slopes w of ALiBi and a scale of 1. No model named RWKV computes this or `rwkv_recurrent`: r is
@@ -163,8 +163,8 @@ def rwkv_quadratic(
         k: (B, T, H, K), of r's dtype.
         v: (B, T, Hv, V), of r's dtype; Hv is a multiple of H, and head h of v reads head
             h // (Hv / H) of r and k.
-        w: (Hv,), floating-point, >= 0: the decay of a head. Or (Hv, V), a decay and a softmax for
-            each channel of the values, in V times the time and with copies of r and k for each.
+        w: (Hv,), floating-point, >= 0: the decay of a head. Or (Hv, V), a decay and a softmax per
+            value channel, which takes V times the time and copies of r and k.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
             are sequence n. Jagged nested tensors (B, j, ...) in place of (B, T, ...) bring their
             own boundaries, and the output has them, too.
@@ -203,7 +203,7 @@ def rwkv_quadratic(
     options: Any = {"scale": 1.0, "causal": True, "alibi_slopes": slopes, "backend": backend}
     if cu_seqlens is None:
         return attention(r, k, v, **options).view(shape)
-    # Traced boundaries have no values from which the longest sequence could be read.
+    # Traced boundaries have no values, so the longest sequence is unknown.
     longest = (shape[1], shape[1]) if is_traced() else ()
     packed = (r[0], k[0], v[0], cu_seqlens, cu_seqlens, *longest)
     return attention_varlen(*packed, **options).view(shape)
@@ -218,7 +218,7 @@ def rwkv_recurrent(
     w: Tensor,
     **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
-    """A decaying mean whose weights are made once, when their token comes.
+    """Decaying mean whose weights are fixed when their token arrives.
 
     ``y_t = s_t / n_t``, ``s_t = e^-w s_{t-1} + e^(r_t . k_t) v_t``,
     ``n_t = e^-w n_{t-1} + e^(r_t . k_t)``: the weight of token j is ``e^(r_j . k_j - (t - j) w)``.
@@ -271,11 +271,11 @@ def rwkv_recurrent(
 
 
 def _weighted(op: str, r: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """k, v and w after checks."""
+    """Checks the tensors; returns k, v and w."""
     k, v = require_heads(op, r, k, v, "r")
     heads, width = v.shape[2:]
     w = widened(op, "w", w, v, ((heads,), (heads, width)))
     require_range(op, "w", w, least=0.0)
-    if w.is_cpu and not is_traced() and w.isposinf().any():  # by which the present token is NaN
+    if w.is_cpu and not is_traced() and w.isposinf().any():  # would make the present token NaN
         raise ValueError(f"{op}: w must be finite, got w.max()=inf")
     return k, v, w

@@ -1,4 +1,4 @@
-"""RWKV-4 and sLSTM: scans of a few numbers for each channel."""
+"""RWKV-4 and sLSTM: scans with a few state values per channel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rwkv4(
     v: Tensor,
     **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
-    """The time mixing of RWKV-4: a mean of past values whose weights decay, for each channel.
+    """RWKV-4's time mixing: a mean of past values with decaying weights, per channel.
 
     ``y_t = (sum_{i<t} e^(k_i - (t-1-i) w) v_i + e^(u + k_t) v_t) / (the same without v)``
 
@@ -60,10 +60,10 @@ def rwkv4(
         NotImplementedError: no native kernel for the device.
 
     Note:
-        No exponential of a positive number is taken, so that keys of any size are right. Within a
+        Exponentials are taken only of numbers <= 0, so that keys of any size are accurate. Within a
         call the decay of the maximum is exact, too; a state rounds it. Gradients flow to all
         tensors, from y and from the final state; they do not depend on the number of threads. The
-        backward keeps the inputs and the state of every 32nd token. Second and forward-mode
+        inputs and the state of every 32nd token are saved for the backward. Second and forward-mode
         derivatives go through the eager definition.
 
     Reference:
@@ -100,7 +100,7 @@ def slstm(
     forget_gate: str = "sigmoid",
     **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
-    """The cell of sLSTM: an LSTM with exponential input gates and recurrent weights within heads.
+    """sLSTM cell: an LSTM with exponential input gates and per-head recurrent weights.
 
     With the gates before their activations ``(i, f, z, o) = x_t + R h_{t-1}`` and ``m_t =
     max(ln sigmoid(f) + m_{t-1}, i)``:
@@ -116,7 +116,7 @@ def slstm(
             gate g. Under autocast it is cast to x's dtype.
         forget_gate: "sigmoid", or "exp" for ln f = f.
         initial_state: (N, 4, H, D), h, c, n and m; computed in float32 (float64 for float64). None
-            for zeros. Where n is 0 nothing of c, n and m is kept: m_1 = i. N is B, or the number of
+            for zeros. Where n is 0, c, n and m are ignored: m_1 = i. N is B, or the number of
             sequences.
         cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
             are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of

@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts, their losses, and capacity: small functions of plain torch.
+"""Routers of mixtures of experts, router losses and capacity, in plain torch.
 
 A router turns logits (..., E) into a :class:`Routing` that
 :func:`omniattn.functional.moe_experts` executes. They compute in fp32 (fp64 for fp64), choose by

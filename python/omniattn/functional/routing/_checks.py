@@ -1,4 +1,4 @@
-"""Checks that the routing functions share, in addition to `functional._checks`."""
+"""Checks shared by the routing functions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from omniattn.checks.arguments import require_device, require_float, require_int
 
 
 def require_float_on(op: str, name: str, t: Tensor, x: Tensor, x_name: str) -> None:
-    """`t` must be floating point, of any dtype, on the device of `x`."""
+    """Requires a floating-point `t` of any dtype on the device of `x`."""
     require_float(op, name, t)
     require_device(op, name, t, x, x_name)
 
 
 def require_integers_on(op: str, name: str, t: Tensor, x: Tensor, x_name: str) -> None:
-    """`t` must be integers on the device of `x`."""
+    """Requires integers on the device of `x`."""
     require_integers(op, name, t)
     require_device(op, name, t, x, x_name)
 

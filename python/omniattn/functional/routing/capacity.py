@@ -1,4 +1,4 @@
-"""Capacity: how many assignments an expert takes, and which ones it drops."""
+"""Capacity: how many assignments an expert accepts, and which are dropped."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def expert_capacity(
 def expert_capacity(
     tokens: int | Tensor, experts: int, k: int, factor: float, least: int = 1
 ) -> int | Tensor:
-    """Slots of each expert: ``ceil(factor k tokens / experts)``, within [`least`, `tokens`].
+    """Returns the slots per expert: ``ceil(factor k tokens / experts)``, in [`least`, `tokens`].
 
-    `tokens` may be an integer tensor, the numbers of tokens of several groups or one that only the
-    device knows; then the result is an int64 one.
+    `tokens` may be an integer tensor, for several groups or to avoid a device synchronisation; the
+    result is then an int64 tensor.
 
     Example:
         >>> expert_capacity(100, 8, 2, 1.25)
@@ -62,15 +62,14 @@ def drop_over_capacity(
 
     Args:
         routing: of (..., n, k); each leading element (a sequence) has its own capacity.
-        capacity: >= 0, assignments that an expert takes of a group of n tokens, or an integer
-            tensor (...) with one for each group. All first choices come before all second ones,
-            and earlier tokens before later ones.
-        priority: (..., n): tokens with larger ones come first instead (V-MoE: the largest
-            probability), at equal ones the earlier.
+        capacity: >= 0, assignments that an expert accepts per group of n tokens, or an integer
+            tensor (...) with one per group. All first choices come before all second choices, and
+            earlier tokens before later ones.
+        priority: (..., n): tokens with larger values come first instead (V-MoE: the largest
+            probability); ties are in order of tokens.
 
     Returns:
-        The routing with index -1 and weight 0 for dropped assignments, and the number of these, ()
-        int64.
+        The routing with index -1 and weight 0 for dropped assignments, and their number, () int64.
 
     Raises:
         TypeError: a capacity that is not integers.
@@ -129,7 +128,7 @@ def drop_over_capacity(
 
 
 def drop_second_at_random(routing: Routing, seed: Tensor) -> Routing:
-    """GShard: the second choice is kept with probability 2 w_2; training only.
+    """Keeps the second choice with probability 2 w_2, as in GShard; training only.
 
     Args:
         routing: of (..., 2).

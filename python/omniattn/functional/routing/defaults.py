@@ -1,4 +1,4 @@
-"""Default vectors, which stand in for experts that were not chosen, in the router's gradient."""
+"""Default vectors, which replace unselected experts in the router's gradient."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from omniattn.functional.routing.routing import Routing, expert_counts, require_
 def default_vector_gradient(
     y: Tensor, routing: Routing, vectors: Tensor, *, scale: float = 1.0
 ) -> Tensor:
-    """y with a gradient to the scores of the experts that were not chosen.
+    """Returns y with a gradient to the scores of unselected experts.
 
-    ``dp_e = scale <dy, v_e>`` for those, as if expert e gave its default vector v_e; the value
-    stays
+    ``dp_e = scale <dy, v_e>`` for these, as if expert e returned its default vector v_e; the value
+    is unchanged
 
     Args:
         y: (..., d), the weighted sum of the chosen experts.
@@ -33,8 +33,8 @@ def default_vector_gradient(
         ValueError: vectors of another shape or on another device, a scale that is not finite.
 
     Note:
-        The chosen experts' scores learn by the weights, straight through a renormalisation. The
-        forward uses the chosen experts alone.
+        The selected experts' scores get gradients through the weights, straight through a
+        renormalisation. The forward uses only the selected experts.
 
     Reference:
         Panda et al., Dense Backpropagation Improves Training for Sparse Mixture-of-Experts, 2025,
@@ -63,7 +63,7 @@ def default_vector_gradient(
     chosen = chosen.scatter(-1, routing.experts.masked_fill(~there, experts), True)
     missing = ~chosen[..., :-1] & there.any(-1, keepdim=True)
     straight = scale * (scores - scores.detach()).masked_fill(~missing, 0.0)
-    kept = vectors.detach().to(scores.dtype, copy=True)  # they move before the backward
+    kept = vectors.detach().to(scores.dtype, copy=True)  # updated in place before the backward
     return y + (straight @ kept).to(y.dtype)
 
 
@@ -73,8 +73,8 @@ def update_default_vectors(
 ) -> None:
     """Moves the default vectors in place towards the mean output of each expert.
 
-    ``v_e = decay v_e + (1 - decay) mean of f_e(x)`` over the tokens of expert e; without any it
-    stays
+    ``v_e = decay v_e + (1 - decay) mean of f_e(x)`` over the tokens of expert e; unchanged without
+    tokens
 
     Args:
         vectors: (E, d), zero before the first update.

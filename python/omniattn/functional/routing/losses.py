@@ -1,4 +1,4 @@
-"""Losses and updates that balance the load of the experts, and a loss that keeps logits small."""
+"""Load balancing losses and updates, and the router z-loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_balance_loss(
     groups: int = 1,
     top_groups: int = 1,
 ) -> Tensor:
-    """Auxiliary loss that evens out the load, before its coefficient.
+    """Auxiliary load balancing loss, without its coefficient.
 
     With n tokens, c_e assignments to expert e and ``P_e = mean of scores[:, e]``:
 
@@ -58,7 +58,7 @@ def load_balance_loss(
         top_groups: devices that a token may be sent to.
 
     Returns:
-        () in fp32, or fp64 for fp64 scores. The gradient goes through P alone. 0 for no tokens.
+        () in fp32, or fp64 for fp64 scores. The gradient flows only through P. 0 without tokens.
 
     Raises:
         TypeError: scores that are not floating point, an index that is not integers, a token_mask
@@ -123,7 +123,7 @@ def load_balance_loss(
 
 
 def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
-    """Keeps the logits of a router small: ``mean of logsumexp(logits)^2`` over the tokens.
+    """Router z-loss, ``mean of logsumexp(logits)^2`` over the tokens, which keeps logits small.
 
     Args:
         logits: (..., E), floating point; in fp32 for half ones.
@@ -154,7 +154,7 @@ def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor
 
 
 def expert_importance(routing: Routing) -> Tensor:
-    """Sum of the weights of each expert, (E,) in their dtype; its :func:`cv_squared` is a loss.
+    """Returns the sum of each expert's weights, (E,); its :func:`cv_squared` is a loss.
 
     Raises:
         TypeError: no :class:`Routing`.
@@ -176,7 +176,7 @@ def expert_importance(routing: Routing) -> Tensor:
 
 
 def cv_squared(values: Tensor) -> Tensor:
-    """Squared coefficient of variation, of the importance or the load of the experts.
+    """Returns the squared coefficient of variation of the experts' importance or load.
 
     ``variance / (mean^2 + 1e-10)`` with the population's variance; importance comes from
     :func:`expert_importance`, load from :func:`noisy_top_k`.
@@ -192,7 +192,7 @@ def cv_squared(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def update_router_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
-    """Moves the bias of :func:`sigmoid_top_k` in place, after each step.
+    """Updates the bias of :func:`sigmoid_top_k` in place, after each step.
 
     ``bias_e += rate sign(mean of counts - counts_e)``
 

@@ -1,4 +1,4 @@
-"""Noise that routers train with."""
+"""Noise for the training of routers."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def noisy_top_k(
         logits: (..., E), floating point.
         noise_logits: of the same shape and dtype.
         k: in [1, E].
-        seed: [seed, offset] (2,) int64 of the Philox noise; None, outside of training, for none.
+        seed: [seed, offset] (2,) int64 of the Philox noise; None for no noise, outside of training.
         noise_eps: 0 (paper) or 1e-2 (tensor2tensor).
         token_mask: (...) bool, False for tokens (padding) that the load does not count, or None.
 
     Returns:
-        The routing, its scores the softmax of h; and load (E,), the expected number of tokens of
-        each expert: the sum of the probabilities that an expert stays among the k when its noise
-        alone is drawn again. Without noise, or for k = E, the number of tokens it has.
+        The routing, with softmax(h) as scores, and load (E,), the expected number of tokens per
+        expert: the sum of the probabilities that an expert stays in the top k if only its noise is
+        redrawn. Without noise, or for k = E, the actual number of tokens.
 
     Raises:
         TypeError, ValueError: see :func:`softmax_top_k`; noise_logits of another shape, dtype or
@@ -79,17 +79,17 @@ def noisy_top_k(
     routing = top_k_softmax(h, k)
     if k == experts:
         return routing, expert_counts(masked(routing.experts, -1), experts).to(clean.dtype)
-    # The k-th largest of the others: the (k + 1)-th of all for the chosen, else the k-th of all.
+    # k-th largest of the other experts: the (k + 1)-th of all for selected experts, else the k-th.
     best = top_k(h, k + 1)[0]
     inside = torch.zeros_like(h, dtype=torch.bool).scatter(-1, routing.experts, True)
     threshold = torch.where(inside, best[..., k:], best[..., k - 1 : k])
-    # A noise that has died out would give 0 / 0, and its gradient 0 * inf.
+    # Vanishing noise would give 0 / 0, and a gradient 0 * inf.
     stays = torch.special.ndtr((clean - threshold) / clamp(deviation, 1e-10))
     return routing, masked(stays, 0.0).reshape(-1, experts).sum(0)
 
 
 def router_jitter(x: Tensor, eps: float, seed: Tensor) -> Tensor:
-    """The router's copy of the tokens, each element times U(1 - eps, 1 + eps); training only.
+    """Returns the router's tokens with each element times U(1 - eps, 1 + eps); training only.
 
     Args:
         x: any shape, floating point.
@@ -97,7 +97,7 @@ def router_jitter(x: Tensor, eps: float, seed: Tensor) -> Tensor:
         seed: [seed, offset] (2,) int64 of the Philox noise.
 
     Returns:
-        Of x's shape and dtype.
+        A tensor of x's shape and dtype.
 
     Raises:
         ValueError: an eps out of range.

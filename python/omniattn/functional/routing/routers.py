@@ -37,7 +37,7 @@ def softmax_top_k(
     top_groups: int = 1,
     router_grad: str = "exact",
 ) -> Routing:
-    """The k most probable experts, with their probabilities as weights.
+    """Selects the k most probable experts, with their probabilities as weights.
 
     ``p = softmax(logits)``; ``w = scale p`` of the chosen, or ``scale p / (sum of chosen p)`` to
     `renormalize`
@@ -91,7 +91,7 @@ def softmax_top_k(
 
 
 def top_k_softmax(logits: Tensor, k: int) -> Routing:
-    """The k largest logits, softmax over them alone: `softmax_top_k` with renormalisation.
+    """Selects the k largest logits, with softmax over them: `softmax_top_k`, renormalised.
 
     ``w = softmax(top-k of logits)``
 
@@ -118,7 +118,7 @@ def top_k_softmax(logits: Tensor, k: int) -> Routing:
 
 
 def llama4_top_k(logits: Tensor, k: int = 1) -> Routing:
-    """Routing of Llama 4: the weights multiply the inputs of the experts, not their outputs.
+    """Llama 4's routing, whose weights multiply the inputs of the experts, not the outputs.
 
     ``w = sigmoid(top-k of logits)``; run it with ``moe_experts(..., weigh_inputs=True)``
 
@@ -155,15 +155,15 @@ def sigmoid_top_k(
     groups: int = 1,
     top_groups: int = 1,
 ) -> Routing:
-    """Auxiliary-loss-free routing of DeepSeek-V3: a bias steers the choice and not the weights.
+    """DeepSeek-V3's auxiliary-loss-free routing: a bias affects the selection, not the weights.
 
     ``s = sigmoid(logits)``; the top k of ``s + bias``; ``w = scale s / (sum of chosen s + 1e-20)``
 
     Args:
         logits: (..., E), floating point.
         k: in [1, E].
-        bias: (E,), without gradient, moved by :func:`update_router_bias`; or None.
-        renormalize: whether the weights are divided by their sum.
+        bias: (E,), without gradient, updated by :func:`update_router_bias`; or None.
+        renormalize: divide the weights by their sum.
         scale: factor of the weights (DeepSeek-V3: 2.5).
         groups: experts form this many equal groups, of which only the `top_groups` with the largest
             sum of their two best ``s + bias`` take part (DeepSeek-V3: 4 of 8).
@@ -203,7 +203,7 @@ def sigmoid_top_k(
 def expert_choice(
     logits: Tensor, capacity: int | Tensor, *, token_mask: Tensor | None = None
 ) -> Routing:
-    """Every expert chooses its `capacity` most probable tokens.
+    """Lets each expert select its `capacity` most probable tokens.
 
     ``p = softmax(logits)`` over experts; expert e takes the top tokens of ``p[:, e]``, weight p
 
@@ -214,15 +214,16 @@ def expert_choice(
         token_mask: (..., n) bool, False for tokens (padding) that no expert takes; or None.
 
     Returns:
-        experts, weights (..., n, E): slot e of a token is expert e where that chose the token, so
-        that a token may have none. scores = p.
+        experts, weights (..., n, E): slot e of a token is expert e if it selected the token; a
+        token may have no expert. scores = p.
 
     Raises:
         TypeError: logits that are not floating point, a token_mask that is not bool.
         ValueError: a capacity out of range, a token_mask of another shape.
 
     Note:
-        A token's experts depend on the other tokens, later ones included: not for causal decoding.
+        A token's experts depend on other tokens, including later ones: unsuitable for causal
+        decoding.
 
     Reference:
         Zhou et al., Mixture-of-Experts with Expert Choice Routing, 2022, arXiv:2202.09368.
@@ -291,7 +292,7 @@ def checked_logits(op: str, logits: Tensor, k: int) -> Tensor:
 def _best_groups(
     op: str, scores: Tensor, groups: int, top_groups: int, k: int, members: int
 ) -> Tensor | None:
-    """Mask (..., E) of the groups with the largest sums of their `members` best scores."""
+    """Returns a mask (..., E) of the groups with the largest sums of `members` best scores."""
     experts = scores.shape[-1]
     check_groups(op, experts, groups, top_groups, k)
     size = experts // groups

@@ -1,4 +1,4 @@
-"""Decisions of a router, and the load of each expert."""
+"""A router's decisions, and the load of each expert."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Routing(NamedTuple):
     Attributes:
         experts: (..., k) int64, the expert of each slot, -1 for none.
         weights: (..., k) in the compute dtype.
-        scores: (..., E) in the compute dtype, softmax or sigmoid, which the losses average.
+        scores: (..., E) in the compute dtype, softmax or sigmoid, averaged by the losses.
     """
 
     experts: Tensor
@@ -50,7 +50,7 @@ def require_routing(op: str, routing: Routing) -> None:
 
 
 def expert_counts(index: Tensor, experts: int) -> Tensor:
-    """Assignments of each expert, (E,) int64; a negative index counts for none.
+    """Counts the assignments of each expert, (E,) int64; negative indices are ignored.
 
     Raises:
         TypeError: an index that is not integers.

@@ -1,4 +1,4 @@
-"""Terms of the attention logits as small values that encode themselves for the kernels.
+"""Terms of the attention logits, as values that are encoded for the kernels.
 
 A new term read from a table needs a dataclass here, a struct in csrc/semantics/score_rules.h and a
 case in encoding/options.py; no schema, fake kernel or gradient changes.

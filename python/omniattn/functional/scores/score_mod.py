@@ -1,4 +1,4 @@
-"""score_mod functions as programs of the op: traced, compiled, with the tables that they read."""
+"""score_mod functions: traced and compiled to programs of the op, with the tables they read."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from omniattn.reference.precision import compute_dtype
 _ARGUMENTS = ("score", "b", "h", "q", "k")
 
 
-#: Compiled programs by the trace of their function. The function itself cannot be the key, since it
-#: may read globals, attributes and numbers that change between two calls.
+#: Cache of compiled programs by trace. The function cannot be the key, since it may read globals,
+#: attributes and numbers that change between calls.
 _cached = lru_cache(maxsize=256)(compile_program)
 
 
@@ -39,7 +39,7 @@ def _kept(made: Compiled, extents: Extents) -> dict[int, Tensor]:
 
 
 def _untied(made: Compiled, extents: Extents) -> dict[int, Tensor]:
-    """Values of the nodes that depend on no tensor, cached between calls if they are small.
+    """Returns the values of nodes that depend on no tensor, cached between calls if small.
 
     Never cached in a trace, or on CUDA, where their memory could belong to a CUDA graph.
     """
@@ -117,7 +117,7 @@ def _readable(op: str, t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unwrapped(t: Tensor) -> Tensor:
-    """Without the wrappers of torch.func, of which torch.compile knows nothing."""
+    """Removes the wrappers of torch.func, which torch.compile does not support."""
     if torch.compiler.is_compiling():
         return t
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
@@ -128,7 +128,7 @@ def _unwrapped(t: Tensor) -> Tensor:
 def _is_by_position(
     nodes: Sequence[Node], node: Node, tensors: Sequence[Tensor], extents: Extents
 ) -> bool:
-    """True if a tensor is indexed by bare positions, each at most once, all within its bounds."""
+    """Returns True if a tensor is indexed by plain positions, each at most once, in bounds."""
     names = [bare(nodes[n]) for n in node[2:]]
     if not names or "" in names or len(set(names)) < len(names):
         return False

@@ -1,4 +1,4 @@
-"""Relative terms that are read from a table."""
+"""Relative position terms that are read from a table."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class RelativeBias(EncodedTerm):
 
 @dataclass(frozen=True)
 class T5Bias(RelativeBias):
-    """table[bucket(k - i)] (num_buckets, Hq): one bucket for each near distance, logarithmic ones
-    beyond.
+    """T5's bias, table[bucket(k - i)] (num_buckets, Hq), with logarithmic buckets for far keys.
 
     `bidirectional` for encoders; decoders give all buckets to keys before the query. Raffel et al.,
     Exploring the Limits of Transfer Learning, 2020, arXiv:1910.10683.

@@ -69,7 +69,7 @@ class Traced:
         return self.untraced(name)
 
     def untraced(self, name: str) -> Any:
-        """Reports that there is no attribute of this name."""
+        """Raises an error for an attribute that does not exist."""
         return self.trace.fail(f"cannot trace {name}")
 
 
@@ -106,7 +106,7 @@ class Value(Traced):
 
 
 class Rows(Traced):
-    """A captured tensor of which some leading dimensions are indexed."""
+    """A captured tensor with some leading dimensions indexed."""
 
     def __init__(self, trace: Trace, t: Tensor, index: tuple[Any, ...]) -> None:
         self.trace = trace
@@ -122,12 +122,12 @@ class Rows(Traced):
 
 
 def indexes(function: Any) -> bool:
-    """Whether it is x[i], of which torch.compile has two."""
+    """Returns True if a function is x[i]; torch.compile has two forms of it."""
     return function is Tensor.__getitem__ or function is operator.getitem
 
 
 def call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A function of torch of which some argument is a Value."""
+    """Records a torch function with a Value among its arguments."""
     trace = trace_of((*args, *kwargs.values()))
     assert trace is not None
     if indexes(function):
@@ -160,8 +160,8 @@ def trace_of(args: Any) -> Trace | None:
 
 
 def is_real(x: Any) -> bool:
-    """Whether it is a number with a fraction, of Python or numpy."""
-    if type(x) in (int, float):  # without asking abstract classes, which takes longer
+    """Returns True if x is a non-integer number type of Python or numpy."""
+    if type(x) in (int, float):  # faster than checks of abstract classes
         return type(x) is float
     return isinstance(x, Real) and not isinstance(x, Integral)
 

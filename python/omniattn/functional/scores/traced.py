@@ -27,17 +27,17 @@ from omniattn.functional.scores.trace import (
 )
 
 _COMPARISON = ("less", "less_equal", "equal")
-#: Arithmetic of two truth values, which torch keeps as one.
+#: Arithmetic of two bools, whose result is a bool in torch.
 _OF_TRUTHS = {"add": "int_or", "mul": "int_and", "min": "int_and", "max": "int_or"}
 
 
 class _Indexing(TorchFunctionMode):
-    """Sends tensors that are indexed by a Value here: torch asks only the tensor."""
+    """Intercepts tensors indexed by a Value; torch would dispatch only on the tensor."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if trace_of(args) is not None:  # no call of torch in between
+        if trace_of(args) is not None:  # without calling torch before
             return call(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -59,7 +59,7 @@ def trace_function(
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function takes `count` arguments, as far as it tells."""
+    """Returns True if a function accepts `count` arguments, or has no signature."""
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError:
@@ -239,7 +239,7 @@ def _cast(trace: Trace, a: Any, dtype: torch.dtype) -> Value:
 
 
 def _log2(trace: Trace, a: Any) -> Value:
-    """log(a) / log(2), exact at powers of two: users round it to buckets."""
+    """Computes log2(a), exact at powers of two, since users round it to buckets."""
     x = _float(trace, a)
     found = _mul(trace, _log(trace, x), 1 / math.log(2))
     near = trace.add("f", "round", found.node)
@@ -266,7 +266,7 @@ def _filled(value: float) -> Handler:
     )
 
 
-#: Handlers by the names of torch's methods and functions.
+#: Name of torch's method or function -> handler.
 _NAMED: dict[str, Handler] = {
     "abs": _absolute,
     "neg": _negative,
@@ -322,7 +322,7 @@ _NAMED: dict[str, Handler] = {
     "ones_like": _filled(1),
     "full_like": lambda trace, a, value, **_: _float(trace, value),
 }
-#: Handlers by aliases of these names, and by the names of operators.
+#: Alias or operator name -> handler.
 _OTHER_NAMES: dict[str, Handler] = {
     "absolute": _absolute,
     "negative": _negative,

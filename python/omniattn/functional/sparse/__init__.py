@@ -1,1 +1,1 @@
-"""Attention to chosen keys: patterns, selected blocks and tokens, indexers."""
+"""Sparse attention: patterns, selected blocks and tokens, indexers."""

@@ -1,4 +1,4 @@
-"""Attention with a bias that depends on queries, made for a few of them at a time."""
+"""Attention with a bias that depends on earlier queries, computed for some queries at a time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from omniattn.functional.attention._options import checked_codes
 from omniattn.functional.attention.attention import attention
 from omniattn.ops import attention as ops
 
-#: Elements of the bias that are computed at once, for each batch entry and head.
+#: Number of bias elements computed at once, per batch entry and head.
 _ELEMENTS = 512 * 512
-#: Least number of queries of a part: products of fewer rows are slower.
+#: Minimum number of queries of a part; products with fewer rows are slower.
 _LEAST = 256
 
 #: bias_of(first, last, keys, carry) returns the bias (B, Hq, last - first, keys) of the queries
@@ -55,7 +55,7 @@ def attention_with_carry(
     op = "attention"
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
-    blank = q.new_empty(()).expand(1, 1, 1, tk)  # stands for the bias in the codes of the call
+    blank = q.new_empty(()).expand(1, 1, 1, tk)  # placeholder of the bias in the call's codes
     record = pack(op, options)._replace(bias=blank)
     aux, mask, score, params = checked_codes(op, q, full_shape(q, k), record)
     place = bias_index(score)

@@ -1,4 +1,4 @@
-"""Shared by the compositions of attention: checks of token sets, gather and scatter of tokens."""
+"""Helpers of composed attention: checks of token sets, gather and scatter of tokens."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from omniattn.functional.masks.base import require_bool_mask
 def score_options(
     op: str, q: Tensor, k: Tensor, options: Options, seed_name: str = "seed"
 ) -> dict[str, Any]:
-    """Checked options of :func:`attention` for each part of a composition.
+    """Returns checked options of :func:`attention` for each part of a composition.
 
     The seed is drawn once: dropout is a function of the positions, so that all parts drop the same
-    pairs as the whole."""
+    pairs as the whole.
+    """
     checked_codes(op, q, full_shape(q, k), options)
     seed = require_seed(op, options.seed, q, seed_name) if options.dropout_p > 0 else None
     return {
@@ -44,7 +45,7 @@ def score_options(
 def self_attention_inputs(
     op: str, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in one dtype, checked, of the same length."""
+    """Checks q, k and v of equal length; returns them in one dtype."""
     q, k, v = autocast(op, q, k, v)
     check_shapes(op, q, k, v)
     if q.shape[1] != k.shape[1]:
@@ -61,7 +62,7 @@ def second_set(
     second: tuple[Tensor | None, Tensor | None, Tensor | None],
     names: Sequence[str],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The second projections, all or none, of the shapes of the first; the first without them."""
+    """Checks the second projections, all or none; defaults to the first ones."""
     given = [t is not None for t in second]
     if not any(given):
         return first
@@ -79,14 +80,14 @@ def second_set(
 
 
 def require_real(op: str, real: Tensor, q: Tensor) -> None:
-    """`key_padding` (B, T) of bool, as q or k."""
+    """Requires a bool `key_padding` (B, T) on q's device."""
     require_bool_mask(op, "key_padding", real)
     require_device(op, "key_padding", real, q, "q")
     require_shape(op, "key_padding", real, tuple(q.shape[:2]))
 
 
 def token_sets(op: str, name: str, index: Tensor, q: Tensor) -> Tensor:
-    """`index` (B, G) of any integers as int64: positions in [0, T), none twice in a row, or -1."""
+    """Checks `index` (B, G): distinct positions in [0, T) or -1; returns it as int64."""
     require_integers(op, name, index)
     require_device(op, name, index, q, "q")
     if index.dim() != 2 or index.shape[0] != q.shape[0]:
@@ -110,12 +111,12 @@ def token_sets(op: str, name: str, index: Tensor, q: Tensor) -> Tensor:
 
 
 def tokens_at(x: Tensor, index: Tensor) -> Tensor:
-    """The tokens (B, G, H, D) of x (B, T, H, D) at index (B, G) >= 0."""
+    """Gathers the tokens (B, G, H, D) of x (B, T, H, D) at index (B, G) >= 0."""
     return x.gather(1, index[..., None, None].expand(-1, -1, *x.shape[2:]))
 
 
 def with_tokens(x: Tensor, index: Tensor, tokens: Tensor) -> Tensor:
-    """x (B, T, H, D) with `tokens` (B, G, H, D) at index (B, G); -1 is nowhere."""
+    """Returns x (B, T, H, D) with `tokens` (B, G, H, D) at index (B, G); ignores -1."""
     length = x.shape[1]
     target = torch.where(index >= 0, index, length)[..., None, None].expand(tokens.shape)
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1))

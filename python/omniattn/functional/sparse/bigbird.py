@@ -1,4 +1,4 @@
-"""BigBird's attention: blocks that are global, near or drawn at random."""
+"""BigBird's attention: global, window and random blocks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from omniattn.reference.precision import widen
 
 __all__ = ["bigbird_attention", "bigbird_random_blocks"]
 
-_WORD = 0x00B16B1D  # counter word 3 of these draws
-_DRAWS = 4096  # picks of a draw
+_WORD = 0x00B16B1D  # counter word 3 of the random numbers
+_DRAWS = 4096  # maximum number of picks per draw
 
 
 def bigbird_random_blocks(
     blocks: int, heads: int, n_random: int, seed: int, *, draw: int = 0, causal: bool = False
 ) -> Tensor:
-    """The random key blocks of BigBird, a function of the seed.
+    """Returns BigBird's random key blocks, a function of the seed.
 
     Query block I draws `n_random` different blocks from 1 .. blocks - 2 except I - 1, I and I + 1,
     if causal only from the blocks before it; all if there are fewer. Pick m is at place
@@ -51,7 +51,7 @@ def bigbird_random_blocks(
         heads: number of query heads.
         n_random: at most 4096.
         seed: 64 bits.
-        draw: number of the draw, for layers or steps that differ.
+        draw: index of the draw, to vary blocks between layers or steps.
         causal: only blocks before the query's.
 
     Returns:
@@ -118,7 +118,7 @@ def bigbird_attention(
     backend: str | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Tensor:
-    """Attention to the first and the last block, to three blocks around, and to random ones.
+    """Attention to the first and last block, to three neighboring blocks, and to random blocks.
 
     ``O_i = sum_j softmax_j(scale q_i . k_j) v_j`` over the keys j of the blocks 0, n - 1, I - 1, I,
     I + 1 and R(h, I) for a query of block I, each block once; blocks 0 and n - 1 attend to all. Up
@@ -241,16 +241,19 @@ def _with_counts(
     causal: bool,
     how: dict[str, Any],
 ) -> Tensor:
-    """Attention to each block `counts` (H, blocks, blocks) times if `several`, else to each listed
-    block once; the first `tokens` are global."""
-    # Dropout is by positions: then the global tokens stay where they are, as a block in front.
+    """Computes attention to each block `counts` (H, blocks, blocks) times, or once.
+
+    The counts apply if `several`; otherwise each listed block counts once. The first `tokens` are
+    global.
+    """
+    # Dropout depends on positions: global tokens then stay in place, as a block in front.
     front = tokens if how["dropout_p"] > 0 else 0
     tokens -= front
     if front:
         counts = torch.nn.functional.pad(counts, (1, 0, 1, 0), value=1)
     at = _blocks_of(k.shape[1] - tokens, block, front, q.device)
     bias = None
-    if several and (is_traced() or q.is_meta):  # how many counts there are is a value
+    if several and (is_traced() or q.is_meta):  # the number of different counts is unknown
         bias = counts[:, at[k.shape[1] - q.shape[1] :, None], at].clamp(min=1)
         bias, several = bias.to(widen(q).dtype).log(), False
     times = sorted(set(counts[counts > 0].tolist())) if several else [1]
@@ -278,13 +281,13 @@ def _with_counts(
 
 
 def _blocks_of(length: int, block: int, front: int, device: torch.device) -> Tensor:
-    """The block of each token; the first `front` are block 0, before the others."""
+    """Returns the block of each token; the first `front` tokens are block 0."""
     at = (torch.arange(length, device=device) - front) // block
     return (at + 1).clamp(min=0) if front else at
 
 
 def _mask(listed: Tensor, at: Tensor, block: int, tq: int, front: int, causal: bool) -> Mask:
-    """Mask of the `listed` blocks (H, blocks, blocks), for queries that are the last tq tokens."""
+    """Returns the mask of `listed` blocks (H, blocks, blocks); queries are the last tq tokens."""
     mask: Mask
     tk = at.shape[0]
     if is_traced() or listed.is_meta or tq < tk:  # the number of partial blocks is a value
@@ -308,7 +311,7 @@ def _global_keys(
     real: Tensor | None,
     how: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """O and lse of the tokens after the global ones on these."""
+    """Returns O and lse of the other tokens' attention to the global tokens."""
     mask = None if real is None else KeyPadding(real[:, :tokens])
     rows = q[:, tokens:], k[:, :tokens], v[:, :tokens]
     out, lse = attention(*rows, mask=mask, return_lse=True, **how)
@@ -328,7 +331,7 @@ _kept_counts = functools.lru_cache(maxsize=64)(_drawn_counts)
 
 
 def _counts(blocks: int, rand_blocks: Tensor) -> Tensor:
-    """How often each query block lists each key block, (H, blocks, blocks) of int64."""
+    """Counts how often each query block lists each key block, (H, blocks, blocks) int64."""
     at = torch.arange(blocks, device=rand_blocks.device)
     ends = (at == 0) | (at == blocks - 1)
     base = ends | ends[:, None] | ((at - at[:, None]).abs() <= 1)

@@ -53,7 +53,7 @@ def detsa_attention(
     backend: str | None = None,
     **options: Unpack[FormOptions],
 ) -> Tensor:
-    """Causal attention to the last keys, to one of each `stride` before them, and to global tokens.
+    """Causal attention to a window, to one key of each `stride` before it, and to global tokens.
 
     ``O_i = sum_j softmax_j(scale q_i . k_j) v_j`` over ``i - window <= j <= i``, representatives of
     the keys before them, and the global keys j <= i. Before the window the keys form groups of
@@ -65,10 +65,10 @@ def detsa_attention(
         q: (B, Tq, Hq, D), float64, float32, bfloat16 or float16.
         k: (B, Tk, Hkv, D), Hkv a divisor of Hq. Query q is at position q + Tk - Tq of the keys.
         v: (B, Tk, Hkv, Dv).
-        window: keys before the query that are seen one by one.
-        stride: keys of a group.
-        global_index: keys that are seen one by one at any distance.
-        anchor: "relative" or "absolute"; the groups of the latter are the same for all queries.
+        window: number of keys before the query that are seen individually.
+        stride: keys per group.
+        global_index: keys that are seen individually at any distance.
+        anchor: "relative" or "absolute"; absolute groups are the same for all queries.
         representative: "token" or "mean".
         count_bias: the logit of a mean gets + ln of the number of its keys.
         levels: ((n1, s1), (n2, s2), ...) in place of stride, for the relative anchor: n1 groups of
@@ -169,7 +169,7 @@ def _kept(groups: _Groups) -> _Groups:
 
 @dataclass(frozen=True)
 class _Groups(OfPositions):
-    """Mask of the means that a query sees.
+    """Mask of the group means that a query sees.
 
     Column j of a size s is the mean of the keys j .. j + s - 1, or aligned, of s j .. s j + s - 1.
     After the columns of all sizes, column r is the mean of the first r + 1 keys, for groups that
@@ -191,19 +191,19 @@ class _Groups(OfPositions):
         return sorted({size for size, _ in self.sizes if size <= self.keys})
 
     def cut(self) -> int:
-        """Number of means of the first keys."""
+        """Returns the number of means of the first keys."""
         return 0 if self.aligned else min(max(size for size, _ in self.sizes) - 1, self.keys)
 
     def columns(self, size: int) -> int:
         return self.keys // size if self.aligned else self.keys - size + 1
 
     def counts(self) -> list[int]:
-        """The number of keys of each mean."""
+        """Returns the number of keys in each mean."""
         whole = [size for size in self.widths() for _ in range(self.columns(size))]
         return whole + list(range(1, self.cut() + 1))
 
     def means(self, x: Tensor) -> Tensor:
-        """(B, columns, H, D) of x (B, Tk, H, D), of its dtype."""
+        """Returns the means (B, columns, H, D) of x (B, Tk, H, D), in its dtype."""
         wide, step = widen(x), 1
         parts = []
         for size in self.widths():
@@ -222,7 +222,7 @@ class _Groups(OfPositions):
         return torch.cat(parts, 1)
 
     def _whole(self, before: Tensor, size: int) -> Tensor:
-        """The columns of a size; `before` (rows, 1) keys are before the window."""
+        """Returns the visible columns of a size; `before` (rows, 1) keys precede the window."""
         j = torch.arange(self.columns(size), device=before.device)
         if self.aligned:
             return size * (j + 1) <= before

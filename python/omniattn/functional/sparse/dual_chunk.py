@@ -1,4 +1,4 @@
-"""Dual chunk attention for texts longer than in training, and a mixture of near and far."""
+"""Dual chunk attention for length extrapolation, and local plus strided attention."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def dual_chunk_attention(
     backend: str | None = None,
     **options: Unpack[FormOptions],
 ) -> Tensor:
-    """Causal attention whose rotary distances stay below chunk_size, however long the text is.
+    """Causal attention with rotary distances below chunk_size for sequences of any length.
 
     ``O_i = sum_j softmax_j(scale RoPE(q_i, p_q) . RoPE(k_j, p_k)) v_j`` over all j <= i. With
     c = chunk_size - local_window the key has p_k = j mod c, and the query, of chunk I = floor(i/c)
@@ -139,7 +139,7 @@ def dual_chunk_attention(
     if not k_rotated:
         k = turn(k, torch.arange(tk, device=k.device) % c)
     place = torch.arange(tk - tq, tk, device=q.device) % c
-    # p_q and the chunks whose keys it is for
+    # p_q, and the chunks of keys that it applies to
     kinds: list[tuple[Tensor, Chunked]] = [(place, Chunked(c))]
     if tk > c:
         kinds.append(((place + c).clamp(max=chunk_size), Chunked(c, back=(1, 1))))
@@ -206,7 +206,7 @@ def local_strided_attention(
     backend: str | None = None,
     **options: Unpack[FormOptions],
 ) -> Tensor:
-    """A gated mean of causal attention to the last `window` keys and to every `stride`-th key.
+    """Gated mean of causal attention to the last `window` keys and to every `stride`-th key.
 
     ``O = g O_local + (1 - g) O_strided`` with g = sigmoid(gate): O_local over
     ``i - window < j <= i``, O_strided over the multiples of stride j <= i, in two softmaxes.
@@ -263,7 +263,7 @@ def local_strided_attention(
 
 
 def _strided(q: Tensor, k: Tensor, v: Tensor, stride: int, options: dict[str, Any]) -> Tensor:
-    """O of the multiples of `stride`."""
+    """Computes O for the keys at multiples of `stride`."""
     tq, tk = q.shape[1], k.shape[1]
     if options["dropout_p"] == 0:
         mask = (_Multiples if is_traced() else _multiples)(stride, tk)  # sizes may be symbols
@@ -283,7 +283,7 @@ def _multiples(stride: int, keys: int) -> _Multiples:
 
 @dataclass(frozen=True)
 class _Multiples(OfPositions):
-    """Column m is key stride m of `keys`, seen by the queries from it on."""
+    """Mask whose column m is key stride * m of `keys`, visible to queries from that position."""
 
     stride: int
     keys: int

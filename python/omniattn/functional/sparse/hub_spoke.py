@@ -42,7 +42,7 @@ def hub_spoke_attention(
     backend: str | None = None,
     **options: Unpack[FormOptions],
 ) -> Tensor:
-    """Attention to the last `window` keys and to hubs, with or without projections of their own.
+    """Attention to the last `window` keys and to hubs, which may have separate projections.
 
     ``O_i = sum_j softmax_j(scale q_i . k_j) v_j`` over the j with i - window <= j, and all pairs of
     which one is a hub; causal, j <= i. With dual="disjoint" the pairs with a hub have q_global,
@@ -129,6 +129,6 @@ def hub_spoke_attention(
 
 
 def _kinds(hubs: GlobalTokens, window: int, causal: bool) -> tuple[Mask, Mask]:
-    """Masks of the pairs without a hub, and of the pairs with one."""
+    """Returns the masks of pairs without a hub and of pairs with a hub."""
     spokes = SlidingWindow(window, 0 if causal else window) & Not(hubs)
     return spokes, hubs & Causal() if causal else hubs

@@ -1,4 +1,4 @@
-"""The lightning indexer of DeepSeek sparse attention: which keys a query sees, and its loss."""
+"""Lightning indexer of DeepSeek Sparse Attention, which selects keys, and its loss."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def dsa_indexer(
     return_scores: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The keys that each query of DeepSeek sparse attention sees, by a small score of its own.
+    """Selects the keys of each query in DeepSeek Sparse Attention by cheap separate scores.
 
     ``S_t = topk keys s of the largest I_ts = sum_h w_th relu(q_th . k_s)``, s <= t + Tk - Tq if
     causal; all heads of the attention share them: pass ``S[:, None]`` to
@@ -96,14 +96,14 @@ def dsa_indexer(
         k: (B, Tk, D) of q's dtype, one key for all heads.
         w: (B, Tq, H) of q's dtype or float32, signed, with the factors 1 / sqrt(H) and 1 / sqrt(D)
             if wanted. None is 1 for each head.
-        topk: keys of a query, any number >= 0.
+        topk: number of keys per query, >= 0.
         causal: query t sees keys up to t + Tk - Tq.
         activation: "relu", or None for the products themselves.
-        tie: which of equal scores comes first, the "first" key or the most "recent". With relu
-            equal scores are common: they are 0.
-        key_padding: (B, Tk) of bool, True = real; other keys are never chosen.
-        sorted_by_index: the same keys in the order of their indices, -1 last.
-        return_scores: also return their I.
+        tie: order of equal scores, the "first" key or the most "recent" first. With relu, equal
+            scores (0) are common.
+        key_padding: (B, Tk) of bool, True = real; other keys are never selected.
+        sorted_by_index: return the keys in the order of their indices, -1 last.
+        return_scores: also return the keys' scores I.
         backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 
@@ -167,7 +167,7 @@ def dsa_indexer_loss(
     debug: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """How far an indexer's softmax is from the weights of the attention it chooses keys for.
+    """KL divergence of an indexer's softmax from the weights of the attention that it serves.
 
     ``loss_t = KL(p_t || softmax_s I_ts) = sum_s p_ts (ln p_ts - I_ts) + ln sum_s exp I_ts``, with I
     of :func:`dsa_indexer` and p_t the sum over heads of ``exp(scale q_th . k_s - lse_th)``, divided
@@ -189,8 +189,8 @@ def dsa_indexer_loss(
         causal: query t sees keys up to t + Tk - Tq.
         activation: as in :func:`dsa_indexer`.
         key_padding: (B, Tk) of bool, True = real; other keys take no part.
-        debug: check `indices` for keys named twice, which count twice, and on a GPU for numbers
-            outside of the keys, and wait for it to do so.
+        debug: check `indices` for repeated keys, which count twice, and on a GPU for numbers out of
+            range, with a synchronisation.
         backend: None for the native kernels of q's device, "cpu" or "cuda" to insist on them,
             "reference" for the eager definition.
 
@@ -262,7 +262,7 @@ def _lse(
     key_padding: Tensor | None,
     backend: str | None,
 ) -> Tensor:
-    """The lse of attention, in full precision also under autocast."""
+    """Computes attention's lse, in full precision also under autocast."""
     q, k = widen(q), widen(k)
     options: dict[str, Any] = {"causal": causal, "scale": scale, "backend": backend}
     with full_precision(q):
@@ -282,7 +282,7 @@ def _lse(
 def _index_inputs(
     op: str, q: Tensor, k: Tensor, w: Tensor | None, names: tuple[str, str, str]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q, k and w of an indexer, checked; under autocast q and k have its dtype."""
+    """Checks an indexer's q, k and w; under autocast casts q and k to its dtype."""
     q_name, k_name, w_name = names
     require_float(op, q_name, q)
     dtype = autocast_dtype(q)
@@ -320,8 +320,10 @@ def _check_options(
 def _attention_inputs(
     op: str, q_idx: Tensor, k_idx: Tensor, q: Tensor, k: Tensor, lse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """q and k of the attention that the indexer learns from, checked with its lse; under autocast
-    they have its dtype, as in that attention."""
+    """Checks q, k and lse of the attention that the indexer learns from.
+
+    Under autocast q and k are cast to its dtype, as in that attention.
+    """
     q, k, _ = autocast(op, q, k, k)
     batch, tq, tk = q_idx.shape[0], q_idx.shape[1], k_idx.shape[1]
     if (
@@ -343,7 +345,7 @@ def _attention_inputs(
 
 
 def _check_lists(op: str, indices: Tensor, q: Tensor, tk: int) -> None:
-    """Lists of keys; values are checked where that waits for no device."""
+    """Checks lists of keys; checks values only without a device synchronisation."""
     require_int32_or_int64(op, "indices", indices, q)
     if indices.dim() != 3 or indices.shape[:2] != q.shape[:2]:
         raise ValueError(

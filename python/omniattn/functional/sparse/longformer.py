@@ -1,4 +1,4 @@
-"""Longformer's attention: a window and global tokens, with projections of their own."""
+"""Longformer's attention: a window, and global tokens with separate projections."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def longformer_attention(
     backend: str | None = None,
     **options: Unpack[FormOptions],
 ) -> Tensor:
-    """Each token attends to a window around it and to global tokens, and these attend to all.
+    """Attention to a window around each token and to global tokens, which attend to all tokens.
 
     ``O_i = sum_j softmax_j(scale q_i . k_j) v_j`` over ``|i - j| <= window / 2`` and the global j,
     each key once; a global token i has ``q_global_i . k_global_j`` and v_global_j over all j in its
@@ -151,14 +151,14 @@ def _dilations(
 
 
 def _at(real: Tensor, index: Tensor) -> Tensor:
-    """Whether there is a real token at index (B, G)."""
+    """Returns bool, True if there is a real token at index (B, G)."""
     return real.gather(1, index.clamp(min=0)) & (index >= 0)
 
 
 def _outside(
     index: Tensor, length: int, dilations: tuple[int, ...], reach: int, causal: bool
 ) -> Tensor:
-    """Bool (B, H | 1, T, G): the global keys that a query sees, but not in its window."""
+    """Returns bool (B, H | 1, T, G), True for visible global keys outside a query's window."""
     kinds = dilations if len(set(dilations)) > 1 else dilations[:1] or (1,)
     step = torch.tensor(kinds, device=index.device)[:, None, None]
     before = torch.arange(length, device=index.device)[:, None] - index[:, None, None]
@@ -176,7 +176,7 @@ def _windows(
     causal: bool,
     how: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """O and lse of the windows; heads of one dilation together."""
+    """Computes O and lse of the windows, for all heads of one dilation together."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, dilation: int) -> tuple[Tensor, Tensor]:
         mask: Mask = Dilated(dilation, reach, causal)
@@ -193,7 +193,7 @@ def _windows(
     for kind in kinds:
         heads = [h for h, n in enumerate(dilations) if n == kind]
         shared = [h // group for h in heads]
-        if how["dropout_p"] > 0:  # which depends on the number of a head
+        if how["dropout_p"] > 0:  # dropout depends on the head's index
             out, lse = (
                 t[:, :, heads] if t.dim() == 4 else t[:, heads] for t in attend(q, k, v, kind)
             )
@@ -209,9 +209,9 @@ def _windows(
 def _global_keys(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, outside: Tensor, how: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """O and lse of all queries on the global keys that are not in their windows."""
+    """Computes O and lse of all queries for global keys outside their windows."""
     seen = outside & (index >= 0)[:, None, None]
-    if how["dropout_p"] > 0:  # by the positions of the keys, so that they stay where they are
+    if how["dropout_p"] > 0:  # dropout depends on the positions of keys, which stay in place
         lists = torch.where(seen, index[:, None, None], -1)
         return selected_attention(q, k, v, lists, block_size=1, return_lse=True, **how)
     place = index.clamp(min=0)
@@ -227,7 +227,7 @@ def _with_global_queries(
     causal: bool,
     how: dict[str, Any],
 ) -> Tensor:
-    """`out` with the rows of the global tokens, which see all keys."""
+    """Returns `out` with the rows of global tokens replaced; these see all keys."""
     if how["dropout_p"] > 0:
         return _with_global_rows(out, tensors, index, real, causal, how)
     q, k, v = tensors

@@ -1,4 +1,4 @@
-"""Neighborhood attention in grids of tokens, under NATTEN's names."""
+"""Neighborhood attention in grids of tokens, with NATTEN's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omniattn.functional.masks.grid import grid_axes
 
 __all__ = ["na1d", "na2d", "na3d"]
 
-#: For all axes, or for each.
+#: One value for all axes, or one per axis.
 Ints = int | tuple[int, ...]
 Bools = bool | tuple[bool, ...]
 Found = Tensor | tuple[Tensor, Tensor]
@@ -124,10 +124,10 @@ def na2d(
         query: (B, Y, X, H, D), float64, float32, bfloat16 or float16.
         key: (B, Y, X, Hkv, D), Hkv a divisor of H.
         value: (B, Y, X, Hkv, Dv).
-        kernel_size: tokens that a query sees along each axis, one number or one for each axis.
-        stride: queries that share a window, at most kernel_size.
+        kernel_size: number of tokens that a query sees along each axis, one number or one per axis.
+        stride: number of queries that share a window, at most kernel_size.
         dilation: distance of the tokens of a window; kernel_size * dilation must fit into the grid.
-        is_causal: along which axes only tokens up to the query's own are seen.
+        is_causal: axes along which a query sees only tokens up to its own.
         scale: None is 1 / sqrt(D).
         return_lse: also return the log-sum-exp of the logits.
         backend: see :func:`attention`.

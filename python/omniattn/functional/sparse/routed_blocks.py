@@ -1,4 +1,4 @@
-"""Attention over blocks of keys that a learned router selects for blocks of queries."""
+"""Attention to key blocks that a learned router selects for blocks of queries."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def routed_block_attention(
     backend: str | None = None,
     **options: Unpack[FormOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of each block of queries to `topk` blocks of keys, by learned scores.
+    """Causal attention of each query block to `topk` key blocks with the best learned scores.
 
     Queries I attend to their own block of keys and to the topk - 1 blocks J before it with the
     largest ``r_IJ = router_q_I . router_k_J / sqrt(Dr)``, the first of equal ones, in one softmax.
@@ -240,7 +240,7 @@ def _gated(
     own: Tensor,
     options: dict[str, Any],
 ) -> Tensor:
-    """O with ln sigmoid(r) on the logits of each chosen block before the own."""
+    """Computes O with ln sigmoid(r) added to the logits of each earlier selected block."""
     heads, query_block = q.shape[2], options["query_block"]
     keys = widen(router_k).transpose(1, 2)
     keys = keys.repeat_interleave(router_q.shape[2] // router_k.shape[2], 1)
@@ -268,7 +268,7 @@ def _distillation(
     query_block: int,
     options: dict[str, Any],
 ) -> Tensor:
-    """KL of the blocks' shares in full attention from softmax r, for some lists at a time."""
+    """Computes KL(shares of blocks in full attention || softmax r), some lists at a time."""
     (batch, tq, heads), tk = q.shape[:3], k.shape[1]
     wide_q, wide_k = widen(q.detach()), widen(k.detach())
     with torch.no_grad():  # one column of values: only the lse is needed
@@ -276,7 +276,7 @@ def _distillation(
     found = []
     for lists in parts_of(ends.shape[0], batch * heads * tk * query_block):
         queries = slice(lists.start * query_block, min(lists.stop * query_block, tq))
-        last = max(0, queries.stop + tk - tq)  # keys that the part sees
+        last = max(0, queries.stop + tk - tq)  # number of keys visible to the part
         blocks = -(-last // block_size)
         with torch.no_grad():
             weights = attention_weights(

@@ -1,4 +1,4 @@
-"""Attention over keys that each query selects: the engine of NSA, MoBA and DSA."""
+"""Attention to keys selected by each query: the basis of NSA, MoBA and DSA."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def selected_attention(
     backend: str | None = None,
     **options: Unpack[SelectedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`attention` of each query to the blocks of keys that it has selected.
+    """:func:`attention` of each query to its selected blocks of keys.
 
     ``O_i = softmax(softcap(scale q_i k_j^T)) v_j`` over the keys j of all blocks
     ``[n block_size, (n + 1) block_size)`` with n in the list of query i, each key once, and
@@ -108,18 +108,18 @@ def selected_attention(
             block of queries in any order: numbers of blocks, each at most once, and -1 for none.
             `heads` is Hkv (the query heads of a group share their list), 1 (all heads do) or Hq.
             No gradient.
-        block_size: keys of a block, 1 for single keys. The last block may be ragged. Blocks of
+        block_size: keys per block, 1 for single keys. The last block may be partial. Blocks of
             fewer than 16 or an odd number of keys are copied, a few at a time, which takes several
-            times as long for lists of few rows.
-        query_block: queries that share a list: query i has list i // query_block.
+            times as long for lists with few rows.
+        query_block: queries per list: query i has list i // query_block.
         causal: query i sees keys up to i + Tk - Tq, also inside of blocks.
         scale: factor on q k^T; None is 1 / sqrt(D).
-        softcap, sinks, dropout_p, seed: see :func:`attention`; the dropout mask is the one of that
-            function, so that results agree with a mask's.
+        softcap, sinks, dropout_p, seed: see :func:`attention`; with an equivalent mask that
+            function drops the same weights.
         return_lse: also return the log-sum-exp of the logits.
-        debug: check `indices` for numbers outside of the keys and for blocks named twice, which
-            count twice, and wait for a GPU to do so. Without, the CPU still refuses numbers outside
-            of the keys, and CUDA ignores them.
+        debug: check `indices` for numbers out of range and for repeated blocks, which count twice,
+            with a synchronisation of a GPU. Without it, the CPU still rejects numbers out of range,
+            and CUDA ignores them.
         backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition, a mask.
 
@@ -178,7 +178,7 @@ def selected_attention(
 
 
 def _lists(op: str, indices: Tensor, q: Tensor, k: Tensor, query_block: int) -> Tensor:
-    """The lists of all batch entries."""
+    """Checks the lists; returns them for all batch entries."""
     require_int32_or_int64(op, "indices", indices, q)
     (batch, tq, heads), kv_heads = q.shape[:3], k.shape[2]
     lists = -(-tq // query_block)

@@ -1,4 +1,4 @@
-"""Attention over blocks of keys that the scores of the blocks select: MoBA, NSA."""
+"""Attention to blocks of keys selected by block scores: MoBA, NSA."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from omniattn.reference.selected_blocks import moba_scores, nsa_scores, position
 
 __all__ = ["moba_attention", "nsa_attention"]
 
-#: Scores of blocks, or weights, that are in memory at a time.
+#: Number of block scores, or weights, in memory at a time.
 SCORES = 1 << 22
 
 
@@ -49,9 +49,9 @@ def moba_attention(
     backend: str | None = None,
     **options: Unpack[FormOptions],
 ) -> Tensor:
-    """Mixture of block attention: each query and head attends to `topk` blocks of keys.
+    """Mixture of block attention (MoBA): each query and head attends to `topk` blocks of keys.
 
-    These are the own block of query i and the topk - 1 blocks b before it with the largest
+    They are the query's own block and the topk - 1 earlier blocks b with the largest
     ``q_i . mean(k_j, j in b)``, the first of equal ones; causal, with one softmax over all keys.
 
     Args:
@@ -60,9 +60,9 @@ def moba_attention(
         k: (B, Tk, Hkv, D).
         v: (B, Tk, Hkv, Dv).
         block_size: keys of a block.
-        topk: blocks of a query, its own included.
-        block_keys: (B, Tk // block_size, Hkv, D) float32 (float64 for float64), the mean keys of
-            whole blocks, where a cache has them; None computes them.
+        topk: number of blocks per query, including its own.
+        block_keys: (B, Tk // block_size, Hkv, D) float32 (float64 for float64), mean keys of whole
+            blocks, for example from a cache; None computes them.
         scale: factor on q k^T of the attention; None is 1 / sqrt(D). The scores have none.
         softcap, dropout_p, seed: of the attention, see :func:`attention`.
         backend: see :func:`attention`.
@@ -138,7 +138,7 @@ def nsa_attention(
     backend: str | None = None,
     **options: Unpack[FormOptions],
 ) -> Tensor:
-    """Native sparse attention: a gated sum of attention to compressed keys, blocks and a window.
+    """Native sparse attention (NSA): gated attention to compressed keys, blocks and a window.
 
     ``O = g_0 O_compressed + g_1 O_selected + g_2 O_window``, all causal. Compressed key n stands
     for `compress_size` keys from n compress_stride on, and is seen when all of them are. The
@@ -227,7 +227,7 @@ def nsa_attention(
     ends = positions(tq, tk, q.device)
     how["backend"] = backend
     seen: PooledKeys | None = None
-    if tq == 1 and not is_traced():  # a step sees a range: hidden keys are not read
+    if tq == 1 and not is_traced():  # a step sees a range of keys; others are not read
         last = min(count, max(0, (tk - compress_size) // compress_stride + 1))
         k_compressed, v_compressed = k_compressed[:, :last], v_compressed[:, :last]
         if record.dropout_p == 0:
@@ -235,7 +235,7 @@ def nsa_attention(
     else:
         seen = PooledKeys(*sizes, first=tk - tq)
     compressed, lse = attention(q, k_compressed, v_compressed, mask=seen, return_lse=True, **how)
-    # In full precision, as the definition has it: rounded weights are often equal.
+    # In full precision, as in the definition: rounded weights are often equal.
     kept_k, kept_lse = widen(k_compressed.detach()), lse.detach()
 
     def scores(part: Tensor, ends: Tensor, queries: slice) -> tuple[Tensor, Tensor]:
@@ -270,10 +270,10 @@ def chosen(
     scores: Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]],
     backend: str | None,
 ) -> Tensor:
-    """Lists of the topk blocks with the largest scores(queries, their positions, their places), of
-    q (B, lists, heads, .) at the positions `ends` (lists,).
+    """Returns lists of the topk blocks with the largest scores(queries, positions, slice).
 
-    `elements` is the number of elements in memory that the scores of a query need.
+    q is (B, lists, heads, .) at the positions `ends` (lists,). `elements` is the number of elements
+    in memory that the scores of a query need.
     """
     batch, tq = q.shape[:2]
     found = []
@@ -281,7 +281,7 @@ def chosen(
         for queries in parts_of(tq, batch * elements):
             values, past = scores(q.detach()[:, queries], ends[queries], queries)
             count = values.shape[-1]
-            if isinstance(count, torch.SymInt):  # which a graph may not compare with topk
+            if isinstance(count, torch.SymInt):  # comparing it with topk would add a guard
                 values, past = (torch.nn.functional.pad(t, (0, topk)) for t in (values, past))
                 count = topk
             count = min(topk, count)
@@ -290,9 +290,10 @@ def chosen(
 
 
 def parts_of(count: int, elements: int) -> Iterator[slice]:
-    """Splits `count` into slices, at least one, of about SCORES elements each.
+    """Yields slices of `count` items, at least one, of about SCORES elements each.
 
-    Each item needs `elements`. A single slice has all items if the sizes are symbolic."""
+    Each item needs `elements`. With symbolic sizes a single slice has all items.
+    """
     if isinstance(count, torch.SymInt) or isinstance(elements, torch.SymInt):
         yield slice(0, count)
         return

@@ -1,4 +1,4 @@
-"""Selective attention: tokens hide each other from all later queries."""
+"""Selective attention: tokens mask earlier tokens for all later queries."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def selective_attention(
     backend: str | None = None,
     **options: Unpack[SelectiveOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention in which each token can hide earlier ones from all queries after it.
+    """Causal attention in which each token can mask earlier tokens for all later queries.
 
     ``O = softmax(logits - F) v`` with ``F_ij = penalty_j + sum_{r < i} S_rj`` in all heads, and
     ``S = relu(logits of head 0)``, but 0 for the first key and for a query's own key. There are no
@@ -79,8 +79,8 @@ def selective_attention(
         v: (B, Tk, Hkv, Dv) of q's dtype.
         penalty: (B, Tk), F of the first query, as returned by earlier calls, 0 for new keys.
             float32 (float64 for float64). None is 0.
-        budget: number of keys that a query sees: the keys with the smallest F, on ties the later
-            ones, so that it sees its own.
+        budget: maximum number of keys that a query sees, those with the smallest F; of equal ones
+            the later, so that it sees its own.
         return_penalty: also return F of the query after the last.
         scale, softcap, sinks, head_scale, dropout_p, seed, backend: as in :func:`attention`; S is
             of logits with scale, softcap and head_scale.

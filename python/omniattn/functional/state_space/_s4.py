@@ -1,4 +1,4 @@
-"""Shared by S4 and S4D: state updates, per step and per chunk of tokens; argument checks."""
+"""State updates per step and per chunk, and argument checks, shared by S4 and S4D."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from omniattn.reference.precision import compute_dtype
 MODES = ("conv", "recurrent")
 #: An output and the state after it.
 State: TypeAlias = tuple[Tensor, Tensor]
-#: Tokens whose inputs go into a state, or outputs come from one, by one product.
+#: Number of tokens per matrix product from inputs to a state, or from a state to outputs.
 CHUNK = 64
 
 
@@ -35,7 +35,7 @@ def by_recurrence(
     initial_state: Tensor | None,
     like: Tensor,
 ) -> State:
-    """(y, state) = step(state, u of a token) over u (B, T, H); states (B, H, N) as `like`."""
+    """Iterates (y, state) = step(state, u of a token) over u (B, T, H); states as `like`."""
     x, steps = u.to(like.real.dtype), u.shape[1]
     state = initial_state
     if state is None:
@@ -44,7 +44,7 @@ def by_recurrence(
     for each in x.unbind(1):
         y, state = step(state, each)
         outputs.append(y)
-    if not outputs:  # a result of no numbers has gradients, of zeros, all the same
+    if not outputs:  # an empty result still has gradients (zeros)
         outputs.append(step(state, x.sum(1))[0])
         state = state.clone()
     y = torch.stack(outputs, 1)[:, :steps]
@@ -54,10 +54,10 @@ def by_recurrence(
 
 
 def final_state(x: Tensor, log_ab: Tensor, bb: Tensor, initial_state: Tensor | None) -> Tensor:
-    """The state (B, H, N) of a diagonal system after x (B, T, H): of each chunk, then of all."""
+    """Computes a diagonal system's state (B, H, N) after x (B, T, H), first per chunk."""
     batch, steps = x.shape[:2]
     chunks = -(-steps // CHUNK)
-    # Backwards in time, the distance to the end is the index.
+    # In reversed time, the index is the distance to the end.
     distances = torch.arange(max(CHUNK, chunks), dtype=x.dtype, device=x.device)
     within = (log_ab[..., None] * distances[:CHUNK]).exp()  # (H, N, CHUNK)
     between = (log_ab[..., None] * (CHUNK * distances[:chunks])).exp()
@@ -97,8 +97,7 @@ def real_system(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor) -> 
 
 
 def real_system_kernel(system: RealSystem, length: int) -> Tensor:
-    """``C Ab^l Bb`` (H, length): with ``l = i n + j``, C is multiplied by the powers i n and Bb by
-    the powers j."""
+    """Computes ``C Ab^l Bb`` (H, length) by powers i n applied to C and j to Bb, l = i n + j."""
     width = 1 << (length.bit_length() + 1) // 2
     columns, grown = _krylov(system.growth, system.square, system.bb, width)
     rows, _ = _krylov(grown.mT, None, system.c, -(-length // width))
@@ -108,7 +107,7 @@ def real_system_kernel(system: RealSystem, length: int) -> Tensor:
 def real_system_states(
     x: Tensor, system: RealSystem, initial_state: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """Contribution of the initial state to y (B, T, H), and the final state (B, H, N)."""
+    """Returns the initial state's part of y (B, T, H), and the final state (B, H, N)."""
     growth, square, bb, c = system
     batch, _, channels = x.shape
     inputs, whole = _krylov(growth, square, bb, CHUNK)  # Ab^j Bb
@@ -135,8 +134,10 @@ def real_system_states(
 
 
 def _krylov(growth: Tensor, square: Tensor | None, b: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """b, a b, .., a^(count - 1) b of ``a = 1 + growth`` as the columns of (H, M, count), and
-    ``a^w - 1`` of the first power of two w that is at least count."""
+    """Returns b, a b, .., a^(count - 1) b of ``a = 1 + growth`` as columns (H, M, count).
+
+    Also returns ``a^w - 1`` for the smallest power of two w >= count.
+    """
     columns = b[..., None]
     while columns.shape[-1] < count:
         columns = torch.cat((columns, torch.baddbmm(columns, growth, columns)), -1)
@@ -145,7 +146,7 @@ def _krylov(growth: Tensor, square: Tensor | None, b: Tensor, count: int) -> tup
 
 
 def _power(growth: Tensor, square: Tensor | None, count: int) -> Tensor:
-    """``(1 + growth)^count - 1``."""
+    """Computes ``(1 + growth)^count - 1``."""
     grown = torch.zeros_like(growth)
     while count:
         if count % 2:
@@ -156,12 +157,12 @@ def _power(growth: Tensor, square: Tensor | None, count: int) -> Tensor:
 
 
 def _squared(growth: Tensor, square: Tensor | None) -> Tensor:
-    """``(1 + growth)^2 - 1``, known where `growth` may be near -2, which cancels."""
+    """Computes ``(1 + growth)^2 - 1``, or returns `square`, exact for `growth` near -2."""
     return torch.baddbmm(growth, growth, growth, beta=2) if square is None else square
 
 
 def require_input(op: str, u: Tensor) -> torch.dtype:
-    """The dtype of the parameters of a model over u."""
+    """Checks u; returns the dtype of the model's parameters."""
     require_float(op, "u", u)
     require_strided(op, "u", u)
     if u.ndim != 3:

@@ -31,7 +31,7 @@ def ssm_recurrence(
     initial_state: Tensor | None = None,
     delayed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A linear system in discrete time: several inputs, states and outputs.
+    """Discrete-time linear system with several inputs, states and outputs (MIMO).
 
     ``s_t = A s_{t-1} + B u_t``, ``y_t = C s_t + D u_t``.
 
@@ -42,8 +42,7 @@ def ssm_recurrence(
         C: (outputs, N).
         D: (outputs, inputs), or None.
         initial_state: (batch, N), or None for zeros.
-        delayed: ``y_t = C s_{t-1} + D u_t``: outputs are read from the state before it has seen the
-            input of their step.
+        delayed: ``y_t = C s_{t-1} + D u_t``: outputs use the state before the step's input.
 
     Returns:
         y (batch, T, outputs) of u's dtype, and the state (batch, N) after the last step.
@@ -103,14 +102,14 @@ def ssm_recurrence(
 
 
 def ssm_kernel(A: Tensor, B: Tensor, C: Tensor, length: int) -> Tensor:
-    """Impulse response of a linear system: ``K_l = C A^l B``.
+    """Returns the impulse response of a linear system: ``K_l = C A^l B``.
 
     Without an initial state, `ssm_recurrence` is the convolution ``y_t = sum_{j<=t} K_{t-j} u_j``;
     `delayed`, it is ``sum_{j<t} K_{t-j-1} u_j``.
 
     Args:
         A, B, C: as in `ssm_recurrence`, of one dtype, float64 or float32.
-        length: of the kernel.
+        length: length of the kernel.
 
     Returns:
         K (length, outputs, inputs).

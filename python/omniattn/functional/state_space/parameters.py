@@ -1,4 +1,4 @@
-"""Linear time-invariant state-space models: discretisation and initial values."""
+"""Linear time-invariant state-space models: discretisation and initialisation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["discretize", "hippo_legs", "nplr", "ssm_init"]
 
 RULES = ("zoh", "bilinear", "euler", "mamba")
 INITS = ("s4d-lin", "s4d-inv", "s4d-real", "legs")
-#: Below, (e^x - 1) / x is a sum of powers, whose derivative has no cancellation either.
+#: Below this, (e^x - 1) / x is a power series, whose derivative does not cancel either.
 _SMALL, _POWERS = 0.3, 13
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -119,7 +119,7 @@ def discretize(
 
 
 def growth(x: Tensor) -> Tensor:
-    """(e^x - 1) / x, which is 1 at 0."""
+    """Computes (e^x - 1) / x, 1 at 0."""
     small = x.abs() < _SMALL
     away = torch.where(small, 1, x)
     near, series = torch.where(small, x, 0), torch.ones_like(x)
@@ -129,7 +129,7 @@ def growth(x: Tensor) -> Tensor:
 
 
 def expm1(x: Tensor) -> Tensor:
-    """torch's own of a complex number takes 1 from the rounded exponential."""
+    """Computes e^x - 1; torch's for complex numbers subtracts 1 from the rounded exponential."""
     if not x.is_complex():
         return x.expm1()
     grown, half = x.real.expm1(), (x.imag / 2).sin()
@@ -142,7 +142,7 @@ def _dense(a: Tensor, b: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     one = torch.eye(size, dtype=a.dtype, device=a.device)
     lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-1])
     a, b = a.expand(*lead, size, size), b.expand(*lead, size)
-    if size == 0:  # which torch.linalg refuses
+    if size == 0:  # not supported by torch.linalg
         return a, b
     if rule == "bilinear":
         right = torch.cat((one + a / 2, b[..., None]), -1)
@@ -164,7 +164,7 @@ def hippo_legs(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """HiPPO-LegS: the system whose state holds the Legendre coefficients of all past input.
+    """Returns HiPPO-LegS, whose state holds the Legendre coefficients of all past input.
 
     ``A[n, k] = -sqrt((2 n + 1) (2 k + 1))`` for n > k, ``-(n + 1)`` for n = k, else 0, and
     ``B[n] = sqrt(2 n + 1)``, n, k = 0, ..., N - 1. The eigenvalues are -1, ..., -N.
@@ -205,7 +205,7 @@ def nplr(
     dtype: torch.dtype = torch.complex64,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """HiPPO-LegS as a diagonal matrix minus one of rank one, in the basis V of its normal part.
+    """Returns HiPPO-LegS as diagonal minus rank one, in the basis V of its normal part.
 
     ``A = V (diag(Lambda) - P P*) V*`` and ``B = V B'``, where Re Lambda = -1/2. Of each pair of
     conjugates only the one with Im Lambda > 0 is given; the other one is conjugate in all results.
@@ -251,7 +251,7 @@ def ssm_init(
     dtype: torch.dtype = torch.complex64,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The diagonal A that a diagonal state-space model begins with, of each pair of conjugates one.
+    """Returns the initial A of a diagonal state-space model, one of each conjugate pair.
 
     For n = 0, ..., N / 2 - 1: "s4d-lin" ``-1/2 + i pi n``, "s4d-inv"
     ``-1/2 + i N / pi (N / (2 n + 1) - 1)``, "s4d-real" ``-(n + 1)``, and "legs" the Lambda of

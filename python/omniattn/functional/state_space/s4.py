@@ -1,4 +1,4 @@
-"""S4 and S4D: convolutions by the kernels of state-space models, and the same step by step."""
+"""S4 and S4D: state-space models as convolutions and as recurrences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from omniattn.reference.empty import nothing_of
 
 __all__ = ["fft_conv", "s4", "s4_kernel", "s4d", "s4d_kernel"]
 
-#: Bytes of the complex numbers of a block of channels, for a level-2 cache.
+#: Bytes of complex numbers per block of channels, for a level-2 cache.
 _BLOCK_BYTES = 1 << 20
 
 
@@ -50,8 +50,7 @@ def fft_conv(
         kernel: (H, L), or (L, outputs, H) as :func:`ssm_kernel` makes it; float32 (float64 for a
             float64 u); taps from T on are not used.
         D: (H,), or (outputs, H), of the kernel's dtype, or None.
-        delayed: tap j multiplies ``u[t - 1 - j]``: outputs are read from the state before it has
-            seen the input of their step.
+        delayed: tap j multiplies ``u[t - 1 - j]``: outputs use the state before the step's input.
 
     Returns:
         y (B, T, H), or (B, T, outputs), of u's dtype.
@@ -108,7 +107,7 @@ def fft_conv(
 
 
 def _mixed(x: Tensor, kernel: Tensor, D: Tensor | None, delayed: bool) -> Tensor:
-    """x (B, T, H), kernel (L, outputs, H), D (outputs, H) -> (B, T, outputs)."""
+    """Convolves x (B, T, H) with kernel (L, outputs, H) and D (outputs, H): (B, T, outputs)."""
     steps = x.shape[1]
     taps = kernel[: max(steps - delayed, 0)]
     if x.numel() == 0 or taps.numel() == 0:
@@ -127,14 +126,14 @@ def _mixed(x: Tensor, kernel: Tensor, D: Tensor | None, delayed: bool) -> Tensor
 
 
 def _convolved(x: Tensor, taps: Tensor) -> Tensor:
-    """x (B, C, T), taps (C, L <= T)."""
+    """Convolves x (B, C, T) with taps (C, L <= T)."""
     size = 2 * x.shape[-1]
     product = torch.fft.rfft(x, n=size) * torch.fft.rfft(taps, n=size)
     return torch.fft.irfft(product, n=size)[..., : x.shape[-1]]
 
 
 def s4d_kernel(A: Tensor, C: Tensor, dt: Tensor, length: int, *, rule: str = "zoh") -> Tensor:
-    """The convolution kernel of a diagonal state-space model.
+    """Returns the convolution kernel of a diagonal state-space model.
 
     ``K[h, l] = 2 Re sum_n C[h, n] Ab[h, n]^l Bb[h, n]``, with Ab and Bb from :func:`discretize` of
     A and B = 1.
@@ -174,24 +173,24 @@ def s4d_kernel(A: Tensor, C: Tensor, dt: Tensor, length: int, *, rule: str = "zo
 
 
 def _diagonal(op: str, A: Tensor, dt: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    """dt A, Ab and Bb."""
+    """Returns dt A, Ab and Bb."""
     require_choice(op, "rule", rule, RULES)
     return A * dt[:, None], *discretize(A, torch.ones_like(A), dt, rule)
 
 
 def _growth(x: Tensor, rule: str) -> Tensor:
-    """``Ab - 1`` of x = dt A, with the digits of dt that Ab itself loses."""
+    """Computes ``Ab - 1`` of x = dt A, with the digits of dt that Ab itself loses."""
     if rule == "euler":
         return x
     return x / (1 - x / 2) if rule == "bilinear" else expm1(x)
 
 
 def _log(x: Tensor, ab: Tensor, rule: str) -> Tensor:
-    """The logarithm of Ab, likewise."""
+    """Computes the logarithm of Ab without losing the digits of dt."""
     if rule in ("zoh", "mamba"):
         return x
-    # 0 has no logarithm, but this number is as good: it and its inverse, which gradients meet, are
-    # far from the ends of the range.
+    # Replaces 0, which has no logarithm; this number and its inverse, which occurs in gradients,
+    # are far from overflow and underflow.
     tiny = torch.finfo(x.real.dtype).tiny ** 0.5
     log, small = (ab + (ab == 0).to(ab.dtype) * tiny).log(), x.abs() < 0.5
     near = torch.where(small, x, 0)
@@ -200,7 +199,7 @@ def _log(x: Tensor, ab: Tensor, rule: str) -> Tensor:
 
 
 def _log1p(x: Tensor) -> Tensor:
-    """torch's own of a complex number takes the logarithm of the rounded 1 + x."""
+    """Computes log(1 + x); torch's for complex numbers rounds 1 + x first."""
     re, im = x.real, x.imag
     return torch.complex((re * (2 + re) + im * im).log1p() / 2, torch.atan2(im, 1 + re))
 
@@ -217,7 +216,7 @@ def s4d(
     mode: str = "conv",
     rule: str = "zoh",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A diagonal state-space model for each channel.
+    """Diagonal state-space model per channel (S4D).
 
     ``s_t = Ab s_{t-1} + Bb u_t``, ``y_t = 2 Re sum_n C_n s_{t,n} + D u_t``, with Ab and Bb from
     :func:`discretize` of A and B = 1.
@@ -228,9 +227,9 @@ def s4d(
             complex64 and float32.
         D: (H,) of dt's dtype, or None.
         initial_state: (B, H, N) of A's dtype; None for zeros.
-        output_final_state: whether to return the state after the last token.
-        mode: "conv" computes the kernel and convolves by FFT, in O(T log T); "recurrent" takes one
-            step after another, which is for decoding. Both give the same.
+        output_final_state: if True, also returns the state after the last token.
+        mode: "conv" computes the kernel and convolves by FFT, in O(T log T); "recurrent" runs step
+            by step, for decoding. The results are equivalent.
         rule: of :func:`discretize`. With "euler" states grow where ``|1 + dt A| > 1``, though
             Re A is below 0: the largest A of "s4d-lin" allow a dt of (2 / (pi N))^2 at most.
 
@@ -280,7 +279,7 @@ def s4d(
 
 
 def s4_kernel(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor, length: int) -> Tensor:
-    """The convolution kernel of a state-space model whose matrix is diagonal minus rank one.
+    """Returns the convolution kernel of a state-space model with a diagonal-minus-rank-one matrix.
 
     ``K[h, l] = 2 Re sum_n conj(C[h, n]) (Ab^l Bb)[h, n]`` of the bilinear Ab and Bb of
     ``A = diag(Lambda) - P P*``, which is a matrix over both conjugates of each pair.
@@ -335,7 +334,7 @@ def s4(
     output_final_state: bool = False,
     mode: str = "conv",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A state-space model whose matrix is diagonal minus rank one, for each channel.
+    """State-space model with a diagonal-minus-rank-one matrix per channel (S4).
 
     ``s_t = Ab s_{t-1} + Bb u_t``, ``y_t = 2 Re sum_n conj(C_n) s_{t,n} + D u_t``.
 

@@ -1,4 +1,4 @@
-"""The selective scan of Mamba."""
+"""Mamba's selective scan."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def selective_scan(
     delta_softplus: bool = False,
     **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
-    """The scan of Mamba: a diagonal state-space model whose step, input and output vary by token.
+    """Mamba's scan: a diagonal state-space model whose step, input and output depend on the token.
 
     For each channel d of group g and state n, with ``dt = delta + delta_bias`` or, with
     ``delta_softplus``, ``dt = softplus(delta + delta_bias)``:
@@ -62,7 +62,7 @@ def selective_scan(
         D: (D,), or None for no such term.
         z: (B, T, D) of u's dtype, or None for no gate.
         delta_bias: (D,), or None.
-        delta_softplus: whether dt is softplus(delta + delta_bias), which is linear above 20.
+        delta_softplus: True if dt is softplus(delta + delta_bias), which is linear above 20.
         initial_state: (S, D, N), None for zeros; S is B, or the number of sequences.
         cu_seqlens: (S + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
             are sequence n, with a state of its own; they grow from 0 to T. Jagged nested tensors
@@ -143,8 +143,7 @@ def selective_scan(
 
 
 def _pairs(x: Tensor, conjugated: bool = False) -> Tensor:
-    """(.., N) complex or real as the real and the imaginary parts (.., 2 N) in turn, of the
-    conjugates if these are wanted."""
+    """Converts (.., N) to interleaved real and imaginary parts (.., 2 N), optionally conjugated."""
     if x.is_complex():
         x = x.resolve_conj()
         real, imag = x.real, x.imag
@@ -157,7 +156,7 @@ def _pairs(x: Tensor, conjugated: bool = False) -> Tensor:
 def _constant(
     op: str, name: str, t: Tensor, u: Tensor, shape: tuple[int, ...], is_complex: bool
 ) -> Tensor:
-    """As `widened`; with a complex A, t may be complex as well."""
+    """Checks and widens t as `widened`; with a complex A, t may be complex as well."""
     require_tensor(op, name, t)
     if not (is_complex and t.is_complex()):
         return widened(op, name, t, u, (shape,), "u")
@@ -168,7 +167,7 @@ def _constant(
 
 
 def _weights(op: str, name: str, t: Tensor, u: Tensor, A: Tensor, is_complex: bool) -> Tensor:
-    """B or C as (B, T, G, N) or (D, N)."""
+    """Returns B or C as (B, T, G, N) or (D, N)."""
     require_tensor(op, name, t)
     require_strided(op, name, t)
     (batch, steps, channels), states = u.shape, A.shape[1]

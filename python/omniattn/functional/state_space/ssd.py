@@ -1,4 +1,4 @@
-"""The state-space duality of Mamba-2: a recurrence of a matrix state with one decay per head."""
+"""Mamba-2's state-space duality: a recurrence of a matrix state with one decay per head."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ssd(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
-    """The state-space layer of Mamba-2, with one decay for each head and token.
+    """Mamba-2's state-space layer (SSD), with one decay per head and token.
 
     With ``dt = clamp(softplus(dt + dt_bias), *dt_limit)``, where softplus is an option:
 
@@ -63,9 +63,9 @@ def ssd(
         D: (H,) or (H, P), floating-point: factors of x in y.
         z: (B, T, H, P) of x's dtype: the gate of y.
         dt_bias: (H,), floating-point.
-        dt_softplus: whether steps are the softplus of dt + dt_bias.
-        dt_limit: least and largest step, infinite for none. Without dt_softplus the least is at
-            least 0, since states would grow in steps below it.
+        dt_softplus: True if steps are the softplus of dt + dt_bias.
+        dt_limit: minimum and maximum step, infinite for none. Without dt_softplus the minimum must
+            be at least 0, since states would grow in negative steps.
         initial_state: (S, H, P, N), floating-point; None for zeros. S is B, or the number of
             sequences.
         cu_seqlens: (S + 1,) int32 or int64: B is 1, and tokens cu_seqlens[s] .. cu_seqlens[s + 1]
@@ -119,7 +119,7 @@ def state_space_duality(
     *,
     fp32_output: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`ssd` of tensors that are not jagged; `fp32_output`: with y in float32 for half types."""
+    """Computes `ssd` of tensors that are not jagged; `fp32_output`: y of half types in fp32."""
     op = "ssd"
     initial_state, cu_seqlens, backend = sequences
     require_float(op, "x", x)
@@ -165,7 +165,7 @@ def state_space_duality(
 
 
 def require_heads(op: str, x: Tensor, B: Tensor, C: Tensor) -> None:
-    """Shapes of x (B, T, H, P), and of B and C (B, T, G, N) where G divides H."""
+    """Checks the shapes of x (B, T, H, P), and of B and C (B, T, G, N) with G a divisor of H."""
     if x.ndim != 4:
         raise ValueError(f"{op}: x must have shape (B, T, H, P), got x.shape={tuple(x.shape)}")
     heads = x.shape[2]
@@ -180,8 +180,7 @@ def require_heads(op: str, x: Tensor, B: Tensor, C: Tensor) -> None:
 
 
 def require_limits(op: str, dt_limit: tuple[float, float], softplus: bool) -> tuple[float, float]:
-    """The numbers of `dt_limit`, of which infinite ones are no limits: a softplus is above 0 as it
-    is."""
+    """Checks and returns the numbers of `dt_limit`; infinite ones are no limits."""
     if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2 or holds_arrays(dt_limit):
         raise TypeError(f"{op}: dt_limit must be (least, largest), got dt_limit={shown(dt_limit)}")
     least, largest = dt_limit

@@ -1,4 +1,4 @@
-"""Sums over the terms of structured state-space models."""
+"""Sums over the modes of structured state-space models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["cauchy", "vandermonde"]
 
 
 def vandermonde(c: Tensor, x: Tensor, length: int, *, backend: str | None = None) -> Tensor:
-    """Sums of powers: the convolution kernels of diagonal state-space models.
+    """Computes sums of powers, the convolution kernels of diagonal state-space models.
 
     ``y[h, l] = 2 Re sum_n c[h, n] exp(l x[h, n])`` for l = 0, ..., length - 1.
 
@@ -65,7 +65,7 @@ def vandermonde(c: Tensor, x: Tensor, length: int, *, backend: str | None = None
 
 
 def cauchy(v: Tensor, z: Tensor, w: Tensor, *, backend: str | None = None) -> Tensor:
-    """Sums of poles in conjugate pairs: the generating functions of S4.
+    """Computes sums over conjugate pairs of poles, the generating functions of S4.
 
     ``y[h, l] = sum_n v[h, n] / (z[l] - w[h, n]) + conj(v[h, n]) / (z[l] - conj(w[h, n]))``.
 
@@ -124,7 +124,7 @@ def _real(op: str, name: str, t: Tensor, like: Tensor, like_name: str) -> Tensor
 
 
 def _as_pairs(op: str, name: str, t: Tensor) -> Tensor:
-    """(H, N) complex, or (H, N, 2) real, as the latter."""
+    """Returns (H, N) complex or (H, N, 2) real as (H, N, 2) real."""
     require_tensor(op, name, t)
     require_strided(op, name, t)
     if t.dtype not in (torch.complex64, torch.complex128, torch.float32, torch.float64):
