@@ -2,7 +2,7 @@
 
 `functional` has the ops, `reference` their eager definitions, `modules` and `models` build on them,
 `training` trains the models, `hf` runs Hugging Face transformers on the ops, `compat` has the ops
-under the names and arguments of other packages, `testing` compares them with their definitions.
+with the names and arguments of other packages, `testing` compares them with their definitions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LAZY = ("compat", "hf", "models", "modules", "testing", "training")
 def load() -> None:
     """Imports torch and registers the ops.
 
-    Runs at import, except on the command line, which reads its arguments first.
+    Runs at import, except on the command line, which parses its arguments first.
     """
     for name in _EAGER:
         importlib.import_module(f"{__name__}.{name}")
@@ -48,8 +48,8 @@ def load() -> None:
 
 
 def _is_command_line() -> bool:
-    """True in the script `omniattn`, and while Python looks for the module of its option -m."""
-    if sys.argv[:1] == ["-m"]:  # the arguments after the name of the module follow
+    """Returns True in the script `omniattn`, and while Python looks up the module of option -m."""
+    if sys.argv[:1] == ["-m"]:  # followed by the module's arguments
         return sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
     return "omniattn_cli" in sys.modules
 
@@ -59,7 +59,7 @@ if not _is_command_line():
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports a subpackage at its first use, so that `import omniattn` stays fast."""
+    """Imports a subpackage on first use, so that `import omniattn` stays fast."""
     if name not in _EAGER + _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,4 +1,4 @@
-"""Former names of keywords, which calls and saved configs may still use."""
+"""Former names of keywords, still accepted in calls and saved configs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-#: Former names of keywords -> present ones.
+#: Former name of a keyword -> present name.
 FORMER = {"gate_normaliser": "gate_normalizer", "normaliser": "normalizer"}
 
 
 def present_names(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of a call of `op` under their present names."""
+    """Returns the keywords of a call of `op` with their present names."""
     for former, present in FORMER.items():
         if former in given and present in given:
             raise TypeError(f"{op}() got both {present!r} and {former!r}, its former name")
@@ -19,7 +19,7 @@ def present_names(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accept_former_names(config: Any) -> None:
-    """Makes the constructor of a dataclass accept the former names of its fields."""
+    """Makes a dataclass's constructor accept the former names of its fields."""
     init = vars(config).get("__init__")
     if init is None or not set(FORMER.values()) & config.__dataclass_fields__.keys():
         return

@@ -1,11 +1,11 @@
-"""Suggestions in errors about unknown names, without torch."""
+"""Suggestions for unknown names in errors; does not import torch."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
 
-#: Names in other libraries -> those here, which are suggested where a call has them.
+#: Name in another library -> our name, to suggest for unknown keywords.
 ELSEWHERE = {
     "attention_mask": "mask",
     "attn_mask": "mask",
@@ -37,7 +37,7 @@ ELSEWHERE = {
 
 
 def did_you_mean(name: object, known: Collection[str]) -> str:
-    """`"; did you mean 'x'?"` for the known name that is nearest to `name`, "" if none is near."""
+    """Returns `"; did you mean 'x'?"` for the known name nearest to `name`, or ""."""
     if not isinstance(name, str):
         return ""
     found = [ours] if (ours := ELSEWHERE.get(name)) in known else _nearest(name, known)

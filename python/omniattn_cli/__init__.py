@@ -1,8 +1,8 @@
 """The console script `omniattn`.
 
-A package of its own because `import omniattn` imports torch, which takes seconds. Once this package
-is loaded it does not: the commands of omniattn.cli read their arguments first and import torch when
-they run.
+This is a separate package because `import omniattn` imports torch, which takes seconds. Once this
+package is loaded, it does not: the commands of omniattn.cli parse their arguments first and import
+torch when they run.
 """
 
 from __future__ import annotations

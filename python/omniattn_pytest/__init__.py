@@ -1,4 +1,4 @@
-"""pytest plugin of omniattn: run its own checks on your sizes, and on your functions.
+"""pytest plugin that runs omniattn's checks on your sizes and your functions.
 
     def test_my_attention(omniattn_check):
         omniattn_check("attention", B=2, Tq=333, Tk=333, H=8, G=2, D=80, causal=True)
@@ -6,8 +6,8 @@
     def test_my_variant(omniattn_check):
         omniattn_check(my_function, like="gated_linear_attention")
 
-The plugin is a package of its own because importing anything of omniattn imports torch, which
-pytest runs that do not use it should not pay for.
+The plugin is a separate package, since any import of omniattn imports torch, which would slow down
+pytest runs that do not use it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 @pytest.fixture
 def omniattn_check() -> Callable[..., Any]:
-    """`check_op` of omniattn.testing for the name of an op, `check_function` for a function."""
+    """Returns a function that calls omniattn.testing's `check_op`, or `check_function`."""
     from omniattn.testing import check_function, check_op
 
     def check(op: str | Callable[..., Any], **options: Any) -> Any:

@@ -330,7 +330,7 @@ def test_masks_of_chosen_keys():
     torch.testing.assert_close(out.transpose(1, 2), expected)
     with pytest.raises(NotImplementedError, match="Layer attends to chosen keys with an attention"):
         attention_forward(Layer(), q, k, v, additive + 1.0, indices=indices)
-    with pytest.raises(NotImplementedError, match="Layer passes position_bias with the keys"):
+    with pytest.raises(NotImplementedError, match="Layer passes position_bias with chosen keys"):
         attention_forward(Layer(), q, k, v, None, indices=indices, position_bias=additive)
 
 

@@ -66,7 +66,7 @@ def require_writable(op: str, name: str, t: Tensor) -> None:
     """Requires that no elements of `t` share memory, as in expanded tensors."""
     if any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape, strict=True)):
         raise ValueError(
-            f"{op}: {name} must have memory for each element, got {name}.stride()={t.stride()}"
+            f"{op}: {name} must not share memory among elements, got {name}.stride()={t.stride()}"
         )
 
 

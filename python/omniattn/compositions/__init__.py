@@ -1,1 +1,1 @@
-"""Algorithms made of torch's ops and this package's."""
+"""Algorithms composed of torch's ops and this package's."""

@@ -1,4 +1,4 @@
-"""cross_entropy of probabilities."""
+"""cross_entropy with probabilities as targets."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def soft_cross_entropy(
     temperature: float,
     reduction: int,
 ) -> Tensor:
-    """With probabilities p as targets: sum_v w_v ((1 - e) p_v + e / V) (lse - x_v) of a row.
+    """Computes sum_v w_v ((1 - e) p_v + e / V) (lse - x_v) per row, with target probabilities p.
 
-    lse is the largest logit and the cross entropy of its class, so that large equal logits lose no
-    digits.
+    lse is the sum of the largest logit and the cross entropy of its class, so that large equal
+    logits lose no digits.
     """
     x = logits.to(compute_dtype(logits))
     if softcap > 0:
@@ -40,7 +40,7 @@ def soft_cross_entropy(
     options = (-1, 0.0, 0.0, 0.0, 1.0, REDUCTIONS["none"])
     nearest = cross_entropy(x, index.squeeze(-1), None, *options)
     gap = top - x
-    gap = gap.masked_fill(gap.isinf() & (q == 0), 0)  # impossible classes with q = 0
+    gap = gap.masked_fill(gap.isinf() & (q == 0), 0)  # classes with logit -inf and q = 0
     loss = nearest * q.sum(-1) + (q * gap).sum(-1)
     if z_loss > 0:
         loss = loss + z_loss * p.sum(-1) * (nearest + top.squeeze(-1)).square()

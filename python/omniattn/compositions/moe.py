@@ -1,4 +1,4 @@
-"""moe_experts whose weights multiply the inputs of the experts, not their outputs."""
+"""moe_experts with weights that multiply the inputs of the experts, not the outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["moe_of_weighed_inputs"]
 
 
 def moe_of_weighed_inputs(x: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-    """From the arguments of the op `moe`: x (N, d), index and weights (N, k) -> (N, d).
+    """Takes the arguments of the op `moe`: x (N, d), index and weights (N, k) -> (N, d).
 
     Each slot becomes a separate token, whose input is multiplied by the weight.
     """

@@ -168,13 +168,13 @@ def _check_combined(
     """
     if paged and (chooses or other or position_bias is not None):
         raise NotImplementedError(
-            f"omniattn.hf: {type(module).__name__} can have no position_bias, no chosen keys and "
-            'give no weights in continuous batching; use attn_implementation="paged|eager"'
+            f"omniattn.hf: {type(module).__name__} supports no position_bias, chosen keys or "
+            'attention weights in continuous batching; use attn_implementation="paged|eager"'
         )
     if chooses and position_bias is not None:
         raise NotImplementedError(
-            f"omniattn.hf: {type(module).__name__} passes position_bias with the keys that it has "
-            'chosen, which this attention does not compute; use attn_implementation="eager"'
+            f"omniattn.hf: {type(module).__name__} passes position_bias with chosen keys, which is "
+            'not supported together; use attn_implementation="eager"'
         )
 
 
@@ -199,7 +199,7 @@ def _mask_and_bias(
     elif isinstance(attention_mask, RuleMask):
         if attention_mask.shape[2:] != (query.shape[2], keys):
             raise ValueError(
-                f"omniattn.hf: {type(module).__name__} must attend to what its mask was made for, "
+                f"omniattn.hf: {type(module).__name__} must attend with the lengths of its mask, "
                 f"got Tq={query.shape[2]}, Tk={keys}, {attention_mask!r}{_remedy(attention_mask)}"
             )
         mask, keys = attention_mask.rules, attention_mask.keys

@@ -127,7 +127,7 @@ def packing_of(
         return _packing(_marked(further or {}, batch, length, x.device), batch)
     if packing.starts.shape != (batch, length):
         raise ValueError(
-            "omniattn.hf: a recurrent layer must get the tokens of its model where sequences are "
+            "omniattn.hf: a recurrent layer must get all tokens of its model if sequences are "
             f"packed, got {batch} rows of {length} for {tuple(packing.starts.shape)}"
         )
     return packing
@@ -255,15 +255,15 @@ def _check(model: Any, given: Mapping[str, Any], packing: Packing, counted: Tens
     kind = type(model).__name__
     if given.get("use_cache") or _cache(given) is not None:
         raise ValueError(
-            f"omniattn.hf: {kind} must be called with use_cache=False and without a cache where "
-            "sequences are packed, as a cache has one state for each row"
+            f"omniattn.hf: {kind} must be called with use_cache=False and without a cache if "
+            "sequences are packed, as a cache has one state per row"
         )
     layers = list(model.modules())
     other = next((m for m in layers if type(m).__name__ in OTHER_MIXERS), None)
     if other is not None:
         raise NotImplementedError(
             f"omniattn.hf: {kind} takes no packed sequences, as {type(other).__name__} mixes "
-            "tokens in code of its own; pass each sequence in a row of its own"
+            "tokens in its own code; pass each sequence as a separate row"
         )
     # This package's attention calls `active`; others depend on the mask alone.
     without = any(type(m).__name__ in _MASKS_WITHOUT_POSITIONS for m in layers)

@@ -142,8 +142,8 @@ def _visible(module: nn.Module, mask: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or bool((seen | (mask < -1e4)).all()):
         return seen
     raise NotImplementedError(
-        f"omniattn.hf: {type(module).__name__} attends to chosen keys with an attention_mask that "
-        "is neither 0 nor far below, which this attention does not add; use "
+        f"omniattn.hf: {type(module).__name__} attends to chosen keys with an attention_mask of "
+        "other values than 0 and large negative numbers, which is not supported; use "
         'attn_implementation="eager"'
     )
 

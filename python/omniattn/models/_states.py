@@ -36,7 +36,7 @@ def require_states(op: str, state: Any, layers: int, steps: int) -> int:
             if isinstance(part, RecurrentState) and part.is_ahead:
                 raise ValueError(
                     f"{op}: state[{layer}] has read tokens of a call that failed and cannot forget "
-                    "them; go on from a copy.deepcopy that was made before it"
+                    "them; continue from a copy.deepcopy made before that call"
                 )
             length = getattr(part, "length", None)
             if length is None:

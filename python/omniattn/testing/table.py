@@ -83,7 +83,11 @@ def variant_table() -> str:
     """Returns a row for each published form."""
     rows = [_variant_row(variant) for variant in variants()]
     return "\n".join(
-        ["| form | functions, modules, masks, terms, scalings | paper |", "|---|---|---|", *rows]
+        [
+            "| form | functions, modules, masks, score terms, scalings | paper |",
+            "|---|---|---|",
+            *rows,
+        ]
     )
 
 
