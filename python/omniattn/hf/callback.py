@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback
 from typing_extensions import Unpack
 
 from omniattn.checks.arguments import require_bool, shown
+from omniattn.hf.find import PatchOptions
 from omniattn.hf.patch import is_patched, patch
 from omniattn.suggestions import did_you_mean
 
 __all__ = ["OmniattnCallback", "PatchOptions"]
-
-
-class PatchOptions(TypedDict, total=False):
-    """Options of :func:`patch`."""
-
-    attention: bool
-    linear: bool
-    norm: bool
-    mlp: bool
-    rope: bool
-    mixer: bool
-    loss: bool
-    linear_cross_entropy: bool
-    experts: bool
 
 
 class OmniattnCallback(TrainerCallback):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import inspect
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from omniattn.hf.recurrent import recurrent_forward
 from omniattn.hf.rotary import rotary_forward
 from omniattn.hf.sdpa import find_sdpa, sdpa_forward
 
-__all__ = ["ATTENTIONS", "FINDERS"]
+__all__ = ["ATTENTIONS", "FINDERS", "Chosen", "PatchOptions"]
 
 #: Forwards of attention layers that do not use transformers' AttentionInterface.
 ATTENTIONS = (sdpa_forward, longformer_forward, block_sparse_forward, full_forward)
@@ -132,7 +133,29 @@ def _holds_plain_weight(module: Any) -> bool:
     return sharded or not hasattr(type(module.weight), "__tensor_flatten__")
 
 
-#: Option of `patch` -> function that finds the forward of a module.
+class PatchOptions(TypedDict, total=False):
+    """Options of :func:`patch`."""
+
+    attention: bool
+    linear: bool
+    norm: bool
+    mlp: bool
+    rope: bool
+    mixer: bool
+    loss: bool
+    linear_cross_entropy: bool
+    experts: bool
+
+
+#: Options of a call, all True by default. Their names are listed once, above.
+Chosen: Any = collections.namedtuple(  # type: ignore[misc]
+    "Chosen",
+    PatchOptions.__annotations__,
+    defaults=[True] * len(PatchOptions.__annotations__),  # type: ignore[misc]
+)
+
+#: Option of `patch` -> function that finds the forward of a module. The other options are not
+#: about a kind of layer.
 FINDERS: dict[str, Callable[[nn.Module], Finding]] = {
     "attention": _attention,
     "linear": _linear,

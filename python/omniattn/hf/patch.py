@@ -12,12 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
+from typing_extensions import Unpack
 
 from omniattn.checks.arguments import require_bool, shown
+from omniattn.encoding.records import packed, spelled_out
 from omniattn.hf.bigbird import layer_forward
 from omniattn.hf.causal_lm import OmniattnForCausalLM
 from omniattn.hf.experts import why_unsupported
-from omniattn.hf.find import ATTENTIONS, FINDERS
+from omniattn.hf.find import ATTENTIONS, FINDERS, Chosen, PatchOptions
 from omniattn.hf.interface import asks_for_attention, other_attention, own_attention
 from omniattn.hf.loss import (
     causal_lm_forward,
@@ -37,19 +39,8 @@ __all__ = ["is_patched", "patch", "unpatch"]
 _log = logging.getLogger("omniattn")
 
 
-def patch(
-    model: nn.Module,
-    *,
-    attention: bool = True,
-    linear: bool = True,
-    norm: bool = True,
-    mlp: bool = True,
-    rope: bool = True,
-    mixer: bool = True,
-    loss: bool = True,
-    linear_cross_entropy: bool = True,
-    experts: bool = True,
-) -> dict[str, int]:
+@spelled_out(PatchOptions, Chosen)
+def patch(model: nn.Module, **options: Unpack[PatchOptions]) -> dict[str, int]:
     """Replaces layers of `model` by this package's kernels; parameters and their names stay.
 
     A layer gets a subclass of its own class with another forward, so that other models, copies,
@@ -109,17 +100,7 @@ def patch(
         [('attention', 1), ('linear', 8), ('loss', 1), ('mlp', 1), ('norm', 3), ('rope', 1)]
         >>> unpatch(model)
     """
-    wanted = {
-        "attention": attention,
-        "linear": linear,
-        "norm": norm,
-        "mlp": mlp,
-        "rope": rope,
-        "mixer": mixer,
-        "loss": loss,
-        "linear_cross_entropy": linear_cross_entropy,
-        "experts": experts,
-    }
+    wanted: dict[str, bool] = packed("patch", Chosen, options)._asdict()
     for name, value in wanted.items():
         require_bool("omniattn.hf.patch", name, value)
     inner = _unwrap(model)
@@ -144,17 +125,17 @@ def patch(
             kind: Any = type(module)
             module.__class__ = subclass(kind, found)
             count[name] += found is not layer_forward  # its inner layer is counted instead
-    packs = mixer and any(map(_mixes_tokens, inner.modules()))
+    packs = wanted["mixer"] and any(map(_mixes_tokens, inner.modules()))
     model_kind: Any = type(inner)
     forward = (packed_causal_lm_forward if packs else causal_lm_forward)(model_kind)
-    if loss and forward is not None and inner.loss_function is ForCausalLMLoss:
+    if wanted["loss"] and forward is not None and inner.loss_function is ForCausalLMLoss:
         inner.loss_function = causal_lm_loss
         count["loss"] = 1
-        if linear_cross_entropy:
+        if wanted["linear_cross_entropy"]:
             left.extend(_defer_logits(inner, forward))
     if packs:
         left.extend(_keep_sequences_apart(inner))
-    for name, module, why_not in _set_interfaces(inner, attention, experts):
+    for name, module, why_not in _set_interfaces(inner, wanted["attention"], wanted["experts"]):
         if why_not is None:
             count[name] += 1
         else:
