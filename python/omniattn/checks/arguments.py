@@ -213,6 +213,20 @@ def is_traced() -> bool:
     )
 
 
+def require_derivative(op: str, **complex_terms: Tensor | None) -> None:
+    """No gradient of complex arithmetic may be wanted in a program of torch.jit.trace, since
+    TorchScript takes derivatives of real numbers for it."""
+    if not (torch._C._is_tracing() and torch.is_grad_enabled()):
+        return
+    for name, t in complex_terms.items():
+        if t is not None and t.requires_grad:
+            raise NotImplementedError(
+                f"{op}: {name} must not require a gradient under torch.jit.trace, whose programs "
+                "have no right derivatives of complex numbers, or only under torch.no_grad(); "
+                f"torch.compile and torch.export have them, got {name}.requires_grad=True"
+            )
+
+
 def same_values(copy: Tensor, t: Tensor) -> bool:
     """Returns True if `t` still equals its earlier `copy`; NaN never does."""
     return copy.dtype == t.dtype and copy.device == t.device and torch.equal(copy, t)

@@ -154,7 +154,7 @@ def _weights(q: Tensor, k: Tensor, lse: Tensor, lists: Tensor, options: dict[str
     blocks = -(-k.shape[1] // block)
     shape = (*lists.shape[:3], blocks + 1)
     target = torch.where(lists < 0, blocks, lists).long()
-    listed = torch.zeros(shape, dtype=torch.bool, device=q.device).scatter(3, target, True)
+    listed = torch.zeros(shape, dtype=torch.bool, device=q.device).scatter(3, target, 1)
     listed = listed[..., :blocks].repeat_interleave(block, 3)[..., : k.shape[1]]
     if listed.shape[1] > 1:
         listed = listed.repeat_interleave(q.shape[2] // listed.shape[1], 1)

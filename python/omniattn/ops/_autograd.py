@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled
+from torch._C import _is_tracing as is_tracing
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
@@ -71,9 +72,26 @@ class Op:
         register_fake(name)(self.fake)
 
     def __call__(self, *args: Any) -> Any:
-        if is_compiling() or peek_interpreter_stack() is None:
+        if is_compiling():
             return self.registered(*args)
-        return self._transformed(args)
+        if peek_interpreter_stack() is not None:
+            return self._transformed(args)
+        return self._traced(args) if is_tracing() else self.registered(*args)
+
+    def _traced(self, args: Arguments) -> Any:
+        """The registered op, which torch.jit.trace records, and with it its gradients.
+
+        The numbers in lists become constants, since sizes of tensors are tensors under the tracer,
+        and it takes lists of plain numbers only.
+        """
+        return self.registered(
+            *(
+                [n.item() if isinstance(n, Tensor) else n for n in a]
+                if isinstance(a, (list, tuple)) and i not in self.tensor_lists
+                else a
+                for i, a in enumerate(args)
+            )
+        )
 
     def _transformed(self, args: Arguments) -> Any:
         layout, levels = self._layout(args), _grad_levels()
@@ -206,6 +224,8 @@ class DifferentiableOp(Op):
             return None
 
     def _call_plain(self, args: Arguments) -> Any:
+        if is_tracing():
+            return self._public(self._traced(args))
         if is_grad_enabled():
             tensors = self._tensors(args)
             for i in self.tensor_lists:

@@ -97,7 +97,7 @@ def dsa_indexer_loss(
     if indices is not None:
         listed = seen.new_zeros(*indices.shape[:2], k.shape[1] + 1)
         places = indices.long().masked_fill(indices < 0, k.shape[1])
-        seen = seen & listed.scatter(-1, places, True)[..., :-1]
+        seen = seen & listed.scatter(-1, places, 1)[..., :-1]
     target = attention_target(q, k, lse, seen, scale)
     scores = indexer_scores(q_idx, k_idx, w, activation)
     return divergence(target.to(scores.dtype), scores, seen)

@@ -104,7 +104,7 @@ def selected_keys(
     blocks = -(-tk // block_size)
     chosen = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
     index = indices.long()
-    chosen = chosen.scatter(-1, index.masked_fill(index < 0, blocks), True)[..., :blocks]
+    chosen = chosen.scatter(-1, index.masked_fill(index < 0, blocks), 1)[..., :blocks]
     query = torch.arange(tq, device=indices.device) // query_block
     key = torch.arange(tk, device=indices.device) // block_size
     return chosen[:, :, query][..., key]

@@ -44,7 +44,7 @@ def selective_attention(
     if budget is not None:
         hidden = logits[:, 0] == -math.inf
         order = f.detach().masked_fill(hidden, math.inf).flip(-1).sort(dim=-1, stable=True).indices
-        kept = torch.zeros_like(hidden).scatter(-1, tk - 1 - order[..., :budget], True)
+        kept = torch.zeros_like(hidden).scatter(-1, tk - 1 - order[..., :budget], 1)
         bias = bias.masked_fill(~kept, -math.inf)
     out, _ = attend(q, k, v, record._replace(bias=bias[:, None]))
     return (out, sums[:, -1]) if return_penalty else out

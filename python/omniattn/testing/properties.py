@@ -7,8 +7,10 @@ registry, and the `omniattn_check` fixture runs them on a user's own sizes.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -205,11 +207,26 @@ def exported(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 
 def traced(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
-    """torch.jit.trace records the call and repeats it."""
-    call = spec.call(case, dtype)
+    """torch.jit.trace records the call, which other values and gradients go through."""
+    call = spec.call(case, dtype).requiring_grad()
     inputs = tuple(call.tensors.values())
-    program = torch.jit.trace(_Module(call, spec.function), inputs, check_trace=False)
-    assert_all_same(spec, program(*inputs), call.run(spec.function))
+    recorded = torch.jit.trace(_Module(call, spec.function), inputs, check_trace=False)
+    file = io.BytesIO()
+    torch.jit.save(recorded, file)
+    file.seek(0)
+    program = torch.jit.load(file)
+
+    def function(**tensors: Any) -> Any:
+        return program(*(tensors[name] for name in call.tensors))
+
+    floats = {n: _other(n, t) for n, t in call.tensors.items() if t.is_floating_point()}
+    for tensors in (call.tensors, {**call.tensors, **floats}):
+        actual = replace(call, tensors=tensors, options={})
+        expected = replace(call, tensors=tensors)
+        for _ in range(3 if call.differentiable else 0):  # TorchScript optimizes later calls
+            found, wanted = actual.gradients(function), expected.gradients(spec.function)
+            torch.testing.assert_close(found, wanted, equal_nan=True)
+        assert_all_same(spec, actual.run(function), expected.run(spec.function))
 
 
 def checkpointed(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:

@@ -177,7 +177,7 @@ def _dense_of_csr(op: str, row_ptr: Tensor, col_idx: Tensor, rows: int, columns:
             f"col_idx={shown(col_idx)}"
         )
     dense = torch.zeros(*found.shape[:2], rows * columns, dtype=torch.bool, device=found.device)
-    return dense.scatter_(-1, row * columns + found, True).unflatten(-1, (rows, columns))
+    return dense.scatter_(-1, row * columns + found, 1).unflatten(-1, (rows, columns))
 
 
 def from_predicate(

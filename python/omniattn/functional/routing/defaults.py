@@ -60,7 +60,7 @@ def default_vector_gradient(
     there = routing.experts >= 0
     # One more column takes the slots without an expert.
     chosen = scores.new_zeros((*scores.shape[:-1], experts + 1), dtype=torch.bool)
-    chosen = chosen.scatter(-1, routing.experts.masked_fill(~there, experts), True)
+    chosen = chosen.scatter(-1, routing.experts.masked_fill(~there, experts), 1)
     missing = ~chosen[..., :-1] & there.any(-1, keepdim=True)
     straight = scale * (scores - scores.detach()).masked_fill(~missing, 0.0)
     kept = vectors.detach().to(scores.dtype, copy=True)  # updated in place before the backward

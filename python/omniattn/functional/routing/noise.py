@@ -81,7 +81,7 @@ def noisy_top_k(
         return routing, expert_counts(masked(routing.experts, -1), experts).to(clean.dtype)
     # k-th largest of the other experts: the (k + 1)-th of all for selected experts, else the k-th.
     best = top_k(h, k + 1)[0]
-    inside = torch.zeros_like(h, dtype=torch.bool).scatter(-1, routing.experts, True)
+    inside = torch.zeros_like(h, dtype=torch.bool).scatter(-1, routing.experts, 1)
     threshold = torch.where(inside, best[..., k:], best[..., k - 1 : k])
     # Vanishing noise would give 0 / 0, and a gradient 0 * inf.
     stays = torch.special.ndtr((clean - threshold) / clamp(deviation, 1e-10))

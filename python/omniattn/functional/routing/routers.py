@@ -257,7 +257,7 @@ def expert_choice(
         tokens = tokens.masked_fill(rank >= capacity[..., None, None], -1)
     # One more column takes the slots of experts that found too few tokens.
     chosen = p.new_zeros((*p.mT.shape[:-1], n + 1), dtype=torch.bool)
-    chosen = chosen.scatter(-1, tokens.masked_fill(tokens < 0, n), True)[..., :n].mT
+    chosen = chosen.scatter(-1, tokens.masked_fill(tokens < 0, n), 1)[..., :n].mT
     every = torch.arange(p.shape[-1], device=p.device).expand(p.shape)
     return Routing(every.masked_fill(~chosen, -1), p.masked_fill(~chosen, 0.0), p)
 
@@ -301,5 +301,5 @@ def _best_groups(
     each = scores.detach().unflatten(-1, (groups, size))
     best = top_k(each, min(members, size))[0].sum(-1)
     index = top_k(best, top_groups)[1]
-    allowed = torch.zeros_like(best, dtype=torch.bool).scatter(-1, index, True)
+    allowed = torch.zeros_like(best, dtype=torch.bool).scatter(-1, index, 1)
     return allowed[..., None].expand(each.shape).flatten(-2)

@@ -253,7 +253,7 @@ def _with_global_rows(
     batch, length = index.shape[0], out.shape[1]
     target = torch.where(index >= 0, index, length)
     marked = torch.zeros(batch, length + 1, dtype=torch.bool, device=out.device)
-    marked = marked.scatter(1, target, True)[:, :length]
+    marked = marked.scatter(1, target, 1)[:, :length]
     rows = torch.nn.functional.pad(marked, (0, -length % BLOCK)).unflatten(1, (-1, BLOCK)).any(-1)
     blocks = rows[:, None, :, None].expand(-1, -1, -1, rows.shape[1])
     rules: list[Mask] = [Blocks.from_block_mask(blocks), BoolMask(marked[:, None, :, None])]

@@ -165,7 +165,7 @@ def _penalties(q: Tensor, k: Tensor, options: Options, budget: int | None) -> Ca
             seen = (place <= own).flip(-1).expand_as(bias)
             _, chosen = top_k(bias.detach().flip(-1), budget, mask=seen)
             kept = torch.zeros(*bias.shape[:2], keys + 1, dtype=torch.bool, device=q.device)
-            kept.scatter_(-1, torch.where(chosen < 0, keys, keys - 1 - chosen), True)
+            kept.scatter_(-1, torch.where(chosen < 0, keys, keys - 1 - chosen), 1)
             bias = bias.masked_fill(~kept[..., :keys], -torch.inf)
         return bias[:, None], torch.cat([sums[:, -1], carry[:, keys:]], 1)
 

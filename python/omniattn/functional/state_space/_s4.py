@@ -12,6 +12,7 @@ from omniattn.checks.arguments import (
     require_bool,
     require_choice,
     require_decaying,
+    require_derivative,
     require_device,
     require_float,
     require_range,
@@ -98,6 +99,8 @@ def real_system(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor) -> 
 
 def real_system_kernel(system: RealSystem, length: int) -> Tensor:
     """Computes ``C Ab^l Bb`` (H, length) by powers i n applied to C and j to Bb, l = i n + j."""
+    if isinstance(length, Tensor):  # a size under torch.jit.trace
+        length = int(length)
     width = 1 << (length.bit_length() + 1) // 2
     columns, grown = _krylov(system.growth, system.square, system.bb, width)
     rows, _ = _krylov(grown.mT, None, system.c, -(-length // width))
@@ -195,6 +198,7 @@ def require_terms(
     if A.dtype not in (torch.complex64, torch.complex128):
         raise TypeError(f"{op}: {name} must be complex64 or complex128, got {name}.dtype={A.dtype}")
     require_strided(op, name, A)
+    require_derivative(op, **{name: A}, **vectors, dt=dt)
     if A.ndim != 2:
         raise ValueError(f"{op}: {name} must have shape (H, N), got {name}.shape={tuple(A.shape)}")
     real = torch.float64 if A.dtype == torch.complex128 else torch.float32
@@ -236,6 +240,7 @@ def require_call(
     require_skip(op, D, u, dtype, (u.shape[2],))
     if initial_state is not None:
         require_tensor(op, "initial_state", initial_state)
+        require_derivative(op, initial_state=initial_state)
         require_parameter(op, "initial_state", initial_state, u, A.dtype)
         require_shape(op, "initial_state", initial_state, (u.shape[0], *A.shape))
     require_bool(op, "output_final_state", output_final_state)

@@ -10,6 +10,7 @@ from torch import Tensor
 from omniattn.checks.arguments import (
     FLOATS,
     require_choice,
+    require_derivative,
     require_device,
     require_int,
     require_number,
@@ -77,6 +78,8 @@ def discretize(
             f"{op}: A and B must be complex128, complex64, float64 or float32, both the same, "
             f"got A.dtype={A.dtype}, B.dtype={B.dtype}"
         )
+    if A.is_complex():
+        require_derivative(op, A=A, B=B, dt=dt if isinstance(dt, Tensor) else None)
     dense = A.ndim == B.ndim + 1
     sizes = A.shape[A.ndim - 1 - dense :]
     if B.ndim < 1 or A.ndim < 1 + dense or any(n != B.shape[-1] for n in sizes):
