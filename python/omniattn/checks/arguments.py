@@ -216,7 +216,7 @@ def is_traced() -> bool:
 def require_derivative(op: str, **complex_terms: Tensor | None) -> None:
     """No gradient of complex arithmetic may be wanted in a program of torch.jit.trace, since
     TorchScript takes derivatives of real numbers for it."""
-    if not (torch._C._is_tracing() and torch.is_grad_enabled()):
+    if torch.compiler.is_compiling() or not torch._C._is_tracing() or not torch.is_grad_enabled():
         return
     for name, t in complex_terms.items():
         if t is not None and t.requires_grad:

@@ -26,7 +26,7 @@ from torch._C import _is_tracing as is_tracing
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
-from torch.compiler import is_compiling
+from torch.compiler import assume_constant_result, is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -200,6 +200,8 @@ class DifferentiableOp(Op):
 
     def __call__(self, *args: Any) -> Any:
         if is_compiling():
+            if peek_interpreter_stack() is not None and (asked := _derivative_in_graph()):
+                return self._derived_in_graph(asked, args)
             return self._public(self.registered(*args))
         if has_torch_function(args):
             return handle_torch_function(self, args, *args)
@@ -237,6 +239,17 @@ class DifferentiableOp(Op):
             return self.inference(*args)
         output = self.raw(*args)
         return output if self.public is None else output[self.public]
+
+    def _derived_in_graph(self, asked: str, args: Arguments) -> Any:
+        """A call inside a derivative of torch.func inside a graph, where a registered op has no
+        gradients, and tangents of 0."""
+        if asked == "jvp":
+            return self._call_formula(args)
+        raise NotImplementedError(
+            f"omniattn::{self.name} has no gradient in a graph with torch.func.grad or vjp; "
+            "compile the function alone and call torch.autograd.grad, or compile without "
+            "fullgraph=True"
+        )
 
     def _public(self, output: Any) -> Any:
         return output if self.public is None else output[self.public]
@@ -456,6 +469,13 @@ def _transforms() -> list[Any]:
 
 def _inside_jvp() -> bool:
     return TransformType.Jvp in _transforms()
+
+
+@assume_constant_result
+def _derivative_in_graph() -> str:
+    """The derivative of torch.func around a call that is being compiled; "" for none."""
+    kinds = _transforms()
+    return "jvp" if TransformType.Jvp in kinds else "grad" if TransformType.Grad in kinds else ""
 
 
 def _grad_levels() -> int:
