@@ -26,11 +26,12 @@ from torch._C import _is_tracing as is_tracing
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from omniattn.ops._backward import Backward, BackwardOp, Plan, private_op
+from omniattn.ops._compile import assume_constant_result
 from omniattn.ops._library import register_fake
 from omniattn.ops._names import Rules, Schema, call_by_name, outputs_like, picker
 from omniattn.ops._vmap import Fold, Layout, flatten, map_batch, unflatten
@@ -430,7 +431,7 @@ def is_transformed(*args: Any) -> bool:
     )
 
 
-def is_plain(*tensors: Tensor | None) -> bool:
+def is_plain(x: Tensor, *others: Tensor | None) -> bool:
     """True for tensors of torch's own classes on the CPU in an eager call without autocast, modes
     and transforms. Native ops check all else that their memory accesses depend on."""
     if (
@@ -438,10 +439,13 @@ def is_plain(*tensors: Tensor | None) -> bool:
         or _is_any_autocast_enabled()
         or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
-        or has_torch_function(tensors)
+        or has_torch_function((x, *others))
+        or type(x) not in PLAIN
+        or not x.is_cpu
+        or x.is_nested
     ):
         return False
-    for t in tensors:
+    for t in others:
         if t is not None and not (type(t) in PLAIN and t.is_cpu and not t.is_nested):
             return False
     return True

@@ -65,7 +65,8 @@ def linear(
         >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 5.0], [0.0, 1.0]]))
         tensor([13.,  2.])
     """
-    if backend is None and is_plain(x, weight, bias) and x.dtype in FLOATS and x.shape:
+    given = backend is None and weight is not None and is_plain(x, weight, bias)
+    if given and x.dtype in FLOATS and x.shape:
         split_bf16 = split_bf16_of(x)
         if native_is_faster(x, weight, split_bf16):
             found: Tensor | None = ops.linear.attempt(x, weight, bias, split_bf16)
