@@ -112,7 +112,7 @@ struct IndexerLossKernels {
 OMNIATTN_KERNEL_TABLE(IndexerLossKernels, indexer_loss_kernels)
 
 // On CUDA the products are torch's, for some queries at a time, and these kernels do the rest. A
-// row is a query of a batch entry; its columns are all keys, or those of its list.
+// row is a query of a batch entry; its columns are all keys, or the keys in its list.
 struct IndexerLossRows {
   IndexerLossParams problem;
   int64_t first, queries;  // queries [first, first + queries) of each batch entry

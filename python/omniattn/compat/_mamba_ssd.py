@@ -130,7 +130,7 @@ def scan_rows(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes y, the final states, and with seq_idx the boundaries in one row of B T steps.
 
-    The states are those of the rows, or with seq_idx those of the sequences.
+    There is one state per row, or per sequence if seq_idx is given.
     """
     x, keys = tensors["x"], tensors["B"]
     assert x is not None and keys is not None

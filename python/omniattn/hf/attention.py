@@ -20,7 +20,7 @@ __all__ = ["attention_forward", "collects_weights"]
 
 #: Keywords of transformers' attention functions that change the result and are not supported:
 #: sinks per query (Inkling 2) and the caches of FlashAttention kernels.
-#: Other keywords are ignored: models forward all their keyword arguments, including those of a
+#: Other keywords are ignored: models forward all their keyword arguments, also arguments of a
 #: loss, a collator or another layer, so no list can be complete. A test compares this list with all
 #: calls of attention functions in the installed transformers.
 UNSUPPORTED = frozenset({"block_table", "cache", "cache_seqlens", "k_cache", "sinks", "v_cache"})

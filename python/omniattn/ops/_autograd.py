@@ -431,21 +431,20 @@ def is_transformed(*args: Any) -> bool:
     )
 
 
-def is_plain(x: Tensor, *others: Tensor | None) -> bool:
+def is_plain(x: Tensor | None, *others: Tensor | None) -> bool:
     """True for tensors of torch's own classes on the CPU in an eager call without autocast, modes
     and transforms. Native ops check all else that their memory accesses depend on."""
+    tensors = (x, *others)
     if (
         is_compiling()
         or _is_any_autocast_enabled()
         or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
-        or has_torch_function((x, *others))
-        or type(x) not in PLAIN
-        or not x.is_cpu
-        or x.is_nested
+        or has_torch_function(tensors)
+        or x is None
     ):
         return False
-    for t in others:
+    for t in tensors:
         if t is not None and not (type(t) in PLAIN and t.is_cpu and not t.is_nested):
             return False
     return True

@@ -164,7 +164,7 @@ def _backward_of(op: BackwardOp) -> Any:
         reduction: int,
         *arguments: Any,
     ) -> dict[str, Tensor]:
-        """Scales the gradients computed with a reduced loss, or computes those of an unreduced one.
+        """Scales the saved gradients of a reduced loss; computes the gradients of an unreduced one.
 
         Autograd rounds scaled gradients to the dtype of their arguments.
         """

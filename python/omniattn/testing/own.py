@@ -102,7 +102,7 @@ def _assert_alone(what: str, packed: Tensor, alone: Tensor) -> None:
         raise AssertionError(f"{what} must be that of the sequence alone: {error}") from None
 
 
-#: Properties that `check_function` can check: those of ops, and three defined here.
+#: Properties that `check_function` can check: all properties of ops, and three defined here.
 OWN_PROPERTIES: dict[str, Property] = {
     **{
         name: PROPERTIES[name]

@@ -28,7 +28,7 @@ def prepare(call: Call, function: Function, pass_: Pass) -> Callable[[], object]
     leaves = call.requiring_grad()
     if pass_ == "backward":
         # A compiled graph that may reuse the memory of its saved tensors runs backward only once:
-        # discard those of earlier calls.
+        # discard the graphs of earlier calls.
         torch._dynamo.reset()
         with torch._functorch.config.patch(donated_buffer=False):
             outputs = leaves.run(function)

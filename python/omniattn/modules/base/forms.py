@@ -57,5 +57,5 @@ class _Forms(Generic[P, Q]):
 
 
 def either(first: Callable[P, object], second: Callable[Q, object]) -> type[_Forms[P, Q]]:
-    """A class whose `init` takes the arguments of `first`, or else those of `second`."""
+    """Class whose `init` has the parameters of `first` or, as an overload, of `second`."""
     return _Forms
