@@ -1,8 +1,6 @@
 // glu, and the activation op that mlp is composed of.
 #include "ops/activation.h"
 
-#include <tuple>
-
 #include "kernels/activation/activation.h"
 #include "ops/device.h"
 #include "ops/registry.h"
@@ -35,15 +33,14 @@ struct Problem {
             "), got act=", act_);
   }
 
-  // clamp_: alpha and limit, or nothing.
-  Problem(const char* op_, const Tensor& gate_, const OptTensor& up_, int64_t act_,
-          const std::vector<double>& clamp_)
-      : Problem(op_, "gate", gate_, act_) {
-    require(clamp_.empty() || (clamp_.size() == 2 && clamp_[0] > 0 && clamp_[1] > 0), op,
-            "clamp must hold alpha > 0 and limit > 0 or nothing, got ", clamp_.size(), " numbers");
-    if (!clamp_.empty()) clamp = {.alpha = clamp_[0], .limit = clamp_[1]};
-    if (up_.has_value()) {
-      up_rows = as_rows(op, "up", *up_, dtype, gate_.sizes());
+  Problem(const char* op_, const Gate& in, const GluOptions& options)
+      : Problem(op_, "gate", in.gate, options.act) {
+    const Floats& given = options.clamp;
+    require(given.empty() || (given.size() == 2 && given[0] > 0 && given[1] > 0), op,
+            "clamp must hold alpha > 0 and limit > 0 or nothing, got ", given.size(), " numbers");
+    if (!given.empty()) clamp = {.alpha = given[0], .limit = given[1]};
+    if (in.up.has_value()) {
+      up_rows = as_rows(op, "up", *in.up, dtype, in.gate.sizes());
       up = up_rows->data();
       up_stride = up_rows->stride;
     } else {
@@ -109,52 +106,58 @@ void backward(const Problem& p, const Rows& grad_y, void* dgate, void* dup) {
 
 }  // namespace
 
-Tensor glu(const Tensor& gate, const OptTensor& up, int64_t act, std::vector<double> clamp) {
-  const DeviceScope scope(gate);
-  const Problem p("glu", gate, up, act, clamp);
-  const Tensor y = empty_tensor(sizes_with_last(gate, p.cols), p.dtype);
+Tensor glu(const OpCall& call, const Gate& in, const GluOptions& options) {
+  const DeviceScope scope(in.gate);
+  const Problem p(call.op, in, options);
+  const Tensor y = empty_tensor(sizes_with_last(in.gate, p.cols), p.dtype);
   forward(p, y);
   return y;
 }
 
 namespace {
 
+OMNIATTN_FIELDS(Incoming, Tensor grad_y);
 // A packed gate has one packed gradient; dup is then empty.
-std::tuple<Tensor, Tensor> glu_backward(const Tensor& grad_y, const Tensor& gate,
-                                        const OptTensor& up, int64_t act,
-                                        std::vector<double> clamp) {
-  const DeviceScope scope(gate);
-  const Problem p("glu_backward", gate, up, act, clamp);
-  const Rows rows = as_rows(p.op, "grad_y", grad_y, p.dtype, sizes_with_last(gate, p.cols));
-  const Tensor dgate = empty_tensor(gate.sizes(), p.dtype);
-  const Output dup(up.has_value(), gate.sizes(), p.dtype);
+OMNIATTN_FIELDS(Gradients, Tensor dgate; Output dup);
+
+Gradients glu_backward(const OpCall& call, const Incoming& grads, const Gate& in,
+                       const GluOptions& options) {
+  const DeviceScope scope(in.gate);
+  const Problem p(call.op, in, options);
+  const Rows rows =
+      as_rows(p.op, "grad_y", grads.grad_y, p.dtype, sizes_with_last(in.gate, p.cols));
+  const Tensor dgate = empty_tensor(in.gate.sizes(), p.dtype);
+  const Output dup(in.up.has_value(), in.gate.sizes(), p.dtype);
   backward(p, rows, dgate.mutable_data_ptr(), dup.data());
-  return {dgate, dup.tensor()};
+  return {dgate, dup};
 }
 
 }  // namespace
 
-void glu_backward_inplace(const Tensor& grad_y, const Tensor& gate, const Tensor& up, int64_t act,
-                          std::vector<double> clamp, const Tensor& dgate) {
+void glu_backward_inplace(const OpCall& call, const InPlace& grads, const GateAndUp& in,
+                          const GluOptions& options, const GateGradient& gradient) {
+  const auto& [gate, up] = in;
+  const Tensor &grad_y = grads.grad_y, &dgate = gradient.dgate;
   const DeviceScope scope(gate);
-  const Problem p("glu_backward", gate, up, act, clamp);
+  const Problem p(call.op, {gate, up}, options);
   require_dense(p.op, "grad_y", grad_y, p.dtype, gate.sizes());
   require_dense(p.op, "dgate", dgate, p.dtype, gate.sizes());
   backward(p, as_rows(p.op, "grad_y", grad_y), dgate.mutable_data_ptr(), grad_y.mutable_data_ptr());
 }
 
-Tensor activate(const Tensor& x, int64_t act) {
-  const DeviceScope scope(x);
-  const Problem p("mlp", "x", x, act);
-  const Tensor y = empty_tensor(x.sizes(), p.dtype);
+Tensor activate(const OpCall& call, const Activated& in) {
+  const DeviceScope scope(in.x);
+  const Problem p(call.op, "x", in.x, in.act);
+  const Tensor y = empty_tensor(in.x.sizes(), p.dtype);
   forward(p, y);
   return y;
 }
 
-void activate_backward_inplace(const Tensor& grad_y, const Tensor& x, int64_t act) {
-  const DeviceScope scope(x);
-  const Problem p("mlp_backward", "x", x, act);
-  require_dense(p.op, "grad_y", grad_y, p.dtype, x.sizes());
+void activate_backward_inplace(const OpCall& call, const InPlace& grads, const Activated& in) {
+  const Tensor& grad_y = grads.grad_y;
+  const DeviceScope scope(in.x);
+  const Problem p(call.op, "x", in.x, in.act);
+  require_dense(p.op, "grad_y", grad_y, p.dtype, in.x.sizes());
   backward(p, as_rows(p.op, "grad_y", grad_y), grad_y.mutable_data_ptr(), nullptr);
 }
 
@@ -164,16 +167,11 @@ namespace {
 // without up. activate: act(x). The in-place backwards write dup, or dx, over grad_y.
 const Registry registry([](Registry& ops) {
   ops.name("activate", {{"mlp"}});
-  ops.add<glu>("glu(Tensor gate, Tensor? up, int act, float[] clamp) -> Tensor", differentiable);
-  ops.add<glu_backward>(
-      "glu_backward(Tensor grad_y, Tensor gate, Tensor? up, int act, float[] clamp)"
-      " -> (Tensor dgate, Tensor dup)");
-  ops.add<glu_backward_inplace>(
-      "glu_backward_(Tensor(a!) grad_y, Tensor gate, Tensor up, int act, float[] clamp,"
-      " Tensor(b!) dgate) -> ()");
-  ops.add<activate>("activate(Tensor x, int act) -> Tensor");
-  ops.add<activate_backward_inplace>(
-      "activate_backward_(Tensor(a!) grad_y, Tensor x, int act) -> ()");
+  ops.add<glu>("glu", differentiable);
+  ops.add<glu_backward>("glu_backward");
+  ops.add<glu_backward_inplace>("glu_backward_");
+  ops.add<activate>("activate");
+  ops.add<activate_backward_inplace>("activate_backward_");
 });
 
 }  // namespace

@@ -75,8 +75,13 @@ struct Layer {
     gemm::require_split_bf16(op, options.split_bf16);
   }
 
+  OpCall call() const { return {op, true}; }
   Tensor project(const Tensor& rows, const Tensor& weight, const OptTensor& bias) const {
-    return products().forward(rows, weight, bias, options.split_bf16);
+    return products().forward(call(), {rows, weight, bias}, {options.split_bf16});
+  }
+  gemm::LayerGradients gradients(const Tensor& grad_y, const Tensor& rows, const Tensor& weight,
+                                 const gemm::Wanted& wanted) const {
+    return products().backward(call(), {grad_y, rows, weight}, {options.split_bf16}, wanted);
   }
   Tensor gate() const { return project(in.x, in.gate_weight, in.gate_bias); }
   OptTensor up() const {
@@ -84,13 +89,15 @@ struct Layer {
                                     : std::nullopt;
   }
 
+  activation::GluOptions glu_options() const { return {options.act, options.clamp}; }
   // Applies dropout to the hidden layer or to its gradient.
   Tensor drop(const Tensor& hidden_) const {
-    return in.seed.has_value() ? random::dropout(hidden_, *in.seed, options.dropout_p) : hidden_;
+    return in.seed.has_value() ? random::dropout(call(), {hidden_, *in.seed}, {options.dropout_p})
+                               : hidden_;
   }
   Tensor hidden(const Tensor& gate_, const OptTensor& up_) const {
-    return drop(up_.has_value() ? activation::glu(gate_, up_, options.act, options.clamp)
-                                : activation::activate(gate_, options.act));
+    return drop(up_.has_value() ? activation::glu(call(), {gate_, up_}, glu_options())
+                                : activation::activate(call(), {gate_, options.act}));
   }
 
   // Requires a tensor like a projection onto `columns` columns.
@@ -133,34 +140,34 @@ Tensors glu_mlp_backward(const OpCall& call, const Backward& given, const Inputs
     layer.require_projection("gate", kept_gate, in.gate_weight.size(0));
     if (two) layer.require_projection("up", kept_up, in.gate_weight.size(0));
   }
-  const gemm::LinearProducts& products = layer.products();
   const Tensor gate = options.recompute ? layer.gate() : kept_gate;
   const OptTensor up = options.recompute ? layer.up() : two ? OptTensor(kept_up) : std::nullopt;
   OptTensor hidden = layer.hidden(gate, up);
-  auto [grad, ddown, ddown_bias] =
-      products.backward(grad_y, *hidden, in.down_weight, options.split_bf16, true, needs[3],
-                        needs[6] && in.down_bias.has_value());
+  auto [grad, ddown, ddown_bias] = layer.gradients(
+      grad_y, *hidden, in.down_weight, {true, needs[3], needs[6] && in.down_bias.has_value()});
   const Tensor dhidden = layer.drop(grad);
   // The gradients of the projections overwrite dhidden and hidden.
   const Tensor dgate = two ? *hidden : dhidden;
   const Tensor& dup = dhidden;
   hidden.reset();
   if (two) {
-    activation::glu_backward_inplace(dhidden, gate, *up, options.act, options.clamp, dgate);
+    activation::glu_backward_inplace(layer.call(), {dhidden}, {gate, *up}, layer.glu_options(),
+                                     {dgate});
   } else {
-    activation::activate_backward_inplace(dhidden, gate, options.act);
+    activation::activate_backward_inplace(layer.call(), {dhidden}, {gate, options.act});
   }
   auto [dx, dgate_weight, dgate_bias] =
-      products.backward(dgate, in.x, in.gate_weight, options.split_bf16, needs[0] && !two, needs[1],
-                        needs[4] && in.gate_bias.has_value());
+      layer.gradients(dgate, in.x, in.gate_weight,
+                      {needs[0] && !two, needs[1], needs[4] && in.gate_bias.has_value()});
   Tensor dup_weight = layer.none(), dup_bias = layer.none();
   if (two) {
-    std::tie(std::ignore, dup_weight, dup_bias) =
-        products.backward(dup, in.x, *in.up_weight, options.split_bf16, false, needs[2],
-                          needs[5] && in.up_bias.has_value());
+    const gemm::LayerGradients of_up = layer.gradients(
+        dup, in.x, *in.up_weight, {false, needs[2], needs[5] && in.up_bias.has_value()});
+    dup_weight = of_up.dweight;
+    dup_bias = of_up.dbias;
     if (needs[0]) {
-      dx = products.sum_of_input_gradients(dgate, in.gate_weight, dup, *in.up_weight,
-                                           options.split_bf16);
+      dx = layer.products().sum_of_input_gradients(dgate, in.gate_weight, dup, *in.up_weight,
+                                                   options.split_bf16);
     }
   }
   return {dx, dgate_weight, dup_weight, ddown, dgate_bias, dup_bias, ddown_bias};

@@ -17,21 +17,22 @@ Tensor as_matrix(const Tensor& t) {
   return torch::stable::reshape(t, {rows, sizes[sizes.size() - 1]});
 }
 
-Tensor forward(const Tensor& x, const Tensor& weight, const OptTensor& bias, int64_t) {
-  return call_torch("aten::linear", "", x, weight, bias);
+Tensor forward(const OpCall&, const Layer& in, const LayerOptions&) {
+  return call_torch("aten::linear", "", in.x, in.weight, in.bias);
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& x,
-                                            const Tensor& weight, int64_t, bool x_grad,
-                                            bool weight_grad, bool bias_grad) {
+LayerGradients backward(const OpCall& call, const LayerBackward& in, const LayerOptions&,
+                        const Wanted& wanted) {
   const NoGrad scope;
-  const DType dtype = dtype_of("linear_backward", "x", x);
+  const auto& [grad_y, x, weight] = in;
+  const DType dtype = dtype_of(call.op, "x", x);
   const Tensor rows = as_matrix(grad_y);
   const auto none = [dtype] { return empty_tensor({0}, dtype); };
-  return {x_grad ? torch::stable::view(torch::stable::matmul(rows, weight), x.sizes()) : none(),
-          weight_grad ? torch::stable::matmul(torch::stable::transpose(rows, 0, 1), as_matrix(x))
-                      : none(),
-          bias_grad ? torch::stable::sum(rows, Sizes{0}) : none()};
+  return {
+      wanted.x_grad ? torch::stable::view(torch::stable::matmul(rows, weight), x.sizes()) : none(),
+      wanted.weight_grad ? torch::stable::matmul(torch::stable::transpose(rows, 0, 1), as_matrix(x))
+                         : none(),
+      wanted.bias_grad ? torch::stable::sum(rows, Sizes{0}) : none()};
 }
 
 Tensor sum_of_input_gradients(const Tensor& grad_a, const Tensor& weight_a, const Tensor& grad_b,
@@ -45,13 +46,9 @@ Tensor sum_of_input_gradients(const Tensor& grad_a, const Tensor& weight_a, cons
   return dx;
 }
 
-// y = x weight^T + bias with x (..., K), weight (N, K). split_bf16: see gemm.h.
 const Registry registry([](Registry& ops) {
-  ops.define("linear(Tensor x, Tensor weight, Tensor? bias, int split_bf16) -> Tensor",
-             differentiable);
-  ops.define(
-      "linear_backward(Tensor grad_y, Tensor x, Tensor weight, int split_bf16, bool x_grad,"
-      " bool weight_grad, bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  ops.define<Linear>("linear", differentiable);
+  ops.define<LinearBackward>("linear_backward");
 });
 
 }  // namespace

@@ -196,33 +196,36 @@ struct Problem {
   }
 };
 
-Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, int64_t split_bf16) {
-  const Problem p("linear", x, weight);
+Tensor linear(const OpCall& call, const Layer& in, const LayerOptions& options) {
+  const int64_t split_bf16 = options.split_bf16;
+  const Problem p(call.op, in.x, in.weight);
   require_split_bf16(p.op, split_bf16);
-  const OptTensor shift = as_vector(p.op, "bias", bias, p.dtype, p.n);
-  const Tensor y = empty_tensor(sizes_with_last(x, p.n), p.dtype);
+  const OptTensor shift = as_vector(p.op, "bias", in.bias, p.dtype, p.n);
+  const Tensor y = empty_tensor(sizes_with_last(in.x, p.n), p.dtype);
   multiply(p.of(p.x), p.of(p.weight, true), data_or_null(shift), y.mutable_data_ptr(), p.dtype, p.n,
            p.m, p.n, p.k, false, split_bf16);
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_y, const Tensor& x,
-                                                   const Tensor& weight, int64_t split_bf16,
-                                                   bool x_grad, bool weight_grad, bool bias_grad) {
-  const Problem p("linear_backward", x, weight);
+LayerGradients linear_backward(const OpCall& call, const LayerBackward& in,
+                               const LayerOptions& options, const Wanted& wanted) {
+  const auto& [grad_y, x, weight] = in;
+  const int64_t split_bf16 = options.split_bf16;
+  const Problem p(call.op, x, weight);
   require_split_bf16(p.op, split_bf16);
   const Rows grad = as_rows(p.op, "grad_y", grad_y, p.dtype, sizes_with_last(x, p.n));
-  const Output dx(x_grad, x.sizes(), p.dtype), dweight(weight_grad, weight.sizes(), p.dtype);
-  const Output dbias(bias_grad, {p.n}, p.dtype);
-  if (x_grad) {
+  const Output dx(wanted.x_grad, x.sizes(), p.dtype);
+  const Output dweight(wanted.weight_grad, weight.sizes(), p.dtype);
+  const Output dbias(wanted.bias_grad, {p.n}, p.dtype);
+  if (wanted.x_grad) {
     multiply(p.of(grad), p.of(p.weight), nullptr, dx.data(), p.dtype, p.k, p.m, p.k, p.n, false,
              split_bf16);
   }
-  if (weight_grad) {
+  if (wanted.weight_grad) {
     multiply(p.of(grad, true), p.of(p.x), nullptr, dweight.data(), p.dtype, p.k, p.n, p.k, p.m,
              false, split_bf16);
   }
-  if (bias_grad) sum_columns(grad, p.dtype, dbias.data());
+  if (wanted.bias_grad) sum_columns(grad, p.dtype, dbias.data());
   return {dx.tensor(), dweight.tensor(), dbias.tensor()};
 }
 

@@ -17,26 +17,25 @@ void check(const char* op, const Tensor& x, const Tensor& weight) {
           weight.size(1));
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, int64_t split_bf16) {
-  constexpr const char* op = "linear";
+Tensor linear(const OpCall& call, const Layer& in, const LayerOptions& options) {
+  const auto& [x, weight, bias] = in;
   const DeviceScope scope(x);
-  check(op, x, weight);
+  check(call.op, x, weight);
   if (bias.has_value()) {
-    require_tensor(op, "bias", *bias, dtype_of(op, "x", x));
-    require_sizes(op, "bias", *bias, {weight.size(0)});
+    require_tensor(call.op, "bias", *bias, dtype_of(call.op, "x", x));
+    require_sizes(call.op, "bias", *bias, {weight.size(0)});
   }
-  return kTorchProducts.forward(x, weight, bias, split_bf16);
+  return kTorchProducts.forward(call, in, options);
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_y, const Tensor& x,
-                                                   const Tensor& weight, int64_t split_bf16,
-                                                   bool x_grad, bool weight_grad, bool bias_grad) {
-  constexpr const char* op = "linear_backward";
+LayerGradients linear_backward(const OpCall& call, const LayerBackward& in,
+                               const LayerOptions& options, const Wanted& wanted) {
+  const auto& [grad_y, x, weight] = in;
   const DeviceScope scope(x);
-  check(op, x, weight);
-  require_tensor(op, "grad_y", grad_y, dtype_of(op, "x", x));
-  require_sizes(op, "grad_y", grad_y, sizes_with_last(x, weight.size(0)));
-  return kTorchProducts.backward(grad_y, x, weight, split_bf16, x_grad, weight_grad, bias_grad);
+  check(call.op, x, weight);
+  require_tensor(call.op, "grad_y", grad_y, dtype_of(call.op, "x", x));
+  require_sizes(call.op, "grad_y", grad_y, sizes_with_last(x, weight.size(0)));
+  return kTorchProducts.backward(call, in, options, wanted);
 }
 
 const Registry registry([](Registry& ops) {

@@ -116,6 +116,7 @@ Gradients dsa_indexer_loss_backward(const OpCall& given, const Incoming& grads, 
 }
 
 const Registry registry([](Registry& ops) {
+  ops.constant("indexer_loss_kept", kLossKept);
   ops.add<dsa_indexer_loss>("dsa_indexer_loss", saves_last);
   ops.add<dsa_indexer_loss_backward>("dsa_indexer_loss_backward");
 });

@@ -265,6 +265,7 @@ Tensor jsd_backward(const OpCall& call, const Incoming& grads, const Models& x,
 }
 
 const Registry registry([](Registry& ops) {
+  ops.constant("divergence_statistics", kDivergenceStatistics);
   ops.add<cross_entropy>("cross_entropy", differentiable);
   ops.add<cross_entropy_backward>("cross_entropy_backward");
   ops.add<jsd>("jsd", differentiable);

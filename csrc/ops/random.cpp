@@ -28,8 +28,10 @@ void run_blocks(const Params& p, void (*kernel)(const Params&, int64_t, int64_t)
 
 }  // namespace
 
-Tensor dropout(const Tensor& x, const Tensor& seed, double probability) {
-  constexpr const char* op = "dropout";
+Tensor dropout(const OpCall& call, const Draw& in, const DropoutOptions& options) {
+  const char* const op = call.op;
+  const auto& [x, seed] = in;
+  const double probability = options.p;
   const DeviceScope scope(x);
   const DType dtype = dtype_of(op, "x", x);
   require_tensor(op, "x", x, dtype);
@@ -59,8 +61,9 @@ Tensor dropout(const Tensor& x, const Tensor& seed, double probability) {
 
 namespace {
 
-Tensor uniform_like(const Tensor& x, const Tensor& seed) {
-  constexpr const char* op = "uniform_like";
+Tensor uniform_like(const OpCall& call, const Draw& in) {
+  const char* const op = call.op;
+  const auto& [x, seed] = in;
   const DeviceScope scope(x);
   require(is_here(x), op, "x must be on ", kDeviceName);
   require_seed(op, seed);
@@ -82,8 +85,8 @@ Tensor uniform_like(const Tensor& x, const Tensor& seed) {
 // dropout: y = x / (1 - p) where an element's draw keeps it, else 0. uniform_like: fp32 numbers in
 // [0, 1) in x's shape. A draw is a function of seed = [seed, offset] and the element's index.
 const Registry registry([](Registry& ops) {
-  ops.add<dropout>("dropout(Tensor x, Tensor seed, float p) -> Tensor", differentiable);
-  ops.add<uniform_like>("uniform_like(Tensor x, Tensor seed) -> Tensor");
+  ops.add<dropout>("dropout", differentiable);
+  ops.add<uniform_like>("uniform_like");
 });
 
 }  // namespace

@@ -292,6 +292,8 @@ Gradients recurrence_backward(const OpCall& call, const Incoming& grads, const I
 }
 
 const Registry registry([](Registry& ops) {
+  ops.constant("recurrence_chunk", recurrence_chunk(false));
+  ops.constant("recurrence_chunk_of_channel_decay", recurrence_chunk(true));
   ops.name("recurrence", {{"gated_linear_attention"},
                           {"ssd", "beta"},
                           {"linear_attention", "normalize"},

@@ -1,4 +1,5 @@
-// Schemas and names of ops. Python reads the names through the op `public_functions`.
+// Schemas and names of ops. Python reads the names through the op `public_functions`, and the
+// numbers of the ops through `constants`.
 #include "ops/registry.h"
 
 #include <algorithm>
@@ -10,6 +11,11 @@ namespace {
 using Functions = std::map<std::string, std::vector<PublicFunction>>;
 Functions& public_functions() {
   static Functions found;
+  return found;
+}
+
+std::map<std::string, int64_t>& constants() {
+  static std::map<std::string, int64_t> found;
   return found;
 }
 
@@ -98,6 +104,8 @@ void Registry::name(const char* op, std::vector<PublicFunction> functions) {
   public_functions()[op] = std::move(functions);
 }
 
+void Registry::constant(const char* name, int64_t value) { constants()[name] = value; }
+
 void Registry::implement_boxed(const std::string& op,
                                void (*run)(StableIValue*, uint64_t, uint64_t), Gradient gradient) {
   implementations_.impl(op.c_str(), run);
@@ -140,6 +148,13 @@ std::string list_public_functions() {
   }
   return lines;
 }
+
+// One line "<name>: <value>" for each constant.
+std::string list_constants() {
+  std::string lines;
+  for (const auto& [name, value] : constants()) lines += name + ": " + std::to_string(value) + '\n';
+  return lines;
+}
 }  // namespace
 
 void Registry::define_schema(const std::string& schema, Gradient gradient) {
@@ -152,8 +167,12 @@ void Registry::define_schema(const std::string& schema, Gradient gradient) {
 
 }  // namespace omniattn::ops
 
-STABLE_TORCH_LIBRARY_FRAGMENT(omniattn, m) { m.def("public_functions() -> str"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(omniattn, m) {
+  m.def("public_functions() -> str");
+  m.def("constants() -> str");
+}
 STABLE_TORCH_LIBRARY_IMPL(omniattn, CompositeExplicitAutograd, m) {
   m.impl("public_functions", TORCH_BOX(&omniattn::ops::list_public_functions));
+  m.impl("constants", TORCH_BOX(&omniattn::ops::list_constants));
 }
 #endif

@@ -137,14 +137,6 @@ struct Boxed {
   inline static const OpNames* names = nullptr;
 };
 
-// True for functions of structs, see Signature.
-template <class F>
-inline constexpr bool kTakesCall = false;
-template <class R, class... A>
-inline constexpr bool kTakesCall<R(const OpCall&, A...)> = true;
-template <auto kFunction>
-inline constexpr bool kIsCall = kTakesCall<std::remove_pointer_t<decltype(kFunction)>>;
-
 enum class Gradient {
   none,
   differentiable,
@@ -173,9 +165,12 @@ class Registry {
   // `<op>_` and `<op>_backward`. Comes before these are added.
   void name(const char* op, std::vector<PublicFunction> functions);
 
+  // Sets a number that shapes of results depend on, such as the tokens of a chunk, for the fakes in
+  // Python.
+  void constant(const char* name, int64_t value);
+
   // kFunction implements an op on this device.
   template <auto kFunction>
-    requires kIsCall<kFunction>
   void add(const std::string& op, Gradient gradient = Gradient::none) {
     define<std::remove_pointer_t<decltype(kFunction)>>(op, gradient);
     implement<kFunction>(op, gradient);
@@ -188,28 +183,10 @@ class Registry {
   }
 
   template <auto kFunction>
-    requires kIsCall<kFunction>
   void implement(const std::string& op, Gradient gradient = Gradient::none) {
     using Function = Boxed<kFunction>;
     Function::names = &names_.emplace_front(op, Function::Signature::schema(op));
     implement_boxed(op, Function::run, gradient);
-  }
-
-  // As the functions above, for functions of plain arguments, with their schemas.
-  template <auto kFunction>
-    requires(!kIsCall<kFunction>)
-  void add(const std::string& schema, Gradient gradient = Gradient::none) {
-    define(schema, gradient);
-    implement<kFunction>(schema.substr(0, schema.find('(')), gradient);
-  }
-  void define(const std::string& schema, Gradient gradient = Gradient::none) {
-    define_schema(schema, gradient);
-  }
-  template <auto kFunction>
-    requires(!kIsCall<kFunction>)
-  void implement(const std::string& op, Gradient gradient = Gradient::none) {
-    using Function = std::remove_pointer_t<decltype(kFunction)>;
-    implement_boxed(op, torch::stable::detail::boxer<Function, kFunction>::boxed_fn, gradient);
   }
 
  private:

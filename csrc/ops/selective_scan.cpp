@@ -314,6 +314,7 @@ Gradients selective_scan_backward(const OpCall& call, const Inputs& in,
 }
 
 const Registry registry([](Registry& ops) {
+  ops.constant("scan_chunk", kScanChunk);  // of rwkv4, too
   ops.add<selective_scan>("selective_scan", saves_last);
   ops.add<selective_scan_inplace>("selective_scan_");
   ops.add<selective_scan_backward>("selective_scan_backward");

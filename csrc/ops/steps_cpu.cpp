@@ -1,4 +1,5 @@
-// The ops of steps.cpp on the CPU.
+#include "ops/steps.h"
+
 #include <cmath>
 
 #include "kernels/conv/conv.h"
@@ -23,10 +24,14 @@ void require_writable(const char* op, const char* name, const Tensor& t) {
   }
 }
 
-Tensor causal_conv1d_inplace(const Tensor& x, const Tensor& weight, const OptTensor& bias,
-                             Tensor initial_state, bool silu) {
+}  // namespace
+
+Tensor causal_conv1d_inplace(const OpCall& call, const Conv& in, const State& state,
+                             const ConvOptions& options) {
+  const auto& [x, weight, bias] = in;
+  const Tensor& initial_state = state.initial_state;
   const DeviceScope scope(x);
-  const SequenceProblem p("causal_conv1d", "x", x, 3, std::nullopt);
+  const SequenceProblem p(call.op, "x", x, 3, std::nullopt);
   require_tensor(p.op, "x", x, p.dtype);
   require_step(p, "x");
   const Tensor rows = with_unit_last_stride(x);
@@ -45,7 +50,7 @@ Tensor causal_conv1d_inplace(const Tensor& x, const Tensor& weight, const OptTen
   require_writable(p.op, "initial_state", initial_state);
   const Tensor y = empty_tensor(x.sizes(), p.dtype);
   const CausalConvStep step{.dtype = p.dtype,
-                            .silu = silu,
+                            .silu = options.silu,
                             .batch = p.batch,
                             .channels = channels,
                             .taps = taps,
@@ -65,12 +70,13 @@ Tensor causal_conv1d_inplace(const Tensor& x, const Tensor& weight, const OptTen
   return y;
 }
 
-Tensor ssd_inplace(const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B,
-                   const Tensor& C, const OptTensor& D, const OptTensor& z,
-                   const OptTensor& dt_bias, Tensor initial_state, bool dt_softplus, double least,
-                   double largest) {
+Tensor ssd_inplace(const OpCall& call, const Ssd& in, const State& state,
+                   const SsdOptions& options) {
+  const auto& [x, dt, A, B, C, D, z, dt_bias] = in;
+  const auto [dt_softplus, least, largest] = options;
+  const Tensor& initial_state = state.initial_state;
   const DeviceScope scope(x);
-  const SequenceProblem p("ssd", "x", x, 4, std::nullopt);
+  const SequenceProblem p(call.op, "x", x, 4, std::nullopt);
   require_step(p, "x");
   const int64_t heads = x.size(2), width = x.size(3);
   const ScanInput rows(p.op, "x", x, p.dtype, x.sizes());
@@ -124,6 +130,8 @@ Tensor ssd_inplace(const Tensor& x, const Tensor& dt, const Tensor& A, const Ten
   run_items(step, step_items(step), width * states, state_step_kernels().run);
   return y;
 }
+
+namespace {
 
 const Registry registry([](Registry& ops) {
   ops.implement<causal_conv1d_inplace>("causal_conv1d_");

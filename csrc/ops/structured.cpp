@@ -1,6 +1,4 @@
 // vandermonde and cauchy.
-#include <tuple>
-
 #include "kernels/structured/cauchy.h"
 #include "kernels/structured/vandermonde.h"
 #include "ops/device.h"
@@ -57,9 +55,16 @@ Vandermonde vandermonde_of(const Terms& p, int64_t length) {
           .x = p.second.const_data_ptr()};
 }
 
-Tensor vandermonde(const Tensor& c, const Tensor& x, int64_t length) {
-  const DeviceScope scope(c);
-  const Terms p("vandermonde", "c", c, "x", x);
+// c, x, v, w (H, N, 2) and z (L, 2) of pairs, y (H, L) or (H, L, 2), in fp32 or fp64.
+OMNIATTN_FIELDS(Powers, Tensor c, x);
+OMNIATTN_FIELDS(Length, SymInt length);
+OMNIATTN_FIELDS(Incoming, Tensor grad_y);
+OMNIATTN_FIELDS(PowerGradients, Tensor dc, dx);
+
+Tensor vandermonde(const OpCall& call, const Powers& in, const Length& given) {
+  const int64_t length = given.length;
+  const DeviceScope scope(in.c);
+  const Terms p(call.op, "c", in.c, "x", in.x);
   require(length >= 0 && length <= kLongest, p.op, "length must be in [0, ", kLongest,
           "], got length=", length);
   const Tensor y = empty_tensor({p.rows, length}, p.dtype);
@@ -73,10 +78,10 @@ Tensor vandermonde(const Tensor& c, const Tensor& x, int64_t length) {
   return y;
 }
 
-std::tuple<Tensor, Tensor> vandermonde_backward(const Tensor& c, const Tensor& x,
-                                                const Tensor& grad_y) {
-  const DeviceScope scope(c);
-  const Terms p("vandermonde_backward", "c", c, "x", x);
+PowerGradients vandermonde_backward(const OpCall& call, const Powers& in, const Incoming& grads) {
+  const Tensor& grad_y = grads.grad_y;
+  const DeviceScope scope(in.c);
+  const Terms p(call.op, "c", in.c, "x", in.x);
   require(grad_y.dim() == 2, p.op, "grad_y must have 2 dimensions, got ", grad_y.dim());
   const Tensor g = p.dense("grad_y", grad_y, {p.rows, grad_y.size(1)});
   if (g.size(1) == 0) return {p.no_gradient(), p.no_gradient()};
@@ -109,10 +114,13 @@ Cauchy cauchy_of(const Terms& p, const Tensor& z) {
           .z = z.const_data_ptr()};
 }
 
-Tensor cauchy(const Tensor& v, const Tensor& z, const Tensor& w) {
-  const DeviceScope scope(v);
-  const Terms p("cauchy", "v", v, "w", w);
-  const Tensor at = points(p, z);
+OMNIATTN_FIELDS(Poles, Tensor v, z, w);
+OMNIATTN_FIELDS(PoleGradients, Tensor dv, dw);
+
+Tensor cauchy(const OpCall& call, const Poles& in) {
+  const DeviceScope scope(in.v);
+  const Terms p(call.op, "v", in.v, "w", in.w);
+  const Tensor at = points(p, in.z);
   const Tensor y = empty_tensor({p.rows, at.size(0), 2}, p.dtype);
   const CauchyParams params{.sums = cauchy_of(p, at), .y = y.mutable_data_ptr()};
   if constexpr (kOnCuda) {
@@ -124,12 +132,11 @@ Tensor cauchy(const Tensor& v, const Tensor& z, const Tensor& w) {
   return y;
 }
 
-std::tuple<Tensor, Tensor> cauchy_backward(const Tensor& v, const Tensor& z, const Tensor& w,
-                                           const Tensor& grad_y) {
-  const DeviceScope scope(v);
-  const Terms p("cauchy_backward", "v", v, "w", w);
-  const Tensor at = points(p, z);
-  const Tensor g = p.dense("grad_y", grad_y, {p.rows, at.size(0), 2});
+PoleGradients cauchy_backward(const OpCall& call, const Poles& in, const Incoming& grads) {
+  const DeviceScope scope(in.v);
+  const Terms p(call.op, "v", in.v, "w", in.w);
+  const Tensor at = points(p, in.z);
+  const Tensor g = p.dense("grad_y", grads.grad_y, {p.rows, at.size(0), 2});
   if (at.size(0) == 0) return {p.no_gradient(), p.no_gradient()};
   const Tensor dv = p.gradient(), dw = p.gradient();
   const CauchyBackwardParams params{.sums = cauchy_of(p, at),
@@ -145,14 +152,11 @@ std::tuple<Tensor, Tensor> cauchy_backward(const Tensor& v, const Tensor& z, con
   return {dv, dw};
 }
 
-// c, x, v, w (H, N, 2) and z (L, 2) of pairs, y (H, L) or (H, L, 2), in fp32 or fp64.
 const Registry registry([](Registry& ops) {
-  ops.add<vandermonde>("vandermonde(Tensor c, Tensor x, SymInt length) -> Tensor", differentiable);
-  ops.add<vandermonde_backward>(
-      "vandermonde_backward(Tensor c, Tensor x, Tensor grad_y) -> (Tensor dc, Tensor dx)");
-  ops.add<cauchy>("cauchy(Tensor v, Tensor z, Tensor w) -> Tensor", differentiable);
-  ops.add<cauchy_backward>(
-      "cauchy_backward(Tensor v, Tensor z, Tensor w, Tensor grad_y) -> (Tensor dv, Tensor dw)");
+  ops.add<vandermonde>("vandermonde", differentiable);
+  ops.add<vandermonde_backward>("vandermonde_backward");
+  ops.add<cauchy>("cauchy", differentiable);
+  ops.add<cauchy_backward>("cauchy_backward");
 });
 
 }  // namespace

@@ -21,8 +21,11 @@ void run_cpu(const TopKParams& p, int64_t rows) {
   });
 }
 
-Tensor top_k(const Tensor& scores, int64_t k, const OptTensor& mask) {
-  constexpr const char* op = "top_k";
+OMNIATTN_FIELDS(Arguments, Tensor scores; SymInt k; OptTensor mask);
+
+Tensor top_k(const OpCall& call, const Arguments& in) {
+  const char* const op = call.op;
+  const auto& [scores, k, mask] = in;
   const DeviceScope scope(scores);
   const DType dtype = dtype_of(op, "scores", scores);
   const Rows rows = as_rows(op, "scores", scores, dtype);
@@ -52,9 +55,7 @@ Tensor top_k(const Tensor& scores, int64_t k, const OptTensor& mask) {
 }
 
 // Indices (..., k) int64 of the largest scores (..., n), stable; -1 if there are fewer than k.
-const Registry registry([](Registry& ops) {
-  ops.add<top_k>("top_k(Tensor scores, SymInt k, Tensor? mask) -> Tensor");
-});
+const Registry registry([](Registry& ops) { ops.add<top_k>("top_k"); });
 
 }  // namespace
 }  // namespace omniattn::ops::topk
