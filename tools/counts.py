@@ -194,7 +194,7 @@ def op_lists() -> collections.Counter[str]:
         for head in map(str.strip, scope_statements(source)):
             fields = head.startswith("OMNIATTN_FIELDS")
             function = re.match(r"[^=(]*\w\(", head) or "operator" in head
-            if fields or (function and not head.startswith("using")):
+            if fields or (function and not re.match(r"using\b|const (Registry|PathTable)\b", head)):
                 signature = head if fields else head.split("\n      :")[0].split("\n    :")[0]
                 count["structs" if fields else "signatures"] += signature.count("\n") + 1
                 if not fields and "\n" in signature:
