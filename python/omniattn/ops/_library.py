@@ -140,6 +140,11 @@ def _read_functions() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
+def _read_constants() -> dict[str, int]:
+    lines = (line.split(": ") for line in torch.ops.omniattn.constants().splitlines())
+    return {name: int(value) for name, value in lines}
+
+
 def _public_functions(device: str) -> list[str]:
     """Returns the public functions of the ops with a kernel for this device."""
     helpers = ("_", "_only", "_backward")
@@ -261,5 +266,7 @@ _check_torch()
 _load("cpu", config.CPU_LIBRARY)
 _check_levels()
 _functions_of = _read_functions()
+#: Numbers that shapes of results depend on, such as the tokens of a chunk; csrc/ops sets them.
+CONSTANTS = _read_constants()
 _active_isa: int = torch.ops.omniattn.cpu_isa()
 cuda_unavailable = _load_cuda()

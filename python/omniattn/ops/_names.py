@@ -25,6 +25,7 @@ __all__ = [
     "like_or_wide",
     "outputs_like",
     "picker",
+    "state_slots",
 ]
 
 #: Functions by name; each is called with the values named by its parameters.
@@ -72,6 +73,17 @@ def like(t: Tensor) -> Tensor:
 def like_or_wide(t: Tensor | None, first: Tensor) -> Tensor:
     """Returns a tensor like t; if t is None, an empty one of the compute dtype of `first`."""
     return first.new_empty(0, dtype=compute_dtype(first)) if t is None else like(t)
+
+
+def state_slots(x: Tensor, cu_seqlens: Tensor | None, chunk: int) -> int:
+    """Number of states at the starts of chunks of x (B, T, ...).
+
+    Sequence n of a packed batch begins at slot cu_seqlens[n] // chunk + n.
+    """
+    batch, steps = x.shape[:2]
+    if cu_seqlens is None:
+        return batch * ((steps + chunk - 1) // chunk)
+    return steps // chunk + cu_seqlens.shape[0] - 1
 
 
 def outputs_like(schema: Schema, rules: Rules) -> Callable[..., Any]:

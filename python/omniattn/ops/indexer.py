@@ -8,14 +8,15 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.ops._autograd import DifferentiableOp, Op
 from omniattn.ops._backward import BackwardOp
+from omniattn.ops._library import CONSTANTS
 from omniattn.ops._names import like_or_wide
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["dsa_indexer", "dsa_indexer_loss"]
 
-#: Statistics per query that the backward needs in addition to p (kernels/indexer/indexer_loss.h).
-_KEPT = 2
+#: Number of statistics per query that the backward needs in addition to p.
+_KEPT = CONSTANTS["indexer_loss_kept"]
 
 
 def _index(q: Tensor, topk: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._backward import BackwardOp
+from omniattn.ops._library import CONSTANTS
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["REDUCTIONS", "cross_entropy", "jsd", "linear_cross_entropy", "linear_jsd"]
@@ -20,8 +21,8 @@ REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _NONE = REDUCTIONS["none"]
 _NAMES = {number: name for name, number in REDUCTIONS.items()}
 _CROSS_ENTROPY = ("ignore_index", "label_smoothing", "z_loss", "softcap", "temperature")
-#: Number of statistics per row that jsd saves for its backward (csrc/kernels/loss/divergence.h).
-_STATISTICS = 5
+#: Number of statistics per row that jsd saves for its backward.
+_STATISTICS = CONSTANTS["divergence_statistics"]
 
 
 def loss_like(x: Tensor, reduction: int) -> Tensor:

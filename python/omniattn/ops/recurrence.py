@@ -8,7 +8,8 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._names import like_or_wide
+from omniattn.ops._library import CONSTANTS
+from omniattn.ops._names import like_or_wide, state_slots
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
@@ -31,12 +32,10 @@ def _final_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, normalize: boo
 def _chunk_starts(
     q: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, normalize: bool
 ) -> Tensor:
-    """Returns the saved states, sized by recurrence_slots in kernels/recurrence/recurrence.h."""
-    chunk = 16 if g is not None and g.dim() == 4 else 32
-    batch, steps = q.shape[:2]
-    if cu_seqlens is None:
-        return _states(batch * ((steps + chunk - 1) // chunk), q, v, normalize)
-    return _states(steps // chunk + cu_seqlens.shape[0] - 1, q, v, normalize)
+    """Returns the saved states, at the starts of chunks."""
+    of_channels = g is not None and g.dim() == 4
+    name = "recurrence_chunk_of_channel_decay" if of_channels else "recurrence_chunk"
+    return _states(state_slots(q, cu_seqlens, CONSTANTS[name]), q, v, normalize)
 
 
 def _formula(*args: Any) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp
+from omniattn.ops._names import state_slots
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
@@ -20,20 +21,13 @@ __all__ = [
     "ssd_inplace",
 ]
 
-#: Steps per chunk; equals kScanChunk in csrc/kernels/scan/scan.h.
-CHUNK = 32
-
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def _slots(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Returns the number of saved states, as scan_slots in csrc/kernels/scan/scan.h."""
-    batch, steps = x.shape[:2]
-    if cu_seqlens is None:
-        return batch * ((steps + CHUNK - 1) // CHUNK)
-    return steps // CHUNK + cu_seqlens.shape[0] - 1
+    return state_slots(x, cu_seqlens, _library.CONSTANTS["scan_chunk"])
 
 
 def _wkv_states(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
