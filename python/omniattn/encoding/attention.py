@@ -1,11 +1,11 @@
-"""The options of attention as arguments of its op, and back.
+"""Encodes attention's options as arguments of its op, and decodes them.
 
-csrc/ops/attention_rules.cpp decodes them:
+csrc/ops/attention_rules.cpp decodes them, too:
 
-- mask: for each rule kind, a, b and the index of the first side tensor in aux, or -1; a layout
-  comes first.
-- score: for each rule kind, the index of the tensor in aux, or -1, and the index of the first
-  parameter in params, or -1; the code of a program follows its rule, which is the last.
+- mask: per rule its kind, a, b and the index of its first side tensor in aux, or -1. A layout is
+  the first rule.
+- score: per rule its kind, the index of its tensor in aux, or -1, and the index of its first
+  parameter in params, or -1. A program is the last rule, followed by its code.
 - params: scale, dropout_p and the parameters of the score rules.
 """
 
@@ -60,7 +60,7 @@ def encode(
 
 
 def after_layout(layout: Rule, mask: Sequence[int]) -> list[int]:
-    """The codes of a layout and of rules without tensors; aux holds the layout's tensors alone."""
+    """Prepends a layout to codes of rules without tensors; aux has only the layout's tensors."""
     kind, a, b, _ = layout
     return [kind, a, b, 0, *mask]
 
@@ -72,7 +72,7 @@ def decode(
     params: Sequence[float],
     sizes: tuple[int, int],
 ) -> tuple[Rule | None, dict[str, Any]]:
-    """The layout, if there is one, and the options of the reference except dropout.
+    """Returns the layout, or None, and the reference's options except dropout.
 
     `sizes`: Tq and Tk of the tensors.
     """
@@ -95,7 +95,7 @@ def decode(
 
 
 def split_parts(mask: Sequence[int]) -> tuple[dict[int, tuple[int, int]], Sequence[int]]:
-    """(first, whole) of the parts that a call is, by kind, and the codes of all other rules."""
+    """Splits off the leading part rules: returns (first, whole) by kind, and the other codes."""
     parts: dict[int, tuple[int, int]] = {}
     while mask and mask[0] in PARTS:
         parts[mask[0]], mask = (mask[1], mask[2]), mask[_MASK_INTS:]
@@ -103,10 +103,10 @@ def split_parts(mask: Sequence[int]) -> tuple[dict[int, tuple[int, int]], Sequen
 
 
 def bias_index(score: Sequence[int]) -> int | None:
-    """The place of the bias in aux."""
+    """Returns the index of the bias in aux, or None."""
     for kind, index, _ in _groups(score, _SCORE_INTS):
         if kind == ScoreKind.PROGRAM:
-            break  # its code follows
+            break  # the program's code follows
         if kind == ScoreKind.BIAS:
             return index
     return None
@@ -122,12 +122,12 @@ def _domain(layout: Rule | None, tq: int, tk: int) -> Domain:
 
 
 def pages_of(mask: Sequence[int], aux: Sequence[Tensor]) -> Tensor | None:
-    """The block table of a paged call."""
+    """Returns the block table of a paged call, else None."""
     return aux[mask[3]] if mask and mask[0] == MaskKind.PAGED else None
 
 
 def as_cached(mask: Sequence[int]) -> list[int]:
-    """The codes of a paged call for gathered pages; the lengths follow the block table."""
+    """Returns a paged call's codes for gathered pages; in aux, lengths follow the block table."""
     return [MaskKind.CACHED, 0, 0, mask[3] + 1, *mask[4:]]
 
 
@@ -136,7 +136,7 @@ def _groups(codes: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 def _option(kind: ScoreKind, tensor: Tensor | None, parameters: Sequence[float]) -> dict[str, Any]:
-    """A score rule as an option of the reference."""
+    """Converts a score rule to an option of the reference."""
     name = kind.name.lower()
     if name in TRANSFORMS:
         return {name: parameters[0]}

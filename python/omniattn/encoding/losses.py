@@ -1,5 +1,5 @@
-"""The options that losses over a vocabulary share; `functional.cross_entropy` and `functional.jsd`
-document each."""
+"""Options shared by losses over a vocabulary; documented in `functional.cross_entropy` and
+`functional.jsd`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CrossEntropyOptions(TypedDict, total=False):
 
 
 class CrossEntropy(NamedTuple):
-    """The options of a call, in the order of the op."""
+    """Options of a call, in the op's order."""
 
     class_weight: Tensor | None = None
     ignore_index: int = -100
@@ -41,7 +41,7 @@ class DivergenceOptions(TypedDict, total=False):
 
 
 class Divergence(NamedTuple):
-    """The options of a call."""
+    """Options of a call."""
 
     beta: float = 0.5
     temperature: float = 1.0

@@ -1,4 +1,4 @@
-"""Mask rules: their numbers, and their meaning (csrc/semantics is the same for kernels)."""
+"""Mask rules: numbers and definitions; csrc/semantics has their counterparts for kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class MaskKind(IntEnum):
-    """Kinds of rules; numbers as in csrc/semantics/{mask_rules,sequences}.h. i = q + Tk - Tq."""
+    """Kinds of rules, numbered as in csrc/semantics/{mask_rules,sequences}.h. i = q + Tk - Tq."""
 
     WINDOW = 0  # i - a <= k <= i + b; -1: unbounded
-    WINDOW_TOP_LEFT = 1  # the same with i = q
+    WINDOW_TOP_LEFT = 1  # WINDOW with i = q
     KEY_LENGTHS = 2  # k < lengths[b], int64 (B,)
     TENSOR = 3  # bool, broadcastable to (B, Hq, Tq, Tk)
     PREFIX = 4  # k < lengths[b] or k <= i
@@ -25,24 +25,24 @@ class MaskKind(IntEnum):
     STRIDED_HEADS = 9  # even heads: i - b < k, odd heads: (i - k) % a == 0
     FIXED = 10  # i // a == k // a or (k + shift) % a >= a - columns, see COLUMN_BITS
     EVERY = 11  # k % a == 0 or k == i
-    BLOCKS = 12  # int32 codes of 64 x 64 blocks and the bits of partial ones, see Blocks
-    PACKED = 13  # layout: cu_seqlens_q, cu_seqlens_k; longest sequences a and b
+    BLOCKS = 12  # int32 codes of 64 x 64 blocks, bits of partial blocks, see Blocks
+    PACKED = 13  # layout: cu_seqlens_q, cu_seqlens_k; a and b: longest sequences
     CACHED = 14  # layout: sequence b has the first lengths[b] keys
-    PAGED = 15  # layout: the same, in the pages that a table (B, N) lists
+    PAGED = 15  # layout: CACHED in pages that a table (B, N) lists
     NEIGHBORS = 16  # the a keys with k % b == i % b around i, shifted inwards at the ends
-    QUERIES = 17  # part: q has the rows a .. a + Tq of b
-    KEYS = 18  # part: k and v have the rows a .. a + Tk of b
+    QUERIES = 17  # part: q has rows a .. a + Tq of b
+    KEYS = 18  # part: k and v have rows a .. a + Tk of b
     GRID = 19  # one axis of a neighborhood in a grid, see GridAxis
     POOLED = 20  # k a + b <= q
 
 
-#: Kinds that say where sequences lie; the first rule, if any.
+#: Kinds that define where sequences lie. A layout is the first rule.
 LAYOUTS = (MaskKind.PACKED, MaskKind.CACHED, MaskKind.PAGED)
-#: Kinds for a part of a larger call; also first rules. Everything else refers to the larger call.
+#: Kinds for a part of a larger call, also first rules. All other rules refer to the larger call.
 PARTS = (MaskKind.QUERIES, MaskKind.KEYS)
-#: Most rules of a call, the layout included (kMaxMaskRules of csrc/semantics/mask.h).
+#: Maximum number of rules, including the layout (kMaxMaskRules in csrc/semantics/mask.h).
 MAX_RULES = 8
-#: Queries and keys of a block of MaskKind.BLOCKS.
+#: Number of queries and of keys per block of MaskKind.BLOCKS.
 BLOCK = 64
 #: MaskKind.FIXED encodes b = columns, for shift = 0; or b = columns + n 2^COLUMN_BITS, where head h
 #: has shift = (h % n) columns.
@@ -51,7 +51,7 @@ COLUMN_BITS = 28
 #: MaskKind.CHUNK encodes b = near + far 2^CHUNK_BITS; far = ANY_FAR means unbounded.
 CHUNK_BITS = 19
 ANY_FAR = (1 << CHUNK_BITS) - 1
-#: Bits of sizes and of windows in GridAxis.
+#: Number of bits of a size and of a window in a GridAxis's code.
 SIZE_BITS, WINDOW_BITS = 20, 13
 
 #: kind, a, b, side tensors
@@ -60,10 +60,13 @@ Rule = tuple[int, int, int, tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class GridAxis:
-    """MaskKind.GRID: p // inner % length is the coordinate of position p, and a query sees a window
-    of `kernel` coordinates that differ from its own by multiples of `dilation`: around it, shifted
-    inwards at the ends of the axis, or, causal, up to it. In groups of `stride` queries all have
-    the window of the middle one, or of the last if causal."""
+    """MaskKind.GRID: a neighborhood along one axis; position p has coordinate p // inner % length.
+
+    A query sees a window of `kernel` coordinates that differ from its own by multiples of
+    `dilation`. The window surrounds the query, shifted inwards at the ends of the axis; if causal,
+    it ends at the query. Groups of `stride` queries share the window of their middle query, or of
+    their last one if causal.
+    """
 
     inner: int
     length: int
@@ -87,7 +90,7 @@ class GridAxis:
     def visible(self, i: Tensor, k: Tensor) -> Tensor:
         y, z = i // self.inner % self.length, k // self.inner % self.length
         rest, place = y % self.dilation, y // self.dilation
-        count = (self.length - rest + self.dilation - 1) // self.dilation  # with this rest
+        count = (self.length - rest + self.dilation - 1) // self.dilation  # with this remainder
         leads = self.stride - 1 if self.causal else self.stride // 2
         leader = (place // self.stride * self.stride + leads).minimum(count - 1)
         if self.causal:
@@ -100,16 +103,16 @@ class GridAxis:
 
 
 def chunk_range(b: int) -> tuple[int, int]:
-    """near and far of MaskKind.CHUNK."""
+    """Decodes near and far of MaskKind.CHUNK."""
     return b & ANY_FAR, b >> CHUNK_BITS
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and device of a call for which a mask is encoded.
+    """Sizes and device of the call that a mask is evaluated for.
 
-    In packed and cached batches tq and tk are the lengths of the longest sequence, and `lengths`
-    holds Tk - Tq and Tk of the sequences, each a number or integers (N, 1, 1, 1).
+    In packed and cached batches tq and tk belong to the longest sequence, and `lengths` holds
+    Tk - Tq and Tk of the sequences, each an int or a tensor (N, 1, 1, 1).
     """
 
     tq: int
@@ -120,39 +123,39 @@ class Sizes:
 
     @property
     def offset(self) -> int | Tensor:
-        """Tk - Tq, the position of the first query."""
+        """Position of the first query, Tk - Tq."""
         return self.tk - self.tq if self.lengths is None else self.lengths[0]
 
     @property
     def keys(self) -> int | Tensor:
-        """Tk."""
+        """Number of keys Tk."""
         return self.tk if self.lengths is None else self.lengths[1]
 
     def positions(self, queries: tuple[int, int] | None) -> Tensor:
-        """Positions of the queries [first, last), or of all, among the keys: (rows, 1), or
-        (N, 1, rows, 1) where the lengths of sequences differ."""
+        """Returns the key positions of queries [first, last), or of all: (rows, 1), or
+        (N, 1, rows, 1) if sequences differ in length."""
         rows = slice(0, self.tq) if queries is None else slice(*queries)
         return torch.arange(self.tq, device=self.device)[rows, None] + self.offset
 
 
 class EncodedMask:
-    """A mask that is the AND of rules."""
+    """Mask that is the AND of rules."""
 
     def rules(self) -> list[Rule]:
         raise NotImplementedError
 
     def visible(self, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
-        """Boolean, True = attend, broadcastable to (B, Hq, Tq, Tk)."""
+        """Returns the boolean mask, True = attend, broadcastable to (B, Hq, Tq, Tk)."""
         return visible(self.rules(), Sizes(tq, tk, device, heads))
 
     def of_sequence(self, n: int, tq: int, tk: int) -> EncodedMask:
-        """The mask of sequence n of a packed or cached batch, which has its own lengths."""
+        """Returns the mask for sequence n, of lengths tq and tk, in a packed or cached batch."""
         return Rules(of_sequence(self.rules(), n, tq, tk))
 
 
 @dataclass(frozen=True)
 class Rules(EncodedMask):
-    """Rules as a mask."""
+    """Mask from a list of rules."""
 
     found: list[Rule]
 
@@ -161,7 +164,7 @@ class Rules(EncodedMask):
 
 
 def cut(t: Tensor, n: int, rows: int, columns: int) -> Tensor:
-    """Slice for sequence n of a tensor broadcastable to (B, H, longest rows, longest columns)."""
+    """Slices a tensor, broadcastable to (B, H, longest rows, longest columns), for sequence n."""
     t = t[(None,) * (4 - t.dim())]
     t = t[n : n + 1] if t.shape[0] > 1 else t
     t = t[:, :, :rows] if t.shape[2] > 1 else t
@@ -169,7 +172,7 @@ def cut(t: Tensor, n: int, rows: int, columns: int) -> Tensor:
 
 
 def of_sequence(rules: Sequence[Rule], n: int, tq: int, tk: int) -> list[Rule]:
-    """The rules of sequence n of a packed or cached batch, which has its own lengths."""
+    """Returns the rules for sequence n, of lengths tq and tk, in a packed or cached batch."""
     found = []
     for kind, a, b, side in rules:
         if kind == MaskKind.TENSOR:
@@ -185,9 +188,9 @@ def of_sequence(rules: Sequence[Rule], n: int, tq: int, tk: int) -> list[Rule]:
 
 
 def visible(rules: Sequence[Rule], sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
-    """Boolean, True = attend, broadcastable to (B, Hq, Tq, Tk): the AND of all rules.
+    """Returns the AND of all rules, True = attend, broadcastable to (B, Hq, Tq, Tk).
 
-    With `queries` only the rows [first, last) of all Tq.
+    With `queries` it has rows [first, last) only.
     """
     rows = slice(*queries) if queries is not None else slice(0, sizes.tq)
     q = torch.arange(sizes.tq, device=sizes.device)[rows, None]
@@ -255,7 +258,7 @@ def _visible(
 
 def _neighbors(size: int, dilation: int, i: Tensor, k: Tensor, keys: int | Tensor) -> Tensor:
     rest = i % dilation
-    count = (keys - rest + dilation - 1) // dilation  # of the keys with this remainder
+    count = (keys - rest + dilation - 1) // dilation  # keys with this remainder
     first = (i // dilation - size // 2).clamp(min=0).minimum((count - size).clamp(min=0))
     place = k // dilation
     return (k % dilation == rest) & (place >= first) & (place < first + size)

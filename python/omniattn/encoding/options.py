@@ -1,9 +1,9 @@
-"""The options that all forms of attention share, and the score rules that they become.
+"""Options shared by all forms of attention, and the score rules that encode them.
 
-Each option is written once: type checkers and editors read the TypedDicts, calls become an
-`Options`, which has the defaults, and `spelled_out` shows both in help(). `functional.attention`
-documents each option. The definitions of transforms, normalizers and tables here serve `reference`;
-csrc/semantics/score_rules.h has their counterparts for kernels.
+Each option is declared once. Type checkers and editors read the TypedDicts, a call's options are
+packed into `Options`, which has the defaults, and `spelled_out` shows both in help().
+`functional.attention` documents each option. `reference` uses the definitions of transforms,
+normalizers and tables here; csrc/semantics/score_rules.h has their counterparts for kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ScoreKind(IntEnum):
-    """Kinds of rules; numbers as in csrc/semantics/score_rules.h. Tables are (B | 1, rows, Hq)."""
+    """Kinds of rules, numbered as in csrc/semantics/score_rules.h. Tables are (B | 1, rows, Hq)."""
 
     BIAS = 0  # added, broadcastable to (B, Hq, Tq, Tk)
     SOFTCAP = 1  # cap * tanh(. / cap)
@@ -36,18 +36,18 @@ class ScoreKind(IntEnum):
     RELU2 = 5  # weights relu(logit)^2 instead of softmax
     ALIBI = 6  # - table[0] * |k - i|, i = q + Tk - Tq
     BUCKETS = 7  # table[T5 bucket of k - i]; a: both directions, b: max distance
-    DISTANCES = 8  # table[k - i + a], the index clamped to the table; a < 0 from its end
+    DISTANCES = 8  # table[k - i + a], index clamped to the table; a < 0 counts from its end
     WINDOW = 9  # table[place of q - place of k] in a window of a rows and b columns
-    PROGRAM = 10  # of a score_mod, the last rule, see score_program.py
+    PROGRAM = 10  # program of a score_mod, the last rule, see score_program.py
     RELATIVE_KEYS = 11  # scale q_i . rows[k - i + zero], rows (rows, Hq, D), as above
     RELATIVE_QUERIES = 12  # scale k_j . rows[k - i + zero]
 
 
 Normalizer: TypeAlias = Literal["softmax", "sigmoid", "relu2"]
 
-#: g of the option c that replaces scores s by c g(s / c); 0 is off
+#: Option name -> g; an option c > 0 replaces scores s by c g(s / c), 0 is off.
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"softcap": torch.tanh}
-#: weights that are functions of one logit each
+#: Normalizers that compute each weight from its own logit.
 NORMALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "relu2": lambda s: torch.relu(s).square(),
@@ -60,19 +60,19 @@ ScoreRule = tuple[int, Tensor | None, tuple[float, ...]]
 
 
 class EncodedTerm:
-    """A term of the logits that a table holds."""
+    """Term of the logits, read from a table."""
 
     def rule(self) -> ScoreRule:
         raise NotImplementedError
 
     def term(self, tq: int, tk: int, dtype: torch.dtype) -> Tensor:
-        """(B | 1, Hq, Tq, Tk), computed in `dtype`."""
+        """Computes the term (B | 1, Hq, Tq, Tk) in `dtype`."""
         kind, table, (a, b) = self.rule()
         assert table is not None
         return table_bias(kind, table.to(dtype), int(a), int(b), tq, tk)
 
     def of_sequence(self, n: int) -> EncodedTerm:
-        """The term of sequence n of a packed or cached batch."""
+        """Returns the term for sequence n in a packed or cached batch."""
         kind, table, parameters = self.rule()
         if table is None or len(table) == 1:
             return self
@@ -81,7 +81,7 @@ class EncodedTerm:
 
 @dataclass(frozen=True)
 class Table(EncodedTerm):
-    """A rule as a term; table (B | 1, rows, Hq)."""
+    """Term from a score rule; table (B | 1, rows, Hq)."""
 
     kind: int
     table: Tensor | None
@@ -92,7 +92,7 @@ class Table(EncodedTerm):
 
 
 def t5_bucket(distance: Tensor, bidirectional: bool, buckets: int, max_distance: int) -> Tensor:
-    """T5's bucket of key position - query position (Raffel et al. 2020, arXiv:1910.10683)."""
+    """Returns T5's bucket of k - q positions (Raffel et al. 2020, arXiv:1910.10683)."""
     if bidirectional:
         buckets //= 2
         side = (distance > 0) * buckets
@@ -111,7 +111,7 @@ def _from_start(zero: int, rows: int) -> int:
 
 
 def table_bias(kind: int, table: Tensor, a: int, b: int, tq: int, tk: int) -> Tensor:
-    """The term (B | 1, Hq, Tq, Tk) that a table rule adds to the logits."""
+    """Computes the term (B | 1, Hq, Tq, Tk) that a table rule adds to the logits."""
     k = torch.arange(tk, device=table.device)
     i = torch.arange(tq, device=table.device)[:, None] + tk - tq
     if kind == ScoreKind.ALIBI:
@@ -128,17 +128,17 @@ def table_bias(kind: int, table: Tensor, a: int, b: int, tq: int, tk: int) -> Te
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Vectors rows[k - i + zero] (rows, Hq, D) of distances, the index clamped to the rows."""
+    """Vectors per distance: rows[k - i + zero], rows (rows, Hq, D), index clamped to the rows."""
 
     rows: Tensor
     zero: int
 
     def times_queries(self, q: Tensor, tk: int) -> Tensor:
-        """q (B, Hq, Tq, D) times the row of each pair, (B, Hq, Tq, Tk)."""
+        """Returns products (B, Hq, Tq, Tk) of q (B, Hq, Tq, D) and each pair's row."""
         return self._products(q, self._row(q.shape[2], tk, q.device))
 
     def times_keys(self, k: Tensor, tq: int) -> Tensor:
-        """k (B, Hq, Tk, D) times the row of each pair, (B, Hq, Tq, Tk)."""
+        """Returns products (B, Hq, Tq, Tk) of k (B, Hq, Tk, D) and each pair's row."""
         return self._products(k, self._row(tq, k.shape[2], k.device).T).transpose(-1, -2)
 
     def _row(self, tq: int, tk: int, device: torch.device) -> Tensor:
@@ -159,10 +159,10 @@ ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class PairMod:
-    """A score_mod that is defined for all pairs at once."""
+    """score_mod that is evaluated for all pairs at once."""
 
     def of_pairs(self, score: Tensor, first_batch: int, first_q: int) -> Tensor:
-        """The new (B, Hq, Tq, Tk), of batch entries and queries from these numbers on."""
+        """Returns new scores (B, Hq, Tq, Tk) of batch entries and queries from these indices on."""
         raise NotImplementedError
 
 
@@ -197,7 +197,7 @@ class AttentionOptions(WeightOptions, DropoutOptions, total=False):
 
 
 class ScoreOptions(TypedDict, total=False):
-    """Options of the logits that all forms of attention to chosen keys have."""
+    """Options of the logits, for all forms of attention to chosen keys."""
 
     scale: float | None
     softcap: float
@@ -210,7 +210,7 @@ class SinkOptions(ScoreOptions, total=False):
 
 
 class HeadOptions(SinkOptions, total=False):
-    """Options of the logits, sinks and a factor for each head."""
+    """Options of the logits, sinks and a factor per head."""
 
     head_scale: Tensor | None
 
@@ -228,7 +228,7 @@ class SelectiveOptions(HeadOptions, DropoutOptions, total=False):
 
 
 class Options(NamedTuple):
-    """The options of a call; those that are plain values come first."""
+    """Options of a call; plain values come first."""
 
     window_size: tuple[int, int] = (-1, -1)
     causal: bool = False
@@ -253,7 +253,7 @@ PLAIN_OPTIONS = Options._fields.index("mask")
 
 
 def transform_of(options: Options) -> tuple[str, float] | None:
-    """The option that transforms the scores, and its c."""
+    """Returns the option that transforms the scores and its c, or None."""
     found: tuple[str, float] | None = None
     for name in TRANSFORMS:
         c: float = getattr(options, name)
@@ -286,7 +286,7 @@ DEFAULTS = Options()
 
 
 def _with_mask_mod(options: Options) -> Options:
-    """A mask that is a function as part of score_mod."""
+    """Moves a mask function into score_mod."""
     mask, score_mod = options.mask, options.score_mod
     kind: Any = mask
     if isinstance(kind, type) and issubclass(kind, EncodedMask):
@@ -298,7 +298,7 @@ def _with_mask_mod(options: Options) -> Options:
 
 
 def _seen(mask: MaskMod, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Calls the mask function on a pair; requires a bool result."""
+    """Calls the mask function for a pair and requires a bool result."""
     try:
         seen = mask(b, h, q, k)
     except TypeError:
@@ -319,7 +319,7 @@ def _require_arguments(mask: MaskMod) -> None:
 
 
 def masked_by(mask: MaskMod, score_mod: ScoreMod | None) -> ScoreMod:
-    """score_mod, or the scores as they are, where the mask is True, and -inf elsewhere."""
+    """Returns a score_mod that gives -inf where the mask is False, else score_mod's result."""
 
     def masked(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if score_mod is not None:

@@ -1,8 +1,8 @@
-"""Option records: keyword arguments that several functions share, each list declared once.
+"""Option records: keyword arguments shared by several functions, each list declared once.
 
-A TypedDict has the names and types of the options, which type checkers and editors read from
-`**options: Unpack[names]`. A NamedTuple of the same fields has their defaults. A function packs the
-options of a call into this record, and `spelled_out` shows each of them in help().
+A TypedDict has the options' names and types, which type checkers and editors read from
+`**options: Unpack[names]`. A NamedTuple with the same fields has their defaults. A function packs a
+call's options into this record, and `spelled_out` shows each option in help().
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from omniattn.suggestions import did_you_mean
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
-#: Names of the parameters of each function that `spelled_out` has shown.
+#: Function name -> parameter names, for functions decorated by `spelled_out`.
 _PARAMETERS: dict[str, list[str]] = {}
 
 
@@ -27,9 +27,11 @@ def unexpected(
     fields: Collection[str],
     advice: Mapping[str, str] = MappingProxyType({}),
 ) -> TypeError:
-    """The error for a call of `op` with an option that is none of these fields.
+    """Returns the error for a call of `op` with an option that is not in `fields`.
 
-    If the option has a near parameter, the advice for a word in the option's name is added."""
+    If a parameter has a similar name, the error suggests it, followed by the `advice` for each word
+    in the option's name.
+    """
     unknown = next(name for name in options if name not in fields)
     hint = did_you_mean(unknown, _PARAMETERS[op])
     if hint:

@@ -1,11 +1,11 @@
-"""Compiles the nodes of a traced score_mod to a program: tables that torch computes beforehand, the
-steps of the kernels, and the adjoint of these steps.
+"""Compiles the nodes of a traced score_mod to a program: tables that torch computes beforehand,
+steps for the kernels, and the adjoint of these steps.
 
 A node is (op, arguments): an op of encoding/score_program.py, or
 
-- ("input", name) of score, b, h, q and k; ("number", x) and ("integer", n)
-- ("affine", a, c, n): a q + c k + n, which all sums of positions become
-- ("tensor", index, ids of one node for each dimension): a read of a captured tensor
+- ("input", name), with name score, b, h, q or k; ("number", x) and ("integer", n)
+- ("affine", a, c, n): a q + c k + n, into which sums of positions are folded
+- ("tensor", index, one node id per dimension): a read of a captured tensor
 - ("detach", id)
 """
 
@@ -43,28 +43,28 @@ _ONE_AXIS = ("1", "q", "k", "d")
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A program without its tables; the compiler's cache makes one of each."""
+    """Compiled program without its tables, as the compiler's cache keeps it."""
 
     nodes: tuple[Node, ...]  # for `evaluate`
     code: tuple[int, ...]
     constants: tuple[float, ...]
-    #: One for each table: ("node", id, axis) to be evaluated, ("grid", node) a tensor that is read
-    #: by position, or ("tensor", index) as it is.
+    #: One per table: ("node", id, axis) is evaluated, ("grid", node) is a tensor read by position,
+    #: ("tensor", index) is used unchanged.
     tables: tuple[tuple[int | str, ...], ...]
-    by_position: tuple[int, ...]  # nodes that read a tensor at bare positions, inside it
-    untied: tuple[int, ...]  # nodes that tables need and that depend on no tensor
+    by_position: tuple[int, ...]  # nodes that read a tensor at bare positions, within bounds
+    untied: tuple[int, ...]  # nodes that tables need, independent of tensors
 
 
 class _Fact(NamedTuple):
     """Properties of a node of the trace."""
 
     axis: str  # dependence other than on b and h: "1" none, "q", "k", "d", "2" or "s", score
-    trained: bool  # whether it depends on a tensor that `wants`
-    width: int  # registers that are enough to compute it
+    trained: bool  # True if it depends on a tensor whose gradient is wanted
+    width: int  # number of registers that suffice to compute it
 
 
 class _Trace(Graph):
-    """Nodes in which positions are affine."""
+    """Graph that folds arithmetic of positions into affine nodes."""
 
     def add(self, *node: Any) -> int:
         if node[0] in _LINEAR or node[0] in _COMPARISONS:
@@ -78,8 +78,8 @@ class _Trace(Graph):
         return (0, 0, node[1]) if node[0] == "integer" else None
 
     def _simpler(self, node: Node) -> Node:
-        """Folds sums and multiples of positions into one node; turns a comparison of two into a
-        comparison of their difference with zero."""
+        """Folds sums and multiples of positions into one node, and compares their difference with
+        zero instead of two positions with each other."""
         op, x, y = node
         a, b = self._affine(x), self._affine(y)
         if a is None or b is None:
@@ -105,10 +105,10 @@ def compile_program(
     wants: Sequence[bool],
     by_position: Sequence[int],
 ) -> Compiled:
-    """The program of the node `output` of a trace.
+    """Compiles node `output` of a trace.
 
-    `wants`: captured tensors whose gradient is wanted; `by_position`: nodes of the trace that read
-    a tensor at bare positions, inside it.
+    `wants`: per captured tensor, True if its gradient is wanted. `by_position`: nodes of the trace
+    that read a tensor at bare positions, within bounds.
     """
     graph = _Trace()
     new: dict[int, int] = {}
@@ -138,12 +138,12 @@ class _Compiler:
         self.graph = graph
         self.wants = wants
         self.by_position = by_position
-        self.facts: list[_Fact] = []  # of the nodes of the graph
+        self.facts: list[_Fact] = []  # per node of the graph
         self.tables: list[tuple[int | str, ...]] = []
         self.kinds: list[TableKind] = []
-        self.lowered: dict[int, int] = {}  # nodes as nodes of steps
-        self.steps = Graph()  # of program ops, and ("score",) and ("gradient",)
-        self.from_table: dict[int, int] = {}  # nodes of steps that read a table, and which
+        self.lowered: dict[int, int] = {}  # node of the trace -> node of steps
+        self.steps = Graph()  # program ops, ("score",) and ("gradient",)
+        self.from_table: dict[int, int] = {}  # node of steps that reads a trained table -> table
 
     def compile(self, output: int) -> Compiled:
         result = self._lower(output)
@@ -186,7 +186,8 @@ class _Compiler:
         return tuple(sorted(found))
 
     def _backward(self, order: Sequence[int], result: int, constants: Constants) -> Runs:
-        """The value and then its gradient: values are kept between them if there is room."""
+        """Allocates the steps of the value and its gradient, with values kept in registers between
+        them as far as registers suffice, else recomputed."""
         nodes = self.steps.nodes
         adjoint = adjoint_of(self.steps, result, self.from_table)
         roots = [adjoint.gradient, *(n for give in adjoint.gives for n in give[1:3])]
@@ -212,7 +213,7 @@ class _Compiler:
             at_once //= 2
 
     def _fact(self, n: int) -> _Fact:
-        while len(self.facts) <= n:  # arguments come before what reads them
+        while len(self.facts) <= n:  # arguments precede their readers
             self.facts.append(self._find(len(self.facts)))
         return self.facts[n]
 
@@ -236,8 +237,8 @@ class _Compiler:
     def _lower(self, output: int) -> int:
         """Lowers `output` and its dependencies to nodes of steps.
 
-        Of the arguments of a step the one that needs the most registers is first (Sethi and Ullman,
-        1970, doi:10.1145/321607.321620).
+        The argument that needs the most registers comes first (Sethi and Ullman, 1970,
+        doi:10.1145/321607.321620).
         """
         left = [output]
         while left:
@@ -252,7 +253,7 @@ class _Compiler:
         return self.lowered[output]
 
     def _arguments(self, n: int) -> tuple[int, ...]:
-        """Nodes to lower before node n; empty if torch evaluates n before the kernel runs."""
+        """Returns nodes to lower before node n; none if torch evaluates n before kernels run."""
         if self._fact(n).axis in _ONE_AXIS or n in self.by_position:
             return ()
         return arguments_of(self.graph.nodes[n])

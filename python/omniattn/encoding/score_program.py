@@ -1,8 +1,9 @@
-"""A score_mod as a program, in plain torch; csrc/semantics/score_program.h is the same for kernels.
+"""Programs that a score_mod compiles to, interpreted in plain torch.
 
-Steps are (op, to, a, b, c) over registers that hold a value for each key of a row. A program reads
-the score, constants and tables. Values that depend on b, h and only one of q, k and k - q are
-tables that torch computes beforehand (`evaluate`).
+csrc/semantics/score_program.h is the counterpart for kernels. Steps are (op, to, a, b, c) over
+registers, which hold a value per key of a row. A program reads the score, constants and tables.
+Values that depend on b, h and only one of q, k and k - q are tables, which torch computes
+beforehand (`evaluate`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from omniattn.encoding.options import PairMod
 
 
 class ProgramOp(IntEnum):
-    """Numbers as in csrc/semantics/score_program.h."""
+    """Ops of steps, numbered as in csrc/semantics/score_program.h."""
 
     NEG = 0
     ABS = 1
@@ -67,11 +68,11 @@ class ProgramOp(IntEnum):
     TO_INT = 62
     NUMBER = 63  # constant a
     INTEGER = 64  # constant a
-    READ = 65  # of table a, by position
+    READ = 65  # reads table a, by position
     PLACE = 66  # place a (0 for -1) plus the offset of index b in dimension c % 4 of table c / 4
-    GATHER = 67  # of table b at place a
-    GIVE = 68  # adds a to the gradient of table b
-    GIVE_AT = 69  # the same at place b, of table c
+    GATHER = 67  # reads table b at place a
+    GIVE = 68  # adds a to the gradient of table b, by position
+    GIVE_AT = 69  # adds a to the gradient of table c at place b
 
 
 class TableKind(IntEnum):
@@ -79,7 +80,7 @@ class TableKind(IntEnum):
 
     GRID = 0  # (B | 1, Hq | 1, Q | 1, Tk | 1) by position
     DISTANCE = 1  # (B | 1, Hq | 1, 1, Q + Tk - 1) by k - q
-    GATHERED = 2  # at a place that the program computes
+    GATHERED = 2  # at places that the program computes
 
 
 MAX_TABLES, MAX_REGISTERS, MAX_STEPS, MAX_DIMS = 16, 64, 32768, 4
@@ -87,7 +88,7 @@ STEP_INTS, _HEADER_INTS = 5, 9
 
 
 class Domain(NamedTuple):
-    """Positions that a program may be asked for: queries from first_q on, and keys from 0 on."""
+    """Positions that a program may run at: queries from first_q on, keys from 0 on."""
 
     first_q: int
     queries: int
@@ -103,7 +104,7 @@ class Domain(NamedTuple):
 
 
 def domain_of(tq: int, tk: int, layout: int | None) -> Domain:
-    """The positions of a call, or of its longest sequences; `layout`: a kind of rule."""
+    """Returns the positions of a call, or of its longest sequences; `layout`: a MaskKind."""
     if layout in (MaskKind.CACHED, MaskKind.PAGED):
         return Domain(-tq, tq + tk, tk)
     return Domain(0, tq, tk)
@@ -117,7 +118,7 @@ def _mod(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b == 0, 0, a.remainder(torch.where(b == 0, 1, b)))
 
 
-#: Eager definition of each op on the lanes that it reads. Truth values are bool here.
+#: Eager definition of each op, on lanes. Truth values are bool here.
 MEANING: dict[str, Callable[..., Tensor]] = {
     "neg": torch.neg,
     "abs": torch.abs,
@@ -163,7 +164,7 @@ MEANING: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class Program(PairMod):
-    """A program with its constants and tables, in the form that the op takes."""
+    """Program with its constants and tables, in the form that the op takes."""
 
     code: tuple[int, ...]  # see csrc/ops/attention_program.cpp
     constants: tuple[float, ...]
@@ -226,7 +227,7 @@ class _Rows:
         return meaning(x, y)
 
     def read(self, n: int) -> Tensor:
-        """Table n of all pairs of the score."""
+        """Returns table n for all pairs of the score."""
         t, (batch, _, tq, tk) = self.program.tables[n], self.score.shape
         if t.shape[0] > 1:
             t = t[self.first_batch : self.first_batch + batch]
@@ -252,14 +253,14 @@ UNARY = frozenset(
 
 
 def as_lanes(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Elements of a table as registers hold them."""
+    """Converts elements of a table to the dtype of registers."""
     if t.dtype == torch.bool:
         return t
     return t.to(dtype) if t.is_floating_point() else t.to(torch.int64)
 
 
 def place(before: Tensor, index: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-    """`before` plus the place of `index` in dimension `dim`; -1 where it has none."""
+    """Adds the offset of `index` in dimension `dim` to places; -1 where out of bounds."""
     size, stride = shape[dim], math.prod(shape[dim + 1 :])
     index = index.to(torch.int64)
     inside = torch.where(index < 0, index + size, index)
@@ -268,21 +269,21 @@ def place(before: Tensor, index: Tensor, shape: Sequence[int], dim: int) -> Tens
 
 
 def gather(t: Tensor, at: Tensor) -> Tensor:
-    """Elements of t at the places `at`; NaN, or 0 for integers, where a place is -1."""
+    """Reads elements of t at places `at`; gives NaN, or 0 for integers, where a place is -1."""
     outside: Any = math.nan if t.is_floating_point() else 0
     if t.numel() == 0:
         return torch.full(at.shape, outside, dtype=t.dtype, device=t.device)
-    # index_select adds up its gradient in order on the CPU, which indexing does not.
+    # On the CPU, index_select's backward adds in order; that of indexing does not.
     found = t.reshape(-1).index_select(0, at.clamp(min=0).reshape(-1)).reshape(at.shape)
     return torch.where(at < 0, torch.full_like(found, outside), found)
 
 
-#: op, arguments: ids of earlier nodes, or constants of the op
+#: (op, *arguments): ids of earlier nodes, or constants of the op.
 Node = tuple[Any, ...]
 
 
 def arguments_of(node: Node) -> tuple[int, ...]:
-    """The nodes that a node reads."""
+    """Returns the nodes that a node reads."""
     op, *args = node
     if op in ("input", "affine", "number", "integer"):
         return ()

@@ -1,7 +1,7 @@
-"""The steps of a program as nodes: their adjoint, and the registers that they get.
+"""Graph of a program's steps: its adjoint, and register allocation.
 
 A node is (op, arguments): an op of encoding/score_program.py with ids of earlier nodes, tables and
-constants as they are; or ("score",), ("gradient",), the gradient of the result, or ("detach", id).
+constants; or ("score",), ("gradient",), which is the gradient of the result, or ("detach", id).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from omniattn.encoding.score_program import Node, ProgramOp
 
 @dataclass
 class Graph:
-    """Nodes without repetition."""
+    """Nodes, without duplicates."""
 
     nodes: list[Node] = field(default_factory=list)
     known: dict[Node, int] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Graph:
 
 
 def reads_of(node: Node) -> tuple[int, ...]:
-    """Nodes that a step reads."""
+    """Returns the nodes that a step reads."""
     op, *args = node
     if op in ("score", "gradient", "number", "integer", "read"):
         return ()
@@ -51,7 +51,7 @@ def closure(nodes: Sequence[Node], roots: Sequence[int]) -> set[int]:
     return found
 
 
-#: A value that is added to the gradient of a table: op, value, place or -1, table.
+#: Contribution to the gradient of a table: (op, value, place or -1, table).
 Give = tuple[str, int, int, int]
 
 
@@ -61,7 +61,7 @@ class Adjoint:
 
     gradient: int
     gives: list[Give]
-    #: For each node of the program, the nodes and the gives that its gradient is turned into.
+    #: Node of the program -> nodes and gives that its gradient propagates to.
     of_node: dict[int, tuple[range, list[Give]]]
 
 
@@ -105,7 +105,7 @@ def _turn(
 
 
 def _parts(s: Graph, y: int, g: int) -> list[tuple[int, int]]:
-    """Arguments of node y, each with its contribution from the gradient g of y."""
+    """Returns arguments of node y, each with its gradient contribution from y's gradient g."""
     op, *args = s.nodes[y]
     add, number = s.add, s.number
     x = args[0] if args else -1
@@ -139,7 +139,7 @@ def _parts(s: Graph, y: int, g: int) -> list[tuple[int, int]]:
 
 
 def _slope(s: Graph, op: str, x: int, y: int) -> int | None:
-    """dy / dx; None: there is no gradient."""
+    """Returns the node of dy / dx, or None for ops without a gradient."""
     add, number = s.add, s.number
     if op == "neg":
         return number(-1.0)
@@ -170,17 +170,17 @@ def _slope(s: Graph, op: str, x: int, y: int) -> int | None:
 
 
 Step = tuple[int, int, int, int, int]
-#: A node to compute, possibly again; a contribution to a table; or ("result", node) of a run.
+#: Node to compute, possibly again; contribution to a table; or ("result", node), which ends a run.
 Entry = int | Give | tuple[str, int]
 
 
 def backward_order(
     order: Sequence[int], of_node: dict[int, list[Entry]], at_once: int
 ) -> list[Entry]:
-    """Orders the nodes in `order`, then the entries of each, from the last to the first.
+    """Orders the nodes in `order`, then the entries of each, from the last node to the first.
 
-    No more than `at_once` nodes wait for their entries: the first half of the others is
-    recomputed when the second half is done, and so on, so that a chain of n nodes keeps
+    At most `at_once` nodes wait for their entries. Longer runs are halved recursively: the first
+    half is recomputed after the second is done. A chain of n nodes thus keeps
     `at_once` + log2(n) values (Griewank, 1992, doi:10.1080/10556789208805505).
     """
     if len(order) <= max(at_once, 1):
@@ -202,7 +202,7 @@ def _read_by(nodes: Sequence[Node], entry: Entry) -> tuple[int, ...]:
 
 @dataclass
 class Constants:
-    """Numbers without repetition: 0.0 is not -0.0, and NaN is NaN."""
+    """Numbers, without duplicates by repr: 0.0 differs from -0.0, NaN equals NaN."""
 
     values: list[float] = field(default_factory=list)
     known: dict[str, int] = field(default_factory=dict)
@@ -216,7 +216,7 @@ class Constants:
 
 @dataclass
 class Runs:
-    """Steps up to each result, the registers of the results, and how many there are in all."""
+    """Steps up to each result, registers of the results, and the number of registers."""
 
     steps: list[list[Step]]
     results: list[int]
@@ -226,12 +226,12 @@ class Runs:
 def allocate(
     nodes: Sequence[Node], entries: Sequence[Entry], constants: Constants, first_free: int
 ) -> Runs:
-    """Allocates registers to values for as long as they are needed, and removes unused values.
+    """Allocates a register to each value until its last read, and removes unused values.
 
     Registers before `first_free` belong to the score and its gradient.
     """
     needed: set[int] = set()
-    kept: list[tuple[Entry, set[int]]] = []  # with the values that are read for the last time
+    kept: list[tuple[Entry, set[int]]] = []  # with values read for the last time
     for entry in reversed(entries):
         if isinstance(entry, int):
             if entry not in needed:

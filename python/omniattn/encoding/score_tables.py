@@ -1,4 +1,4 @@
-"""The tables of a score_mod's program, which torch computes before the kernels run.
+"""Tables of a score_mod's program, which torch computes before the kernels run.
 
 Tables hold values that depend on b, h and only one of q, k and k - q, computed from the nodes of
 encoding/score_compiler.py.
@@ -26,7 +26,7 @@ from omniattn.encoding.score_program import (
 
 @dataclass(frozen=True)
 class Extents:
-    """Sizes, dtype and device with which nodes are evaluated."""
+    """Sizes, dtype and device for the evaluation of nodes."""
 
     batch: int
     heads: int
@@ -35,7 +35,7 @@ class Extents:
     device: torch.device
 
     def of(self, name: str) -> int:
-        """Values that b, h, q or k takes."""
+        """Returns the number of values of b, h, q or k."""
         domain = self.domain
         return {"b": self.batch, "h": self.heads, "q": domain.queries, "k": domain.keys}[name]
 
@@ -51,9 +51,10 @@ def evaluate(
     by_position: Sequence[int],
     known: Mapping[int, Tensor],
 ) -> dict[int, Tensor]:
-    """The values (B | 1, Hq | 1, n) of nodes that depend on at most one of q, k and k - q.
+    """Evaluates nodes that depend on at most one of q, k and k - q, to (B | 1, Hq | 1, n).
 
-    `by_position`: nodes that read a tensor at bare positions, inside it; `known`: values.
+    `by_position`: nodes that read a tensor at bare positions, within bounds. `known`: values of
+    nodes already evaluated.
     """
     values = dict(known)
     found, left = set(known), list(roots)
@@ -100,19 +101,19 @@ def as_table(value: Tensor, axis: str, dtype: torch.dtype) -> Tensor:
     `axis` names its dependence other than on b and h: "1" (none), "q", "k" or "d", which is k - q.
     """
     if value.dtype == torch.int64 and dtype == torch.float32:
-        value = value.to(torch.int32)  # the integers of a program that computes in float32
+        value = value.to(torch.int32)  # integers of float32 programs
     return value.unsqueeze(3 if axis == "q" else 2)
 
 
 def bare(node: Node) -> str:
-    """b, h, q or k, where that is all that a node is, else nothing."""
+    """Returns "b", "h", "q" or "k" if a node is only that position, else ""."""
     if node[0] == "affine":
         return {(1, 0, 0): "q", (0, 1, 0): "k"}.get(node[1:], "")
     return str(node[1]) if node[0] == "input" and node[1] != "score" else ""
 
 
 def at_positions(t: Tensor, names: Sequence[str], extents: Extents) -> Tensor:
-    """A tensor whose dimensions are indexed by positions, as (B | 1, Hq | 1, Tq | 1, Tk | 1)."""
+    """Arranges a tensor indexed by positions `names` as (B | 1, Hq | 1, Tq | 1, Tk | 1)."""
     for dim, name in enumerate(names):
         if t.shape[dim] != extents.of(name):
             t = t.narrow(dim, 0, extents.of(name))

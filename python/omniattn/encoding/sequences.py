@@ -1,4 +1,4 @@
-"""The options that all recurrences share: where sequences begin, and in which states."""
+"""Options shared by all recurrences: boundaries of sequences and initial states."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StateOptions(TypedDict, total=False):
-    """Options of a definition; `gated_linear_attention` documents each."""
+    """Options of definitions, documented in `gated_linear_attention`."""
 
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
 
 
 class SequenceOptions(StateOptions, total=False):
-    """Options of a public function."""
+    """Options of public functions."""
 
     backend: str | None
 
 
 class Sequences(NamedTuple):
-    """The options of a call."""
+    """Options of a call."""
 
     initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
