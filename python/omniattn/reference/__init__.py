@@ -1,7 +1,7 @@
-"""The definition of every op in plain torch: test oracle, text to read, and explicit fallback.
+"""Definitions of all ops in plain torch: test oracle, specification and explicit fallback.
 
-Same signatures as `omniattn.functional` without `backend`; differentiable; half inputs are computed
-in fp32 and rounded once, fp32 and fp64 in their own dtype.
+Signatures are those of `omniattn.functional` without `backend`. All definitions are differentiable.
+Half-precision inputs are computed in fp32 and rounded once, fp32 and fp64 in their own dtype.
 """
 
 from omniattn.reference.activation import (

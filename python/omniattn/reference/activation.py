@@ -1,6 +1,6 @@
 """GLU family (Shazeer 2020, arXiv 2002.05202): act(gate) * up.
 
-From two tensors (..., F), or from one packed (..., 2F) whose first F columns are the gate.
+Gate and up are two tensors (..., F), or one packed (..., 2F) whose first F columns are the gate.
 """
 
 from collections.abc import Callable
@@ -25,18 +25,21 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """ln(1 / (1 + e^-x)). The backward of torch's own asks whether there are any numbers, which is
-    not known in a compiled graph of the tokens that are no padding."""
-    return -F.softplus(-x, threshold=40)  # beyond, -x has the digits of fp64
+    """Computes ln(1 / (1 + e^-x)).
+
+    The backward of torch's logsigmoid branches on numel(), which compiled graphs of unpadded tokens
+    do not know.
+    """
+    return -F.softplus(-x, threshold=40)  # beyond 40, softplus(-x) equals -x in fp64
 
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(x) with an activation of `ACTIVATIONS`."""
+    """Computes act(x), with act from `ACTIVATIONS`."""
     return ACTIVATIONS[activation](widen(x)).to(x.dtype)
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """act(gate) * up with an activation of `ACTIVATIONS`."""
+    """Computes act(gate) * up, with act from `ACTIVATIONS`."""
     if up is None:
         gate, up = gate.chunk(2, -1)
     return (ACTIVATIONS[activation](widen(gate)) * widen(up)).to(gate.dtype)
@@ -49,7 +52,7 @@ def clamped_swiglu(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> torch.Tensor:
-    """g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = up within [-limit, limit] (gpt-oss)."""
+    """g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = clamp(up, -limit, limit) (gpt-oss)."""
     if up is None:
         gate, up = gate.chunk(2, -1)
     g, u = clamp(widen(gate), most=limit), clamp(widen(up), -limit, limit)
@@ -64,7 +67,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
 def geglu(
     gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: str = "none"
 ) -> torch.Tensor:
-    """gelu(gate) * up, with erf or with `approximate="tanh"` (as torch.nn.functional.gelu)."""
+    """gelu(gate) * up; `approximate` as in torch.nn.functional.gelu: "none" (erf) or "tanh"."""
     return gated_activation(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 

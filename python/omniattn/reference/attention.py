@@ -38,15 +38,15 @@ def attention(
     """q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv) -> O (B,Tq,Hq,Dv) [, lse (B,Hq,Tq)].
 
     Query head h reads kv head h // (Hq / Hkv). `mask` (True = attend) and `bias` broadcast to
-    (B,Hq,Tq,Tk). A row that sees no key gives O = 0, lse = -inf and zero gradients. Weights other
-    than softmax are functions of one logit each; their lse is 0.
+    (B,Hq,Tq,Tk). Fully masked rows have O = 0, lse = -inf and zero gradients. Normalizers other
+    than softmax compute each weight from its own logit; their lse is 0.
     """
     out, lse = attend(q, k, v, pack("attention", options))
     return (out, lse) if return_lse else out
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """O and lse of a call of :func:`attention`."""
+    """Returns O and lse of :func:`attention` with packed options."""
     return _attention(q, k, v, _seeded(options))
 
 
@@ -65,14 +65,14 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (Nq,Hq,D), k (Nk,Hkv,D), v (Nk,Hkv,Dv) -> O (Nq,Hq,Dv) [, lse (Hq,Nq)].
 
-    Each sequence n is a separate problem with the rows cu_seqlens_q[n] .. cu_seqlens_q[n + 1] of q
-    and cu_seqlens_k[n] .. cu_seqlens_k[n + 1] of k and v. Masks and biases have the shape of a
-    batch (N, Hq, max_seqlen_q, max_seqlen_k).
+    Sequence n is a separate problem: rows cu_seqlens_q[n] .. cu_seqlens_q[n + 1] of q and rows
+    cu_seqlens_k[n] .. cu_seqlens_k[n + 1] of k and v. Masks and biases broadcast to
+    (N, Hq, max_seqlen_q, max_seqlen_k).
     """
     require_not_mapped("attention_varlen", "cu_seqlens_q", cu_seqlens_q)
     require_not_mapped("attention_varlen", "cu_seqlens_k", cu_seqlens_k)
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    if len(ends_q) == 1:  # one sequence of no tokens, since gradients are zeros, not absent
+    if len(ends_q) == 1:  # one empty sequence, so that gradients are zeros and not None
         ends_q, ends_k = [0, 0], [0, 0]
     record = _seeded(pack("attention_varlen", options))
     outs, lses = [], []
@@ -97,17 +97,17 @@ def attention_cached(
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`attention` where sequence b has the first cache_seqlens[b] of the Tk keys, its Tk.
+    """Attention of q (B,Tq,Hq,D) to the first cache_seqlens[b] keys of each sequence b.
 
-    With block_table (B,N) k and v are pages (pages,size,Hkv,.), and row b lists the pages of
-    sequence b.
+    Options mean the same as in :func:`attention` with Tk = cache_seqlens[b]. With block_table (B,N)
+    k and v are pages (pages,size,Hkv,.), and row b lists the pages of sequence b.
     """
     require_not_mapped("attention_cached", "cache_seqlens", cache_seqlens)
     if block_table is not None:
         k, v = (t[block_table.clamp(min=0)].flatten(1, 2) for t in (k, v))
     record = _seeded(pack("attention_cached", options))
     outs, lses = [], []
-    for n, tk in enumerate(cache_seqlens.tolist() or [0]):  # also gradients of no sequence
+    for n, tk in enumerate(cache_seqlens.tolist() or [0]):  # an empty batch has gradients, too
         one = slice(n, n + 1)
         mine = _of_sequence(record, n, q.shape[1], tk, cached=True)
         out, lse = _attention(q[one], k[one, :tk], v[one, :tk], mine, n)
@@ -118,14 +118,14 @@ def attention_cached(
 
 
 def _seeded(options: Options) -> Options:
-    """The options with the seed that they run with: None without dropout."""
+    """Returns the options with a seed if there is dropout, drawing one if needed, else None."""
     if options.dropout_p == 0:
         return options._replace(seed=None)
     return options if options.seed is not None else options._replace(seed=philox.new_seed())
 
 
 def _of_sequence(options: Options, n: int, tq: int, tk: int, *, cached: bool) -> Options:
-    """The options of sequence n of a packed or cached batch, which has its own lengths."""
+    """Returns the options for sequence n, of lengths tq and tk, in a packed or cached batch."""
     mask, bias, slopes = options.mask, options.bias, options.alibi_slopes
     relative = options.relative
     if isinstance(mask, Tensor):
@@ -149,7 +149,7 @@ def _of_sequence(options: Options, n: int, tq: int, tk: int, *, cached: bool) ->
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, options: Options, first_batch: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """O and lse; `first_batch` is the number of q[0] in its call."""
+    """Returns O and lse; `first_batch` is the batch index of q[0] in its call."""
     (batch, tq, heads), kv_heads = q.shape[:3], k.shape[2]
     vw = widen(v).transpose(1, 2)
     if kv_heads != heads:
@@ -165,7 +165,7 @@ def _attention(
 
 
 def dropped(p: Tensor, options: Options, first_batch: int = 0) -> Tensor:
-    """Weights (B,Hq,Tq,Tk) after dropout; `first_batch` is the number of p[0] in its call."""
+    """Applies dropout to p (B,Hq,Tq,Tk); `first_batch` is the batch index of p[0] in its call."""
     drop = options.dropout_p
     if drop == 0:
         return p
@@ -176,7 +176,7 @@ def dropped(p: Tensor, options: Options, first_batch: int = 0) -> Tensor:
 
 
 def attention_logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
-    """The logits (B,Hq,Tq,Tk) of :func:`attention`, -inf where not allowed."""
+    """Computes the logits (B,Hq,Tq,Tk) of :func:`attention`, -inf where masked."""
     (tq, heads, dim), (tk, kv_heads) = q.shape[1:], k.shape[1:3]
     qw, kw = (widen(t).transpose(1, 2) for t in (q, k))
     if kv_heads != heads:
@@ -205,7 +205,7 @@ def attention_logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
 
 
 def transformed(s: Tensor, options: Options) -> Tensor:
-    """Scores after the transform that the options name."""
+    """Applies the score transform of the options, if any."""
     transform = transform_of(options)
     if transform is None:
         return s
@@ -214,7 +214,7 @@ def transformed(s: Tensor, options: Options) -> Tensor:
 
 
 def _distance(tq: int, tk: int, device: torch.device) -> Tensor:
-    """k - i of all pairs, i = q + Tk - Tq the position of query q among the keys."""
+    """Returns k - i (Tq,Tk), where i = q + Tk - Tq is the position of query q among the keys."""
     i = torch.arange(tq, device=device)[:, None] + tk - tq
     return torch.arange(tk, device=device) - i
 
@@ -245,10 +245,11 @@ def attention_weights(
     group_sums: bool = False,
     **options: Unpack[WeightOptions],
 ) -> Tensor:
-    """P (B,Hq,Tq,Tk) of :func:`attention` with its lse, or its sums over queries (B,Hq,Tk), over
-    the query heads of each kv head (B,Hkv,Tq,Tk), or over both.
+    """Weights P (B,Hq,Tq,Tk) of :func:`attention`, from its lse.
 
-    `sinks` are part of lse already and change nothing here.
+    `column_sums` gives P's sums over queries (B,Hq,Tk), `group_sums` its sums over the query heads
+    of each kv head (B,Hkv,Tq,Tk), both together (B,Hkv,Tk). `sinks` have no effect, because lse
+    contains them.
     """
     record = pack("attention_weights", options, WeightOptions)
     s = attention_logits(q, k, record)
@@ -268,7 +269,7 @@ def attention_weights(
 def merge_attention(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint sets of keys, from O (B,Tq,Hq,Dv) and lse of each."""
+    """Combines O (B,Tq,Hq,Dv) and lse (B,Hq,Tq) of disjoint key sets into those of their union."""
     lse = torch.stack([widen(x) for x in lses])
     if sinks is not None:
         shape = (1, *lse.shape[1:])
@@ -285,10 +286,10 @@ def merge_attention(
 
 
 def softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Probabilities and lse (B,Hq,Tq); a sink is one more logit per head, without a column of P."""
+    """Returns P and lse (B,Hq,Tq); a sink adds a logit per head to the sum, but no column to P."""
     if sinks is not None:
         s = torch.cat((s, sinks[:, None, None].expand(*s.shape[:-1], 1)), -1)
-    # Finite stand-ins for the statistics of a row without a key keep its gradients zero, not NaN.
+    # In a fully masked row, finite values replace maximum and sum: gradients are 0, not NaN.
     top = s.detach().amax(-1, keepdim=True) if s.shape[-1] > 0 else s.new_zeros(*s.shape[:-1], 1)
     top = top.masked_fill(top == -math.inf, 0)
     p = torch.exp(s - top)
@@ -301,7 +302,7 @@ def softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def default_scale(dim: int) -> float:
-    """1 / sqrt(D), and 1 for D = 0, where the logits are 0 anyway."""
+    """Returns 1 / sqrt(D), or 1 for D = 0, where all logits are 0."""
     return 1 / math.sqrt(dim) if dim > 0 else 1.0
 
 
@@ -315,7 +316,8 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's signature and layout (..., H, T, D); `is_causal` aligns top-left, as in torch."""
+    """Attention with torch's signature and layout (..., H, T, D); `is_causal` is top-left aligned,
+    as in torch."""
     if enable_gqa:
         heads = query.shape[-3]
         key, value = (t.repeat_interleave(heads // t.shape[-3], -3) for t in (key, value))

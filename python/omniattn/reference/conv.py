@@ -18,8 +18,8 @@ def causal_conv1d(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y[t] = act(bias + sum_k weight[k] x[t + k - (K - 1)]), x (B, T, D), weight (D, K), bias (D,).
 
-    The K - 1 inputs before x are initial_state (N, D, K - 1), or zeros; the final state is the
-    last K - 1 of these and of x. N is B, or the number of sequences in the one row of x.
+    The K - 1 inputs before x are initial_state (N, D, K - 1), or zeros; the final state is the last
+    K - 1 inputs of both together. N is B, or the number of sequences if x is packed (B = 1).
     """
     taps, steps, channels = weight.shape[1], x.shape[1], x.shape[2]
     count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -45,12 +45,12 @@ def causal_conv1d(
 def _packed(
     x: torch.Tensor, before: torch.Tensor, cu_seqlens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The K inputs of each step (1, D, T, K) of sequences in x (D, T), and their final states."""
+    """Returns the K inputs of each step (1, D, T, K) of packed x (D, T), and the final states."""
     count, _, width = before.shape
     inputs = torch.cat((before.transpose(0, 1).flatten(1), x), -1)
 
     def places(n: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """Columns of `inputs` with these steps of sequences n; a step < 0 is one before x."""
+        """Returns columns of `inputs` that hold steps of sequences n; steps < 0 lie before x."""
         x_column = count * width + cu_seqlens[n] + step
         return torch.where(step < 0, (n + 1) * width + step, x_column).clamp(0, inputs.shape[1] - 1)
 

@@ -1,4 +1,4 @@
-"""Dual chunk attention by the positions of each pair, and the mixture of near and far keys."""
+"""Dual chunk attention by pairwise positions, and gated local and strided attention."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from omniattn.reference.rope import apply_rotary
 
 
 def dual_chunk_mscale(length: int, train_length: int, kind: str) -> float:
-    """Factor of the logits of texts of `length` tokens, longer than in training.
+    """Factor of the logits for texts of T = `length` tokens, longer than in training (L).
 
-    "chunkllama": ``(0.05 ln(T / L) + 1)^2``, the square of what cos and sin are multiplied by;
-    "qwen": ``max(1, 0.1 ln(T / L) + 1)^2``, as vLLM has it for Qwen2.5-1M. 1 if T <= L.
+    "chunkllama": ``(0.05 ln(T / L) + 1)^2``, the square of the factor of cos and sin;
+    "qwen": ``max(1, 0.1 ln(T / L) + 1)^2``, as in vLLM for Qwen2.5-1M. 1 if T <= L.
 
     Example:
         >>> round(dual_chunk_mscale(4096, 1024, "qwen"), 4)
@@ -49,7 +49,8 @@ def dual_chunk_attention(
 ) -> Tensor:
     """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.), cos, sin (P,Dr/2) -> O (B,Tq,Hq,Dv).
 
-    Every pair (i, j) with j <= i has logits of q_i rotated to p_q(i, j) and k_j rotated to j mod c.
+    The logit of a pair (i, j), j <= i, is the product of q_i rotated to position p_q(i, j) and k_j
+    rotated to position j mod c.
     """
     record = pack("dual_chunk_attention", options, FormOptions)
     (tq, heads), (tk, kv_heads) = q.shape[1:3], k.shape[1:3]
@@ -85,7 +86,10 @@ def local_strided_attention(
     stride: int,
     **options: Unpack[FormOptions],
 ) -> Tensor:
-    """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.), gate (B,Tq,Hq,Dv | 1) -> O (B,Tq,Hq,Dv)."""
+    """g local + (1 - g) strided: attention to the last `window` keys and to every `stride`-th key.
+
+    g = sigmoid(gate). q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.), gate (B,Tq,Hq,Dv | 1) -> O (B,Tq,Hq,Dv).
+    """
     record = pack("local_strided_attention", options, FormOptions)
     tq, tk = q.shape[1], k.shape[1]
     i, j = torch.arange(tk - tq, tk, device=q.device)[:, None], torch.arange(tk, device=q.device)

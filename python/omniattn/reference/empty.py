@@ -1,12 +1,12 @@
-"""Gradients of empty problems, whose results are made without their inputs."""
+"""Zero gradients for inputs of empty problems, whose results do not depend on them."""
 
 import torch
 
 
 def nothing_of(*tensors: torch.Tensor) -> torch.Tensor:
-    """0 with a gradient of zeros, instead of none, to each tensor.
+    """Returns 0 whose gradient to each tensor is zeros instead of None.
 
-    No element is read, because 0 * inf is NaN.
+    It reads no element, because 0 * inf is NaN.
     """
     nothing = tensors[0].new_zeros(())
     for t in tensors:

@@ -1,4 +1,4 @@
-"""Decoding with tokens that are forgotten, one head and one query at a time."""
+"""Decoding with cache eviction, one head and one query at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Tokens kept by one head: position -> the sum of the weights that it has received.
+#: Tokens that one head keeps: position -> sum of the attention weights received.
 Received = dict[int, float]
 
 
@@ -25,10 +25,10 @@ def evicting_attention(
 ) -> tuple[Tensor, list[list[list[int]]]]:
     """q (B,T,Hq,D), k (B,T,Hkv,D), v (B,T,Hkv,Dv) -> O (B,T,Hq,Dv), positions kept by (b, kv head).
 
-    `calls` are numbers of tokens; the first is the prompt. Policies and sizes: "threshold" (eps,
-    stat, grace, sinks, recent, rho), "h2o" (heavy, recent), "streaming" (sinks, recent, evict),
-    "snapkv" (size, window, kernel, pooling). `rotate(x, position)` of "streaming" embeds positions
-    in the cache, others get rotated q and k.
+    `calls`: number of tokens of each call, the prompt first. Policies and their sizes: "threshold"
+    (eps, stat, grace, sinks, recent, rho), "h2o" (heavy, recent), "streaming" (sinks, recent,
+    evict), "snapkv" (size, window, kernel, pooling). "streaming" rotates tokens to their positions
+    in the cache, by `rotate(x, position)`; other policies take rotated q and k.
     """
     batch, _, heads, _ = q.shape
     kv_heads = k.shape[2]
@@ -53,7 +53,7 @@ def _one_head(
     rotate: Callable[[Tensor, int], Tensor] | None,
     sizes: dict[str, Any],
 ) -> tuple[Tensor, Received]:
-    """q (T, G, D), k (T, D), v (T, Dv)."""
+    """Returns O (T, G, Dv) and the tokens kept, of q (T, G, D), k (T, D), v (T, Dv)."""
     out, received, seen = [], Received(), 0
     for new in calls:
         if sizes.get("evict") == "before":
@@ -80,7 +80,7 @@ def _one_head(
 
 
 def _kept(policy: str, received: Received, seen: int, length: int, **sizes: Any) -> Received:
-    """Tokens kept after a call that appended tokens `seen` to `length`."""
+    """Returns the tokens kept after a call that appended positions [seen, length)."""
     if policy == "threshold":
         return _above(received, seen, length, **sizes)
     left = dict(received)
@@ -103,7 +103,7 @@ def _kept(policy: str, received: Received, seen: int, length: int, **sizes: Any)
 
 
 def _pooled(votes: list[float], *, kernel: int, pooling: str, **_: int) -> list[float]:
-    """Over `kernel` adjacent votes, 0 beyond the ends."""
+    """Pools votes over windows of `kernel`, padded with 0."""
     half = kernel // 2
     padded = [0.0] * half + votes + [0.0] * half
     parts = [padded[n : n + kernel] for n in range(len(votes))]
@@ -122,7 +122,7 @@ def _above(
     recent: int,
     rho: float = 0.9,
 ) -> Received:
-    """Keeps the tokens whose statistic is not below eps, and the tokens that are not tested."""
+    """Keeps tokens whose statistic is at least eps, and tokens exempt from the test."""
     left = Received()
     for p, weight in received.items():
         age, before = length - 1 - p, seen - 1 - p

@@ -42,7 +42,7 @@ def glu_mlp(
 ) -> torch.Tensor:
     """y = dropout(act(x W_gate^T) * x W_up^T) W_down^T, with biases; x (..., d), W_up (F, d).
 
-    `activation="clamped_swiglu"` has alpha and limit and is a function of both projections.
+    "clamped_swiglu" takes alpha and limit, and is a function of both projections.
     """
     gate, up = linear(x, gate_weight, gate_bias), linear(x, up_weight, up_bias)
     if activation == "clamped_swiglu":

@@ -1,4 +1,4 @@
-"""The lightning indexer of DeepSeek sparse attention: which keys a query sees, and its loss."""
+"""Lightning indexer of DeepSeek sparse attention: selects the keys of each query; its loss."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def dsa_indexer(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (B,Tq,H,D), k (B,Tk,D), w (B,Tq,H) -> index (B,Tq,topk) int32 [, scores (B,Tq,topk)].
 
-    The keys with the largest ``sum_h w_h relu(q_h . k)``, larger first, and of equal ones the
-    earlier, or with tie "recent" the later; -1 and -inf where fewer are seen.
+    Selects the visible keys with the largest ``sum_h w_h relu(q_h . k)``, in descending order. Ties
+    go to the earlier key, or with tie "recent" to the later. Missing keys have index -1 and score
+    -inf.
     """
     tk = k.shape[1]
     with torch.no_grad():
@@ -52,19 +53,19 @@ def dsa_indexer(
 
 
 def indexer_scores(q: Tensor, k: Tensor, w: Tensor | None, activation: Activation) -> Tensor:
-    """I (B,Tq,Tk) in fp32, fp64 for fp64."""
+    """Computes the scores I (B,Tq,Tk) in fp32, or fp64 for fp64."""
     return sum_of_heads(torch.einsum("bthd,bsd->bths", widen(q), widen(k)), w, activation)
 
 
 def sum_of_heads(products: Tensor, w: Tensor | None, activation: Activation) -> Tensor:
-    """I of the products (B,Tq,H,n) of a query and n keys."""
+    """Computes I (B,Tq,n) from products (B,Tq,H,n) of a query and n keys."""
     if activation == "relu":
         products = products.relu()
     return products.sum(2) if w is None else (products * widen(w)[..., None]).sum(2)
 
 
 def visible_keys(q: Tensor, k: Tensor, causal: bool, key_padding: Tensor | None) -> Tensor:
-    """(B | 1, Tq, Tk) bool."""
+    """Returns the mask (B | 1, Tq, Tk), True where a query sees a key."""
     tq, tk = q.shape[1], k.shape[1]
     key = torch.arange(tk, device=q.device)
     seen = torch.ones(1, tq, tk, dtype=torch.bool, device=q.device)
@@ -87,11 +88,11 @@ def dsa_indexer_loss(
     activation: Activation = "relu",
     key_padding: Tensor | None = None,
 ) -> Tensor:
-    """KL(p || softmax I) of each query (B,Tq), over the keys seen, or the keys in indices (B,Tq,n).
+    """KL(p || softmax I) of each query (B,Tq), over its visible keys, or those in indices (B,Tq,n).
 
-    I as in `dsa_indexer` of q_idx (B,Tq,HI,DI), k_idx (B,Tk,DI), w (B,Tq,HI); p is the sum over
-    heads of softmax(scale q k^T), q (B,Tq,Hq,D), k (B,Tk,Hkv,D), divided by its own sum. `lse`
-    (B,Hq,Tq) belongs to the softmax. No gradient to q, k and lse; 0 for a query that sees no key.
+    I are `dsa_indexer`'s scores of q_idx (B,Tq,HI,DI), k_idx (B,Tk,DI), w (B,Tq,HI). p is the sum
+    over heads of softmax(scale q k^T), q (B,Tq,Hq,D), k (B,Tk,Hkv,D), divided by its own sum; `lse`
+    (B,Hq,Tq) is this softmax's. q, k and lse get no gradient. A query without keys gives 0.
     """
     seen = visible_keys(q, k, causal, key_padding)
     if indices is not None:
@@ -106,7 +107,7 @@ def dsa_indexer_loss(
 def attention_target(
     q: Tensor, k: Tensor, lse: Tensor | None, seen: Tensor, scale: float | None
 ) -> Tensor:
-    """p (B,Tq,Tk), without gradient."""
+    """Computes p (B,Tq,Tk), without gradient."""
     with torch.no_grad():
         heads, kv_heads = q.shape[2], k.shape[2]
         keys = widen(k).repeat_interleave(heads // max(kv_heads, 1), 2)
@@ -121,16 +122,16 @@ def attention_target(
 
 
 def normalised(weights: Tensor) -> Tensor:
-    """Rows divided by their sums; rows of zeros stay."""
+    """Divides rows by their sums; rows of zeros stay zero."""
     whole = weights.sum(-1, keepdim=True)
     return weights / torch.where(whole == 0, 1, whole)
 
 
 def divergence(target: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
-    """sum p (ln p - ln softmax I) over the keys seen."""
+    """Computes sum p (ln p - ln softmax I) over the visible keys."""
     if scores.shape[-1] == 0:
         return scores.sum(-1)
     none = ~seen.any(-1, keepdim=True)
-    hidden = ~seen & ~none  # a row without keys has a finite softmax, and no target
+    hidden = ~seen & ~none  # rows without keys stay unmasked: finite softmax, target 0
     logs = scores.masked_fill(hidden, -torch.inf).log_softmax(-1).masked_fill(~seen, 0)
     return (torch.xlogy(target, target) - target * logs).sum(-1)

@@ -1,4 +1,4 @@
-"""Limits with the same gradient under every version of torch."""
+"""Clamp whose gradient is the same in every version of torch."""
 
 import torch
 
@@ -6,10 +6,9 @@ Limit = torch.Tensor | float | None
 
 
 def clamp(x: torch.Tensor, least: Limit = None, most: Limit = None) -> torch.Tensor:
-    """x within [least, most]; the slope is 1 up to the limits, and 0 beyond and for NaN, as in the
-    kernels.
+    """Clamps x to [least, most]; the slope is 1 within and at the limits, 0 beyond and for NaN.
 
-    The slope of torch.clamp at a limit is 1 before torch 2.14, and from there on 0.
+    Kernels have the same slope. torch.clamp's slope at a limit is 1 before torch 2.14, then 0.
     """
     if least is not None:
         x = torch.where(x >= least, x, torch.where(x < least, least, x.detach()))

@@ -1,4 +1,4 @@
-"""Losses over the vocabulary; they are fp32 (fp64 for fp64 logits)."""
+"""Losses over a vocabulary, computed in fp32 (fp64 for fp64 logits)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def cross_entropy(
     softcap tanh(logits / softcap) for a softcap > 0, else the logits.
 
     logits (..., V), target (...), class_weight (V,). Rows whose target is `ignore_index` give 0.
-    "mean" divides by the sum of w_y of the other rows and gives 0 where that is 0 (torch gives
-    NaN).
+    "mean" divides by the sum of w_y over the other rows; if this sum is 0, it gives 0 (torch: NaN).
     """
     record = packed("cross_entropy", CrossEntropy, options)
     class_weight, ignore_index, label_smoothing, z_loss, softcap, temperature, _ = record
@@ -77,7 +76,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     **options: Unpack[CrossEntropyOptions],
 ) -> Tensor:
-    """cross_entropy(x W^T + b, target) with logits that are never rounded to a half dtype.
+    """cross_entropy(x W^T + b, target), with logits not rounded to a half dtype.
 
     x (..., K), weight (V, K), bias (V,), target (...).
     """
@@ -95,7 +94,7 @@ def linear_log_prob(
     softcap: float = 0.0,
     temperature: float = 1.0,
 ) -> Tensor:
-    """ln p_y of each token: minus its linear_cross_entropy."""
+    """Computes ln p_y of each token, which is -linear_cross_entropy."""
     return -linear_cross_entropy(
         x,
         weight,
@@ -118,11 +117,12 @@ def jsd(
     reduction: str = "mean",
     **options: Unpack[DivergenceOptions],
 ) -> Tensor:
-    """beta KL(P || M) + (1 - beta) KL(Q || M) with M = beta P + (1 - beta) Q, Q and P the softmaxes
-    of student / temperature and teacher / temperature; KL(P || Q) at beta = 0, KL(Q || P) at 1.
+    """beta KL(P || M) + (1 - beta) KL(Q || M), M = beta P + (1 - beta) Q; KL(P || Q) at beta = 0,
+    KL(Q || P) at beta = 1.
 
-    student and teacher (..., V), logits or with `log_probs` ln Q and ln P; target (...). Rows
-    whose target is `ignore_index` give 0. "mean" divides by the number of the other rows.
+    Q and P are the softmaxes of student / temperature and teacher / temperature. student and
+    teacher (..., V) are logits, or ln Q and ln P with `log_probs`; target (...). Rows whose target
+    is `ignore_index` give 0. "mean" divides by the number of other rows.
     """
     beta, temperature, ignore_index = packed("jsd", Divergence, options)
     x, y = widen(student), widen(teacher)
@@ -142,7 +142,7 @@ def jsd(
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """sum_v P (ln P - ln Q) from ln P and ln Q; classes of P = 0 add 0."""
+    """Computes sum_v P (ln P - ln Q) from p = ln P and q = ln Q; classes with P = 0 add 0."""
     return (p.exp() * (p - q).masked_fill(p.exp() == 0, 0)).sum(-1)
 
 
@@ -159,7 +159,7 @@ def linear_jsd(
     reduction: str = "mean",
     **options: Unpack[DivergenceOptions],
 ) -> Tensor:
-    """jsd of x W^T + b and the teacher's, with logits that are never rounded to a half dtype.
+    """jsd of student logits x W^T + b and teacher logits, neither rounded to a half dtype.
 
     x (..., K), weight (V, K), bias (V,); teacher_x (..., K'), teacher_weight (V, K'); target (...).
     """

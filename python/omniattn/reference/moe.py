@@ -1,5 +1,4 @@
-"""Mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): from routed tokens to their
-outputs."""
+"""Mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): experts applied to routed tokens."""
 
 import math
 from collections.abc import Callable
@@ -54,11 +53,11 @@ def moe_experts(
     weigh_inputs: bool = False,
     recompute: bool = False,
 ) -> torch.Tensor:
-    """y = sum over slots s of weights[..., s] * expert index[..., s] of x; index -1 adds nothing.
+    """y = sum_s weights[..., s] * expert_{index[..., s]}(x); index -1 adds nothing.
 
-    x (..., d), index and weights (..., k), up (E, 2F, d) with the gate first or, `interleaved`, in
-    the even rows; (E, F, d) where the activation has no gate; down (E, d, F). With `weigh_inputs`
-    the weights multiply x and not the outputs of the experts.
+    x (..., d), index and weights (..., k), down (E, d, F). up is (E, 2F, d) with the gate in the
+    first F rows, or in the even rows if `interleaved`; (E, F, d) for activations without a gate.
+    With `weigh_inputs` the weights multiply x instead of the experts' outputs.
     """
     require_not_mapped("moe_experts", "index", index)
     outside = index[(index < -1) | (index >= up.shape[0])]
@@ -100,7 +99,7 @@ def experts_in_dtype(
     weigh_inputs: bool = False,
     recompute: bool = False,
 ) -> torch.Tensor:
-    """`moe_experts` with each step in the dtype of x."""
+    """Computes `moe_experts` with every step in x's dtype."""
     *leading, dim = x.shape
     tokens, k = math.prod(leading), index.shape[-1]
     flat, chosen = x.reshape(tokens, dim), index.reshape(tokens, k)
@@ -113,5 +112,5 @@ def experts_in_dtype(
         pre = F.linear(rows, up[e], None if up_bias is None else up_bias[e])
         hidden = _hidden(pre, activation, interleaved, alpha, limit)
         rows = F.linear(hidden, down[e], None if down_bias is None else down_bias[e])
-        slots = slots.index_put((token, slot), rows.to(slots.dtype))  # autocast gives halves
+        slots = slots.index_put((token, slot), rows.to(slots.dtype))  # autocast yields half dtypes
     return (slots if weigh_inputs else factors * slots).sum(1).reshape(x.shape)

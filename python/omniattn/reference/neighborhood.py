@@ -1,4 +1,4 @@
-"""Neighborhood attention in grids of tokens, by NATTEN's rule, one axis after another."""
+"""Neighborhood attention on grids of tokens, by NATTEN's rule, axis by axis."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def na2d(
     *,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """query (B,Y,X,H,D), key (B,Y,X,Hkv,D), value (B,Y,X,Hkv,Dv) -> O (B,Y,X,H,Dv) [, lse]; with
-    one axis in place of Y and X for `na1d`, with three for `na3d`.
+    """query (B,Y,X,H,D), key (B,Y,X,Hkv,D), value (B,Y,X,Hkv,Dv) -> O (B,Y,X,H,Dv) [, lse].
 
-    A token sees the tokens whose coordinates are in its window along every axis: the `kernel_size`
-    nearest coordinates in steps of `dilation` from its own, shifted inwards at the ends of the
-    axis. Causal: the coordinates up to its own. Groups of `stride` coordinates share the window of
-    their middle one, or of their last one if causal.
+    `na1d` has one axis in place of Y and X, `na3d` three. A token sees the tokens whose coordinates
+    are in its window along every axis. A window has the `kernel_size` nearest coordinates at
+    multiples of `dilation` from its own, shifted inwards at the ends of the axis; if causal, only
+    coordinates up to its own. `stride` coordinates share the window of their middle one, or of
+    their last one if causal.
     """
     shape = query.shape[1:-2]
     each = [
@@ -49,10 +49,10 @@ def na2d(
 
 
 def _axis(length: int, kernel: int, stride: int, dilation: int, causal: bool) -> Tensor:
-    """(length, length) of 0 and 1: which coordinates each one sees."""
+    """Returns a matrix (length, length): 1 where coordinate y (row) sees z (column), else 0."""
     seen = torch.zeros(length, length)
     for y in range(length):
-        line = list(range(y % dilation, length, dilation))  # the coordinates that count
+        line = list(range(y % dilation, length, dilation))  # coordinates at multiples of dilation
         place = line.index(y)
         group = range(place - place % stride, min(place - place % stride + stride, len(line)))
         if causal:
@@ -65,5 +65,5 @@ def _axis(length: int, kernel: int, stride: int, dilation: int, causal: bool) ->
     return seen
 
 
-#: One definition: the shape of the query says how many axes there are.
+#: One definition: the query's shape gives the number of axes.
 na1d = na3d = na2d

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm over the last dimension or groups of it.
 
-With `residual`, h = x + residual is rounded to the residual's dtype, the statistics use the rounded
-value and (norm(h), h) is returned, so that the fused form equals the unfused one.
+With `residual`, h = x + residual is rounded to the residual's dtype, statistics are taken from the
+rounded h, and (norm(h), h) is returned. So the fused form equals the unfused one.
 """
 
 import torch
@@ -30,8 +30,8 @@ def norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y = (h - mean) (offset + weight) / sqrt(mean((h - mean)^2) + eps) + bias.
 
-    x (..., N), weight and bias (N,). Without `center` the mean is 0; with `cast_first` the
-    normalised value is rounded to the dtype before the weight multiplies it.
+    x (..., N), weight and bias (N,). Without `center` the mean is taken as 0. With `cast_first` the
+    normalised value is rounded to x's dtype before the multiplication by the weight.
     """
     h = _add(x, residual)
     hw = widen(h)
@@ -57,7 +57,8 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y = h (offset + weight) / sqrt(mean(h^2) + eps), x (..., N), weight (N,).
 
-    The "llama" casting rounds the normalised value to the dtype before the weight multiplies it.
+    Casting "llama" rounds the normalised value to x's dtype before the multiplication by the
+    weight.
     """
     return norm(x, residual, weight, None, False, eps, offset, casting == "llama")
 
@@ -86,10 +87,10 @@ def gated_norm(
     eps: float,
     cast_first: bool,
 ) -> torch.Tensor:
-    """Each of `num_groups` parts (heads) of x (..., N) normalised alone, then weight and bias (N,).
+    """Normalises each of `num_groups` groups (heads) of x (..., N), then applies weight and bias.
 
-    act(gate) multiplies "before" or "after" that, where there is a gate. With `cast_first` the
-    normalised value, and the value that the gate multiplies, is rounded to the dtype.
+    weight and bias are (N,). A gate multiplies by act(gate), "before" or "after" this. With
+    `cast_first` the normalised value is rounded to x's dtype, and again before a gate "after".
     """
     y = widen(x)
     factor = None if gate is None else ACTIVATIONS[activation](widen(gate))
@@ -118,9 +119,9 @@ def group_norm(
     eps: float = 1e-5,
     center: bool = True,
 ) -> torch.Tensor:
-    """Each of `num_groups` parts (heads) of x (..., N) normalised alone, then weight and bias (N,).
+    """Normalises each of `num_groups` groups (heads) of x (..., N), then applies weight and bias.
 
-    LayerNorm of the parts, or RMSNorm without `center`.
+    weight and bias are (N,). Groups get LayerNorm, or RMSNorm without `center`.
     """
     return gated_norm(
         x, None, weight, bias, num_groups, "none", "identity", center, eps, cast_first=False
@@ -138,8 +139,10 @@ def rms_norm_gated(
     num_groups: int = 1,
     casting: str = "fp32",
 ) -> torch.Tensor:
-    """RMSNorm(x) weight act(gate), or RMSNorm(x act(gate)) weight; over each of `num_groups` parts
-    of x, gate (..., N). The "llama" casting rounds the normalised value, and the value that the
-    gate multiplies, to the dtype."""
+    """RMSNorm(x) weight act(gate), or RMSNorm(x act(gate)) weight; x, gate (..., N).
+
+    Each of `num_groups` groups is normalised separately. Casting "llama" rounds the normalised
+    value to x's dtype, and again before a later gate.
+    """
     place, cast_first = "after" if norm_before_gate else "before", casting == "llama"
     return gated_norm(x, gate, weight, None, num_groups, place, activation, False, eps, cast_first)

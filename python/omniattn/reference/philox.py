@@ -1,11 +1,10 @@
 """Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-Randomness is a function of position: a word is Philox(counter, key), the key is the 64-bit seed and
-the counter is made of tensor indices and of an offset that the caller advances by one per op. The
-masks are therefore the same on every device, for every tiling and layout. A seed travels as an
-int64 tensor of two elements, [seed, offset].
+Random words are functions of position: a word is Philox(counter, key). The key is the 64-bit seed;
+the counter combines tensor indices and an offset, which the caller advances by one per op. So masks
+do not depend on device, tiling and layout. A seed is an int64 tensor [seed, offset].
 
-uint32 arithmetic is done in int64: products wrap modulo 2^64, which keeps both 32-bit halves.
+uint32 arithmetic uses int64: products wrap modulo 2^64, so both 32-bit halves are exact.
 """
 
 import torch
@@ -19,13 +18,13 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def new_seed() -> torch.Tensor:
-    """A fresh [seed, offset] (2,) int64 on the CPU, drawn from torch's default generator."""
+    """Draws [seed, offset] (2,) int64 on the CPU, from torch's default generator."""
     drawn = torch.randint(2**63 - 1, (), device="cpu")
     return torch.stack([drawn, torch.zeros_like(drawn)])
 
 
 def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Ten rounds on int64 tensors that hold uint32 values; the operands broadcast."""
+    """Computes ten rounds on int64 tensors of uint32 values, which broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -46,37 +45,40 @@ def _words(counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor], seed: torch
 
 
 def _interleave(words: Words, n: int) -> torch.Tensor:
-    """(..., ceil(n / 4)) words to (..., n): position j takes word j & 3 of group j >> 2."""
+    """Returns words (..., n): position j is word j & 3 of group j >> 2 of (..., ceil(n / 4))."""
     return torch.stack(words, -1).flatten(-2)[..., :n]
 
 
 def elementwise_words(n: int, seed: torch.Tensor) -> torch.Tensor:
-    """uint32 words (n,) int64 of the flat indices 0..n-1."""
+    """Returns the uint32 words of flat indices 0..n-1, as int64 (n,)."""
     group = torch.arange((n + 3) // 4, device=seed.device)
     counter = (group & _LOW32, group >> 32, torch.full_like(group, _ELEMENTWISE))
     return _interleave(_words(counter, seed), n)
 
 
 def uniform(n: int, seed: torch.Tensor) -> torch.Tensor:
-    """Uniform fp32 (n,) in [0, 1) with 24 random bits each."""
+    """Returns uniform fp32 numbers (n,) in [0, 1), of 24 random bits each."""
     return (elementwise_words(n, seed) >> 8).float() * 2.0**-24
 
 
 def normal(n: int, seed: torch.Tensor) -> torch.Tensor:
-    """Standard normal fp32 (n,): Box-Muller of the uniforms 2 i and 2 i + 1, the cosine."""
+    """Returns standard normal fp32 (n,): Box-Muller's cosine branch of uniforms 2 i and 2 i + 1."""
     radius, angle = uniform(2 * n, seed).view(n, 2).unbind(-1)
     return (-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * torch.pi * angle)
 
 
 def elementwise_keep(shape: torch.Size, p: float, seed: torch.Tensor) -> torch.Tensor:
-    """Boolean keep mask of elementwise dropout with probability p."""
+    """Returns the keep mask of elementwise dropout with probability p."""
     return (elementwise_words(shape.numel(), seed) >= int(p * 2**32)).view(shape)
 
 
 def attention_keep(
     batch: int, heads: int, tq: int, tk: int, p: float, seed: torch.Tensor, *, first_batch: int = 0
 ) -> torch.Tensor:
-    """Boolean keep mask (B, Hq, Tq, Tk) of attention dropout with probability p."""
+    """Returns the keep mask (B, Hq, Tq, Tk) of attention dropout with probability p.
+
+    `first_batch` is the batch index of the first entry in its call.
+    """
     key_group = torch.arange((tk + 3) // 4, device=seed.device)
     query = torch.arange(tq, device=seed.device)[:, None]
     head = torch.arange(batch * heads, device=seed.device)[:, None, None] + first_batch * heads

@@ -1,6 +1,6 @@
 """Position tables other than rotary, and position ids.
 
-Angles and slopes are computed in fp64 and rounded once, so they are right at any position.
+Angles and slopes are computed in fp64 and rounded once, so they are accurate at any position.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ def sinusoidal(
     base: float = 10000.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """(..., dim): sin and cos of p * base^(-2i / dim), i = 0, 1, ..., in pairs (interleaved) or all
-    sines before all cosines (concat); the last cosine of an odd dim is dropped. freqs="fairseq"
-    takes base^(-i / (dim / 2 - 1))."""
+    """Returns (..., dim): sin and cos of p * base^(-2i / dim), i = 0, 1, ....
+
+    Layout "interleaved" has pairs of sine and cosine, "concat" all sines before all cosines. An odd
+    dim drops the last cosine. freqs="fairseq" uses base^(-i / (dim / 2 - 1)).
+    """
     i = torch.arange((dim + 1) // 2, dtype=torch.float64, device=positions.device)
     exponent = 2 * i / dim if freqs == "transformer" else i / (dim / 2 - 1)
     angle = positions[..., None].double() * base**-exponent
@@ -45,8 +47,11 @@ def sincos_2d(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """(prefix + height * width, dim) of a row-major grid: [sin | cos] of the column in the first
-    half of dim, of the row in the second ("hw": the other way); zeros for the prefix."""
+    """Returns (prefix + height * width, dim) for a row-major grid; zeros for the prefix.
+
+    The first half of dim has [sin | cos] of the column, the second of the row; order "hw" swaps
+    them.
+    """
     rows, columns = grid_positions(height, width, device=device)
     first, second = (columns, rows) if order == "wh" else (rows, columns)
     halves = [
@@ -58,26 +63,26 @@ def sincos_2d(
 def grid_positions(
     height: int, width: int, *, prefix: int = 0, device: torch.device | None = None
 ) -> Tensor:
-    """(2, prefix + height * width): row and column of a row-major grid; 0, 0 for the prefix."""
+    """Returns rows and columns (2, prefix + height * width) of a row-major grid; prefix: 0, 0."""
     sizes = (torch.arange(n, device=device) for n in (height, width))
     grid = torch.stack(torch.meshgrid(*sizes, indexing="ij"))
     return F.pad(grid.flatten(1), (prefix, 0))
 
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
-    """(total,): position of every packed token in its own sequence."""
+    """Returns (total,): the position of every packed token in its sequence."""
     token = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens.long(), token, right=True) - 1
     return token - cu_seqlens.long()[sequence]
 
 
 def masked_positions(mask: Tensor) -> Tensor:
-    """(B, T): position among the tokens where `mask` is True; 0 before the first."""
+    """Returns (B, T): the position among the tokens where `mask` is True; 0 before the first."""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def interpolate_positions(table: Tensor, length: int) -> Tensor:
-    """(P, d) -> (length, d) along P, linear, as align_corners=False."""
+    """Interpolates (P, d) linearly to (length, d), with align_corners=False."""
     stretched = F.interpolate(widen(table).T[None], length, mode="linear", align_corners=False)
     return stretched[0].T.to(table.dtype)
 
@@ -91,9 +96,9 @@ def interpolate_grid(
     offset: float = 0.0,
     antialias: bool = False,
 ) -> Tensor:
-    """(prefix + old h * w, d) -> (prefix + new h * w, d), bicubic (a = -0.75) over the grid.
+    """Interpolates (prefix + old h * w, d) to (prefix + new h * w, d), bicubic (a = -0.75).
 
-    With `offset` the source of row i is (i + 1/2) P / (P' + offset) - 1/2.
+    With `offset`, row i of P' reads coordinate (i + 1/2) P / (P' + offset) - 1/2 of P rows.
     """
     image = widen(table[prefix:]).unflatten(0, old).permute(2, 0, 1)[None]
     scale = [(n + offset) / o for n, o in zip(new, old, strict=True)] if offset else None
@@ -112,8 +117,10 @@ def interpolate_grid(
 def alibi_slopes(
     num_heads: int, *, max_exponent: float = 8.0, device: torch.device | None = None
 ) -> Tensor:
-    """(H,) fp32: 2^(-max_exponent (h + 1) / H) for a power of two; otherwise the slopes for the
-    power of two c below H, followed by every other slope for 2c."""
+    """Returns (H,) fp32: 2^(-max_exponent (h + 1) / H) if H is a power of two.
+
+    Otherwise: the slopes for the power of two c below H, then every other slope for 2c.
+    """
 
     def powers(count: int) -> Tensor:
         exponent = torch.arange(1, count + 1, dtype=torch.float64, device=device) / count
@@ -124,10 +131,9 @@ def alibi_slopes(
 
 
 def alibi_bias(slopes: Tensor, q_len: int, k_len: int, *, form: str = "distance") -> Tensor:
-    """Added to the scores of query i, which is key position i + k_len - q_len.
+    """Returns the bias of scores (1, H, q_len, k_len): ``-slope |i + k_len - q_len - j|``.
 
-    (1, H, q_len, k_len): ``-slope |i + k_len - q_len - j|``; form="bloom" (1, H, 1, k_len):
-    slope j.
+    Query i is at key position i + k_len - q_len. form="bloom": (1, H, 1, k_len), slope j.
     """
     key = torch.arange(k_len, device=slopes.device)
     if form == "bloom":

@@ -1,4 +1,4 @@
-"""Elementwise draws by index (philox.py): dropout and uniform numbers."""
+"""Elementwise random numbers by index (philox.py): dropout and uniform numbers."""
 
 import torch
 
@@ -7,7 +7,7 @@ from omniattn.reference.precision import widen
 
 
 def dropout(x: torch.Tensor, p: float = 0.5, *, seed: torch.Tensor | None = None) -> torch.Tensor:
-    """x / (1 - p) where word(seed, n) >= floor(p 2^32) for the element's flat index n, else 0."""
+    """x / (1 - p) where word(seed, n) >= floor(p 2^32), else 0; n is the element's flat index."""
     if p == 0.0:
         return x
     seed = philox.new_seed() if seed is None else seed
@@ -17,5 +17,5 @@ def dropout(x: torch.Tensor, p: float = 0.5, *, seed: torch.Tensor | None = None
 
 
 def uniform_like(x: torch.Tensor, *, seed: torch.Tensor) -> torch.Tensor:
-    """fp32 numbers in [0, 1) of x's shape: the upper 24 bits of each element's word / 2^24."""
+    """Returns uniform fp32 numbers in [0, 1) of x's shape: each word's upper 24 bits / 2^24."""
     return philox.uniform(x.numel(), seed).view(x.shape).to(x.device)

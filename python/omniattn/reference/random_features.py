@@ -1,4 +1,4 @@
-"""Attention by random features, one token after another."""
+"""Random-feature attention, token by token."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def random_feature_attention(
     initial_state: tuple[Tensor, Tensor] | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """o = phi(q)^T S / the same of the last column, S_t = e^(M_{t-1} - M_t) S_{t-1} +
-    phi(k_t) [v_t, 1]^T of features divided by e^M_t, M_t = max(M_{t-1}, exponents of k_t).
+    """o_t = phi(q_t)^T S_t, divided by its last column;
+    S_t = e^(M_{t-1} - M_t) S_{t-1} + phi(k_t) [v_t, 1]^T, M_t = max(M_{t-1}, exponents of k_t).
 
-    If not causal, all tokens of a sequence read its last S and M. M is a constant for gradients.
-    With feature_eps exponents lose the largest W y, without ``-|y|^2 / 2``: performer-pytorch.
+    Features phi(k_t) are divided by e^M_t. If not causal, all tokens of a sequence read its last S
+    and M. M has no gradient. With feature_eps, exponents are reduced by the largest W y, without
+    ``-|y|^2 / 2``, as in performer-pytorch.
     """
     (a_q, f_q), (a_k, f_k) = (_exponents(x, weight, kind, scale) for x in (q, k))
     wide = torch.cat((widen(v), widen(v).new_ones(*v.shape[:3], 1)), -1)
@@ -44,7 +45,7 @@ def random_feature_attention(
         initial_state = s, a_k.new_full((count, q.shape[2], a_k.shape[-1]), -math.inf)
 
     def read(a: Tensor, f: Tensor, half: Tensor, s: Tensor, m: Tensor) -> Tensor:
-        """S^T phi(q), divided by the largest exponential."""
+        """Computes S^T phi(q), divided by the largest exponential."""
         shifted = a + m
         largest = (shifted + half).detach().amax(-1, keepdim=True)
         phi = (shifted - largest).exp() * f + feature_eps
@@ -88,7 +89,7 @@ def random_feature_attention(
 
 
 def _largest(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """(N, H): the largest of x (B, T, H) in each sequence, 0 of none."""
+    """Returns the maximum (N, H) of x (B, T, H) over each sequence; 0 for empty sequences."""
     if cu_seqlens is not None:
         token = torch.arange(x.shape[1], device=x.device)
         inside = (cu_seqlens[:-1, None] <= token) & (token < cu_seqlens[1:, None])
@@ -98,13 +99,13 @@ def _largest(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _half_norms(x: Tensor, scale: float | None) -> Tensor:
-    """|y|^2 / 2 of the y that features are made of."""
+    """Computes |y|^2 / 2, where y is the scaled x that features are computed from."""
     y = widen(x) * (x.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     return y.square().sum(-1, keepdim=True) / 2
 
 
 def _exponents(x: Tensor, weight: Tensor, kind: str, scale: float | None) -> tuple[Tensor, Tensor]:
-    """a and f of the features e^a f."""
+    """Returns (a, f) of the features e^a f."""
     if scale is None:
         scale = 1.0 if kind == "exp_random" else x.shape[-1] ** -0.5
     y = widen(x) * scale**0.5

@@ -1,4 +1,4 @@
-"""Recurrences of a matrix state for each head, one token after another, and feature maps."""
+"""Recurrences with a matrix state per head, token by token, and feature maps."""
 
 from __future__ import annotations
 
@@ -36,18 +36,20 @@ def recurrence(
     eps: float = 0.0,
     fp32_output: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """o_t = scale (S_t^T q_t + skip * v_t), S_t = diag(exp(g_t)) S_{t-1} + k_t u_t^T; the final
-    states.
+    """o_t = scale (S_t^T q_t + skip * v_t), S_t = diag(exp(g_t)) S_{t-1} + k_t u_t^T; returns o and
+    the final states.
 
-    u_t = beta_t v_t, or with `delta` and the decayed state S' u_t = beta_t (v_t - S'^T k_t).
-    With a and b, b_t (S_{t-1}^T a_t)^T is added to S_t. With a bonus, o_t = scale R^T q_t of
-    R = S_{t-1} + diag(bonus) k_t u_t^T. q, k, a and b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv)
-    or (B, T, Hv, K), beta (B, T, Hv), bonus (N, Hv, K), skip (N, Hv, V), states (N, Hv, K, V). With
-    cu_seqlens the one row holds N sequences, each with a state of its own.
+    u_t = beta_t v_t, or with `delta` u_t = beta_t (v_t - S'^T k_t), where S' is the decayed state.
+    With a and b, b_t (S_{t-1}^T a_t)^T is added to S_t. With a bonus, o_t = scale R^T q_t,
+    R = S_{t-1} + diag(bonus) k_t u_t^T.
 
-    A feature map replaces q and k by their features. `normalize` appends a column of ones to v,
-    whose output is the sum of the weights, and divides outputs by the `divisor` of this sum; states
-    keep the column. With `fp32_output` outputs are not rounded to v's dtype.
+    q, k, a and b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv),
+    bonus (N, Hv, K), skip (N, Hv, V), states (N, Hv, K, V). With cu_seqlens B is 1, and the row
+    holds N sequences, each with its own state.
+
+    q and k are replaced by their features, by `feature_map`. `normalize` appends a column of ones
+    to v, whose output is the sum of the weights, and divides outputs by the `divisor` of this sum;
+    states keep the column. With `fp32_output` outputs are not rounded to v's dtype.
     """
     dtype = compute_dtype(q)
     o_dtype = dtype if fp32_output else v.dtype
@@ -90,7 +92,7 @@ def recurrence(
             state = torch.where(inside[..., None], new, state)
             o = torch.where(inside, o, 0).sum(0, keepdim=True)
         outputs.append(o)
-    if not outputs:  # gradients are zeros, not absent
+    if not outputs:  # gradients are zeros and not None
         others = (t for t in (g, beta, min_denominator, bonus, skip) if t is not None)
         nothing = nothing_of(wide_v, *rows, *others)
         return (v + nothing).to(o_dtype), state + nothing
@@ -104,16 +106,19 @@ def recurrence(
 
 
 def divisor(sums: Tensor, min_denominator: Tensor | None, eps: float) -> Tensor:
-    """Magnitude of a sum of weights, at least `min_denominator`, plus eps; without a
-    `min_denominator` (None), the sum with a magnitude of at least eps."""
+    """Returns the divisor for outputs from sums of weights.
+
+    It is max(|sum|, min_denominator) + eps, or without `min_denominator` the sum, whose magnitude
+    is raised to at least eps.
+    """
     if min_denominator is not None:
         return torch.maximum(sums.abs(), min_denominator) + eps
-    sign = 1 - 2 * (sums < 0).to(sums.dtype)  # where(sums < 0, -eps, eps) would be float32
+    sign = 1 - 2 * (sums < 0).to(sums.dtype)  # where(sums < 0, -eps, eps) gives float32
     return torch.where(sums.abs() < eps, sign * eps, sums)
 
 
 def taylor(x: Tensor) -> Tensor:
-    """[1, y, y (x) y / sqrt(2)], y = x / K^(1/4): kernel 1 + u + u^2 / 2 of u = q . k / sqrt(K)."""
+    """[1, y, y (x) y / sqrt(2)], y = x / K^(1/4): kernel 1 + u + u^2 / 2, u = q . k / sqrt(K)."""
     x = x * max(1, x.shape[-1]) ** -0.25
     square = (x[..., :, None] * x[..., None, :]).flatten(-2) * 2**-0.5
     return torch.cat((torch.ones_like(x[..., :1]), x, square), -1)
@@ -130,7 +135,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
 }
 
-#: Feature maps whose products may be negative, so that dividing by their sum gives no mean.
+#: Feature maps whose products may be negative, so that division by their sum gives no mean.
 SIGNED = frozenset(("identity",))
 
 
@@ -149,11 +154,12 @@ def linear_attention(
     eps: float = 1e-6,
     **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
-    """o = num / den of num_t = sum_s (phi(q_t) . phi(k_s)) v_s and den_t, the same without v, over
-    s <= t or over all s; den is at least eps in size.
+    """o_t = num_t / den_t, num_t = sum_s (phi(q_t) . phi(k_s)) v_s, den_t = the same without v_s.
 
-    The state is sum phi(k) [v, 1]^T, or without the 1 where nothing is divided. It decays by
-    exp(g), and beta multiplies phi(k).
+    Sums are over s <= t, or over all s if not causal; |den_t| is at least eps.
+
+    The state is sum phi(k) [v, 1]^T, or without the 1 if not normalized. It decays by exp(g), and
+    beta multiplies phi(k).
     """
     phi = feature_map if callable(feature_map) else FEATURE_MAPS[feature_map]
     if normalize is None:
@@ -174,7 +180,7 @@ def linear_attention(
 
 
 def _read(q: Tensor, states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """S^T q of each token with the state of its entry of the batch, or of its sequence."""
+    """Computes S^T q of each token with the state S of its batch entry or packed sequence."""
     q = q.repeat_interleave(states.shape[1] // max(1, q.shape[2]), 2, output_size=states.shape[1])
     if cu_seqlens is None:
         return torch.einsum("bthk,bhkv->bthv", q, states)
@@ -210,9 +216,9 @@ def retention(
 ) -> tuple[Tensor, Tensor]:
     """`recurrence` with the constant decay exp(g) = gamma_h, by default 1 - 2^(-5 - h).
 
-    With `normalize` o is divided by sqrt(p_t), p_t = gamma p_{t-1} + 1, and then by the size of the
-    sum of its weights, at least 1. The state is of v with a column of ones; a row below has p in
-    its last element.
+    With `normalize` o is divided by sqrt(p_t), p_t = gamma p_{t-1} + 1, then by max(|sum|, 1),
+    where sum is the sum of its weights. The state then is that of v with a column of ones, and an
+    additional last row holds p in its last element.
     """
     if gamma is None:
         heads = torch.arange(v.shape[2], dtype=compute_dtype(v), device=v.device)
@@ -269,7 +275,7 @@ def gated_delta_rule(
     l2norm: bool = False,
     **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
-    """delta_rule with a decay for each head (g (B, T, Hv)) or channel (B, T, Hv, K)."""
+    """delta_rule with a decay per head, g (B, T, Hv), or per channel, (B, T, Hv, K)."""
     return delta_rule(q, k, v, beta, g=g, scale=scale, l2norm=l2norm, **options)
 
 
@@ -320,7 +326,7 @@ def rwkv7(
     scale: float | None = 1.0,
     **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
-    """dplr_delta_rule in the order of RWKV-7, with a scale of 1."""
+    """dplr_delta_rule with RWKV-7's order of arguments and a default scale of 1."""
     return _run("rwkv7", options, r, k, v, w, scale=scale, a=a, b=b)
 
 
@@ -379,7 +385,7 @@ def _run(
     scale: float | None,
     **terms: Any,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`recurrence` with the options of a call of `op`; the scale is K^-0.5 by default."""
+    """Runs :func:`recurrence` with the options of a call of `op`; the default scale is K^-0.5."""
     initial_state, cu_seqlens, _ = sequences_of(op, options, StateOptions)
     if scale is None:
         scale = max(1, q.shape[-1]) ** -0.5
@@ -387,5 +393,5 @@ def _run(
     return recurrence(q, k, v, g, beta, **terms)
 
 
-#: One definition: the shape of g says which it is.
+#: One definition: the shape of g distinguishes the two.
 kimi_delta_attention = gated_delta_rule

@@ -12,7 +12,7 @@ from omniattn.reference.norm import norm
 from omniattn.reference.precision import widen
 from omniattn.reference.rope_scaling import RopeScaling
 
-#: Keys, which may be None: the result has the same type.
+#: Type of optional keys, and of their result.
 OptionalTensor = TypeVar("OptionalTensor", torch.Tensor, None, torch.Tensor | None)
 
 
@@ -24,7 +24,7 @@ def rope_frequencies(
     seq_len: int | torch.Tensor | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """theta (Dr / 2,) fp64, so that the angle p * theta is still right at p = 10^6."""
+    """Returns theta (Dr / 2,) in fp64, which keeps the angle p * theta accurate at p = 10^6."""
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
     theta = base**-exponent
     return theta if scaling is None else scaling.apply(theta, base=base, seq_len=seq_len)
@@ -37,14 +37,14 @@ def axial_frequencies(
     base: float = 10000.0,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """theta and axes of positions with `num_axes` coordinates: Dr / num_axes dims for each."""
+    """Returns theta and axes for positions of `num_axes` coordinates, Dr / num_axes dims each."""
     theta = rope_frequencies(rotary_dim // num_axes, base=base, device=device)
     pairs = theta.numel()
     return theta.repeat(num_axes), tuple(a for a in range(num_axes) for _ in range(pairs))
 
 
 def mrope_axes(sections: Sequence[int], *, interleaved: bool = False) -> tuple[int, ...]:
-    """Coordinate (0 t, 1 h, 2 w) that rotates pair i: consecutive sections, or every third."""
+    """Returns the coordinate (0 t, 1 h, 2 w) of each pair, in sections or `interleaved`."""
     if not interleaved:
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
     return tuple(
@@ -62,10 +62,10 @@ def rotary_tables(
     axes: Sequence[int] | None = None,
     magnitude: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin (..., Dr / 2) of positions (...,): angles in fp64, results rounded.
+    """Returns cos, sin (..., Dr / 2) for positions (...,), with angles in fp64, rounded to `dtype`.
 
-    With `axes` (Dr / 2,), positions (A, ...) have a coordinate for each axis and pair i is rotated
-    by coordinate axes[i].
+    With `axes` (Dr / 2,), positions (A, ...) have A coordinates, and coordinate axes[i] rotates
+    pair i.
     """
     if axes is None:
         angle = positions[..., None].double() * theta
@@ -113,9 +113,9 @@ def apply_rotary(
 ) -> tuple[torch.Tensor, OptionalTensor]:
     """Rotates dims rotary_start, ..., rotary_start + Dr - 1 of q (B,T,Hq,D) and k (B,T,Hkv,D).
 
-    cos, sin (T,Dr/2) or (B,T,Dr/2), or (P,Dr/2) whose rows are chosen by positions: (T,) or (B,T),
-    or the number of the first row. Pairs are (i, i + Dr/2), or (2i, 2i + 1) if `interleaved`. By
-    the negative angle if `inverse`.
+    cos, sin are (T,Dr/2) or (B,T,Dr/2); or (P,Dr/2), from which positions (T,) or (B,T) select
+    rows, or an int is the first row. Pairs are (i, i + Dr/2), or (2i, 2i + 1) if `interleaved`.
+    `inverse` rotates by the negative angle.
     """
     cos, sin = (
         _rows(widen(table), positions, q.shape[1]) for table in (cos, -sin if inverse else sin)
@@ -140,8 +140,10 @@ def norm_rotary(
     offset: float,
     cast_first: bool,
 ) -> torch.Tensor:
-    """apply_rotary of rms_norm(x, weight): rounded once, or with `cast_first` where the two with
-    the "llama" casting round."""
+    """apply_rotary of rms_norm(x, weight), rounded once.
+
+    With `cast_first` it rounds where apply_rotary and rms_norm with casting "llama" round.
+    """
     inputs = (x, weight)
     if not cast_first:
         inputs = (widen(x), None if weight is None else widen(weight))
@@ -182,8 +184,10 @@ def qk_norm_rotary(
     rotary_start: int = 0,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, OptionalTensor]:
-    """apply_rotary of rms_norm(q, q_weight) and rms_norm(k, k_weight): rounded once, or with the
-    "llama" casting where the two round."""
+    """apply_rotary of rms_norm(q, q_weight) and rms_norm(k, k_weight), rounded once.
+
+    With casting "llama" it rounds where the two functions round.
+    """
     rest = (cos, sin, positions, rotary_start, interleaved, eps, offset, casting == "llama")
     return (
         norm_rotary(q, q_weight, *rest),

@@ -1,7 +1,7 @@
 """Scalings of rotary frequencies, for contexts longer than a model was trained on.
 
-Each maps theta (n,) fp64, theta_i = base^(-i / n), to the frequencies of the longer context. L is
-the trained length (`original_max_positions`), `factor` how much longer the context gets.
+Each maps theta (n,) fp64, theta_i = base^(-i / n), to the frequencies for the longer context. L is
+the trained length (`original_max_positions`), `factor` the ratio of the longer context to L.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _is_positive(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Common to all scalings."""
+    """Base class of all scalings: checks their fields."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -34,7 +34,7 @@ class RopeScaling:
             elif kind.startswith("tuple"):
                 holds, what = isinstance(value, tuple), "a sequence of finite numbers > 0"
                 holds = holds and all(map(_is_positive, value))
-            elif name.startswith("mscale"):  # 0 counts as left out
+            elif name.startswith("mscale"):  # 0 means unset
                 holds, what = value == 0 or _is_positive(value), "a finite number >= 0"
             else:
                 holds, what = _is_positive(value), "a finite number > 0"
@@ -49,7 +49,7 @@ class RopeScaling:
         return 1.0
 
     def apply(self, theta: Tensor, *, base: float, seq_len: int | Tensor | None) -> Tensor:
-        """Frequencies of a context of `seq_len`: an int, a 0-d tensor, or None for at most L."""
+        """Returns frequencies for contexts of `seq_len`, an int, a 0-d tensor or None (<= L)."""
         raise NotImplementedError
 
 
@@ -65,8 +65,8 @@ class LinearScaling(RopeScaling):
 
 
 def _with_base_times(theta: Tensor, stretch: float | Tensor) -> Tensor:
-    """The frequencies of base * stretch^(Dr / (Dr - 2)): the last one divided by `stretch`, the
-    first one kept."""
+    """Returns the frequencies for base * stretch^(Dr / (Dr - 2)): the first one is unchanged, the
+    last one divided by `stretch`."""
     n = theta.numel()
     exponent = torch.arange(n, dtype=theta.dtype, device=theta.device) / max(n - 1, 1)
     return theta * stretch**-exponent
@@ -74,25 +74,27 @@ def _with_base_times(theta: Tensor, stretch: float | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NTKScaling(RopeScaling):
-    """NTK-aware (bloc97 2023): base * factor^(Dr / (Dr - 2)), whatever the length."""
+    """NTK-aware (bloc97 2023): base * factor^(Dr / (Dr - 2)), independent of the length."""
 
     factor: float
 
     def apply(self, theta: Tensor, *, base: float, seq_len: int | Tensor | None) -> Tensor:
-        """The frequencies of the larger base."""
+        """Frequencies for the larger base."""
         return _with_base_times(theta, self.factor)
 
 
 @dataclass(frozen=True)
 class DynamicNTKScaling(RopeScaling):
-    """NTK-aware with the length n > L at hand (emozilla 2023): base * (factor n / L - (factor -
-    1))^(Dr / (Dr - 2)). Up to L nothing changes."""
+    """Dynamic NTK (emozilla 2023): base * (factor n / L - (factor - 1))^(Dr / (Dr - 2)).
+
+    n > L is the present length; up to L frequencies are unchanged.
+    """
 
     factor: float
     original_max_positions: int
 
     def apply(self, theta: Tensor, *, base: float, seq_len: int | Tensor | None) -> Tensor:
-        """The frequencies of the base for `seq_len`."""
+        """Frequencies for the base that belongs to `seq_len`."""
         if seq_len is None:
             return theta
         trained = self.original_max_positions
@@ -102,13 +104,13 @@ class DynamicNTKScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(RopeScaling):
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): fast pairs keep theta, slow ones take theta /
-    factor, between a linear ramp over the pairs.
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): fast pairs keep theta, slow pairs get theta /
+    factor, with a linear ramp over the pairs between.
 
-    Pair d(r) = n ln(L / 2 pi r) / ln(base) turns r times within L; the ramp runs from d(beta_fast)
-    to d(beta_slow), rounded outwards if `truncate`. cos and sin are scaled by 0.1 ln(factor) + 1;
-    by `attention_factor` if given; by the ratio of (0.1 m ln(factor) + 1) at m = mscale and at m =
-    mscale_all_dim where both are given (DeepSeek).
+    Pair d(r) = n ln(L / 2 pi r) / ln(base) turns r times within L. The ramp runs from d(beta_fast)
+    to d(beta_slow), rounded outwards if `truncate`. cos and sin are scaled by `attention_factor` if
+    given; with both mscale and mscale_all_dim (DeepSeek), by the ratio of (0.1 m ln(factor) + 1) at
+    m = mscale to that at m = mscale_all_dim; else by 0.1 ln(factor) + 1.
     """
 
     factor: float
@@ -134,7 +136,7 @@ class YarnScaling(RopeScaling):
         return scale(1.0)
 
     def apply(self, theta: Tensor, *, base: float, seq_len: int | Tensor | None) -> Tensor:
-        """theta of the fast pairs, theta / factor of the slow ones."""
+        """Keeps theta of fast pairs, divides theta of slow ones by the factor."""
         if base <= 1:
             raise ValueError(f"YarnScaling: base must be > 1, got base={base}")
         n = theta.numel()
@@ -156,7 +158,8 @@ class YarnScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(RopeScaling):
-    """Llama 3.1 (arXiv 2407.21783): long wavelengths / factor, short ones kept, a ramp between."""
+    """Llama 3.1 (arXiv 2407.21783): theta of long wavelengths / factor, short ones kept, a ramp
+    between."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -173,7 +176,7 @@ class Llama3Scaling(RopeScaling):
             )
 
     def apply(self, theta: Tensor, *, base: float, seq_len: int | Tensor | None) -> Tensor:
-        """The ramp is linear in the number of turns within L."""
+        """Interpolates linearly in the number of turns within L."""
         turns = self.original_max_positions * theta / (2 * math.pi)
         ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         ramp = ramp.clamp(0, 1)
@@ -182,9 +185,11 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True)
 class LongRopeScaling(RopeScaling):
-    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): theta_i / e_i with searched factors e, the
-    long ones beyond L. cos and sin are scaled by sqrt(1 + ln(factor) / ln(L)), or by
-    `attention_factor`."""
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): theta_i / e_i with searched factors e.
+
+    `long_factor` holds them for contexts beyond L, `short_factor` up to L. cos and sin are scaled
+    by sqrt(1 + ln(factor) / ln(L)), or by `attention_factor`.
+    """
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -195,7 +200,7 @@ class LongRopeScaling(RopeScaling):
     def __post_init__(self) -> None:
         for name in ("short_factor", "long_factor"):
             if isinstance(values := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(values))  # of JSON files become hashable
+                object.__setattr__(self, name, tuple(values))  # JSON lists become hashable
         super().__post_init__()
         if self.original_max_positions == 1:
             raise ValueError(
@@ -212,7 +217,7 @@ class LongRopeScaling(RopeScaling):
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
 
     def apply(self, theta: Tensor, *, base: float, seq_len: int | Tensor | None) -> Tensor:
-        """theta / e, e chosen by the length."""
+        """theta / e, with e by the length."""
         for name in ("short_factor", "long_factor"):
             if len(getattr(self, name)) != theta.numel():
                 raise ValueError(
@@ -236,7 +241,7 @@ _BY_TYPE: dict[str, type[RopeScaling]] = {
     "longrope": LongRopeScaling,
 }
 _HF_FIELDS = {"original_max_positions": "original_max_position_embeddings"}
-#: Entries that belong to the frequencies, the head size or the position ids.
+#: Entries that set base, head size or position ids, and no scaling.
 _NOT_SCALING = {
     "rope_type",
     "type",
@@ -250,10 +255,11 @@ _NOT_SCALING = {
 def scaling_from_hf(
     parameters: Mapping[str, Any] | None, *, max_positions: int | None = None
 ) -> RopeScaling | None:
-    """The scaling of a Hugging Face config's `rope_parameters`; None for the default type or none.
+    """Returns the scaling of a Hugging Face config's `rope_parameters`; None for the default type.
 
-    `max_positions` is its max_position_embeddings: L of the dynamic type, and where L is left out;
-    max_positions / L is the factor where that is left out. Without it, L and factor must be there.
+    `max_positions` is the config's max_position_embeddings. It is L of the dynamic type, and of
+    other types whose parameters have no L; a missing factor is max_positions / L. Without
+    `max_positions`, the parameters must have L and factor.
     """
     if parameters is None:  # `rope_scaling` of older configs
         return None
@@ -287,7 +293,7 @@ def scaling_from_hf(
 
 
 def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
-    """The `rope_parameters` of a Hugging Face config, without rope_theta."""
+    """Returns a Hugging Face config's `rope_parameters`, without rope_theta."""
     if scaling is None:
         return {"rope_type": "default"}
     kind = next((k for k, cls in _BY_TYPE.items() if type(scaling) is cls), None)

@@ -1,4 +1,4 @@
-"""Attention over blocks of keys that a learned router selects for blocks of queries."""
+"""Attention to key blocks that a learned router selects for query blocks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def routed_block_attention(
     """q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv), router_q (B,lists,Hr,Dr), router_k
     (B,blocks,Hs,Dr) -> O (B,Tq,Hq,Dv) [, loss (B,Hr,lists)].
 
-    Causal; list I has its own block of keys and the topk - 1 before it with the largest
-    r = router_q . router_k / sqrt(Dr). "gate": logits of the blocks before the own get
-    ln sigmoid(r). "distill": loss = KL(shares of full attention || softmax r) of the blocks.
+    Causal. A list is a block of `query_block` queries. It selects its own key block and the
+    topk - 1 earlier ones with the largest r = router_q . router_k / sqrt(Dr). router_grad "gate"
+    adds ln sigmoid(r) to the logits of earlier blocks; "distill" returns loss = KL(block shares of
+    full attention || softmax r).
     """
     record = pack("routed_block_attention", options, FormOptions)
     heads = q.shape[2]
@@ -65,26 +66,27 @@ def routed_block_attention(
 
 
 def list_positions(tq: int, tk: int, query_block: int, device: torch.device) -> Tensor:
-    """The position among the keys of the first query of each list."""
+    """Returns the key position of each list's first query."""
     return positions(tq, tk, device)[::query_block]
 
 
 def router_scores(router_q: Tensor, router_k: Tensor) -> Tensor:
-    """r (B,Hr,lists,blocks) of router_q (B,lists,Hr,Dr) and router_k (B,blocks,Hs,Dr)."""
+    """Computes r (B,Hr,lists,blocks) from router_q (B,lists,Hr,Dr), router_k (B,blocks,Hs,Dr)."""
     heads, kv_heads, size = router_q.shape[2], router_k.shape[2], router_q.shape[3]
     keys = widen(router_k).repeat_interleave(heads // max(kv_heads, 1), 2)
     return torch.einsum("bihd,bjhd->bhij", widen(router_q), keys) * size**-0.5
 
 
 def with_own(r: Tensor, ends: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """r with inf for the block of the positions `ends`, and which blocks are candidates."""
+    """Returns r with inf for the own block, which contains position `ends`, and the mask of
+    candidate blocks."""
     block, own = torch.arange(r.shape[-1], device=r.device), ends[:, None] // block_size
     return r.masked_fill(block == own, torch.inf), (block <= own).expand(r.shape)
 
 
 def block_shares(weights: Tensor, heads: int, query_block: int, block_size: int) -> Tensor:
-    """Share (B,heads,lists,blocks) of each block in the weights (B,Hq,Tq,Tk), summed over the
-    queries of a list and the query heads of a head."""
+    """Returns each block's share (B,heads,lists,blocks) of the weights (B,Hq,Tq,Tk), summed over a
+    list's queries and a router head's query heads."""
     tq, tk = weights.shape[-2:]
     pad = torch.nn.functional.pad
     weights = pad(weights, (0, -tk % block_size, 0, -tq % query_block))
@@ -96,7 +98,7 @@ def block_shares(weights: Tensor, heads: int, query_block: int, block_size: int)
 
 
 def share_divergence(shares: Tensor, r: Tensor, past: Tensor) -> Tensor:
-    """KL(shares || softmax r) over the candidates (B,Hr,lists), 0 without any."""
+    """Computes KL(shares || softmax r) (B,Hr,lists) over candidate blocks; 0 without candidates."""
     none = ~past.any(-1, keepdim=True)
     logs = r.masked_fill(~past & ~none, -torch.inf).log_softmax(-1).masked_fill(~past, 0)
     return (torch.xlogy(shares, shares) - shares * logs).sum(-1)

@@ -1,4 +1,4 @@
-"""Scans: a few numbers for each channel, one token after another."""
+"""Scans with a few state values per channel, token by token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omniattn.reference.limits import clamp
 from omniattn.reference.precision import complex_dtype, compute_dtype
 
 State = tuple[Tensor, ...]
-#: The numerator, denominator and maximum of no tokens.
+#: Numerator, denominator and maximum before the first token.
 WKV_EMPTY = (0.0, 0.0, -1e38)
 
 
@@ -28,10 +28,11 @@ def over_time(
     cu_seqlens: Tensor | None,
     others: Sequence[Tensor] = (),
 ) -> tuple[State, State]:
-    """The outputs (B, T, ..) of (outputs, state) = step(state, *inputs of a token), and the state.
+    """Runs (outputs, state) = step(state, *inputs of a token) over all tokens.
 
-    Inputs are (B, T, ..), states (N, ..). With cu_seqlens the one row holds N sequences, each with
-    a state of its own. Where there are no tokens the outputs are made from the inputs and `others`.
+    Returns the outputs (B, T, ..) and the last state. Inputs are (B, T, ..), states (N, ..). With
+    cu_seqlens B is 1, and the row holds N sequences, each with its own state. Without tokens there
+    are no outputs, and the state has gradients of zeros to the inputs and `others`.
     """
     found: list[State] = []
     for t in range(inputs[0].shape[1]):
@@ -47,7 +48,7 @@ def over_time(
                 torch.where(_like(inside, o), o, 0).sum(0, keepdim=True) for o in outputs
             )
         found.append(outputs)
-    if not found:  # gradients are zeros, not absent
+    if not found:  # gradients are zeros and not None
         return (), tuple(x + nothing_of(*inputs, *others) for x in state)
     return tuple(torch.stack(each, 1) for each in zip(*found, strict=True)), state
 
@@ -70,8 +71,8 @@ def rwkv4(
 ) -> tuple[Tensor, Tensor]:
     """y_t = (sum_{i<t} e^(k_i - (t-1-i) w) v_i + e^(u + k_t) v_t) / (the same without v).
 
-    w, u (C,), k, v (B, T, C). A state (N, 3, C) is the numerator and the denominator times e^-max,
-    and max.
+    w, u (C,), k, v (B, T, C). A state (N, 3, C) holds numerator and denominator times e^-max, and
+    max.
     """
     dtype = compute_dtype(k)
     w, u, wide_k, wide_v = (x.to(dtype) for x in (w, u, k, v))
@@ -127,9 +128,9 @@ def rwkv_recurrent(
     w: Tensor,
     **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
-    """y_t = s_t / n_t, s_t = e^-w s_{t-1} + e^(r_t . k_t) v_t, and n_t, the same without v.
+    """y_t = s_t / n_t, s_t = e^-w s_{t-1} + e^(r_t . k_t) v_t, n_t = e^-w n_{t-1} + e^(r_t . k_t).
 
-    A state (N, 3, Hv, V) is s and n times e^-max, and max.
+    A state (N, 3, Hv, V) holds s and n times e^-max, and max.
     """
     initial_state, cu_seqlens, _ = sequences_of("rwkv_recurrent", options, StateOptions)
     dtype, heads = compute_dtype(v), v.shape[2]
@@ -154,7 +155,7 @@ def rwkv_recurrent(
 
 
 def _of_value_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, T, H, K) in the dtype of sums, with a copy of its heads for each of the values'."""
+    """Converts x (B, T, H, K) to the dtype of sums and repeats its heads to `heads`."""
     x = x.to(compute_dtype(x))
     return x.repeat_interleave(heads // max(1, x.shape[2]), 2)
 
@@ -165,8 +166,11 @@ def exponential_gates(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """decay_t = g_t + m_{t-1} - m_t <= 0, factor_t = e^(i_t - m_t) <= 1, m_t = max(g_t + m_{t-1},
-    i_t), and the last m. g and i (B, T, H), states (N, H)."""
+    """decay_t = g_t + m_{t-1} - m_t <= 0, factor_t = e^(i_t - m_t) <= 1,
+    m_t = max(g_t + m_{t-1}, i_t).
+
+    Returns decay, factor, m and the last m. g and i (B, T, H), states (N, H).
+    """
 
     def step(state: State, g: Tensor, i: Tensor) -> tuple[State, State]:
         kept = g + state[0]
@@ -195,10 +199,12 @@ def selective_scan(
     cu_seqlens: Tensor | None = None,
     delta_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """h_t = e^(dt A) h_{t-1} + dt B_t u_t, y_t = (C_t . h_t + D u_t) silu(z_t), and the last h.
+    """h_t = e^(dt A) h_{t-1} + dt B_t u_t, y_t = (C_t . h_t + D u_t) silu(z_t); returns y and the
+    last h.
 
     u, delta, z (B, T, D), A (D, N), B, C (B, T, N), (B, T, G, N) or (D, N), states (N, D, N). dt =
-    delta + delta_bias, or softplus(delta + delta_bias). For complex h, y has 2 Re(C . h).
+    delta + delta_bias, or softplus(delta + delta_bias). If h is complex, 2 Re(C . h) replaces
+    C . h.
     """
     dtype = compute_dtype(u)
     wide = complex_dtype(u) if A.is_complex() else dtype
@@ -211,7 +217,7 @@ def selective_scan(
         initial_state = A.new_zeros(_count(u, cu_seqlens), *A.shape, dtype=wide)
 
     def of_channels(x: Tensor) -> Tensor:
-        """(N, G, N) or (D, N) as one that has all channels."""
+        """Repeats groups (N, G, N) to all D channels; returns (D, N) unchanged."""
         return x if x.dim() == 2 else x.repeat_interleave(A.shape[0] // max(1, x.shape[1]), 1)
 
     def step(state: State, u: Tensor, dt: Tensor, *varying: Tensor) -> tuple[State, State]:
@@ -235,7 +241,7 @@ def selective_scan(
     return y.to(u.dtype), final
 
 
-#: The logarithm of the forget gate.
+#: Logarithm of each kind of forget gate.
 FORGET_GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": log_sigmoid,
     "exp": lambda f: f,
@@ -243,7 +249,7 @@ FORGET_GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def inverse_exp(m: Tensor) -> Tensor:
-    """e^-m, at most e^80 (e^700 in fp64): infinity would make gradients NaN."""
+    """Computes e^-m, limited to e^80 (e^700 in fp64), since infinity would make gradients NaN."""
     return torch.exp(-clamp(m, -700 if m.dtype == torch.float64 else -80))
 
 
@@ -260,12 +266,11 @@ def mlstm(
     initial_state: tuple[Tensor, Tensor, Tensor] | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """``h_t = C_t^T q_t / (max(|n_t . q_t|, e^-m_t) + eps)`` of the states C, n and m.
+    """``h_t = C_t^T q_t / (max(|n_t . q_t|, e^-m_t) + eps)``; returns h and the last C, n and m.
 
-    C (N, H, K, V), n (N, H, K), m (N, H), k' = scale k.
-
-    m_t = max(ln f_t + m_{t-1}, i_t), and with f' = e^(ln f_t + m_{t-1} - m_t), i' = e^(i_t - m_t):
-    C_t = f' C_{t-1} + i' k'_t v_t^T, n_t = f' n_{t-1} + i' k'_t.
+    C_t = f' C_{t-1} + i' k'_t v_t^T, n_t = f' n_{t-1} + i' k'_t, k' = scale k, with
+    m_t = max(ln f_t + m_{t-1}, i_t), f' = e^(ln f_t + m_{t-1} - m_t), i' = e^(i_t - m_t).
+    C (N, H, K, V), n (N, H, K), m (N, H).
     """
     dtype, (_, _, heads, size) = compute_dtype(q), q.shape
     factor = max(1, size) ** -0.5 if scale is None else scale
@@ -304,9 +309,9 @@ def slstm(
     forget_gate: str = "sigmoid",
     **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
-    """h_t = sigmoid(o) c_t / n_t of raw gates (i, f, z, o) = x_t + R h_{t-1}, x (B, T, 4, H, D),
-    r (4, H, D, D), and the final state (N, 4, H, D) of h, c, n, m.
+    """h_t = sigmoid(o) c_t / n_t, with gates (i, f, z, o) = x_t + R h_{t-1} before activation.
 
+    x (B, T, 4, H, D), r (4, H, D, D). Returns h and the final state (N, 4, H, D): h, c, n and m.
     m_t = max(ln f + m_{t-1}, i), or i where n = 0; f' = e^(ln f + m_{t-1} - m_t), or 0 where n = 0;
     i' = e^(i - m_t); c_t = f' c_{t-1} + i' tanh(z); n_t = f' n_{t-1} + i'.
     """

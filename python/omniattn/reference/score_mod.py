@@ -1,4 +1,4 @@
-"""score_mod by its own definition: f(score, b, h, q, k) of every pair, vmapped as in torch."""
+"""Definition of score_mod: f(score, b, h, q, k) of every pair, vmapped as in torch."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _CLAMPS: dict[Any, Callable[..., Tensor]] = {
 
 
 class _Definition(TorchFunctionMode):
-    """Overrides two functions of torch for values computed from a pair.
+    """Overrides two torch functions inside a score_mod.
 
-    t[i] with a 0-d tensor i would read its value, which does not exist under vmap. The slope of
-    clamp at a limit depends on the version of torch.
+    t[i] with a 0-d tensor i would read i's value, which does not exist under vmap. clamp's slope at
+    a limit depends on the version of torch.
     """
 
     def __torch_function__(
@@ -56,7 +56,7 @@ class _Definition(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class PlacedMod(PairMod):
-    """The score_mod of one sequence: its number, and the position of its first query."""
+    """score_mod of one sequence, with the sequence's index and its first query's position."""
 
     score_mod: ScoreMod | PairMod
     first_batch: int
@@ -70,7 +70,7 @@ class PlacedMod(PairMod):
 def apply_score_mod(
     score_mod: ScoreMod | PairMod, score: Tensor, first_batch: int = 0, first_q: int = 0
 ) -> Tensor:
-    """score_mod of all pairs of (B, Hq, Tq, Tk)."""
+    """Applies score_mod to score (B, Hq, Tq, Tk), with b from first_batch and q from first_q on."""
     if score.numel() == 0:
         return score
     if isinstance(score_mod, PairMod):
@@ -83,8 +83,10 @@ def apply_score_mod(
 def at_each_pair(
     mod: Callable[..., Tensor], positions: Sequence[Tensor], *scores: Tensor
 ) -> Tensor:
-    """mod(*scores, b, h, q, k), called with tensors without dimensions as torch does, at each b, h,
-    q and k of `positions`; these may not be empty."""
+    """Computes mod(*scores, b, h, q, k) at all b, h, q and k of `positions`, none of them empty.
+
+    mod gets 0-d tensors, as in torch.
+    """
     over = mod
     for dim in range(3, -1, -1):
         one = tuple(0 if n == dim else None for n in range(4))

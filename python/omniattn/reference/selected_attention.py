@@ -1,4 +1,4 @@
-"""Attention to keys that are chosen: the one of least energy, or blocks in lists."""
+"""Attention to selected keys: the key of least energy, or listed blocks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def select_attention(
     window_size: tuple[int, int] = (-1, -1),
     mask: Tensor | EncodedMask | None = None,
 ) -> Tensor:
-    """v of the key with the least energy, the first of equal keys: O (B,Tq,Hq,Dv).
+    """O (B,Tq,Hq,Dv) = v of the key with the least energy E, the first one on ties.
 
-    ``E = scale |q - k|^2 / 2``, or ``-scale q.k``; 0 where E exceeds theta or no key is allowed.
-    q and k get the gradient of softmax(-E / tau) v, or none; v gets the gradient of the selection.
+    ``E = scale |q - k|^2 / 2``, or ``-scale q.k``. O is 0 where E exceeds theta or all keys are
+    masked. q and k get the gradient of softmax(-E / tau) v if `ste`, else none; v gets the
+    gradient of the selection.
     """
     (tq, heads, dim), (tk, kv_heads) = q.shape[1:], k.shape[1:3]
     qw, kw, vw = (widen(t).transpose(1, 2) for t in (q, k, v))
@@ -44,7 +45,7 @@ def select_attention(
     score = score * (default_scale(dim) if scale is None else scale)
     seen = visible(Options(window_size, causal, mask=mask), tq, tk, q.device, heads)
     score = score.masked_fill(~seen, -math.inf)
-    # NaN is never chosen, and without keys there is a column that nothing chooses.
+    # NaN is never chosen. The column added at the end keeps max() defined for no keys.
     choices = score.detach().masked_fill(score.isnan(), -math.inf)
     top, index = torch.nn.functional.pad(choices, (0, 1), value=-math.inf).max(-1)
     chosen = (-top <= theta) & (top > -math.inf)
@@ -70,9 +71,9 @@ def selected_attention(
     debug: bool = False,
     **options: Unpack[SelectedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`attention` to the keys of the blocks that indices (B|1,1|Hkv|Hq,nq,n) name, -1 none.
+    """Attention to the key blocks listed in indices (B|1,1|Hkv|Hq,nq,n); -1 means none.
 
-    Query i has the list i // query_block; block n has the keys [n block_size, (n + 1) block_size).
+    Query i uses list i // query_block; block n has the keys [n block_size, (n + 1) block_size).
     """
     record = pack("selected_attention", options, SelectedOptions)._replace(causal=causal)
     if debug:
@@ -90,7 +91,7 @@ def attend_to_blocks(
     query_block: int,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """O and lse of a call of :func:`selected_attention`."""
+    """Returns O and lse of :func:`selected_attention` with packed options."""
     seen = selected_keys(indices, block_size, query_block, (q.shape[1], k.shape[1]))
     seen = seen.repeat_interleave(q.shape[2] // max(1, seen.shape[1]), 1)
     return attend(q, k, v, options._replace(mask=seen))
@@ -99,7 +100,7 @@ def attend_to_blocks(
 def selected_keys(
     indices: Tensor, block_size: int, query_block: int, lengths: tuple[int, int]
 ) -> Tensor:
-    """The mask (B | 1, heads, Tq, Tk) of lists of blocks (B | 1, heads, query blocks, n)."""
+    """Returns the mask (B | 1, heads, Tq, Tk) for lists of blocks (B | 1, heads, lists, n)."""
     tq, tk = lengths
     blocks = -(-tk // block_size)
     chosen = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
@@ -111,7 +112,7 @@ def selected_keys(
 
 
 def require_entries(op: str, indices: Tensor, blocks: int, kind: str = "block") -> None:
-    """Each list holds -1 or numbers in [0, blocks). Waits for a GPU."""
+    """Requires entries of -1 or in [0, blocks). Synchronizes with the GPU."""
     low, high = (int(t) for t in indices.aminmax()) if indices.numel() else (-1, -1)
     if low < -1 or high >= blocks:
         raise ValueError(
@@ -121,7 +122,7 @@ def require_entries(op: str, indices: Tensor, blocks: int, kind: str = "block") 
 
 
 def require_lists(op: str, indices: Tensor, blocks: int, kind: str = "block") -> None:
-    """Requires entries in range, and no number twice in a list."""
+    """Requires entries in range, without duplicates in a list."""
     require_entries(op, indices, blocks, kind)
     ordered = indices.sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)

@@ -1,4 +1,4 @@
-"""Attention over blocks of keys that the scores of the blocks select: MoBA, NSA."""
+"""Attention to key blocks selected by block scores: MoBA, NSA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omniattn.reference.topk import top_k
 
 
 def positions(tq: int, tk: int, device: torch.device) -> Tensor:
-    """The position of each query among the keys."""
+    """Returns each query's position among the keys."""
     return torch.arange(tq, device=device) + tk - tq
 
 
@@ -31,8 +31,11 @@ def moba_attention(
     block_keys: Tensor | None = None,
     **options: Unpack[FormOptions],
 ) -> Tensor:
-    """Causal attention of each query and head to its own block and the topk - 1 blocks before it
-    whose mean keys have the largest q . k; q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv)."""
+    """q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv) -> O (B,Tq,Hq,Dv).
+
+    Causal. Each query and head sees its own block and the topk - 1 earlier blocks with the largest
+    product of q and the block's mean key.
+    """
     record = pack("moba_attention", options, FormOptions)
     ends = positions(q.shape[1], k.shape[1], q.device)
     means = block_means(k, block_size) if block_keys is None else block_keys
@@ -42,7 +45,7 @@ def moba_attention(
 
 
 def block_means(k: Tensor, block_size: int) -> Tensor:
-    """The means (B,blocks,Hkv,D) of the whole blocks of k, without gradient."""
+    """Returns the means (B,blocks,Hkv,D) of complete blocks of k, without gradient."""
     if k.shape[1] < block_size:
         return widen(k.detach())[:, :0]
     return widen(k.detach()).unfold(1, block_size, block_size).mean(-1)
@@ -51,9 +54,9 @@ def block_means(k: Tensor, block_size: int) -> Tensor:
 def moba_scores(
     q: Tensor, means: Tensor, ends: Tensor, tk: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """q . mean (B,Hq,Tq,blocks) and which blocks are candidates of queries at the positions `ends`.
+    """Returns q . mean (B,Hq,Tq,blocks), and the mask of candidate blocks for queries at `ends`.
 
-    inf: the own block, of which no mean is needed.
+    The own block scores inf, and needs no mean.
     """
     blocks = -(-tk // block_size)
     means = means.repeat_interleave(q.shape[2] // max(means.shape[2], 1), 2)
@@ -84,8 +87,8 @@ def nsa_attention(
 ) -> Tensor:
     """Sum of gates (B,Tq,Hq,3) times attention to compressed keys, selected blocks and a window.
 
-    Compressed key n (B,N,Hkv,.) stands for the keys from n compress_stride on, compress_size many.
-    Dropout is by the numbers of queries and keys, in each branch.
+    Compressed key n (B,N,Hkv,.) stands for `compress_size` keys from n compress_stride on. Dropout
+    in each branch is by the branch's own query and key indices.
     """
     record = pack("nsa_attention", options, FormOptions)
     k_window, v_window = (
@@ -110,7 +113,7 @@ def nsa_attention(
 
 
 def compressed_mask(ends: Tensor, count: int, size: int, stride: int) -> Tensor:
-    """(Tq, count): whether all tokens of a compressed key are at the positions `ends` or before."""
+    """Returns (Tq, count): True if all tokens of a compressed key are at positions <= `ends`."""
     last = torch.arange(count, device=ends.device) * stride + size - 1
     return last <= ends[:, None]
 
@@ -118,20 +121,22 @@ def compressed_mask(ends: Tensor, count: int, size: int, stride: int) -> Tensor:
 def nsa_scores(
     p: Tensor, ends: Tensor, tk: int, size: int, stride: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Scores of blocks (B,Hkv,Tq,blocks) from the weights p (B,Hkv,Tq,N) of compressed keys.
+    """Computes block scores (B,Hkv,Tq,blocks) from weights p (B,Hkv,Tq,N) of compressed keys, and
+    the mask of candidate blocks.
 
-    Each compressed key gives its weight to a block as often as one of its strides is one of the
-    block's. inf: the first block, the own, the one before it.
+    A compressed key adds its weight to a block once for each stride that both contain. The first
+    block, the own block and the one before it score inf.
     """
     per_key, per_block = size // stride, block_size // stride
     blocks = -(-tk // block_size)
-    # How many strides of the key that begins at stride j of a block are in the n-th block after it.
+    # overlap[j, n]: number of strides that the key which begins at stride j of a block has in the
+    # n-th block after it.
     reach = (per_block + per_key - 2) // per_block
     j = torch.arange(per_block, device=p.device)[:, None]
     begin = torch.arange(reach + 1, device=p.device) * per_block
     overlap = torch.minimum(j + per_key, begin + per_block) - torch.maximum(j, begin)
     strides = blocks * per_block
-    missing = strides - p.shape[-1] if isinstance(tk, int) else strides + 1  # the sign is unknown
+    missing = strides - p.shape[-1] if isinstance(tk, int) else strides + 1  # no sign of a symbol
     p = torch.nn.functional.pad(p, (reach * per_block, missing))
     overlap = overlap.clamp(min=0).to(p.dtype)
     parts = [

@@ -27,8 +27,8 @@ def selective_attention(
     """q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv) -> O (B,Tq,Hq,Dv) [, F (B,Tk) afterwards].
 
     ``F_i = penalty + sum_{r < i} S_r`` is subtracted from the logits of all heads. S is the
-    positive part of the logits of head 0, and 0 for key 0 and for a query's own key. With `budget`
-    a query sees that many keys with the smallest F, on ties the later keys.
+    positive part of head 0's logits, but 0 for key 0 and for a query's own key. With `budget` a
+    query sees that many keys with the smallest F; ties go to later keys.
     """
     record = pack("selective_attention", options, SelectiveOptions)._replace(causal=True)
     tq, tk = q.shape[1], k.shape[1]

@@ -1,4 +1,4 @@
-"""Static patterns and their attention, each by a dense mask."""
+"""Attention with static sparsity patterns, by dense masks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def longformer_attention(
 ) -> Tensor:
     """q (B,T,Hq,D), k, v (B,T,Hkv,.) -> O (B,T,Hq,Dv).
 
-    A token sees the keys at most window / 2 steps of `dilation` away and the keys in global_index
-    (B,G), a global token all keys by the second projections; key_padding (B,T) hides keys and rows.
+    A token sees keys at most window / 2 steps of `dilation` away, and the keys in global_index
+    (B,G). A global token sees all keys, by the second projections. Where key_padding (B,T) is
+    False, keys are masked and rows are 0.
     """
     record = pack("longformer_attention", options, FormOptions)
     batch, length, heads = q.shape[:3]
@@ -69,11 +70,11 @@ def _rows(out: Tensor, real: Tensor) -> Tensor:
 def bigbird_random_blocks(
     blocks: int, heads: int, n_random: int, seed: int, *, draw: int = 0, causal: bool = False
 ) -> Tensor:
-    """Random key blocks (H, blocks - 2, r) int64 of the query blocks 1 .. blocks - 2, -1 for none.
+    """Draws random key blocks (H, blocks - 2, r) int64 for query blocks 1 .. blocks - 2; -1: none.
 
-    Each row draws r different blocks that are neither its neighbors nor the first or the last, if
-    causal only from the blocks before it. Pick m is at place floor(u n / 2^32) of the n blocks that
-    are left, in ascending order at first; the last one takes its place. u is the first word of
+    Each row draws r different blocks, except itself, its neighbors, the first and the last block;
+    if causal, only earlier blocks. Pick m takes place floor(u n / 2^32) of the n blocks left, which
+    are in ascending order at first; the last one then moves to that place. u is the first word of
     Philox(key = seed, counter = (4096 draw + m, I, h, 0xB16B1D)).
     """
     rows = range(1, blocks - 1)
@@ -97,8 +98,10 @@ def bigbird_random_blocks(
 def bigbird_counts(
     blocks: int, heads: int, rand_blocks: Tensor | None, n_random: int = 3
 ) -> Tensor:
-    """How often query block I lists key block J, (H, blocks, blocks); without random blocks, and
-    for at most 5 + 2 r blocks, all are listed once."""
+    """Counts how often query block I lists key block J, (H, blocks, blocks).
+
+    Without random blocks, and with at most 5 + 2 r blocks, all are listed once.
+    """
     if rand_blocks is None and blocks <= 5 + 2 * n_random:
         return torch.ones(heads, blocks, blocks, dtype=torch.int64)
     counts = torch.zeros(heads, blocks, blocks, dtype=torch.int64)
@@ -136,9 +139,11 @@ def bigbird_attention(
     dropout_seed: Tensor | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Tensor:
-    """q (B,Tq,Hq,D), k, v (B,T,Hkv,.) -> O (B,Tq,Hq,Dv): one softmax over the keys of the listed
-    blocks of `length` tokens, each counted once or as often as it is listed; global tokens come
-    first."""
+    """q (B,Tq,Hq,D), k, v (B,T,Hkv,.) -> O (B,Tq,Hq,Dv), one softmax over keys of listed blocks.
+
+    A key counts once, or with `count_duplicates` as often as its block is listed. Global tokens
+    come first. The pattern is that of `length` tokens.
+    """
     record = pack("bigbird_attention", options, ScoreOptions)
     tokens, tk, heads = num_global_tokens, k.shape[1], q.shape[2]
     length = (tk if length is None else length) - tokens
@@ -182,8 +187,9 @@ def hub_spoke_attention(
 ) -> Tensor:
     """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.) -> O (B,Tq,Hq,Dv).
 
-    Keys within the window, and all pairs with a hub. dual="disjoint": these pairs have the second
-    projections, in the same softmax; "longformer": the rows of hubs have them, for all keys.
+    Pairs within the window and all pairs with a hub are visible. With dual="disjoint" pairs with a
+    hub use the second projections, in the same softmax; with "longformer" the rows of hubs use
+    them, for all keys.
     """
     record = pack("hub_spoke_attention", options, FormOptions)
     (tq, tk), device = (q.shape[1], k.shape[1]), q.device
@@ -232,15 +238,15 @@ def detsa_attention(
     levels: tuple[tuple[int, int], ...] | None = None,
     **options: Unpack[FormOptions],
 ) -> Tensor:
-    """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.) -> O (B,Tq,Hq,Dv): each query alone, with its list of keys.
+    """q (B,Tq,Hq,D), k, v (B,Tk,Hkv,.) -> O (B,Tq,Hq,Dv), query by query.
 
-    It has the keys from `window` before it on, the global ones, and of each group further back the
-    last or, relative, the first key, or the mean of its keys and values. Means are dropped by their
-    numbers, with the next offset of the seed.
+    A query sees the keys from `window` before it on, the global keys, and a representative of each
+    group further back: its last key (anchor "absolute"), its first key ("relative"), or the mean of
+    its keys and values. Dropout of means is by their indices, with the seed's next offset.
     """
     record = pack("detsa_attention", options, FormOptions)
     tq, tk, group = q.shape[1], k.shape[1], q.shape[2] // max(k.shape[2], 1)
-    most = tk * (2 if levels is None else 1 + len(levels))  # means
+    most = tk * (2 if levels is None else 1 + len(levels))  # number of means
     scale = default_scale(q.shape[3]) if record.scale is None else record.scale
     drop = record.dropout_p
     keep, keep_means = _kept(q, (tk, most), drop, record.seed)
@@ -278,7 +284,7 @@ def detsa_attention(
 def _kept(
     q: Tensor, counts: tuple[int, int], dropout_p: float, seed: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Dropout masks (B,Hq,Tq,.) of the weights of counts[0] keys and of counts[1] means."""
+    """Returns dropout masks (B,Hq,Tq,.) for the weights of counts[0] keys and counts[1] means."""
     if dropout_p == 0:
         return None, None
     assert seed is not None
@@ -298,10 +304,11 @@ def _number_of_mean(
     anchor: str,
     levels: tuple[tuple[int, int], ...] | None,
 ) -> int:
-    """Index of a mean. Absolute means are numbered consecutively.
+    """Returns the index of a mean. Absolute means are numbered consecutively.
 
-    Relative means are ordered by size, the smallest first, with one mean from each key at which
-    the size fits. After them follow the means of the first 1, 2, ... keys."""
+    Relative means are ordered by size, smallest first, then by their first key. The means of the
+    first 1, 2, ... keys follow them.
+    """
     if anchor == "absolute":
         return group[0] // stride
     sizes = {stride} if levels is None else {size for _, size in levels}
@@ -312,7 +319,7 @@ def _number_of_mean(
 def _groups(
     before: int, stride: int, anchor: str, levels: tuple[tuple[int, int], ...] | None
 ) -> list[tuple[range, bool]]:
-    """The groups of the keys 0 .. before - 1, and whether each has all of its keys."""
+    """Returns the groups of keys 0 .. before - 1; True marks a complete group."""
     if anchor == "absolute":
         return [(range(n, n + stride), True) for n in range(0, before - stride + 1, stride)]
     sizes = [size for count, size in levels for _ in range(count)] if levels is not None else None

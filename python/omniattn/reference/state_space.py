@@ -1,4 +1,4 @@
-"""Linear time-invariant state-space models by dense matrices."""
+"""Linear time-invariant state-space models with dense matrices."""
 
 import torch
 
@@ -22,7 +22,7 @@ def ssm_recurrence(
     u: torch.Tensor,
     initial_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """s_t = Ab s_{t-1} + Bb u_t, y_t = C s_t + D u_t for each channel, and the last state.
+    """s_t = Ab s_{t-1} + Bb u_t, y_t = C s_t + D u_t per channel; returns y and the last s.
 
     Ab (H, N, N), Bb, C (H, N), D (H,), u (B, T, H), states (B, H, N).
     """

@@ -10,11 +10,10 @@ def top_k(
     mask: torch.Tensor | None = None,
     sorted_by_index: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """values, index (..., k): larger first, at equal scores the smaller index.
+    """Returns values, index (..., k) in descending order; ties go to the smaller index.
 
-    NaN lies below -inf; elements with mask False are never chosen: where fewer than k are left the
-    index is -1 and the value -inf. `sorted_by_index`: the same in the order of their indices, -1
-    last.
+    NaN lies below -inf. Elements with mask False are never chosen: if fewer than k are left, the
+    rest has index -1 and value -inf. `sorted_by_index` orders both by index, -1 last.
     """
     if mask is None:
         mask = torch.ones_like(scores, dtype=torch.bool)

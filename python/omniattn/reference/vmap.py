@@ -1,11 +1,11 @@
-"""Checks for torch.vmap in definitions that read the values of a tensor."""
+"""Checks for torch.vmap, for definitions that read tensor values in Python."""
 
 import torch
 from torch._C import _functorch
 
 
 def is_mapped(t: torch.Tensor) -> bool:
-    """Whether torch.vmap maps over `t`: it then has no values that Python could read."""
+    """Returns True if torch.vmap maps over `t`, so that Python cannot read its values."""
     if torch.compiler.is_compiling():
         return False
     while _functorch.is_functorch_wrapped_tensor(t):
@@ -16,7 +16,7 @@ def is_mapped(t: torch.Tensor) -> bool:
 
 
 def require_not_mapped(op: str, name: str, t: torch.Tensor) -> None:
-    """Requires that vmap does not map over t, for tensors whose values determine sizes."""
+    """Requires that vmap does not map over t, whose values determine sizes."""
     if is_mapped(t):
         raise NotImplementedError(
             f"{op}: {name} must not be mapped over by vmap in the eager definition, which forward-"
