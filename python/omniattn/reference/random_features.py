@@ -99,7 +99,7 @@ def _largest(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _half_norms(x: Tensor, scale: float | None) -> Tensor:
-    """Computes |y|^2 / 2, where y is the scaled x that features are computed from."""
+    """Computes ``|y|^2 / 2``, where y is the scaled x that features are computed from."""
     y = widen(x) * (x.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     return y.square().sum(-1, keepdim=True) / 2
 

@@ -108,8 +108,8 @@ def recurrence(
 def divisor(sums: Tensor, min_denominator: Tensor | None, eps: float) -> Tensor:
     """Returns the divisor for outputs from sums of weights.
 
-    It is max(|sum|, min_denominator) + eps, or without `min_denominator` the sum, whose magnitude
-    is raised to at least eps.
+    It is ``max(|sum|, min_denominator) + eps``, or without `min_denominator` the sum, whose
+    magnitude is raised to at least eps.
     """
     if min_denominator is not None:
         return torch.maximum(sums.abs(), min_denominator) + eps
@@ -156,7 +156,7 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """o_t = num_t / den_t, num_t = sum_s (phi(q_t) . phi(k_s)) v_s, den_t = the same without v_s.
 
-    Sums are over s <= t, or over all s if not causal; |den_t| is at least eps.
+    Sums are over s <= t, or over all s if not causal. The magnitude of den_t is at least eps.
 
     The state is sum phi(k) [v, 1]^T, or without the 1 if not normalized. It decays by exp(g), and
     beta multiplies phi(k).
@@ -216,8 +216,8 @@ def retention(
 ) -> tuple[Tensor, Tensor]:
     """`recurrence` with the constant decay exp(g) = gamma_h, by default 1 - 2^(-5 - h).
 
-    With `normalize` o is divided by sqrt(p_t), p_t = gamma p_{t-1} + 1, then by max(|sum|, 1),
-    where sum is the sum of its weights. The state then is that of v with a column of ones, and an
+    With `normalize` o is divided by sqrt(p_t), p_t = gamma p_{t-1} + 1, then by the magnitude of
+    the sum of its weights, at least 1. The state then is that of v with a column of ones, and an
     additional last row holds p in its last element.
     """
     if gamma is None:
