@@ -120,7 +120,7 @@ def test_of_presets_and_choices():
         (["train", "--lenght", "3"], "; did you mean '--length'?"),
         (["train", "--dtype", "bfloat"], "; did you mean 'bfloat16'?"),
         (["train", "--model", "lama"], "; did you mean 'llama'?"),
-        (["info", "--wxyz"], "unrecognized arguments: --wxyz; omniattn"),
+        (["info", "--wxyz"], "unrecognized arguments: --wxyz; omniattn info"),
     ],
 )
 def test_of_commands(arguments, hint):

@@ -78,7 +78,9 @@ def test_models_are_listed_by_family(capsys):
     [
         ([], "omniattn: the following arguments are required: command"),
         (["trin"], "omniattn: argument command: invalid choice: 'trin'"),
-        (["info", "--jason"], "omniattn: unrecognized arguments: --jason"),
+        (["info", "--jason"], "omniattn info: unrecognized arguments: --jason"),
+        (["info", "extra"], "omniattn info: unrecognized arguments: extra; omniattn info --help"),
+        (["check", "--json"], "omniattn check: unrecognized arguments: --json; omniattn check --"),
         (["hub"], "omniattn hub: the following arguments are required: DIR"),
     ],
 )

@@ -45,6 +45,7 @@ def test_an_unknown_op_is_named(capsys):
     message = capsys.readouterr().err
     assert message.startswith("check: no op atention; there are ")
     assert " attention, " in message
+    assert message.endswith("; did you mean 'attention'?\n")
 
 
 def test_speed_is_shown_where_there_is_a_benchmark(capsys, monkeypatch):

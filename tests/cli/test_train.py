@@ -439,7 +439,7 @@ def test_a_config_of_a_model_takes_the_recipe_of_its_kind(tmp_path, text, capsys
     capsys.readouterr()
     for reference, message in (
         (f"{path}:N", "N must be a TrainConfig or the config of a model, got int"),
-        (f"{path}:M", "has no M"),
+        (f"{path}:TINI", "has no TINI; did you mean 'TINY'?"),
         (f"{tmp_path}/none.py:M", "cannot read"),
         (f"{tmp_path}/none.txt:M", "must name a file *.py"),
         (f"{tmp_path}/torch.py:M", "must not have the name of a module that is in use"),

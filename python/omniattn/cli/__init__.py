@@ -30,23 +30,14 @@ class _Parser(argparse.ArgumentParser):
     def _hint(self, message: str) -> str:
         """Returns a suggestion for an unknown option or choice, or an empty string."""
         if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
-            return did_you_mean(found[1], self._options())
+            return did_you_mean(found[1], self._option_string_actions)
         if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             return did_you_mean(found[1], re.findall(r"[\w.-]+", found[2]))
         return ""
 
-    def _options(self) -> list[str]:
-        """Returns all options of the command and of its sub-commands."""
-        found: list[str] = []
-        for action in self._actions:
-            found += action.option_strings
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    found += parser._options()
-        return found
 
-
-def _parser() -> argparse.ArgumentParser:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the arguments; the command reports its unknown ones, as its --help lists the known."""
     formatter = argparse.RawDescriptionHelpFormatter
     description = (__doc__ or "").partition("\n")[0]
     parser = _Parser(prog="omniattn", description=description, formatter_class=formatter)
@@ -60,12 +51,15 @@ def _parser() -> argparse.ArgumentParser:
             name, help=text.partition("\n")[0], description=description, formatter_class=formatter
         )
         add_arguments(command)
-    return parser
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands.choices[args.name].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a sub-command and returns its exit code; expected failures print one line to stderr."""
-    args = _parser().parse_args(arguments)
+    args = _parse(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # samples and paths may contain any character
     try:

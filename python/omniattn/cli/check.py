@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from omniattn.cli.errors import CommandError
+from omniattn.suggestions import did_you_mean
 from omniattn.testing import Measured, OpSpec, Pass, measure_error, prepare, registry, time_call
 from omniattn.testing.spec import SHORT_DTYPE
 
@@ -32,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
     specs = registry()
     unknown = [name for name in args.ops if name not in specs]
     if unknown:
-        raise CommandError(f"no op {', '.join(unknown)}; there are {', '.join(specs)}")
+        hint = did_you_mean(unknown[0], specs)
+        raise CommandError(f"no op {', '.join(unknown)}; there are {', '.join(specs)}{hint}")
     failures = []
     print("error: against fp64, in the case closest to its budget; ratio: error / budget;")
     print("speed: ms of the definition in plain torch / ms")

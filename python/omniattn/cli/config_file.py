@@ -8,6 +8,7 @@ from pathlib import Path
 
 from omniattn.cli.errors import CommandError
 from omniattn.models import ModelConfig
+from omniattn.suggestions import did_you_mean
 from omniattn.training import TrainConfig
 
 
@@ -36,7 +37,8 @@ def read_config(path: Path, name: str) -> TrainConfig | ModelConfig:
             f"--config must not have the name of a module that is in use, got {path}"
         )
     if not hasattr(module, name):
-        raise CommandError(f"--config: {path} has no {name}")
+        configs = [n for n, x in vars(module).items() if isinstance(x, TrainConfig | ModelConfig)]
+        raise CommandError(f"--config: {path} has no {name}{did_you_mean(name, configs)}")
     config = getattr(module, name)
     if not isinstance(config, TrainConfig | ModelConfig):
         raise CommandError(
