@@ -182,6 +182,28 @@ def test_load_rejects_other_text_and_files_without_a_run(tmp_path):
         run.load(tmp_path / "w")
 
 
+def test_options_of_a_run_are_checked_when_it_is_made():
+    """Without it, the first step or AdamW fails, by names that the user did not give."""
+    for name, value, error in (
+        ("steps", -1, "steps must be an int >= 0, got steps=-1"),
+        ("batch", 0, "batch must be an integer >= 1, got batch=0"),
+        ("length", 2.5, "length must be an int"),
+        ("dtype", "bfloat", "dtype must be one of .* got dtype='bfloat'; did you mean 'bfloat16'"),
+        ("dtype", torch.bfloat16, "dtype must be str, got dtype=torch.bfloat16"),
+        ("lr", "1e-3", "lr must be float, got lr='1e-3'"),
+        ("lr", math.nan, "lr must be finite, got lr=nan"),
+        ("weight_decay", -0.1, "weight_decay must be .* got weight_decay=-0.1"),
+        ("clip", -1.0, "clip must be a number >= 0, got clip=-1.0"),
+        ("decay_steps", "all", "decay_steps must be int | None, got decay_steps='all'"),
+        ("data", TEXT, "data must be str | None, got data="),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"TrainConfig: {error}"):
+            TrainConfig(**{name: value})
+    assert TrainConfig(clip=math.inf, seed=-3, model=PRESETS["gpt2"]).clip == math.inf
+    with pytest.raises(TypeError, match="Trainer: config must be a TrainConfig, got config=Llama"):
+        Trainer(PRESETS["llama-tiny"], LanguageModeling(TEXT, 33))
+
+
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change():
     run = trainer()
     run.train_step()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from omniattn.checks.arguments import shown
+from omniattn.checks.arguments import require_choice, shown
 from omniattn.models.checkpoint import (
     CheckpointError,
     config_of,
@@ -22,6 +22,8 @@ from omniattn.models.checkpoint import (
 from omniattn.models.model import ModelConfig
 from omniattn.models.presets import PRESETS
 from omniattn.models.routers import Routers
+from omniattn.modules.base.fields import Fields, Limit, SignedInt, Size
+from omniattn.modules.base.layer import check_fields
 from omniattn.suggestions import did_you_mean
 from omniattn.training.optimizer import parameter_groups, warmup_cosine
 from omniattn.training.tasks import Batch, Task
@@ -30,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Fields):
     """Options that, with the content of the data, determine a training run.
 
     Args:
@@ -41,16 +43,16 @@ class TrainConfig:
         lr, min_lr, warmup: peak and final learning rate; steps of linear warm-up.
         decay_steps: step at which the final learning rate is reached; None: the last.
         betas, eps, weight_decay: options of AdamW.
-        clip: maximum norm of the gradient.
+        clip: maximum norm of the gradient, which may be infinite.
         data: path of a file or folder; None: data found on every machine.
     """
 
     model: str | ModelConfig = "llama"
     steps: int = 200
-    batch: int = 8
-    length: int = 256
+    batch: Size = 8
+    length: Size = 256
     dtype: str = "float32"
-    seed: int = 0
+    seed: SignedInt = 0
     lr: float = 2e-3
     min_lr: float = 2e-4
     warmup: int = 20
@@ -58,7 +60,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    clip: float = 1.0
+    clip: Limit = 1.0
     data: str | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class TrainConfig:
                 "TrainConfig: model must be a name in PRESETS or the config of a model, "
                 f"got model={shown(self.model)}{did_you_mean(self.model, PRESETS)}"
             )
+        check_fields(self)
+        require_choice("TrainConfig", "dtype", self.dtype, tuple(DTYPES))
 
     @property
     def model_config(self) -> ModelConfig:
@@ -106,6 +110,8 @@ class Trainer:
         device: torch.device | str = "cpu",
         backend: str | None = None,
     ) -> None:
+        if not isinstance(config, TrainConfig):
+            raise TypeError(f"Trainer: config must be a TrainConfig, got config={shown(config)}")
         self.config, self.task, self.device = config, task, torch.device(device)
         torch.manual_seed(config.seed)
         # Weights are drawn on the CPU, so that every device starts with the same values.
@@ -253,7 +259,7 @@ def saved_config(path: Path) -> TrainConfig:
     model = values.get("model") or config_of(metadata)
     try:
         return TrainConfig(**values | {"betas": tuple(values["betas"]), "model": model})
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint: {path} is of another version of omniattn ({error})"
         ) from error

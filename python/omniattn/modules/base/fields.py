@@ -85,6 +85,11 @@ def _epsilon(op: str, name: str, value: Any) -> None:
         raise ValueError(f"{op}: {name} must be finite and >= 0, got {name}={value}")
 
 
+def _limit(op: str, name: str, value: Any) -> None:
+    if not value >= 0:
+        raise ValueError(f"{op}: {name} must be a number >= 0, got {name}={value}")
+
+
 def _window(op: str, name: str, value: Any) -> None:
     require_pair(op, name, value, -1)
 
@@ -112,6 +117,8 @@ Positive = Annotated[float, Kind(_positive)]
 Probability = Annotated[float, Kind(_probability)]
 #: Small number that keeps a divisor away from 0; at least 0.
 Epsilon = Annotated[float, Kind(_epsilon)]
+#: Number at least 0, infinite for no limit.
+Limit = Annotated[float, Kind(_limit)]
 #: Keys seen to the left and right of a query, -1 for all.
 WindowSize = Annotated[tuple[int, int], Kind(_window, of_numbers=False)]
 #: Precision of the steps of a norm.

@@ -62,13 +62,18 @@ def _check_type(op: str, name: str, value: Any, annotation: Any) -> None:
     kinds = annotation.split(" | ")
     allowed = tuple(_TYPES[kind] for kind in kinds if kind in _TYPES)
     wrong = not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)
-    parts = [kind for kind in kinds if kind.endswith("Config")]
+    parts = [kind.rpartition(".")[2] for kind in kinds if kind.endswith("Config")]
     if len(allowed) + len(parts) == len(kinds):
-        wrong = wrong and not (parts and isinstance(value, LayerConfig))
+        is_part = isinstance(value, LayerConfig) or _has_base(value, parts)
+        wrong = wrong and not (parts and is_part)
     else:
         wrong = holds_arrays(value) and "Tensor" not in annotation
     if wrong:
         raise TypeError(f"{op}: {name} must be {annotation}, got {name}={shown(value)}")
+
+
+def _has_base(value: Any, names: list[str]) -> bool:
+    return any(base.__name__ in names for base in type(value).__mro__)
 
 
 @dataclass(frozen=True)
@@ -230,6 +235,11 @@ def config_or_fields(
                 raise TypeError(f"{layer}: config must be a {layer}.Config, got {got}")
             leading, args = args[: len(before)], args[len(before) :]
             if "config" in kwargs or (args and isinstance(args[0], kind)):
+                if both := [name for name in kwargs if name in taken and name not in names]:
+                    raise TypeError(
+                        f"{layer}: must have a {layer}.Config or its fields, got both a config and "
+                        f"{', '.join(both)}; dataclasses.replace(config, ...) changes fields"
+                    )
                 init(self, *leading, *args, **kwargs)
                 return
             own = {name: kwargs.pop(name) for name in names.intersection(kwargs)}
