@@ -161,6 +161,12 @@ def test_sizes_and_options_are_the_callers():
         ),
         ({"properties": ["speed"]}, r"properties must be of .*, got \['speed'\]"),
         ({"cases": ["large"]}, r"cases must be of .*, got \['large'\]"),
+        ({"like": "gated_linear_atention"}, "; did you mean 'gated_linear_attention'?"),
+        ({"properties": ["foward"]}, "; did you mean 'forward'?"),
+        ({"cases": ["tinny"]}, "; did you mean 'tiny'?"),
+        ({"propertys": ["forward"]}, "must take propertys .*; did you mean 'properties'?"),
+        ({"B": 1, "T": 20}, r"gated_linear_attention needs sizes .*, got none for \['H', "),
+        ({**SIZES, "TK": 20}, "sizes of gated_linear_attention must be of .*, got TK=20"),
         ({"function": lambda q, k, v: v}, "must take .* by name, got none for g"),
         ({"function": lambda q, k, v, g: v, "cases": ["packed"]}, "must take .*cu_seqlens by name"),
         ({"function": lambda q, k, v, g: v, "properties": ["packed"]}, r"got \['packed'\]"),
@@ -173,3 +179,8 @@ def test_a_wrong_call_is_named(changed, message):
     with pytest.raises(ValueError, match=message) as caught:
         check_function(**call | changed)
     assert str(caught.value).startswith("check_function: ")
+
+
+def test_a_function_that_is_none_is_named():
+    with pytest.raises(TypeError, match="function must be callable, got function of type str"):
+        check_function("right", LIKE)

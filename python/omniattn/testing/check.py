@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from omniattn.suggestions import did_you_mean
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.registry import registry
-from omniattn.testing.spec import FLOATS, Case
+from omniattn.testing.spec import FLOATS, Case, OpSpec
 
-__all__ = ["check_op"]
+__all__ = ["check_op", "require_properties", "require_sizes", "spec_named"]
 
 _DEFAULT = ("forward", "backward", "strided", "poisoned", "deterministic", "every_isa")
 
@@ -41,18 +42,49 @@ def check_op(
     Example:
         >>> check_op("rms_norm", M=3, N=50, tensors=["weight"], offset=1.0)
     """
-    specs = registry()
-    if op not in specs:
-        raise ValueError(f"check_op: op must be one of {', '.join(specs)}, got op={op!r}")
-    unknown = [name for name in properties if name not in PROPERTIES]
-    if unknown:
-        raise ValueError(f"check_op: properties must be of {', '.join(PROPERTIES)}, got {unknown}")
+    spec = spec_named("check_op", "op", op)
+    require_properties("check_op", properties, PROPERTIES)
     sizes = {k: v for k, v in sizes_and_options.items() if k[0].isupper()}
     options = {k: v for k, v in sizes_and_options.items() if not k[0].isupper()}
-    needed = set.intersection(*(set(case.sizes) for case in specs[op].cases))
-    if missing := sorted(needed - set(sizes)):
-        raise ValueError(f"check_op: {op} needs sizes {sorted(needed)}, got none for {missing}")
+    require_sizes("check_op", spec, sizes)
     case = Case("user", sizes, tuple(tensors), options)
     for dtype in dtypes:
         for name in properties:
-            PROPERTIES[name](specs[op], case, dtype)
+            PROPERTIES[name](spec, case, dtype)
+
+
+def spec_named(function: str, argument: str, op: str) -> OpSpec:
+    """Returns the spec of the op `op`, which is an argument of `function`."""
+    specs = registry()
+    if op not in specs:
+        raise ValueError(
+            f"{function}: {argument} must be one of {', '.join(specs)}, "
+            f"got {argument}={op!r}{did_you_mean(op, specs)}"
+        )
+    return specs[op]
+
+
+def require_properties(
+    function: str, properties: Sequence[str], known: Mapping[str, object]
+) -> None:
+    if unknown := [name for name in properties if name not in known]:
+        raise ValueError(
+            f"{function}: properties must be of {', '.join(known)}, "
+            f"got {unknown}{did_you_mean(unknown[0], known)}"
+        )
+
+
+def require_sizes(function: str, spec: OpSpec, sizes: Mapping[str, int]) -> None:
+    """Raises ValueError unless `sizes` has all sizes that every case of the op has, and no other
+    than those of its cases."""
+    each = [case.sizes for case in spec.cases]
+    known = list(dict.fromkeys(name for case in each for name in case))
+    needed = sorted(name for name in known if all(name in case for case in each))
+    if missing := [name for name in needed if name not in sizes]:
+        raise ValueError(f"{function}: {spec.name} needs sizes {needed}, got none for {missing}")
+    if unknown := [name for name in sizes if name not in known]:
+        got = ", ".join(f"{name}={sizes[name]}" for name in unknown)
+        raise ValueError(
+            f"{function}: sizes of {spec.name} must be of {', '.join(known)}, "
+            f"got {got}{did_you_mean(unknown[0], known)}"
+        )

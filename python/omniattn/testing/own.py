@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 
+from omniattn.suggestions import did_you_mean
+from omniattn.testing.check import require_properties, require_sizes, spec_named
 from omniattn.testing.properties import PROPERTIES, Property, assert_all_same, outputs_and_gradients
-from omniattn.testing.registry import registry
 from omniattn.testing.spec import FLOATS, Call, Case, Function, OpSpec, Random, outputs_of
 
 __all__ = ["OWN_PROPERTIES", "check_function"]
@@ -175,12 +176,16 @@ def check_function(
         >>> checked["gradcheck"]
         ['plain-M3N1']
     """
+    if not callable(function):
+        kind = type(function).__name__
+        raise TypeError(f"check_function: function must be callable, got function of type {kind}")
     spec = _spec(function, like, reference, inputs)
     options = {k: v for k, v in sizes_and_options.items() if not k[0].isupper()}
     fitting = _fitting(spec, options, cases)
     spec = _completed(spec, fitting[0])
     candidates = fitting
     if sizes := {k: v for k, v in sizes_and_options.items() if k[0].isupper()}:
+        require_sizes("check_function", spec.like, sizes)
         candidates = [Case("user", sizes, tuple(tensors), options)]
         _require_taken(spec, candidates[0])
     checked: dict[str, list[str]] = {}
@@ -223,12 +228,7 @@ def _failure(spec: OpSpec, name: str, case: Case, dtype: torch.dtype) -> str:
 def _spec(
     function: Function, like: str, reference: Function | None, inputs: Inputs | None
 ) -> OwnSpec:
-    specs = registry()
-    if like not in specs:
-        raise ValueError(
-            f"check_function: like must be one of {', '.join(specs)}, got like={like!r}"
-        )
-    theirs = specs[like]
+    theirs = spec_named("check_function", "like", like)
     if theirs.adapted:
         raise ValueError(
             "check_function: like must be an op whose tensors are arguments and outputs of their "
@@ -286,10 +286,7 @@ def _chosen_properties(
     spec: OwnSpec, cases: list[Case], properties: Sequence[str] | None
 ) -> list[str]:
     chosen = _DEFAULT if properties is None else tuple(properties)
-    if unknown := [name for name in chosen if name not in OWN_PROPERTIES]:
-        raise ValueError(
-            f"check_function: properties must be of {', '.join(OWN_PROPERTIES)}, got {unknown}"
-        )
+    require_properties("check_function", chosen, OWN_PROPERTIES)
     impossible = [] if _selected(spec, "packed", cases) else ["packed"]
     impossible += [] if spec.differentiable else ["backward", "expanded_gradient", "gradcheck"]
     if properties is not None and (wrong := [name for name in chosen if name in impossible]):
@@ -303,7 +300,10 @@ def _fitting(spec: OwnSpec, options: Mapping[str, Any], labels: Sequence[str] | 
     """Returns the cases in the op's order, with `options` added to their own."""
     known = [case.label for case in spec.cases]
     if unknown := sorted(set(labels or ()).difference(known)):
-        raise ValueError(f"check_function: cases must be of {known}, got {unknown}")
+        raise ValueError(
+            f"check_function: cases must be of {known}, "
+            f"got {unknown}{did_you_mean(unknown[0], known)}"
+        )
     cases = [replace(case, options={**case.options, **options}) for case in spec.cases]
     if labels is not None:
         cases = [case for case in cases if case.label in labels]
@@ -326,5 +326,5 @@ def _require_taken(spec: OwnSpec, case: Case) -> None:
     if missing := _not_taken(spec, case):
         raise ValueError(
             f"check_function: {spec.name} must take {', '.join(missing)} by name for the case "
-            f"{case.name}"
+            f"{case.name}{did_you_mean(missing[0], inspect.signature(check_function).parameters)}"
         )
