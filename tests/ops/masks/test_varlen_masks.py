@@ -137,6 +137,22 @@ def test_combined_masks_are_compiled_and_exported(strict):
     torch.testing.assert_close(traced(*inputs), layer(*inputs))
 
 
+def test_masks_are_combined_inside_a_compiled_function():
+    """As the page of masks says: dynamo has no `~` of objects, but calls `Not`."""
+    q, k, v = torch.randn(3, 1, 150, 2, 8).unbind(0)
+    document = torch.arange(150).div(40, rounding_mode="floor")[None]
+
+    def outside(document):
+        near = masks.SlidingWindow(5, 0)
+        seen = masks.Causal() & (near | masks.Not(masks.Documents(document)))
+        return attention(q, k, v, mask=seen)
+
+    got = torch.compile(outside, fullgraph=True, backend="eager")(document)
+    near = masks.SlidingWindow(5, 0)
+    want = attention(q, k, v, mask=masks.Causal() & (near | ~masks.Documents(document)))
+    torch.testing.assert_close(got, want)
+
+
 def test_vmap_over_the_lengths_of_combined_masks():
     qkv, cu_q, cu_k = packed(dtype=torch.float32)
     mask = COMBINED["heads"](None, None, None)

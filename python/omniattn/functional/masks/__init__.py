@@ -6,7 +6,8 @@ batches positions count within each sequence.
 
 Masks made by `|` and `~` become blocks of 64 x 64 for the sizes of a call, and cache the blocks of
 the last sizes. If the sequences of a batch differ in length, these sizes include the lengths, and
-reading them synchronises a GPU.
+reading them synchronises a GPU. torch.compile traces `&` and `|`, but not `~`: inside a compiled
+function, write `Not(mask)`.
 
 A new rule on (query, key) indices needs a dataclass here, a struct in csrc/semantics/mask_rules.h
 and a case in encoding/masks.py; no schema, fake kernel or gradient changes.

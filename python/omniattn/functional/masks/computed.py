@@ -150,7 +150,7 @@ class AnyOf(Computed):
 
 @dataclass(frozen=True)
 class Not(Computed):
-    """Pairs that `mask` does not allow; `~mask` makes one."""
+    """Pairs that `mask` does not allow; `~mask` makes one, except where torch.compile traces it."""
 
     mask: Mask
 
