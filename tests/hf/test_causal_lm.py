@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from omniattn.hf import OmniattnConfig, OmniattnForCausalLM, patch
+from omniattn.hf.no_logits import NO_LOGITS
 from omniattn.models import (
     BertConfig,
     BlocksConfig,
@@ -128,6 +129,22 @@ def test_packed_sequences_are_separate():
     torch.testing.assert_close(out.logits, torch.cat(expected, 1))
     losses = [model(torch.tensor([r]), labels=torch.tensor([r])).loss * (len(r) - 1) for r in rows]
     torch.testing.assert_close(out.loss, sum(losses) / sum(len(r) - 1 for r in rows))
+    tokens, boundaries = batch["input_ids"], ("cu_seq_lens_q", "seq_idx")
+    for given in ({name: batch[name]} for name in boundaries):  # without position_ids
+        torch.testing.assert_close(model(tokens, **given).logits, out.logits)
+        message = f"attention_mask and cache must be None .* got {next(iter(given))}"
+        with pytest.raises(NotImplementedError, match=message):
+            model(tokens, attention_mask=torch.ones_like(tokens), **given)
+    with pytest.raises(ValueError, match="cu_seq_lens_q must grow from 0 to the number of tokens"):
+        model(tokens, cu_seq_lens_q=torch.tensor([0, 7, 10]))
+    for given in (
+        {"position_ids": torch.zeros(3, 1, 15, dtype=torch.long)},
+        {"position_ids": torch.arange(14)[None]},
+        {"attention_mask": torch.ones(1, 14, dtype=torch.long)},
+    ):
+        message = f"{next(iter(given))} must have shape .* with T=15, got {next(iter(given))}.shape"
+        with pytest.raises(ValueError, match=message):
+            model(tokens, **given)
     message = r"must be in one row, got input_ids.shape=\(2, 4\)"
     with pytest.raises(NotImplementedError, match=message):
         model(tokens_of(model, 2, 4), position_ids=torch.tensor([[0, 1, 0, 1]] * 2))
@@ -314,7 +331,7 @@ def test_checkpointing_and_accumulated_losses_are_the_same():
     torch.testing.assert_close(model(tokens, labels=labels, num_items_in_batch=15).loss, whole)
     model.gradient_checkpointing_disable()
     assert not model.is_gradient_checkpointing
-    assert model(tokens, labels=labels).logits is None
+    assert model(tokens, labels=labels).logits is model(tokens, labels=labels)[1] is NO_LOGITS
     assert model(tokens, labels=labels, skip_logits=False).logits.shape == (3, 7, 61)
     assert len(model(tokens, labels=labels, skip_logits=False, return_dict=False)) == 2
 
@@ -357,7 +374,9 @@ def test_layers_of_this_package_are_left_alone_by_patch():
 def test_errors(tmp_path):
     model = made()
     tokens = tokens_of(model, 2, 4)
-    with pytest.raises(TypeError, match="model must be the config of a decoder, got model=BertC"):
+    with pytest.raises(TypeError, match=r"such as PRESETS.*, got model='llama-test'"):
+        OmniattnConfig("llama-test")
+    with pytest.raises(TypeError, match=r"model must be the config of a decoder, .* model=BertC"):
         OmniattnConfig(BertConfig())
     with pytest.raises(TypeError, match="decoder must be a Decoder, got Linear"):
         OmniattnForCausalLM.wrap(torch.nn.Linear(2, 2))

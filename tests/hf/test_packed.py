@@ -145,6 +145,40 @@ def test_evaluation_with_and_without_a_padding_mask():
     )
 
 
+def test_text_positions_before_those_of_time_height_and_width():
+    """transformers' masks read boundaries of packed sequences from four rows, not from three."""
+    model, ids = made("qwen3_5").eval(), tokens()
+    ours, expected = patched(model), alone(model, ids)
+    rows = positions().expand(4, -1, -1)
+    torch.testing.assert_close(run(ours, ids, position_ids=rows), expected, rtol=1e-4, atol=1e-4)
+    for three in (rows[1:], rows[:1]):
+        error = (
+            r"\(4, B, T\), text positions first.* row 0 of the batch starts a sequence at token 3"
+        )
+        with pytest.raises(ValueError, match=error):
+            ours(ids, position_ids=three, use_cache=False)
+    singles = positions([[1, 16], [17]]).expand(3, -1, -1)  # 0, 0, 1, ...: time does not decrease
+    with pytest.raises(ValueError, match="starts a sequence at token 1"):
+        ours(ids, position_ids=singles, use_cache=False)
+    # Marked boundaries agree with the positions.
+    marks = positions().eq(0).cumsum(1)
+    y = run(ours, ids, position_ids=rows[1:], seq_idx=marks, use_cache=False)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    # An image of 2 x 4 patches after three words, then words from the largest position on.
+    patch = torch.arange(8)
+    image = 3 + torch.stack([0 * patch, patch // 4, patch % 4])
+    words = torch.arange(3).expand(3, -1), torch.arange(7, 13).expand(3, -1)
+    one = torch.cat([words[0], image, words[1]], 1)[:, None].expand(-1, 2, -1)
+    for given in ({}, {"attention_mask": torch.ones_like(ids)}):
+        torch.testing.assert_close(
+            run(ours, ids, position_ids=one, **given, use_cache=False),
+            run(model, ids, position_ids=one, **given, use_cache=False),
+            rtol=1e-4,
+            atol=1e-4,
+        )
+    run(ours, ids, position_ids=rows[1:], attention_mask=torch.ones_like(ids), use_cache=False)
+
+
 def test_what_cannot_keep_them_apart_raises():
     ids, given = tokens(1), {"position_ids": positions()[:1]}
     for kind in MIXING:

@@ -23,6 +23,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from omniattn.checks.arguments import is_traced, shown
 from omniattn.functional.masks import KeyPadding
+from omniattn.hf.no_logits import NoLogits, missing_logits
+from omniattn.hf.packed import marked_starts
 from omniattn.hf.states import DecoderStates
 from omniattn.models import Decoder, ModelConfig, Routers
 from omniattn.models.head import head_loss
@@ -62,12 +64,12 @@ class OmniattnConfig(PretrainedConfig):
     def __init__(
         self, model: ModelConfig | dict[str, Any] | None = None, use_cache: bool = True, **more: Any
     ) -> None:
-        if isinstance(model, ModelConfig):
-            if not isinstance(model, Decoder.Config):
-                raise TypeError(
-                    "OmniattnConfig: model must be the config of a decoder, "
-                    f"got model={type(model).__name__}"
-                )
+        if model is not None and not isinstance(model, dict | Decoder.Config):
+            raise TypeError(
+                "OmniattnConfig: model must be the config of a decoder, such as "
+                f"PRESETS['llama'], got model={shown(model)}"
+            )
+        if isinstance(model, Decoder.Config):
             more = dict(model.token_ids) | more
             model = {"architecture": model.architecture, **model.to_dict()}
         self.model = {} if model is None else model
@@ -165,17 +167,18 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: (B, T), the tokens after those in the states.
             attention_mask: (B, past + T), 0 for padding on either side; (B, 1, T, past + T) bool.
             position_ids: (B, T). Without a mask, each restart of the positions begins another
-                packed sequence.
+                packed sequence, as do the boundaries in `others`.
             cache, past_key_values: states, from an earlier output.
             labels: (B, T), -100 for tokens without a loss; padding has none either.
             use_cache: return states; default: the config's value in evaluation, without gradients
                 or labels, otherwise False.
             logits_to_keep: number of last tokens, or indices of tokens, with logits; 0 for all.
             num_items_in_batch: divisor of the summed loss; default: the number of labels.
-            skip_logits: compute no logits; default: True in training with labels.
+            skip_logits: compute no logits, and return an object in their place that raises when
+                used; default: True in training with labels.
             return_dict: False to return a tuple.
-            others: `shift_labels`, labels already shifted to the next tokens; lengths of packed
-                sequences, which are redundant with `position_ids`.
+            others: `shift_labels`, labels already shifted to the next tokens; `seq_idx` (B, T) or
+                `cu_seq_lens_q`, boundaries of packed sequences.
         """
         shifted = others.pop("shift_labels", None)
         self._refuse(others)
@@ -185,8 +188,16 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
             shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         states = cache if cache is not None else past_key_values
         packed = None
-        if attention_mask is None and position_ids is not None and states is None:
-            packed = _packed(input_ids, position_ids)
+        rows, length = input_ids.shape[0], input_ids.shape[-1]
+        _require_shapes(attention_mask, position_ids, length)
+        marked = marked_starts(others, rows, length, input_ids.device)
+        if attention_mask is None and states is None:
+            packed = _packed(input_ids, position_ids, marked)
+        elif marked is not None and (is_traced() or int(marked.sum()) > rows):
+            raise NotImplementedError(
+                "OmniattnForCausalLM: attention_mask and cache must be None with the lengths of "
+                f"packed sequences, got {', '.join(others)}"
+            )
         if states is None and self._caches(use_cache, packed is not None, shifted is not None):
             states = DecoderStates(self.model)
         if packed is not None:
@@ -198,7 +209,7 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self._loss(x, shifted, attention_mask, num_items_in_batch)
         if skip_logits is None:
             skip_logits = loss is not None and self.training
-        logits = None
+        logits: Tensor | NoLogits | None = missing_logits(self)
         if not skip_logits:
             kept = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -349,7 +360,7 @@ _ARGUMENTS = (
     *("shift_labels", "use_cache", "logits_to_keep", "num_items_in_batch", "skip_logits"),
     "return_dict",
 )
-#: Lengths of packed sequences that collators add, redundant with `position_ids`.
+#: Boundaries of packed sequences that collators add.
 _BOUNDARIES = (*("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),)
 
 
@@ -367,23 +378,46 @@ def _mask(mask: Tensor) -> Tensor | KeyPadding | None:
     return mask
 
 
-def _packed(tokens: Tensor, positions: Tensor) -> Tensor | None:
-    """Splits a row where its positions restart, into a jagged tensor; None for one sequence."""
+def _require_shapes(mask: Tensor | None, positions: Tensor | None, length: int) -> None:
+    short = mask is not None and mask.dim() == 2 and mask.shape[1] < length
+    other = positions is not None and (positions.dim() > 2 or positions.shape[-1] != length)
+    for name, given, shape, wrong in (
+        ("attention_mask", mask, "(B, past + T)", short),
+        ("position_ids", positions, "(B, T)", other),
+    ):
+        if given is not None and wrong:
+            raise ValueError(
+                f"OmniattnForCausalLM: {name} must have shape {shape} with T={length}, "
+                f"got {name}.shape={tuple(given.shape)}"
+            )
+
+
+def _packed(tokens: Tensor, positions: Tensor | None, marked: Tensor | None) -> Tensor | None:
+    """Splits a row where its positions restart and at marked starts, into a jagged tensor; None for
+    one sequence."""
+    if positions is None and marked is None:
+        return None
+    if is_traced() and marked is not None:
+        raise NotImplementedError(
+            "OmniattnForCausalLM: packed sequences must be computed outside of compiled graphs"
+        )
     if is_traced():
         raise NotImplementedError(
             "OmniattnForCausalLM: position_ids in a compiled graph need an attention_mask, since "
             "their values may separate packed sequences"
         )
-    breaks = positions.diff(dim=-1) != 1
-    if not bool(breaks.any()):
+    starts = torch.zeros_like(tokens, dtype=torch.bool) if marked is None else marked
+    starts[:, :1] = True
+    if positions is not None:
+        starts[:, 1:] |= positions.diff(dim=-1) != 1
+    if int(starts.sum()) <= len(starts):
         return None
     if tokens.shape[0] != 1:
         raise NotImplementedError(
             "OmniattnForCausalLM: packed sequences must be in one row, "
             f"got input_ids.shape={tuple(tokens.shape)}"
         )
-    ends = breaks.reshape(-1).nonzero()[:, 0] + 1
-    offsets = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), tokens.shape[1])])
+    offsets = torch.nn.functional.pad(starts[0].nonzero()[:, 0], (0, 1), value=tokens.shape[1])
     return torch.nested.nested_tensor_from_jagged(tokens[0], offsets)
 
 

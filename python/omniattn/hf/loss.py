@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from omniattn import functional
 from omniattn.hf import packed
-from omniattn.hf.no_logits import NO_LOGITS
+from omniattn.hf.no_logits import missing_logits
 from omniattn.hf.probe import Forward
 
 __all__ = [
@@ -281,8 +281,7 @@ def _is_free(module: nn.Module) -> bool:
 
 def _without_logits(model: Any, output: Any) -> Any:
     """Replaces deferred logits in an output by NO_LOGITS, or by the logits if computed."""
-    # DataParallel's gather supports only tensors and None.
-    missing = None if getattr(model, "_is_replica", False) else NO_LOGITS
+    missing = missing_logits(model)
 
     def made(value: Any) -> Any:
         if not isinstance(value, DeferredLogits):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ["NO_LOGITS", "NoLogits"]
+__all__ = ["NO_LOGITS", "NoLogits", "missing_logits"]
 
 
 class NoLogits:
@@ -64,3 +64,9 @@ for _name in (
 NoLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 NO_LOGITS = NoLogits()
+
+
+def missing_logits(model: object) -> NoLogits | None:
+    """Returns the logits of a call of `model` that computed none."""
+    # DataParallel's gather supports only tensors and None.
+    return None if getattr(model, "_is_replica", False) else NO_LOGITS

@@ -33,6 +33,7 @@ __all__ = [
     "active",
     "call_layer",
     "is_recomputed",
+    "marked_starts",
     "model_forward",
     "packing_of",
     "recomputed_forward",
@@ -124,7 +125,7 @@ def packing_of(
     batch, length = x.shape[0], x.shape[steps]
     packing = _active.packing or _active.outer
     if packing is None:
-        return _packing(_marked(further or {}, batch, length, x.device), batch)
+        return _packing(marked_starts(further or {}, batch, length, x.device), batch)
     if packing.starts.shape != (batch, length):
         raise ValueError(
             "omniattn.hf: a recurrent layer must get all tokens of its model if sequences are "
@@ -156,10 +157,10 @@ def _starts(numbers: Tensor) -> Tensor:
     return nn.functional.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
 
 
-def _marked(
+def marked_starts(
     given: Mapping[str, Any], batch: int, length: int, device: torch.device
 ) -> Tensor | None:
-    """Returns the starts given by `seq_idx` and FlashAttention's boundaries, or None."""
+    """Returns the starts (B, T) given by `seq_idx` and FlashAttention's boundaries, or None."""
     starts: Tensor | None = None
     seq_idx = given.get("seq_idx")
     if seq_idx is not None:
@@ -231,18 +232,42 @@ def _find(model: Any, given: Mapping[str, Any]) -> Packing | None:
     batch, length = tokens.shape[:2]
     padding, cache = given.get("attention_mask"), _cache(given)
     padded = isinstance(padding, Tensor) and padding.ndim == 2
+    marked = marked_starts(given, batch, length, tokens.device)
     positions = given.get("position_ids")
-    if positions is not None and positions.ndim == 3:  # Qwen3.5: text positions come first
-        positions = positions[0] if positions.shape[0] == 4 else None
     counted: Tensor | None = None
     if positions is not None and length > 1 and not padded and (cache is None or padding is None):
-        counted = _starts(document_ids(positions.expand(batch, -1)))
-    marked = _marked(given, batch, length, tokens.device)
+        if positions.ndim == 3 and positions.shape[0] != 4:
+            _require_one_sequence(model, positions, marked)
+        else:  # Qwen3.5: text positions come first
+            positions = positions[0] if positions.ndim == 3 else positions
+            counted = _starts(document_ids(positions.expand(batch, -1)))
     starts = counted if marked is None else marked if counted is None else counted | marked
     packing = _packing(starts, batch)
     if packing is not None:
         _check(model, given, packing, counted)
     return packing
+
+
+def _require_one_sequence(model: Any, positions: Tensor, marked: Tensor | None) -> None:
+    """Raises ValueError if sequences start in positions (3, B, T) of time, height and width only.
+
+    transformers' masks take boundaries from text positions, in a row before these three. Within a
+    sequence time does not decrease, and no two tokens have the same position.
+    """
+    if torch.compiler.is_compiling():
+        return
+    before, after = positions[..., :-1], positions[..., 1:]
+    starts = (after[0] < before[0]) | (after == before).all(0)
+    if marked is not None:
+        starts = starts & ~marked[:, 1:]
+    if starts.any():
+        row, token = starts.nonzero()[0].tolist()
+        raise ValueError(
+            f"omniattn.hf: {type(model).__name__} must get position_ids of shape (4, B, T), text "
+            "positions first, to keep packed sequences apart, got "
+            f"position_ids.shape={tuple(positions.shape)}, in which row {row} of the batch starts "
+            f"a sequence at token {token + 1}"
+        )
 
 
 def _cache(given: Mapping[str, Any]) -> Any:
