@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from omniattn.models import Model, ModelConfig, generate, presets
+from omniattn.models import Model, ModelConfig, generate
 
 PAGE = (Path(__file__).parents[2] / "docs/adding.md").read_text()
 MODULE = """
 from __future__ import annotations
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from omniattn.models.family import HEAD_DIM, llama_counterpart
 from omniattn.models.llama import LlamaConfig
-from omniattn.modules import Attention
+from omniattn.modules import MLP
 """
 
 
@@ -30,17 +30,19 @@ def examples():
 def config(monkeypatch):
     """The class of the first example, in a module as its file would be."""
     known = dict(ModelConfig.architectures)
-    module = types.ModuleType("omniattn.models.qwen3")
+    module = types.ModuleType("omniattn.models.families.arcee")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(MODULE + examples()[0], vars(module))
-    yield module.Qwen3Config
+    yield module.ArceeConfig
     ModelConfig.architectures.clear()
     ModelConfig.architectures.update(known)
 
 
-def test_release_has_its_number_of_parameters(config):
-    sizes = eval(examples()[1].strip(), {**vars(presets), "Qwen3Config": config})
-    assert sizes.num_parameters == 8_190_735_360
+def test_release_has_as_many_parameters_as_in_transformers(config):
+    sizes = eval(examples()[1].strip(), {"ArceeConfig": config})
+    with torch.device("meta"):
+        theirs = sizes.build_hf()
+    assert sizes.num_parameters == theirs.num_parameters()
     assert type(sizes).from_dict(sizes.to_dict()) == sizes
 
 

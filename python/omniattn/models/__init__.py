@@ -8,6 +8,14 @@ from omniattn.models.decoder import Decoder
 from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
 from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
+from omniattn.models.families.gemma import Gemma2Config
+from omniattn.models.families.mistral import MistralConfig
+from omniattn.models.families.qwen import (
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from omniattn.models.generate import generate, sample
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.hybrid import HybridLayer, hybrid_schedule
@@ -17,6 +25,7 @@ from omniattn.models.mamba import FalconMambaConfig, MambaConfig
 from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import Model, ModelConfig
 from omniattn.models.presets import PRESETS
+from omniattn.models.pretrained import from_hf
 from omniattn.models.routers import Routers
 from omniattn.models.t5 import T5, T5Config
 from omniattn.models.vision import Swin, SwinConfig, ViT, ViTConfig
@@ -37,6 +46,7 @@ __all__ = [
     "DifferentialConfig",
     "FalconMambaConfig",
     "GPT2Config",
+    "Gemma2Config",
     "HybridLayer",
     "JambaConfig",
     "Llama",
@@ -44,9 +54,14 @@ __all__ = [
     "MLAConfig",
     "Mamba2Config",
     "MambaConfig",
+    "MistralConfig",
     "MixtralConfig",
     "Model",
     "ModelConfig",
+    "Qwen2Config",
+    "Qwen2MoeConfig",
+    "Qwen3Config",
+    "Qwen3MoeConfig",
     "Routers",
     "Swin",
     "SwinConfig",
@@ -56,6 +71,7 @@ __all__ = [
     "ViTConfig",
     "Zamba2",
     "Zamba2Config",
+    "from_hf",
     "generate",
     "hybrid_schedule",
     "layer_schedule",

@@ -99,6 +99,11 @@ class Decoder(Model, Stateful):
             return None
 
         @property
+        def embedding_scale(self) -> float:
+            """Factor of the token embeddings."""
+            return 1.0
+
+        @property
         def predictor(self) -> MultiTokenPredictor.Config | None:
             """Config of multi-token prediction; its blocks use layer `num_layers`'s config."""
             return None
@@ -138,7 +143,9 @@ class Decoder(Model, Stateful):
     ) -> None:
         super().__init__()
         self.config = c = config
-        self.embed_tokens = Embedding(c.vocab_size, c.dim, c.init_std, device=device, dtype=dtype)
+        self.embed_tokens = Embedding(
+            c.vocab_size, c.dim, c.init_std, scale=c.embedding_scale, device=device, dtype=dtype
+        )
         self.embed_positions = (
             None
             if c.positions is None

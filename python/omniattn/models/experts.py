@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from omniattn.models.family import HEAD_DIM, LlamaFamilyConfig, llama_counterpart
-from omniattn.modules import MLP, Attention, MoE
+from omniattn.models.family import HEAD_DIM, GroupedConfig, llama_counterpart
+from omniattn.modules import MLP, MoE
 from omniattn.modules.base.fields import Size
 
 
 @dataclass(frozen=True)
-class MixtralConfig(LlamaFamilyConfig):
+class MixtralConfig(GroupedConfig):
     """Config of a Mixtral: each layer has `experts` SwiGLUs of size `hidden_dim`.
 
     Args:
@@ -33,15 +33,8 @@ class MixtralConfig(LlamaFamilyConfig):
         HEAD_DIM,
     )
 
-    num_kv_heads: Size = 2
-    head_dim: Size | None = None
     experts: Size = 8
     top_k: Size = 2
-
-    def attention(self, layer: int) -> Attention.Config:
-        return Attention.Config(
-            self.dim, self.num_heads, self.num_kv_heads, self.head_dim, **self.common
-        )
 
     def feed_forward(self, layer: int) -> MoE.Config:
         return MoE.Config.mixtral(
@@ -50,7 +43,7 @@ class MixtralConfig(LlamaFamilyConfig):
 
 
 @dataclass(frozen=True)
-class SwitchConfig(LlamaFamilyConfig):
+class SwitchConfig(GroupedConfig):
     """Config of a Llama with the feed-forward layers of the Switch Transformer.
 
     Every other layer, from the second on, has `experts` ReLU MLPs of size `hidden_dim`. Each token
@@ -66,14 +59,7 @@ class SwitchConfig(LlamaFamilyConfig):
 
     architecture = "switch"
 
-    num_kv_heads: Size = 2
-    head_dim: Size | None = None
     experts: Size = 8
-
-    def attention(self, layer: int) -> Attention.Config:
-        return Attention.Config(
-            self.dim, self.num_heads, self.num_kv_heads, self.head_dim, **self.common
-        )
 
     def feed_forward(self, layer: int) -> MLP.Config | MoE.Config:
         if layer % 2 == 0:

@@ -6,16 +6,18 @@ An architecture of the family is a Config that defines the attention and feed-fo
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from omniattn.models.blocks import layer_schedule
 from omniattn.models.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import (
     Attention,
     DecoderBlock,
     DifferentialAttention,
+    GatedMLP,
     MultiHeadLatentAttention,
     RMSNorm,
     RotaryEmbedding,
@@ -77,8 +79,66 @@ class LlamaFamilyConfig(Decoder.Config):
         )
 
 
+@dataclass(frozen=True)
+class GroupedConfig(LlamaFamilyConfig):
+    """Sizes and options of the members with grouped-query attention.
+
+    Args:
+        num_kv_heads: number of key and value heads.
+        head_dim: size of a head, default dim / num_heads.
+    """
+
+    num_kv_heads: Size = 2
+    head_dim: Size | None = None
+
+    def attention(self, layer: int) -> Attention.Config:
+        return Attention.Config(
+            self.dim, self.num_heads, self.num_kv_heads, self.head_dim, **self.common
+        )
+
+    def feed_forward(self, layer: int) -> LayerConfig:
+        return GatedMLP.Config(self.dim, self.hidden_dim, **self.common)
+
+
+@dataclass(frozen=True)
+class WindowedConfig(GroupedConfig):
+    """Sizes and options of the members with sliding windows in some or all layers.
+
+    Args:
+        window: number of keys that a windowed layer sees, counting the token's own.
+        schedule: which layers have the window ("swa") and which see all earlier tokens ("full"), as
+            in :func:`layer_schedule`.
+    """
+
+    window: Size | None = None
+    schedule: str | tuple[str, ...] = ("full",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window is None and "swa" in layer_schedule(self.schedule, self.num_layers):
+            raise ValueError(
+                f"{type(self).__name__}: window must be given for layers of kind 'swa', "
+                f"got window=None, schedule={self.schedule}"
+            )
+
+    def attention(self, layer: int) -> Attention.Config:
+        attention = super().attention(layer)
+        if layer_schedule(self.schedule, layer + 1)[layer] == "full":
+            return attention
+        return replace(attention, window_size=left_window(self.window))
+
+
+def left_window(window: int | None) -> tuple[int, int]:
+    """Returns the window_size that shows each query its own key and the window - 1 before it."""
+    return (-1, -1) if window is None else (window - 1, 0)
+
+
 def llama_counterpart(
-    model: str, options: Mapping[str, str], fixed: Mapping[str, Any], *conversions: Conversion
+    model: str,
+    options: Mapping[str, str],
+    fixed: Mapping[str, Any],
+    *conversions: Conversion,
+    weights: Sequence[tuple[str, str]] = (),
 ) -> Counterpart:
     """Returns an architecture's counterpart; arguments extend those shared by the family."""
     return Counterpart(
@@ -96,7 +156,7 @@ def llama_counterpart(
             **options,
         },
         # As in transformers, rotary pairs are half-split, but interleaved in latent attention.
-        ((r"^(?!lm_head)", "model."), (r"mixer", "self_attn")),
+        (*weights, (r"^(?!lm_head)", "model."), (r"mixer", "self_attn")),
         fixed={"hidden_act": "silu", "attention_dropout": 0.0, **fixed},
         conversions=(Conversion(_rope_to_hf, _rope_from_hf), *conversions),
     )
@@ -114,7 +174,7 @@ def _rope_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _head_dim_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
-    own = theirs.head_dim
+    own = getattr(theirs, "head_dim", None)  # no field of each config, but read from each
     if own is not None and own * theirs.num_attention_heads == theirs.hidden_size:
         own = None
     return {"head_dim": own}
@@ -122,3 +182,26 @@ def _head_dim_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
 
 #: head_dim is None for the default, which transformers stores as a number.
 HEAD_DIM = Conversion(lambda ours: {"head_dim": ours.attention(0).head_size}, _head_dim_from_hf)
+
+
+def _windows_to_hf(ours: WindowedConfig) -> dict[str, Any]:
+    names = {"swa": "sliding_attention", "full": "full_attention"}
+    kinds = layer_schedule(ours.schedule, ours.num_layers)
+    return {"layer_types": [names[kind] for kind in kinds], "sliding_window": ours.window}
+
+
+def _windows_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
+    kinds = layer_schedule(theirs.layer_types, theirs.num_hidden_layers)
+    return {"schedule": shortest_period(kinds), "window": theirs.sliding_window or None}
+
+
+def shortest_period(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the shortest beginning of `kinds` that gives all of them when it is repeated."""
+    for length in range(1, len(kinds)):
+        if all(kind == kinds[i % length] for i, kind in enumerate(kinds)):
+            return kinds[:length]
+    return kinds
+
+
+#: The window and its layers, for configs of transformers with `layer_types`.
+WINDOWS = Conversion(_windows_to_hf, _windows_from_hf)

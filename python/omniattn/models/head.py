@@ -23,10 +23,12 @@ class WithHead(Protocol):
 
 def head_logits(model: WithHead, x: Tensor) -> Tensor:
     """Maps hidden states (..., dim) to logits (..., vocab_size)."""
-    if model.lm_head is not None:
-        logits: Tensor = model.lm_head(x)
-        return logits
-    return functional.linear(x, model.head_weight, backend=model.config.backend)
+    if model.lm_head is None:
+        logits = functional.linear(x, model.head_weight, backend=model.config.backend)
+    else:
+        logits = model.lm_head(x)
+    cap: float = model.config.logit_softcap
+    return cap * (logits / cap).tanh() if cap else logits
 
 
 def head_loss(model: WithHead, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
@@ -35,6 +37,7 @@ def head_loss(model: WithHead, x: Tensor, targets: Tensor, **options: Any) -> Te
     A head that is an adapter or has hooks is called and computes logits.
     """
     backend = model.config.backend
+    options["softcap"] = model.config.logit_softcap
     if model.lm_head is not None and not is_plain(model.lm_head):
         return functional.cross_entropy(model.lm_head(x), targets, backend=backend, **options)
     return functional.linear_cross_entropy(

@@ -88,6 +88,12 @@ class Counterpart:
         Raises:
             NotImplementedError: if theirs has further weights.
         """
+        state = ours.state_dict()
+        groups = self.groups(ours, theirs)
+        return [([state[name] for name in names], sources) for names, sources in groups]
+
+    def groups(self, ours: nn.Module, theirs: nn.Module) -> list[tuple[list[str], list[Tensor]]]:
+        """Returns `pairs` with the names of our weights in place of the weights."""
         our_state, their_state = ours.state_dict(), theirs.state_dict()
         names: dict[str, list[str]] = {}
         for name in our_state:
@@ -106,9 +112,20 @@ class Counterpart:
             return weight.T if re.search(self.transposed, name) else weight
 
         return [
-            ([our_state[n] for n in our_names], [oriented(n) for n in _alternatives(renamed)])
+            (our_names, [oriented(n) for n in _alternatives(renamed)])
             for renamed, our_names in names.items()
         ]
+
+
+@torch.no_grad()
+def adopted(sources: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
+    """Returns the sources in the form of the targets: the very tensors where nothing changes."""
+    if len(sources) == len(targets) == 1:
+        parts = sources
+    else:
+        parts = [part.clone() for part in torch.cat(sources).chunk(len(targets))]
+    pairs = zip(parts, targets, strict=True)
+    return [part.reshape(like.shape).to(like.dtype).contiguous() for part, like in pairs]
 
 
 @torch.no_grad()

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from omniattn.models.decoder import Decoder
-from omniattn.models.family import HEAD_DIM, LlamaFamilyConfig, llama_counterpart
-from omniattn.modules import Attention, GatedMLP
-from omniattn.modules.base.fields import Size
+from omniattn.models.family import HEAD_DIM, GroupedConfig, llama_counterpart
 
 
 @dataclass(frozen=True)
-class LlamaConfig(LlamaFamilyConfig):
+class LlamaConfig(GroupedConfig):
     """Sizes and options of a Llama.
 
     Args:
@@ -31,17 +29,6 @@ class LlamaConfig(LlamaFamilyConfig):
         {"attention_bias": False, "mlp_bias": False},
         HEAD_DIM,
     )
-
-    num_kv_heads: Size = 2
-    head_dim: Size | None = None
-
-    def attention(self, layer: int) -> Attention.Config:
-        return Attention.Config(
-            self.dim, self.num_heads, self.num_kv_heads, self.head_dim, **self.common
-        )
-
-    def feed_forward(self, layer: int) -> GatedMLP.Config:
-        return GatedMLP.Config(self.dim, self.hidden_dim, **self.common)
 
     def build(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

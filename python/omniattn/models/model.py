@@ -30,7 +30,7 @@ def require_token_ids(op: str, name: str, tokens: torch.Tensor) -> None:
 
 
 class Embedding(nn.Embedding):
-    """torch.nn.Embedding initialised from N(0, init_std^2).
+    """torch.nn.Embedding initialised from N(0, init_std^2), times `scale`.
 
     `name` is the indices' name in errors; they are checked on the CPU, torch asserts them on CUDA.
     """
@@ -42,10 +42,12 @@ class Embedding(nn.Embedding):
         init_std: float,
         *,
         name: str = "tokens",
+        scale: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
+        self.scale = scale
         self.init_std = init_std  # before the constructor, which uses it
         super().__init__(rows, dim, device=device, dtype=dtype)
 
@@ -58,7 +60,11 @@ class Embedding(nn.Embedding):
         require_integers("Embedding", self.name, index)
         require_device("Embedding", self.name, index, self.weight, "weight")
         require_rows("Embedding", self.name, index, self.num_embeddings)
-        return super().forward(index.long())  # torch supports only int32 and int64
+        rows = super().forward(index.long())  # torch supports only int32 and int64
+        if self.scale == 1.0:
+            return rows
+        # As in transformers, the factor is rounded to the dtype of the weights.
+        return rows * torch.full((), self.scale, dtype=rows.dtype, device=rows.device)
 
 
 class Model(nn.Module):
@@ -88,16 +94,9 @@ class Model(nn.Module):
             >>> Model.from_hf(BertForMaskedLM(BertConfig(**sizes))).config.dim
             48
         """
-        kinds = ModelConfig.architectures.values()
-        known = {kind.hf.model: kind for kind in kinds if kind.hf is not None}
         name = type(model).__name__
-        if name not in known:
-            raise NotImplementedError(
-                f"from_hf: model must be one of {', '.join(sorted(known))}, got {name}; "
-                "omniattn.hf.patch replaces layers of others in place"
-            )
         weight = next(model.parameters())
-        config = replace(known[name].from_hf(model.config), backend=backend)
+        config = replace(config_of_hf(name).from_hf(model.config), backend=backend)
         ours = config.build(device=weight.device, dtype=weight.dtype)
         if not isinstance(ours, cls):
             raise NotImplementedError(f"from_hf: model must become a {cls.__name__}, got {name}")
@@ -167,6 +166,11 @@ class ModelConfig(Fields, ABC):
         return None
 
     @property
+    def logit_softcap(self) -> float:
+        """Returns c of the logits c tanh(logit / c), or 0 without a cap."""
+        return 0.0
+
+    @property
     def num_parameters(self) -> int:
         """Returns the number of parameters."""
         return sum(p.numel() for p in self.build(device="meta").parameters())
@@ -232,6 +236,18 @@ class ModelConfig(Fields, ABC):
                     f"{cls.__name__}: {name} must be {wanted!r}, got {name}={shown(value)}"
                 )
         return found
+
+
+def config_of_hf(name: str) -> type[ModelConfig]:
+    """Returns the config class whose counterpart is transformers' class of this name."""
+    kinds = ModelConfig.architectures.values()
+    known = {kind.hf.model: kind for kind in kinds if kind.hf is not None}
+    if name not in known:
+        raise NotImplementedError(
+            f"from_hf: model must be one of {', '.join(sorted(known))}, got {name}; "
+            "omniattn.hf.patch replaces layers of others in place"
+        )
+    return known[name]
 
 
 class UnknownLayer(ValueError):

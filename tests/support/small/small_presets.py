@@ -7,11 +7,17 @@ from omniattn.models import (
     BertConfig,
     DeepSeekConfig,
     FalconMambaConfig,
+    Gemma2Config,
     GPT2Config,
     JambaConfig,
     Mamba2Config,
     MambaConfig,
+    MistralConfig,
     MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
     SwinConfig,
     T5Config,
     ViTConfig,
@@ -100,4 +106,34 @@ SMALL = {
     ),
     "vit": ViTConfig(**_IMAGES, patch=8, dim=48, num_layers=2, num_heads=4),
     "swin": SwinConfig(**_IMAGES, patch=4, dim=24, depths=(2, 1, 1), heads=(2, 3, 4), window=2),
+}
+
+_GROUPED = {**_SIZES, "num_kv_heads": 2, "hidden_dim": 40}
+_EXPERTS = {"experts": 6, "top_k": 3, "expert_dim": 20}
+
+#: Further families of transformers, whose layers are those of the models above.
+FAMILIES = {
+    "mistral": MistralConfig(**_GROUPED, window=9),
+    "mistral-full": MistralConfig(**_GROUPED, window=None, head_dim=16),
+    "qwen2": Qwen2Config(**_GROUPED),
+    "qwen2-windowed": Qwen2Config(
+        **_GROUPED | {"num_layers": 3}, head_dim=16, window=5, schedule=("full", "swa", "swa")
+    ),
+    "qwen3": Qwen3Config(**_GROUPED, head_dim=16, tie_embeddings=True),
+    "qwen2-moe": Qwen2MoeConfig(**_GROUPED, **_EXPERTS, shared_dim=24),
+    "qwen2-moe-dense": Qwen2MoeConfig(
+        **_GROUPED | {"num_layers": 4},
+        **_EXPERTS,
+        shared_dim=24,
+        renormalize=True,
+        expert_period=2,
+        dense_layers=(1,),
+    ),
+    "qwen3-moe": Qwen3MoeConfig(**_GROUPED, **_EXPERTS, head_dim=16),
+    "gemma2": Gemma2Config(
+        **_GROUPED, window=9, head_dim=16, query_scalar=10, softcap=3.0, logit_softcap=5.0
+    ),
+    "gemma2-uncapped": Gemma2Config(
+        **_GROUPED, window=9, schedule=("full",), softcap=0.0, logit_softcap=0.0
+    ),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from omniattn.checks.arguments import widen
+from omniattn.checks.arguments import require_choice, widen
 from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import ScoreMod
 from omniattn.modules.attention.attention import Attention
@@ -32,6 +32,7 @@ from omniattn.modules.caches.eviction import Eviction
 class DecoderBlock(Layer, Stateful):
     """h = h + Mixer(Norm(h)); h = h + MLP(Norm(h)); an encoder's too, with causal=False.
 
+    With placement="sandwich" a norm of its own follows each layer: h = h + Norm(Mixer(Norm(h))).
     With `cross`, h = h + Cross(Norm(h), memory) comes between the two. Each addition is done by the
     norm that follows it, in one pass over memory. The block therefore takes and returns a pair
     (x, residual) whose sum is h; the norm after the last block adds them.
@@ -43,7 +44,8 @@ class DecoderBlock(Layer, Stateful):
     Shape:
         x, residual (B, T, dim) -> x, residual (B, T, dim).
         Parameters input_layernorm, mixer, cross_attention_layernorm, cross_attn,
-        post_attention_layernorm, mlp; `load_state_dict` takes the former name self_attn of the
+        post_attention_layernorm, mlp; of "sandwich" also mixer_output_norm, cross_attn_output_norm,
+        mlp_output_norm. `load_state_dict` takes the former name self_attn of the
         mixer too.
 
     Example:
@@ -68,6 +70,7 @@ class DecoderBlock(Layer, Stateful):
             dropout_p: of each layer's output.
             residual_in_fp32: keeps the residual in float32 where x has 16 bits; under autocast it
                 is anyway.
+            placement: "pre", or "sandwich" for norms before and after each layer (Gemma 2).
         """
 
         mixer: LayerConfig
@@ -76,6 +79,7 @@ class DecoderBlock(Layer, Stateful):
         cross: Attention.Config | None = None
         dropout_p: Probability = 0.0
         residual_in_fp32: bool = False
+        placement: str = "pre"
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -83,6 +87,7 @@ class DecoderBlock(Layer, Stateful):
             if self.mlp is not None:
                 ChannelMixer.require_config("DecoderBlock", "mlp", self.mlp)
             Norm.require_config("DecoderBlock", "norm", self.norm)
+            require_choice("DecoderBlock", "placement", self.placement, ("pre", "sandwich"))
 
     class _Fields(Config, OnDevice): ...
 
@@ -96,16 +101,25 @@ class DecoderBlock(Layer, Stateful):
     ) -> None:
         super().__init__()
         self.config = config
+
+        def output_norm() -> torch.nn.Module | None:
+            if config.placement == "pre":
+                return None
+            return config.norm.build(device=device, dtype=dtype)
+
         self.input_layernorm = config.norm.build(device=device, dtype=dtype)
         self.mixer = config.mixer.build(device=device, dtype=dtype)
+        self.mixer_output_norm = output_norm()
         self.cross_attn: Attention | None = None
         if config.cross is not None:
             self.cross_attention_layernorm = config.norm.build(device=device, dtype=dtype)
             self.cross_attn = Attention(config.cross, device=device, dtype=dtype)
+            self.cross_attn_output_norm = output_norm()
         self.mlp: torch.nn.Module | None = None
         if config.mlp is not None:
             self.post_attention_layernorm = config.norm.build(device=device, dtype=dtype)
             self.mlp = config.mlp.build(device=device, dtype=dtype)
+            self.mlp_output_norm = output_norm()
         self.dropout = Dropout(config.dropout_p)
         self.register_load_state_dict_pre_hook(_rename_self_attn)
 
@@ -169,14 +183,20 @@ class DecoderBlock(Layer, Stateful):
         more: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
         if self.mixer.shares:
             more["shared"] = shared
-        x = self.dropout(self.mixer(y, state=state, rope=rope, mask=mask, **more))
+        x = self.mixer(y, state=state, rope=rope, mask=mask, **more)
+        x = self._branch(x, self.mixer_output_norm)
         if self.cross_attn is not None:
             y, residual = self.cross_attention_layernorm(x, residual)
-            x = self.dropout(self.cross_attn(y, memory, state=memory_state))
+            x = self.cross_attn(y, memory, state=memory_state)
+            x = self._branch(x, self.cross_attn_output_norm)
         if self.mlp is None:
             return x, residual
         y, residual = self.post_attention_layernorm(x, residual)
-        return self.dropout(self.mlp(y, **after)), residual
+        return self._branch(self.mlp(y, **after), self.mlp_output_norm), residual
+
+    def _branch(self, y: torch.Tensor, norm: torch.nn.Module | None) -> torch.Tensor:
+        """A layer's result as it is added to the residual."""
+        return self.dropout(y if norm is None else norm(y))
 
 
 def _rename_self_attn(

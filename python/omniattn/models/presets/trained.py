@@ -1,12 +1,10 @@
-"""Models by name: small ones for `python -m omniattn train`, and published sizes."""
+"""Small models that `python -m omniattn train` offers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
-from omniattn.checks.arguments import shown
 from omniattn.models.bert import BertConfig
 from omniattn.models.blocks import BlocksConfig
 from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
@@ -59,8 +57,6 @@ from omniattn.modules import (
     SelectiveAttention,
 )
 from omniattn.modules.base.layer import LayerConfig
-from omniattn.reference import Llama3Scaling, YarnScaling
-from omniattn.suggestions import did_you_mean
 
 
 def _recurrent(mixer: LayerConfig, rope: RotaryEmbedding.Config | None = None) -> BlocksConfig:
@@ -217,141 +213,3 @@ TRAINED: dict[str, ModelConfig] = {
     "vit": ViTConfig(init_std=0.1),
     "swin": SwinConfig(init_std=0.1),
 }
-
-_LLAMA2 = LlamaConfig(
-    vocab_size=32000,
-    dim=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    hidden_dim=11008,
-    max_positions=4096,
-)
-_LLAMA3 = replace(
-    _LLAMA2,
-    vocab_size=128256,
-    num_kv_heads=8,
-    hidden_dim=14336,
-    max_positions=8192,
-    rope_base=5e5,
-)
-_MIXTRAL = MixtralConfig(
-    vocab_size=32000,
-    dim=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    hidden_dim=14336,
-    max_positions=32768,
-    rope_base=1e6,
-)
-_GPT2 = GPT2Config(vocab_size=50257, dim=768, num_layers=12, num_heads=12, dropout_p=0.1)
-_BERT = BertConfig(
-    vocab_size=30522, dim=768, num_layers=12, num_heads=12, hidden_dim=3072, dropout_p=0.1
-)
-_T5 = T5Config(
-    vocab_size=32128,
-    dim=512,
-    num_layers=6,
-    num_heads=8,
-    head_dim=64,
-    hidden_dim=2048,
-    dropout_p=0.1,
-)
-_T5_BASE = replace(_T5, dim=768, num_layers=12, num_heads=12, hidden_dim=3072)
-_MAMBA = MambaConfig(
-    vocab_size=50280,
-    dim=768,
-    num_layers=24,
-    init_std=0.1,
-    residual_in_fp32=True,
-    tie_embeddings=True,
-)
-_VIT = ViTConfig(
-    classes=1000, channels=3, image=224, patch=16, dim=768, num_layers=12, num_heads=12
-)
-_SWIN = SwinConfig(
-    classes=1000,
-    channels=3,
-    image=224,
-    patch=4,
-    dim=96,
-    depths=(2, 2, 6, 2),
-    heads=(3, 6, 12, 24),
-    window=7,
-    drop_path_p=0.2,
-)
-
-
-class _Presets(dict[str, ModelConfig]):
-    def __missing__(self, name: object) -> ModelConfig:
-        raise KeyError(
-            f"PRESETS: name must be that of a model, got name={shown(name)}"
-            f"{did_you_mean(name, self)}"
-        )
-
-
-_PUBLISHED: dict[str, ModelConfig] = {
-    # For tests: odd sizes, so that every tail path of the kernels runs.
-    "llama-test": LlamaConfig(
-        vocab_size=97, dim=48, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96
-    ),
-    "llama-2-7b": _LLAMA2,
-    "llama-2-70b": replace(
-        _LLAMA2, dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, hidden_dim=28672
-    ),
-    "llama-3-8b": _LLAMA3,
-    "llama-3-70b": replace(_LLAMA3, dim=8192, num_layers=80, num_heads=64, hidden_dim=28672),
-    "llama-3.1-8b": replace(_LLAMA3, max_positions=131072, rope_scaling=Llama3Scaling()),
-    "gpt2-small": _GPT2,
-    "gpt2-medium": replace(_GPT2, dim=1024, num_layers=24, num_heads=16),
-    "gpt2-large": replace(_GPT2, dim=1280, num_layers=36, num_heads=20),
-    "gpt2-xl": replace(_GPT2, dim=1600, num_layers=48, num_heads=25),
-    "bert-base": _BERT,
-    "bert-large": replace(_BERT, dim=1024, num_layers=24, num_heads=16, hidden_dim=4096),
-    "t5-small": _T5,
-    "t5-base": _T5_BASE,
-    "t5-large": replace(_T5, dim=1024, num_layers=24, num_heads=16, hidden_dim=4096),
-    "t5-v1.1-base": replace(_T5_BASE, hidden_dim=2048, gated=True),
-    "mamba-130m": _MAMBA,
-    "mamba-370m": replace(_MAMBA, dim=1024, num_layers=48),
-    "mamba-790m": replace(_MAMBA, dim=1536, num_layers=48),
-    "mamba-1.4b": replace(_MAMBA, dim=2048, num_layers=48),
-    "mamba-2.8b": replace(_MAMBA, dim=2560, num_layers=64),
-    "vit-b-16": _VIT,
-    "vit-l-16": replace(_VIT, dim=1024, num_layers=24, num_heads=16),
-    "vit-h-14": replace(_VIT, patch=14, dim=1280, num_layers=32, num_heads=16),
-    "swin-t": _SWIN,
-    "swin-s": replace(_SWIN, depths=(2, 2, 18, 2), drop_path_p=0.3),
-    "swin-b": replace(_SWIN, dim=128, depths=(2, 2, 18, 2), heads=(4, 8, 16, 32), drop_path_p=0.5),
-    "mixtral-8x7b": _MIXTRAL,
-    "mixtral-8x22b": replace(
-        _MIXTRAL, dim=6144, num_layers=56, num_heads=48, hidden_dim=16384, max_positions=65536
-    ),
-    "deepseek-v3": DeepSeekConfig(
-        vocab_size=129280,
-        dim=7168,
-        num_layers=61,
-        num_heads=128,
-        hidden_dim=18432,
-        max_positions=163840,
-        norm_eps=1e-6,
-        rope_scaling=YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0),
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_dim=128,
-        qk_rope_dim=64,
-        v_dim=128,
-        mscale=0.1 * math.log(40) + 1,
-        dense_layers=3,
-        expert_dim=2048,
-        experts=256,
-        top_k=8,
-        groups=8,
-        top_groups=4,
-        route_scale=2.5,
-    ),
-}
-
-#: Models by name.
-PRESETS: dict[str, ModelConfig] = _Presets(TRAINED | _PUBLISHED)

@@ -1,0 +1,1 @@
+"""Decoders of the Llama family by their names in transformers."""

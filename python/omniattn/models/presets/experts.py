@@ -1,0 +1,109 @@
+"""Published sizes of decoders with experts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from omniattn.models.deepseek import DeepSeekConfig
+from omniattn.models.experts import MixtralConfig
+from omniattn.models.families.qwen import Qwen2MoeConfig, Qwen3MoeConfig
+from omniattn.models.jamba import JambaConfig
+from omniattn.models.model import ModelConfig
+from omniattn.reference import YarnScaling
+
+_MIXTRAL = MixtralConfig(
+    vocab_size=32000,
+    dim=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    hidden_dim=14336,
+    max_positions=32768,
+    rope_base=1e6,
+)
+_QWEN15_MOE = Qwen2MoeConfig(
+    vocab_size=151936,
+    dim=2048,
+    num_layers=24,
+    num_heads=16,
+    num_kv_heads=16,
+    hidden_dim=5632,
+    max_positions=8192,
+    rope_base=1e6,
+    experts=60,
+    top_k=4,
+    expert_dim=1408,
+    shared_dim=5632,
+)
+_QWEN3_MOE = Qwen3MoeConfig(
+    vocab_size=151936,
+    dim=2048,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    hidden_dim=6144,
+    max_positions=40960,
+    rope_base=1e6,
+    experts=128,
+    top_k=8,
+    expert_dim=768,
+)
+
+EXPERTS: dict[str, ModelConfig] = {
+    "mixtral-8x7b": _MIXTRAL,
+    "mixtral-8x22b": replace(
+        _MIXTRAL, dim=6144, num_layers=56, num_heads=48, hidden_dim=16384, max_positions=65536
+    ),
+    "qwen1.5-moe-a2.7b": _QWEN15_MOE,
+    "qwen2-57b-a14b": replace(
+        _QWEN15_MOE,
+        dim=3584,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        hidden_dim=18944,
+        max_positions=131072,
+        experts=64,
+        top_k=8,
+        expert_dim=2560,
+        shared_dim=20480,
+    ),
+    "qwen3-30b-a3b": _QWEN3_MOE,
+    "qwen3-235b-a22b": replace(
+        _QWEN3_MOE, dim=4096, num_layers=94, num_heads=64, hidden_dim=12288, expert_dim=1536
+    ),
+    "jamba-v0.1": JambaConfig(
+        vocab_size=65536,
+        dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        hidden_dim=14336,
+        experts=16,
+    ),
+    "deepseek-v3": DeepSeekConfig(
+        vocab_size=129280,
+        dim=7168,
+        num_layers=61,
+        num_heads=128,
+        hidden_dim=18432,
+        max_positions=163840,
+        norm_eps=1e-6,
+        rope_scaling=YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0),
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_dim=128,
+        qk_rope_dim=64,
+        v_dim=128,
+        mscale=0.1 * math.log(40) + 1,
+        dense_layers=3,
+        expert_dim=2048,
+        experts=256,
+        top_k=8,
+        groups=8,
+        top_groups=4,
+        route_scale=2.5,
+    ),
+}

@@ -1,0 +1,82 @@
+"""Published sizes of the models outside the Llama family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from omniattn.models.bert import BertConfig
+from omniattn.models.gpt2 import GPT2Config
+from omniattn.models.mamba import MambaConfig
+from omniattn.models.mamba2 import Mamba2Config
+from omniattn.models.model import ModelConfig
+from omniattn.models.t5 import T5Config
+from omniattn.models.vision import SwinConfig, ViTConfig
+
+_GPT2 = GPT2Config(vocab_size=50257, dim=768, num_layers=12, num_heads=12, dropout_p=0.1)
+_BERT = BertConfig(
+    vocab_size=30522, dim=768, num_layers=12, num_heads=12, hidden_dim=3072, dropout_p=0.1
+)
+_T5 = T5Config(
+    vocab_size=32128,
+    dim=512,
+    num_layers=6,
+    num_heads=8,
+    head_dim=64,
+    hidden_dim=2048,
+    dropout_p=0.1,
+)
+_T5_BASE = replace(_T5, dim=768, num_layers=12, num_heads=12, hidden_dim=3072)
+_MAMBA = MambaConfig(
+    vocab_size=50280,
+    dim=768,
+    num_layers=24,
+    init_std=0.1,
+    residual_in_fp32=True,
+    tie_embeddings=True,
+)
+_MAMBA2 = Mamba2Config(
+    vocab_size=50288, dim=768, num_layers=24, residual_in_fp32=True, tie_embeddings=True
+)
+_VIT = ViTConfig(
+    classes=1000, channels=3, image=224, patch=16, dim=768, num_layers=12, num_heads=12
+)
+_SWIN = SwinConfig(
+    classes=1000,
+    channels=3,
+    image=224,
+    patch=4,
+    dim=96,
+    depths=(2, 2, 6, 2),
+    heads=(3, 6, 12, 24),
+    window=7,
+    drop_path_p=0.2,
+)
+
+OTHERS: dict[str, ModelConfig] = {
+    "gpt2-small": _GPT2,
+    "gpt2-medium": replace(_GPT2, dim=1024, num_layers=24, num_heads=16),
+    "gpt2-large": replace(_GPT2, dim=1280, num_layers=36, num_heads=20),
+    "gpt2-xl": replace(_GPT2, dim=1600, num_layers=48, num_heads=25),
+    "bert-base": _BERT,
+    "bert-large": replace(_BERT, dim=1024, num_layers=24, num_heads=16, hidden_dim=4096),
+    "t5-small": _T5,
+    "t5-base": _T5_BASE,
+    "t5-large": replace(_T5, dim=1024, num_layers=24, num_heads=16, hidden_dim=4096),
+    "t5-v1.1-base": replace(_T5_BASE, hidden_dim=2048, gated=True),
+    "mamba-130m": _MAMBA,
+    "mamba-370m": replace(_MAMBA, dim=1024, num_layers=48),
+    "mamba-790m": replace(_MAMBA, dim=1536, num_layers=48),
+    "mamba-1.4b": replace(_MAMBA, dim=2048, num_layers=48),
+    "mamba-2.8b": replace(_MAMBA, dim=2560, num_layers=64),
+    "mamba2-130m": _MAMBA2,
+    "mamba2-370m": replace(_MAMBA2, dim=1024, num_layers=48),
+    "mamba2-780m": replace(_MAMBA2, dim=1536, num_layers=48),
+    "mamba2-1.3b": replace(_MAMBA2, dim=2048, num_layers=48),
+    "mamba2-2.7b": replace(_MAMBA2, dim=2560, num_layers=64),
+    "vit-b-16": _VIT,
+    "vit-l-16": replace(_VIT, dim=1024, num_layers=24, num_heads=16),
+    "vit-h-14": replace(_VIT, patch=14, dim=1280, num_layers=32, num_heads=16),
+    "swin-t": _SWIN,
+    "swin-s": replace(_SWIN, depths=(2, 2, 18, 2), drop_path_p=0.3),
+    "swin-b": replace(_SWIN, dim=128, depths=(2, 2, 18, 2), heads=(4, 8, 16, 32), drop_path_p=0.5),
+}

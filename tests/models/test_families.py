@@ -1,0 +1,142 @@
+"""Families of decoders compute what transformers computes: values, gradients, tokens."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_presets import FAMILIES, SMALL
+
+from omniattn.models import CheckpointError, Model, from_hf, generate
+
+
+def pair(config, dtype=torch.float64, std=0.2):
+    """Returns our model of random weights, and that of transformers with copies of them."""
+    torch.manual_seed(0)
+    ours = config.build(dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            torch.nn.init.normal_(parameter, std=std)
+    theirs = ours.to_hf()
+    if any(name.endswith("experts") for name, _ in theirs.named_modules()):
+        theirs.set_experts_implementation("eager")  # the default one has no fp64
+    return ours, theirs
+
+
+def assert_same_gradients(ours, theirs):
+    for model in (ours, theirs):
+        for parameter in model.parameters():
+            parameter.data = parameter.grad
+    for own, other in ours.config.counterpart.pairs(ours, theirs):
+        got, want = (torch.cat([t.flatten() for t in side]) for side in (own, other))
+        scale = want.abs().max().item()
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_loss_and_gradients_are_those_of_transformers(name):
+    ours, theirs = pair(FAMILIES[name])
+    back = Model.from_hf(theirs)
+    assert back.config == ours.config
+    torch.testing.assert_close(back.state_dict(), ours.state_dict(), rtol=0, atol=0)
+
+    tokens = torch.randint(1, 97, (2, 33))  # Gemma 2 trains no input embedding of id 0
+    out = theirs(tokens, labels=tokens)
+    # 1e-5: theirs computes rotary tables, norms and routers in fp32.
+    torch.testing.assert_close(ours(tokens), out.logits.double(), rtol=1e-5, atol=1e-5)
+    loss = ours(tokens[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(loss, out.loss.double(), rtol=1e-5, atol=1e-5)
+    loss.backward()
+    out.loss.backward()
+    assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_tokens_are_those_of_transformers_and_of_the_full_forward(name):
+    ours, theirs = pair(FAMILIES[name])
+    tokens = torch.randint(97, (2, 7))
+    options = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 9, "do_sample": False}
+    found = generate(ours, tokens, 9)
+    assert torch.equal(found, theirs.generate(tokens, **options))
+    assert torch.equal(found[:, 7:], ours(found[:, :-1]).argmax(-1)[:, 6:])
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("mistral", "hidden_act", "gelu"),
+        ("mistral", "attention_dropout", 0.1),
+        ("qwen3", "attention_bias", True),
+        ("qwen2-moe", "qkv_bias", False),
+        ("qwen3-moe", "use_sliding_window", True),
+        ("gemma2", "hidden_activation", "silu"),
+        ("gemma2", "attention_bias", True),
+        ("gemma2", "use_bidirectional_attention", True),
+    ],
+)
+def test_options_that_are_absent_here_are_named(name, option, value):
+    config = FAMILIES[name].to_hf()
+    setattr(config, option, value)
+    with pytest.raises(NotImplementedError, match=f"{option} must be .*, got {option}={value!r}"):
+        type(FAMILIES[name]).from_hf(config)
+
+
+def test_options_that_transformers_lacks_are_named():
+    for option, value in (("window", 5), ("shared_dim", 8)):
+        config = replace(FAMILIES["qwen3-moe"], **{option: value})
+        with pytest.raises(NotImplementedError, match=f"{option} must be .*, got {option}={value}"):
+            config.to_hf()
+    with pytest.raises(ValueError, match="Qwen2Config: window must be given for layers of kind"):
+        replace(FAMILIES["qwen2"], schedule=("swa",))
+
+
+FOLDERS = ("mistral", "qwen2-moe", "gemma2", "gpt2", "t5", "bert-classifier", "mamba2", "deepseek")
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_of_transformers_become_the_same_model(name, tmp_path):
+    ours, theirs = pair((FAMILIES | SMALL)[name], torch.float32)
+    theirs.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    found = from_hf(tmp_path)
+    assert found.config == ours.config and not found.training
+    torch.testing.assert_close(found.state_dict(), ours.state_dict(), rtol=0, atol=0)
+    storages = {p.untyped_storage().data_ptr() for p in found.parameters()}
+    assert len(storages) == len(list(found.parameters()))
+    again = from_hf(theirs)
+    assert again.config == ours.config
+    torch.testing.assert_close(again.state_dict(), ours.state_dict(), rtol=0, atol=0)
+
+
+def test_folders_that_are_not_those_of_a_model_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"^from_hf: model_or_folder must be a model of"):
+        from_hf(tmp_path)
+    _, theirs = pair(FAMILIES["qwen2"], torch.bfloat16)
+    theirs.config.architectures = None
+    theirs.save_pretrained(tmp_path)
+    assert from_hf(str(tmp_path), backend="reference").config.backend == "reference"
+    assert next(from_hf(tmp_path).parameters()).dtype == torch.bfloat16
+
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    for change, message in (
+        ({name: None}, f"1 weights in .* are missing: {name}"),
+        ({"model.more": torch.ones(2)}, "1 weights in .* are unknown: model.more"),
+        ({name: torch.ones(3, 48)}, f"1 weights in .* are of another shape: .*{name}"),
+    ):
+        changed = {n: t for n, t in (weights | change).items() if t is not None}
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(CheckpointError, match=message):
+            from_hf(tmp_path)
+    config = tmp_path / "config.json"
+    text = config.read_text()
+    config.write_text(text.replace('"qwen2"', '"olmo2"'))
+    with pytest.raises(NotImplementedError, match="got model_type='olmo2'"):
+        from_hf(tmp_path)
+    config.write_text(text.replace('"hidden_act": "silu"', '"hidden_act": "relu"'))
+    with pytest.raises(
+        NotImplementedError, match="Qwen2Config: hidden_act must be 'silu', got hid"
+    ):
+        from_hf(tmp_path)
