@@ -46,12 +46,51 @@ def test_tokens_that_are_left_out_are_named(name, at, backend):
         spec.public(**tensors, **options, **({"backend": backend} if spec.chooses else {}))
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("at", [0, -1])
 @pytest.mark.parametrize("name", PACKED)
-def test_kernels_refuse_boundaries_that_leave_tokens_out(name, at):
+def test_kernels_and_definitions_refuse_boundaries_that_leave_tokens_out(name, at, backend):
     spec, tensors, options, _ = narrowed(name, at)
     with Unread(), pytest.raises(RuntimeError, match=r"must grow .*from 0 to the"):
-        spec.public(**tensors, **options)
+        spec.public(**tensors, **options, **({"backend": backend} if spec.chooses else {}))
+
+
+def packed_attention(x, cu, **options):
+    return functional.attention_varlen(x, x, x, cu, cu, **options)
+
+
+def packed_conv(x, cu, **options):
+    return functional.causal_conv1d(x.flatten(1)[None], x.new_ones(3, 4), cu_seqlens=cu, **options)
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 9], [3, 10], [0, 7, 3, 10]])
+@pytest.mark.parametrize("function", [packed_attention, packed_conv])
+def test_definitions_refuse_them_in_graphs_derivatives_and_vmap(function, ends):
+    x, cu = torch.randn(10, 1, 3), torch.tensor(ends)
+
+    def defined(x, cu=cu):
+        return function(x, cu, backend="reference")
+
+    calls = (
+        lambda: torch.compile(defined, backend="eager")(x, cu),
+        lambda: torch.func.jvp(lambda x: function(x, cu), (x,), (x,)),
+        lambda: torch.func.grad(lambda x: defined(x).sum())(x),
+        lambda: torch.func.vmap(defined, in_dims=(1, None))(x[:, None], cu),
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"must grow from 0 to the"):
+            call()
+
+
+def test_definitions_refuse_boundaries_of_one_entry_of_a_batch():
+    x, cu = torch.randn(10, 1, 3), torch.tensor([[0, 0], [3, 4], [10, 9]])
+
+    def convolved(cu):
+        return packed_conv(x, cu, backend="reference")
+
+    with pytest.raises(RuntimeError, match=r"must grow from 0 to the"):
+        torch.func.vmap(convolved, in_dims=1)(cu)
+    torch.func.vmap(convolved, in_dims=1)(cu.clamp(max=9) + (cu >= 9))
 
 
 def test_covers_all_functions_with_boundaries():

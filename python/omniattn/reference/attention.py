@@ -23,6 +23,7 @@ from omniattn.encoding.options import (
 from omniattn.reference import philox
 from omniattn.reference.precision import widen
 from omniattn.reference.score_mod import PlacedMod, apply_score_mod
+from omniattn.reference.values import require_all_rows, require_values
 from omniattn.reference.vmap import require_not_mapped
 
 
@@ -69,12 +70,15 @@ def attention_varlen(
     cu_seqlens_k[n] .. cu_seqlens_k[n + 1] of k and v. Masks and biases broadcast to
     (N, Hq, max_seqlen_q, max_seqlen_k).
     """
-    require_not_mapped("attention_varlen", "cu_seqlens_q", cu_seqlens_q)
-    require_not_mapped("attention_varlen", "cu_seqlens_k", cu_seqlens_k)
+    op = "attention_varlen"
+    require_not_mapped(op, "cu_seqlens_q", cu_seqlens_q)
+    require_not_mapped(op, "cu_seqlens_k", cu_seqlens_k)
+    require_all_rows(op, cu_seqlens_q, q.shape[0], name="cu_seqlens_q", limit="the rows of q")
+    require_all_rows(op, cu_seqlens_k, k.shape[0], name="cu_seqlens_k", limit="the rows of k")
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     if len(ends_q) == 1:  # one empty sequence, so that gradients are zeros and not None
         ends_q, ends_k = [0, 0], [0, 0]
-    record = _seeded(pack("attention_varlen", options))
+    record = _seeded(pack(op, options))
     outs, lses = [], []
     for n in range(len(ends_q) - 1):
         (q0, q1), (k0, k1) = ends_q[n : n + 2], ends_k[n : n + 2]
@@ -102,10 +106,14 @@ def attention_cached(
     Options mean the same as in :func:`attention` with Tk = cache_seqlens[b]. With block_table (B,N)
     k and v are pages (pages,size,Hkv,.), and row b lists the pages of sequence b.
     """
-    require_not_mapped("attention_cached", "cache_seqlens", cache_seqlens)
+    op = "attention_cached"
+    require_not_mapped(op, "cache_seqlens", cache_seqlens)
     if block_table is not None:
-        k, v = (t[block_table.clamp(min=0)].flatten(1, 2) for t in (k, v))
-    record = _seeded(pack("attention_cached", options))
+        _require_pages(op, block_table, cache_seqlens, k)
+        k, v = (t[block_table.clamp(0, max(0, t.shape[0] - 1))].flatten(1, 2) for t in (k, v))
+    lies = (cache_seqlens >= 0) & (cache_seqlens <= k.shape[1])
+    require_values(f"{op}: cache_seqlens must lie in [0, capacity]", lies)
+    record = _seeded(pack(op, options))
     outs, lses = [], []
     for n, tk in enumerate(cache_seqlens.tolist() or [0]):  # an empty batch has gradients, too
         one = slice(n, n + 1)
@@ -115,6 +123,14 @@ def attention_cached(
         lses.append(lse)
     out, lse = torch.cat(outs), torch.cat(lses)
     return (out, lse) if return_lse else out
+
+
+def _require_pages(op: str, block_table: Tensor, cache_seqlens: Tensor, k: Tensor) -> None:
+    """Requires that the entries of block_table up to each sequence's last key are pages of k."""
+    first = torch.arange(block_table.shape[1], device=k.device) * k.shape[1]
+    exists = (block_table >= 0) & (block_table < k.shape[0])
+    read = first < cache_seqlens[:, None]
+    require_values(f"{op}: block_table must name pages of k", exists | ~read)
 
 
 def _seeded(options: Options) -> Options:

@@ -4,6 +4,7 @@ import torch
 
 from omniattn.reference.activation import ACTIVATIONS
 from omniattn.reference.precision import widen
+from omniattn.reference.values import sequence_count
 
 
 def causal_conv1d(
@@ -22,7 +23,7 @@ def causal_conv1d(
     K - 1 inputs of both together. N is B, or the number of sequences if x is packed (B = 1).
     """
     taps, steps, channels = weight.shape[1], x.shape[1], x.shape[2]
-    count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    count = sequence_count("causal_conv1d", x, cu_seqlens)
     inputs = widen(x).transpose(1, 2)
     if initial_state is None:
         before = inputs.new_zeros((count, channels, taps - 1))

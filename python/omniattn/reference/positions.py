@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omniattn.reference.precision import widen
+from omniattn.reference.values import require_all_rows
 
 
 def sinusoidal(
@@ -71,6 +72,7 @@ def grid_positions(
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
     """Returns (total,): the position of every packed token in its sequence."""
+    require_all_rows("packed_positions", cu_seqlens, total)
     token = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens.long(), token, right=True) - 1
     return token - cu_seqlens.long()[sequence]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from omniattn.reference.precision import widen
 from omniattn.reference.scan import State, over_time
+from omniattn.reference.values import sequence_count
 
 
 def random_feature_attention(
@@ -34,7 +35,7 @@ def random_feature_attention(
     """
     (a_q, f_q), (a_k, f_k) = (_exponents(x, weight, kind, scale) for x in (q, k))
     wide = torch.cat((widen(v), widen(v).new_ones(*v.shape[:3], 1)), -1)
-    count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    count = sequence_count("random_feature_attention", q, cu_seqlens)
     top, half_q, half_k = None, torch.zeros_like(a_q[..., :1]), torch.zeros_like(a_k[..., :1])
     if feature_eps > 0:
         if kind in ("positive", "hyperbolic"):

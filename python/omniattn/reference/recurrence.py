@@ -14,6 +14,7 @@ from omniattn.encoding.sequences import StateOptions, sequences_of, spelled_out
 from omniattn.reference.empty import nothing_of
 from omniattn.reference.limits import clamp
 from omniattn.reference.precision import compute_dtype, widen
+from omniattn.reference.values import sequence_count
 
 
 def recurrence(
@@ -59,7 +60,7 @@ def recurrence(
     wide_v = v.to(dtype)
     if normalize:
         wide_v = torch.cat((wide_v, wide_v.new_ones(*v.shape[:3], 1)), -1)
-    count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    count = sequence_count("recurrence", q, cu_seqlens)
     state = wide_v.new_zeros(count, v.shape[2], q.shape[3], wide_v.shape[3])
     if initial_state is not None:
         state = state + initial_state.to(dtype)
@@ -292,8 +293,7 @@ def rwkv6(
 ) -> tuple[Tensor, Tensor]:
     """o_t = scale (S_{t-1} + diag(u) k_t v_t^T)^T r_t, S_t = diag(exp(w_t)) S_{t-1} + k_t v_t^T."""
     g = w.expand(*v.shape[:3], r.shape[-1])
-    cu_seqlens = options.get("cu_seqlens")
-    count = r.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    count = sequence_count("rwkv6", r, options.get("cu_seqlens"))
     bonus = u.expand(count, *u.shape)
     return _run("rwkv6", options, r, k, v, g, scale=scale, bonus=bonus)
 

@@ -11,6 +11,7 @@ import torch
 from omniattn.reference.norm import norm
 from omniattn.reference.precision import widen
 from omniattn.reference.rope_scaling import RopeScaling
+from omniattn.reference.values import require_values
 
 #: Type of optional keys, and of their result.
 OptionalTensor = TypeVar("OptionalTensor", torch.Tensor, None, torch.Tensor | None)
@@ -96,7 +97,10 @@ def _rows(table: torch.Tensor, positions: torch.Tensor | int | None, tokens: int
         return table
     if isinstance(positions, int):
         return table[..., positions : positions + tokens, :]
-    return table[positions.long()]  # uint8 would be a mask
+    rows = positions.long()  # uint8 would be a mask
+    error = "apply_rotary, qk_norm_rotary: positions must be in [0, P), the rows of cos and sin"
+    require_values(error, (rows >= 0) & (rows < table.shape[-2]))
+    return table[rows]
 
 
 def apply_rotary(

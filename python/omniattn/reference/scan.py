@@ -15,6 +15,7 @@ from omniattn.reference.activation import log_sigmoid
 from omniattn.reference.empty import nothing_of
 from omniattn.reference.limits import clamp
 from omniattn.reference.precision import complex_dtype, compute_dtype
+from omniattn.reference.values import require_all_rows, sequence_count
 
 State = tuple[Tensor, ...]
 #: Numerator, denominator and maximum before the first token.
@@ -57,10 +58,6 @@ def _like(flags: Tensor, x: Tensor) -> Tensor:
     return flags.view(-1, *[1] * (x.dim() - 1))
 
 
-def _count(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-
 def rwkv4(
     w: Tensor,
     u: Tensor,
@@ -76,7 +73,7 @@ def rwkv4(
     """
     dtype = compute_dtype(k)
     w, u, wide_k, wide_v = (x.to(dtype) for x in (w, u, k, v))
-    count = _count(k, cu_seqlens)
+    count = sequence_count("rwkv4", k, cu_seqlens)
     if initial_state is None:
         empty = k.new_tensor(WKV_EMPTY, dtype=dtype)[:, None].expand(-1, k.shape[2])
         initial_state = empty.expand(count, -1, -1)
@@ -110,6 +107,7 @@ def rwkv_quadratic(
     at = torch.arange(steps, device=v.device)
     seen = at[:, None] >= at
     if cu_seqlens is not None:
+        require_all_rows("rwkv_quadratic", cu_seqlens, steps)
         sequence = torch.searchsorted(cu_seqlens.long(), at, right=True)
         seen = seen & (sequence[:, None] == sequence)
     age = (at[:, None] - at).to(dtype)
@@ -133,13 +131,14 @@ def rwkv_recurrent(
     A state (N, 3, Hv, V) holds s and n times e^-max, and max.
     """
     initial_state, cu_seqlens, _ = sequences_of("rwkv_recurrent", options, StateOptions)
+    count = sequence_count("rwkv_recurrent", v, cu_seqlens)
     dtype, heads = compute_dtype(v), v.shape[2]
     r, k, wide = _of_value_heads(r, heads), _of_value_heads(k, heads), v.to(dtype)
     score = (r * k).sum(-1, keepdim=True).expand(v.shape)
     w = w.to(dtype).view(heads, -1)
     if initial_state is None:
         empty = v.new_tensor(WKV_EMPTY, dtype=dtype)[:, None, None]
-        initial_state = empty.expand(_count(v, cu_seqlens), 3, *v.shape[2:])
+        initial_state = empty.expand(count, 3, *v.shape[2:])
 
     def step(state: State, score: Tensor, v: Tensor) -> tuple[State, State]:
         s, n, top = state
@@ -177,9 +176,9 @@ def exponential_gates(
         m = torch.maximum(kept, i)
         return (kept - m, (i - m).exp(), m), (m,)
 
-    start = initial_state
+    count, start = sequence_count("mlstm", g, cu_seqlens), initial_state
     if start is None:
-        start = g.new_zeros(_count(g, cu_seqlens), g.shape[2])
+        start = g.new_zeros(count, g.shape[2])
     outputs, (final,) = over_time(step, (g, i), (start,), cu_seqlens)
     if not outputs:
         return g + i, g + i, g + i, final
@@ -206,7 +205,7 @@ def selective_scan(
     delta + delta_bias, or softplus(delta + delta_bias). If h is complex, 2 Re(C . h) replaces
     C . h.
     """
-    dtype = compute_dtype(u)
+    count, dtype = sequence_count("selective_scan", u, cu_seqlens), compute_dtype(u)
     wide = complex_dtype(u) if A.is_complex() else dtype
     A, wide_u, dt = A.to(wide), u.to(dtype), delta.to(dtype)
     if delta_bias is not None:
@@ -214,7 +213,7 @@ def selective_scan(
     if delta_softplus:
         dt = nnf.softplus(dt)
     if initial_state is None:
-        initial_state = A.new_zeros(_count(u, cu_seqlens), *A.shape, dtype=wide)
+        initial_state = A.new_zeros(count, *A.shape, dtype=wide)
 
     def of_channels(x: Tensor) -> Tensor:
         """Repeats groups (N, G, N) to all D channels; returns (D, N) unchanged."""
@@ -272,11 +271,11 @@ def mlstm(
     m_t = max(ln f_t + m_{t-1}, i_t), f' = e^(ln f_t + m_{t-1} - m_t), i' = e^(i_t - m_t).
     C (N, H, K, V), n (N, H, K), m (N, H).
     """
+    count = sequence_count("mlstm", q, cu_seqlens)
     dtype, (_, _, heads, size) = compute_dtype(q), q.shape
     factor = max(1, size) ** -0.5 if scale is None else scale
     wide = [x.to(dtype) for x in (q, k, v, i, FORGET_GATES[forget_gate](f.to(dtype)))]
     if initial_state is None:
-        count = _count(q, cu_seqlens)
         shapes = ((size, v.shape[3]), (size,), ())
         initial_state = tuple(q.new_zeros(count, heads, *s, dtype=dtype) for s in shapes)  # type: ignore[assignment]
     assert initial_state is not None
@@ -316,10 +315,11 @@ def slstm(
     i' = e^(i - m_t); c_t = f' c_{t-1} + i' tanh(z); n_t = f' n_{t-1} + i'.
     """
     initial_state, cu_seqlens, _ = sequences_of("slstm", options, StateOptions)
+    count = sequence_count("slstm", x, cu_seqlens)
     dtype, heads, size = compute_dtype(x), x.shape[3], x.shape[4]
     wide, matrix = x.to(dtype), r.to(dtype)
     if initial_state is None:
-        initial_state = x.new_zeros(_count(x, cu_seqlens), 4, heads, size, dtype=dtype)
+        initial_state = x.new_zeros(count, 4, heads, size, dtype=dtype)
 
     def step(state: State, x: Tensor) -> tuple[State, State]:
         h, c, n, m = state

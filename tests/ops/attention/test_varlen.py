@@ -207,6 +207,26 @@ def test_tables_that_name_no_page(table, lengths, message):
     code = [MaskKind.PAGED, 0, 0, 0]
     with pytest.raises(RuntimeError, match="attention_cached: " + message):
         torch.ops.omniattn.attention_raw(q, k, k, [table, lengths], None, code, [], [1.0, 0.0])
+    with pytest.raises(RuntimeError, match="attention_cached: " + message[:20]):
+        attention_cached(q, k, k, lengths, block_table=table, backend="reference")
+
+
+@pytest.mark.parametrize("lengths", [[2, 6], [-1, 4]])
+def test_the_definition_refuses_lengths_beyond_the_cache(lengths):
+    q, k, lengths = torch.zeros(2, 1, H, D), torch.zeros(2, 5, 2, D), torch.tensor(lengths)
+    with pytest.raises(RuntimeError, match="attention_cached: cache_seqlens must lie in"):
+        attention_cached(q, k, k, lengths, backend="reference")
+
+
+def test_the_definition_reads_no_page_after_the_last_key():
+    q, k, lengths = torch.randn(2, 1, H, D), torch.randn(4, 4, 2, D), torch.tensor([4, 8])
+    table = torch.tensor([[3, -7], [1, 0]]), torch.tensor([[3, 9], [1, 0]])
+    for each in table:
+        want, got = (
+            attention_cached(q, k, k, lengths, block_table=each, backend=backend)
+            for backend in (None, "reference")
+        )
+        torch.testing.assert_close(got, want)
 
 
 def test_tables_of_the_wrong_shape():

@@ -212,3 +212,12 @@ def test_qk_norm_rotary_says_what_does_not_fit():
         F.qk_norm_rotary(q, k, COS[:5], SIN[:5], eps=-1.0)
     with pytest.raises(RuntimeError, match=r"qk_norm_rotary: positions must be in \[0, [9P]\)"):
         F.qk_norm_rotary(q, k, COS, SIN, positions=torch.arange(5, 10))
+
+
+@pytest.mark.parametrize("first", [-1, len(COS) - 4])
+@pytest.mark.parametrize("function", [F.apply_rotary, F.qk_norm_rotary])
+def test_definitions_refuse_positions_outside_the_tables(function, first):
+    q, k = qk()
+    positions = torch.arange(first, first + q.shape[1])
+    with pytest.raises(RuntimeError, match=r"qk_norm_rotary: positions must be in \[0, P\)"):
+        function(q, k, COS, SIN, positions=positions, backend="reference")

@@ -22,6 +22,7 @@ from omniattn.encoding.masks import ANY_FAR, CHUNK_BITS, MaskKind, Rule
 from omniattn.functional.masks.base import Mask, require_bool_mask
 from omniattn.functional.masks.computed import AnyOf
 from omniattn.functional.masks.tokens import GlobalTokens, Representatives
+from omniattn.reference.values import require_all_rows
 
 #: Tokens and strides: below the limits of csrc/semantics/{mask_rule,mask_rules}.h.
 LONGEST, LONGEST_STRIDE = 2**38, 2**20 - 1
@@ -218,10 +219,8 @@ class Documents(Mask):
                 "got total=None"
             )
         require_all_tokens(op, cu_seqlens, total)
-        if total is not None and makes_graph():
-            covered = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)
-            covered = covered & (cu_seqlens.diff() >= 0).all()
-            torch._assert_async(covered, f"{op}: cu_seqlens must grow from 0 to total")
+        if total is not None:
+            require_all_rows(op, cu_seqlens, total, limit="total")
         lengths, documents = cu_seqlens.diff(), torch.arange(cu_seqlens.shape[0] - 1)
         documents = documents.to(lengths.device).repeat_interleave(lengths, output_size=total)
         return cls(documents[None])
