@@ -70,6 +70,8 @@ def test_tokens_are_those_of_transformers_and_of_the_full_forward(name):
         ("qwen3", "attention_bias", True),
         ("qwen2-moe", "qkv_bias", False),
         ("qwen3-moe", "use_sliding_window", True),
+        ("deepseek-v2", "topk_method", "noaux_tc"),
+        ("deepseek-v2", "rms_norm_eps", 1e-5),
         ("gemma2", "hidden_activation", "silu"),
         ("gemma2", "attention_bias", True),
         ("gemma2", "use_bidirectional_attention", True),
@@ -87,6 +89,8 @@ def test_options_that_transformers_lacks_are_named():
         config = replace(FAMILIES["qwen3-moe"], **{option: value})
         with pytest.raises(NotImplementedError, match=f"{option} must be .*, got {option}={value}"):
             config.to_hf()
+    with pytest.raises(NotImplementedError, match="norm_eps must be 1e-06, got norm_eps=1e-05"):
+        replace(FAMILIES["deepseek-v2"], norm_eps=1e-5).to_hf()
     with pytest.raises(ValueError, match="Qwen2Config: window must be given for layers of kind"):
         replace(FAMILIES["qwen2"], schedule=("swa",))
 

@@ -43,6 +43,8 @@ COUNTS = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "jamba-v0.1": 51_570_323_328,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_419_200 - 58 * 256,  # the release counts the routers' biases
     "gpt2-small": 124_439_808,
     "gpt2-medium": 354_823_168,

@@ -5,7 +5,7 @@ from omniattn.models.bert import Bert, BertClassifier, BertClassifierConfig, Ber
 from omniattn.models.blocks import SCHEDULES, BlocksConfig, layer_schedule
 from omniattn.models.checkpoint import CheckpointError, load_model, save_model
 from omniattn.models.decoder import Decoder
-from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
+from omniattn.models.deepseek import DeepSeekConfig, DeepSeekV2Config, MLAConfig
 from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.families.gemma import Gemma2Config
@@ -43,6 +43,7 @@ __all__ = [
     "CheckpointError",
     "Decoder",
     "DeepSeekConfig",
+    "DeepSeekV2Config",
     "DifferentialConfig",
     "FalconMambaConfig",
     "GPT2Config",

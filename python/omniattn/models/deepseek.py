@@ -1,27 +1,33 @@
-"""Decoders with multi-head latent attention: dense, and DeepSeek-V3's mixture of experts."""
+"""Decoders with multi-head latent attention: dense, and with the experts of DeepSeek-V2 and V3."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from omniattn.checks.arguments import shown
 from omniattn.models.family import LlamaFamilyConfig, llama_counterpart
 from omniattn.models.hf import Conversion
 from omniattn.modules import GatedMLP, MoE, MultiHeadLatentAttention, MultiTokenPredictor
-from omniattn.modules.base.fields import Positive, Size, SizeOrZero
+from omniattn.modules.base.fields import Epsilon, Positive, Size, SizeOrZero
+from omniattn.modules.base.layer import LayerConfig
 from omniattn.reference import scaling_to_hf
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-def _mscale_to_hf(ours: DeepSeekConfig) -> dict[str, Any]:
-    if ours.mtp_depths:
+
+def _mscale_to_hf(ours: LatentExpertsConfig) -> dict[str, Any]:
+    if isinstance(ours, DeepSeekConfig) and ours.mtp_depths:
         raise NotImplementedError(
             "DeepSeekConfig: transformers predicts no further tokens; "
             f"mtp_depths must be 0, got mtp_depths={ours.mtp_depths}"
         )
     if _mscale(scaling_to_hf(ours.rope_scaling)) != ours.mscale:
         raise NotImplementedError(
-            "DeepSeekConfig: mscale must be that of rope_scaling in transformers, "
+            f"{type(ours).__name__}: mscale must be that of rope_scaling in transformers, "
             f"got mscale={ours.mscale}, rope_scaling={ours.rope_scaling}"
         )
     return {}
@@ -56,14 +62,83 @@ class MLAConfig(LlamaFamilyConfig):
     mscale: Positive = 1.0
 
     def attention(self, layer: int) -> MultiHeadLatentAttention.Config:
-        return _latent_attention(self)
+        return MultiHeadLatentAttention.Config(
+            self.dim,
+            self.num_heads,
+            self.q_lora_rank,
+            self.kv_lora_rank,
+            self.qk_nope_dim,
+            self.qk_rope_dim,
+            self.v_dim,
+            mscale=self.mscale,
+            norm_eps=self.norm_eps,
+            **self.common,
+        )
 
-    def feed_forward(self, layer: int) -> GatedMLP.Config:
+    def feed_forward(self, layer: int) -> LayerConfig:
         return GatedMLP.Config(self.dim, self.hidden_dim, **self.common)
 
 
 @dataclass(frozen=True)
-class DeepSeekConfig(LlamaFamilyConfig):
+class LatentExpertsConfig(MLAConfig):
+    """Sizes and options of decoders with latent attention, and experts after the first layers.
+
+    Args:
+        q_lora_rank, kv_lora_rank, qk_nope_dim, qk_rope_dim, v_dim, mscale: as in MLAConfig.
+        dense_layers: number of first layers with a SwiGLU of `hidden_dim` instead of experts.
+        expert_dim: hidden size of an expert.
+        experts, top_k, shared: numbers of routed experts, of routed experts per token, and of
+            shared experts.
+        groups, top_groups: number of expert groups, and of groups selected per token.
+        route_scale: factor of the routing weights.
+    """
+
+    dense_layers: SizeOrZero = 1
+    expert_dim: Size = 96
+    experts: Size = 16
+    top_k: Size = 4
+    shared: int = 1
+    groups: Size = 1
+    top_groups: Size = 1
+    route_scale: float = 1.0
+
+    @abstractmethod
+    def routed(self) -> MoE.Config:
+        """Returns the config of a layer of experts."""
+
+    def feed_forward(self, layer: int) -> LayerConfig:
+        return super().feed_forward(layer) if layer < self.dense_layers else self.routed()
+
+    @property
+    def expert_options(self) -> dict[str, Any]:
+        """Options of the layers of experts."""
+        return {
+            "shared": self.shared,
+            "groups": self.groups,
+            "top_groups": self.top_groups,
+            "route_scale": self.route_scale,
+            **self.common,
+        }
+
+
+#: Our names of options -> names in configs of DeepSeek.
+_NAMES = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_dim": "qk_nope_head_dim",
+    "qk_rope_dim": "qk_rope_head_dim",
+    "v_dim": "v_head_dim",
+    "dense_layers": "first_k_dense_replace",
+    "expert_dim": "moe_intermediate_size",
+    "experts": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "shared": "n_shared_experts",
+    "route_scale": "routed_scaling_factor",
+}
+
+
+@dataclass(frozen=True)
+class DeepSeekConfig(LatentExpertsConfig):
     """Config of DeepSeek-V3: latent attention, and experts with bias-balanced sigmoid routing.
 
     Args:
@@ -86,21 +161,7 @@ class DeepSeekConfig(LlamaFamilyConfig):
     architecture = "deepseek"
     hf = llama_counterpart(
         "DeepseekV3ForCausalLM",
-        {
-            "q_lora_rank": "q_lora_rank",
-            "kv_lora_rank": "kv_lora_rank",
-            "qk_nope_dim": "qk_nope_head_dim",
-            "qk_rope_dim": "qk_rope_head_dim",
-            "v_dim": "v_head_dim",
-            "dense_layers": "first_k_dense_replace",
-            "expert_dim": "moe_intermediate_size",
-            "experts": "n_routed_experts",
-            "top_k": "num_experts_per_tok",
-            "shared": "n_shared_experts",
-            "groups": "n_group",
-            "top_groups": "topk_group",
-            "route_scale": "routed_scaling_factor",
-        },
+        {**_NAMES, "groups": "n_group", "top_groups": "topk_group"},
         {
             "num_key_value_heads": lambda c: c.num_heads,
             "norm_topk_prob": True,
@@ -110,20 +171,6 @@ class DeepSeekConfig(LlamaFamilyConfig):
         Conversion(_mscale_to_hf, lambda theirs: {"mscale": _mscale(theirs.rope_parameters)}),
     )
 
-    q_lora_rank: Size | None = None
-    kv_lora_rank: Size = 64
-    qk_nope_dim: SizeOrZero = 32
-    qk_rope_dim: SizeOrZero = 16
-    v_dim: Size = 32
-    mscale: Positive = 1.0
-    dense_layers: SizeOrZero = 1
-    expert_dim: Size = 96
-    experts: Size = 16
-    top_k: Size = 4
-    shared: int = 1
-    groups: Size = 1
-    top_groups: Size = 1
-    route_scale: float = 1.0
     bias_rate: float = 1e-3
     mtp_depths: SizeOrZero = 0
     mtp_weight: float = 0.3
@@ -140,36 +187,78 @@ class DeepSeekConfig(LlamaFamilyConfig):
     def predictor_weight(self) -> float:
         return self.mtp_weight
 
-    def attention(self, layer: int) -> MultiHeadLatentAttention.Config:
-        return _latent_attention(self)
-
-    def feed_forward(self, layer: int) -> GatedMLP.Config | MoE.Config:
-        if layer < self.dense_layers:
-            return GatedMLP.Config(self.dim, self.hidden_dim, **self.common)
+    def routed(self) -> MoE.Config:
+        options = {"bias_rate": self.bias_rate, **self.expert_options}
         return MoE.Config.deepseek_v3(
-            self.dim,
-            self.expert_dim,
-            self.experts,
-            self.top_k,
-            shared=self.shared,
-            groups=self.groups,
-            top_groups=self.top_groups,
-            route_scale=self.route_scale,
-            bias_rate=self.bias_rate,
-            **self.common,
+            self.dim, self.expert_dim, self.experts, self.top_k, **options
         )
 
 
-def _latent_attention(c: MLAConfig | DeepSeekConfig) -> MultiHeadLatentAttention.Config:
-    return MultiHeadLatentAttention.Config(
-        c.dim,
-        c.num_heads,
-        c.q_lora_rank,
-        c.kv_lora_rank,
-        c.qk_nope_dim,
-        c.qk_rope_dim,
-        c.v_dim,
-        mscale=c.mscale,
-        norm_eps=c.norm_eps,
-        **c.common,
+def _v2_to_hf(ours: DeepSeekV2Config) -> dict[str, Any]:
+    if ours.norm_eps != _LATENT_EPS:
+        raise NotImplementedError(
+            "DeepSeekV2Config: transformers has norms of latents with an epsilon of 1e-6; "
+            f"norm_eps must be 1e-06, got norm_eps={ours.norm_eps}"
+        )
+    method = "greedy" if ours.top_groups == ours.groups else "group_limited_greedy"
+    return _mscale_to_hf(ours) | {
+        "topk_method": method,
+        "n_group": ours.groups,
+        "topk_group": ours.top_groups,
+    }
+
+
+def _v2_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
+    if theirs.rms_norm_eps != _LATENT_EPS:
+        raise NotImplementedError(
+            "DeepSeekV2Config: rms_norm_eps must be that of the norms of latents, 1e-06, "
+            f"got rms_norm_eps={theirs.rms_norm_eps}"
+        )
+    if theirs.topk_method not in ("greedy", "group_limited_greedy"):
+        raise NotImplementedError(
+            "DeepSeekV2Config: topk_method must be 'greedy' or 'group_limited_greedy', "
+            f"got topk_method={shown(theirs.topk_method)}"
+        )
+    groups = {"groups": 1, "top_groups": 1}
+    if theirs.topk_method == "group_limited_greedy":
+        groups = {"groups": theirs.n_group, "top_groups": theirs.topk_group}
+    return {"mscale": _mscale(theirs.rope_parameters), **groups}
+
+
+#: Epsilon of the norms of latents in transformers, whatever the config says.
+_LATENT_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class DeepSeekV2Config(LatentExpertsConfig):
+    """Config of DeepSeek-V2: latent attention, and experts with group-limited softmax routing.
+
+    Args:
+        q_lora_rank, kv_lora_rank, qk_nope_dim, qk_rope_dim, v_dim, mscale: as in MLAConfig.
+        dense_layers, expert_dim, experts, top_k, shared, groups, top_groups, route_scale: as in
+            DeepSeekConfig.
+
+    Reference:
+        DeepSeek-AI, "DeepSeek-V2", 2024, arXiv 2405.04434.
+    """
+
+    architecture = "deepseek-v2"
+    hf = llama_counterpart(
+        "DeepseekV2ForCausalLM",
+        _NAMES,
+        {
+            "num_key_value_heads": lambda c: c.num_heads,
+            "norm_topk_prob": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        Conversion(_v2_to_hf, _v2_from_hf),
     )
+
+    norm_eps: Epsilon = 1e-6
+    shared: int = 2
+
+    def routed(self) -> MoE.Config:
+        return MoE.Config.deepseek_v2(
+            self.dim, self.expert_dim, self.experts, self.top_k, **self.expert_options
+        )

@@ -6,6 +6,7 @@ from omniattn.models import (
     BertClassifierConfig,
     BertConfig,
     DeepSeekConfig,
+    DeepSeekV2Config,
     FalconMambaConfig,
     Gemma2Config,
     GPT2Config,
@@ -111,6 +112,11 @@ SMALL = {
 _GROUPED = {**_SIZES, "num_kv_heads": 2, "hidden_dim": 40}
 _EXPERTS = {"experts": 6, "top_k": 3, "expert_dim": 20}
 
+_LATENT = {
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_dim": 8, "qk_rope_dim": 4, "v_dim": 8},
+    **{"hidden_dim": 40, "experts": 8, "top_k": 3, "expert_dim": 20},
+}
+
 #: Further families of transformers, whose layers are those of the models above.
 FAMILIES = {
     "mistral": MistralConfig(**_GROUPED, window=9),
@@ -130,6 +136,16 @@ FAMILIES = {
         dense_layers=(1,),
     ),
     "qwen3-moe": Qwen3MoeConfig(**_GROUPED, **_EXPERTS, head_dim=16),
+    "deepseek-v2": DeepSeekV2Config(
+        **_SIZES,
+        **_LATENT,
+        groups=4,
+        top_groups=2,
+        route_scale=16.0,
+        rope_scaling=YarnScaling(4.0, 8, mscale=0.7, mscale_all_dim=0.7),
+        mscale=0.1 * 0.7 * math.log(4) + 1,
+    ),
+    "deepseek-v2-lite": DeepSeekV2Config(**_SIZES, **_LATENT | {"q_lora_rank": None}),
     "gemma2": Gemma2Config(
         **_GROUPED, window=9, head_dim=16, query_scalar=10, softcap=3.0, logit_softcap=5.0
     ),

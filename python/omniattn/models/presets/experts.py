@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from omniattn.models.deepseek import DeepSeekConfig
+from omniattn.models.deepseek import DeepSeekConfig, DeepSeekV2Config
 from omniattn.models.experts import MixtralConfig
 from omniattn.models.families.qwen import Qwen2MoeConfig, Qwen3MoeConfig
 from omniattn.models.jamba import JambaConfig
@@ -50,6 +50,27 @@ _QWEN3_MOE = Qwen3MoeConfig(
     top_k=8,
     expert_dim=768,
 )
+_DEEPSEEK_V2 = DeepSeekV2Config(
+    vocab_size=102400,
+    dim=5120,
+    num_layers=60,
+    num_heads=128,
+    hidden_dim=12288,
+    max_positions=163840,
+    rope_scaling=YarnScaling(40.0, 4096, mscale=0.707, mscale_all_dim=0.707),
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_dim=128,
+    qk_rope_dim=64,
+    v_dim=128,
+    mscale=0.1 * 0.707 * math.log(40) + 1,
+    expert_dim=1536,
+    experts=160,
+    top_k=6,
+    groups=8,
+    top_groups=3,
+    route_scale=16.0,
+)
 
 EXPERTS: dict[str, ModelConfig] = {
     "mixtral-8x7b": _MIXTRAL,
@@ -82,6 +103,20 @@ EXPERTS: dict[str, ModelConfig] = {
         num_kv_heads=8,
         hidden_dim=14336,
         experts=16,
+    ),
+    "deepseek-v2": _DEEPSEEK_V2,
+    "deepseek-v2-lite": replace(
+        _DEEPSEEK_V2,
+        dim=2048,
+        num_layers=27,
+        num_heads=16,
+        hidden_dim=10944,
+        q_lora_rank=None,
+        expert_dim=1408,
+        experts=64,
+        groups=1,
+        top_groups=1,
+        route_scale=1.0,
     ),
     "deepseek-v3": DeepSeekConfig(
         vocab_size=129280,
