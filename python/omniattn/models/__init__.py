@@ -16,7 +16,7 @@ from omniattn.models.families.qwen import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from omniattn.models.generate import generate, sample
+from omniattn.models.generation import generate, sample, stream
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.hybrid import HybridLayer, hybrid_schedule
 from omniattn.models.jamba import JambaConfig
@@ -79,6 +79,7 @@ __all__ = [
     "load_model",
     "sample",
     "save_model",
+    "stream",
 ]
 
 explain_keywords(__name__, __all__)

@@ -139,18 +139,20 @@ class MultiTokenPredictor(Layer):
             if self.config.parallel:
                 x = hidden[:, :-d]
             else:
-                pair = [
-                    depth["hidden_norm"](chain[:, :-1]),
-                    depth["embedding_norm"](embedding(tokens[:, d:])),
-                ]
-                if self.config.concat == "embedding_first":
-                    pair.reverse()
-                x = depth["proj"](torch.cat(pair, -1))
+                x = self.join(depth, chain[:, :-1], embedding(tokens[:, d:]))
             chain = depth["block"](x) if run is None else run(depth["block"], x)
             normed = depth["norm"](chain)
             logits.append(head(normed))
             chain = normed if self.config.post_norm else chain
         return logits
+
+    def join(self, depth: nn.ModuleDict, chain: Tensor, embedded: Tensor) -> Tensor:
+        """Returns the input of a depth's block: of the depth before it, and of later tokens."""
+        pair = [depth["hidden_norm"](chain), depth["embedding_norm"](embedded)]
+        if self.config.concat == "embedding_first":
+            pair.reverse()
+        x: Tensor = depth["proj"](torch.cat(pair, -1))
+        return x
 
     @staticmethod
     def loss(logits: list[Tensor], labels: Tensor, *, weight: float = 0.3) -> Tensor:

@@ -1,0 +1,124 @@
+"""A model, its states and the encoder's output during one generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from omniattn.models.generation.options import Generation
+from omniattn.modules.base.state import State, parts_of
+
+
+class Sized(Protocol):
+    """A config with a vocabulary size."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens; ids are in [0, vocab_size)."""
+
+
+class Generator(Protocol):
+    """Interface of models for `generate`."""
+
+    training: bool
+
+    @property
+    def config(self) -> Sized:
+        """Config of the model."""
+
+    def new_state(self, batch: int, max_length: int) -> Any:
+        """Returns the empty state, which `hidden` reads and updates."""
+
+    @property
+    def hidden(self) -> Callable[..., Tensor]:
+        """Function hidden(tokens (B, T), state=state) -> hidden states (B, T, dim) for the head.
+
+        With an encoder: hidden(tokens, memory, state=state), where memory is encode(source).
+        """
+
+    def head(self, x: Tensor, /) -> Tensor:
+        """Maps hidden states (B, dim) to logits (B, vocab_size)."""
+
+    def train(self, mode: bool = True, /) -> Any:
+        """Sets the mode, as torch.nn.Module does."""
+
+
+class Run:
+    """Feeds tokens to a model and keeps its states.
+
+    Args:
+        model: the model, in eval mode.
+        batch, max_length: sizes of the states.
+        options: options of the call, for the encoder's input and the caches' eviction policy.
+    """
+
+    def __init__(self, model: Generator, batch: int, max_length: int, options: Generation) -> None:
+        self.model = model
+        new_state: Callable[..., Any] = model.new_state
+        more = {} if options.eviction is None else {"eviction": options.eviction}
+        self._state = new_state(batch, max_length, **more)
+        self._memory: tuple[Tensor, ...] = ()
+        if options.source is not None:
+            self._memory = (_encoder(model)(options.source),)
+        #: Number of tokens that the states have read.
+        self.length = 0
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Feeds tokens (B, T) and returns their hidden states (B, T, dim)."""
+        self.length += tokens.shape[1]
+        return self.model.hidden(tokens, *self._memory, state=self._state)
+
+    @property
+    def states(self) -> list[State]:
+        """States of all layers."""
+        return [part for entry in self._state for part in parts_of(entry)]
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Feeds tokens (B, T) and returns the logits (B, V) after the last one."""
+        return self.model.head(self.hidden(tokens)[:, -1:])[:, 0]
+
+    def reorder(self, index: Tensor) -> None:
+        """Replaces sequence b by sequence index[b]; index (B',) int repeats or drops sequences."""
+        self._memory = tuple(m[index] for m in self._memory)
+        for entry in self._state:
+            for state in entry if isinstance(entry, tuple) else (entry,):
+                state.reorder(index)
+
+    def crop(self, length: int) -> None:
+        """Forgets the tokens from position `length` on."""
+        if length < self.length:
+            for state in self.states:
+                state.crop(length)
+        self.length = length
+
+
+def _encoder(model: Generator) -> Callable[[Tensor], Tensor]:
+    encode: Callable[[Tensor], Tensor] | None = getattr(model, "encode", None)
+    if encode is None:
+        raise ValueError(
+            f"generate: source must be None, since {type(model).__name__} has no encoder"
+        )
+    return encode
+
+
+class Endings:
+    """Tells which sequences have ended: by a token of `eos` or a sequence of `stop`.
+
+    Args:
+        options: options of the call.
+        start: length of the prompts, which are not searched for `stop`.
+    """
+
+    def __init__(self, options: Generation, start: int) -> None:
+        self._eos, self._stop, self._start = options.ends, options.stop, start
+
+    def hits(self, tokens: Tensor) -> Tensor:
+        """Returns for tokens (..., T) whether their last one ends the sequence: (...) bool."""
+        hit = torch.isin(tokens[..., -1], tokens.new_tensor(self._eos))
+        for stop in self._stop:
+            if tokens.shape[-1] - self._start >= len(stop):
+                hit |= (tokens[..., -len(stop) :] == tokens.new_tensor(stop)).all(-1)
+        return hit
