@@ -42,6 +42,24 @@ def test_torch_compile_is_loaded_by_those_who_use_it():
     )
 
 
+def test_the_first_call_of_a_process_may_be_compiled():
+    """Nothing that the first call alone computes may break the graph, such as the lock which a
+    cached property takes before Python 3.12, on machines with a record of `linear` and without."""
+    run(
+        "import torch\n"
+        "from omniattn.modules import Attention, GatedMLP\n"
+        "from omniattn.ops import gemm_choice\n"
+        "x = torch.ones(1, 2, 8)\n"
+        "def compiled(layer):\n"
+        "    y = torch.compile(layer, fullgraph=True, backend='eager')(x)\n"
+        "    torch.testing.assert_close(y, layer(x))\n"
+        "compiled(Attention(8, 2))\n"
+        "crossings = gemm_choice.Crossings(9, 99, (1, 0), 'test')\n"
+        "gemm_choice.CHOICE[torch.float32] = crossings\n"
+        "compiled(GatedMLP(8, 16))\n"
+    )
+
+
 def test_hf_without_transformers_names_the_extra():
     run(
         "import sys\n"

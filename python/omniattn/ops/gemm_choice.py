@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ class Crossings:
     rows: tuple[int, int]
     condition: str
 
-    @cached_property
+    @property
     def native(self) -> bool:
         """True if this package's kernel is faster with gradients for some size."""
         return self.least <= self.most
