@@ -126,7 +126,7 @@ def test_residual_dropout_acts_on_the_branch_only():
         (lambda: Residual.Config(RMSNorm.Config(2), "around"), "placement='around'"),
         (
             lambda: Residual.Config(RMSNorm.Config(2), "post", residual_in_fp32=True),
-            "residual_in_fp32 needs a stream",
+            "residual_in_fp32 must be False",
         ),
         (lambda: RMSNormGated.Config(4, activation="relu"), "activation must be one of"),
         (lambda: DropPath(1.0), "p must be a finite number >= 0 and < 1, got p=1.0"),

@@ -138,7 +138,7 @@ def test_coordinates():
         (dict(sections=(5, -1)), "sections must be an int >= 0"),
         (dict(num_axes=3), "multiple of 2 \\* num_axes"),
         (dict(num_axes=2, scaling=reference.LinearScaling(2.0)), "num_axes must be 1"),
-        (dict(sticky=True, scaling=reference.LinearScaling(2.0)), "sticky must have"),
+        (dict(sticky=True, scaling=reference.LinearScaling(2.0)), "sticky requires"),
     ],
 )
 def test_bad_rotary_config(options, message):

@@ -1,4 +1,4 @@
-"""Layers with parameters, built from a frozen `Config` or its fields and named as in the field."""
+"""Layers with parameters, built from a frozen `Config` or from its fields."""
 
 import importlib
 import warnings
@@ -186,7 +186,7 @@ explain_keywords(__name__, __all__)
 
 
 def __getattr__(name: str) -> object:
-    """Liger's losses under their former path."""
+    """Returns Liger's losses by their former path, with a warning."""
     if name.startswith("Liger") or name == "CrossEntropyOutput":
         warnings.warn(f"omniattn.modules.{name} is now omniattn.compat.liger.{name}", stacklevel=2)
         return getattr(importlib.import_module("omniattn.compat.liger"), name)

@@ -1,4 +1,4 @@
-"""Dropout whose bits are the same on every device."""
+"""Dropout with identical masks on all devices."""
 
 import torch
 from torch import nn
@@ -9,11 +9,11 @@ from omniattn import functional
 class Dropout(nn.Module):
     """Zeroes elements with probability p and divides the others by 1 - p, in training mode only.
 
-    Philox chooses them, from a seed drawn from torch's generator: the same on every device. Only
-    the seed is kept for the backward. See omniattn.functional.dropout.
+    Philox draws the mask from a seed of torch's generator, so that all devices drop the same
+    elements. Only the seed is saved for the backward pass. See omniattn.functional.dropout.
 
     Args:
-        p: in [0, 1].
+        p: probability of an element to be zeroed, in [0, 1].
 
     Shape:
         x (...) -> (...).
@@ -34,9 +34,9 @@ class Dropout(nn.Module):
         self.p = p
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (...) -> (...)."""
+        """Maps x (...) to (...)."""
         return functional.dropout(x, self.p, training=self.training)
 
     def extra_repr(self) -> str:
-        """The probability, for print(module)."""
+        """Returns the probability, for print(module)."""
         return f"p={self.p}"

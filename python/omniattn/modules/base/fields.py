@@ -1,4 +1,4 @@
-"""Kinds of the fields of configs: an annotation says which values of its type a field may have."""
+"""Kinds of config fields: annotations that restrict the values of a type."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LARGEST = sys.float_info.max
 
 
 class Kind(NamedTuple):
-    """The values that a field may have.
+    """Set of valid values of a field.
 
-    check: raises an error unless `value` of the field `name` of the config of `op` is one of them.
-    of_numbers: True if the kind is one of numbers; its check then gets no other values.
+    check: raises an error if `value` of field `name` in the config of `op` is invalid.
+    of_numbers: True if valid values are numbers; `check` is then called with numbers only.
     """
 
     check: Callable[[str, str, Any], None]
@@ -58,7 +58,7 @@ def _signed(op: str, name: str, value: Any) -> None:
 
 
 def check_number(op: str, name: str, value: Any) -> None:
-    """Raises an error unless a number without a kind is finite and at least 0."""
+    """Requires that a number without a kind is finite and at least 0."""
     if isinstance(value, Integral):
         require_int(op, name, value, 0)
     else:
@@ -102,10 +102,10 @@ def _one_of(choices: Iterable[str | None]) -> Kind:
     return Kind(check, of_numbers=False)
 
 
-# A number that has none of these kinds must be finite and at least 0.
+# Numbers without a kind must be finite and at least 0.
 #: Size, at least 1.
 Size = Annotated[int, Kind(_size)]
-#: Size of a part that may be missing, at least 0.
+#: Size of an optional part, at least 0.
 SizeOrZero = Annotated[int, Kind(functools.partial(_size, least=0))]
 #: Integer that may be negative.
 SignedInt = Annotated[int, Kind(_signed_int)]
@@ -115,13 +115,13 @@ Signed = Annotated[float, Kind(_signed)]
 Positive = Annotated[float, Kind(_positive)]
 #: Number in [0, 1].
 Probability = Annotated[float, Kind(_probability)]
-#: Small number that keeps a divisor away from 0; at least 0.
+#: Small number that prevents division by zero; at least 0.
 Epsilon = Annotated[float, Kind(_epsilon)]
 #: Number at least 0, infinite for no limit.
 Limit = Annotated[float, Kind(_limit)]
-#: Keys seen to the left and right of a query, -1 for all.
+#: Number of visible keys to the left and right of a query, -1 for all.
 WindowSize = Annotated[tuple[int, int], Kind(_window, of_numbers=False)]
-#: Precision of the steps of a norm.
+#: Rounding of a norm's intermediate results.
 Casting = Annotated[str, _one_of(CASTINGS)]
 #: Backend of all ops of a layer.
 Backend = Annotated[str | None, _one_of(BACKENDS)]
@@ -131,10 +131,10 @@ _NAMES = re.compile(rf"(?:\w+\.)*\b({'|'.join(_KINDS)})\b(?!\.)")
 
 
 class Fields:
-    """Base class of configs, whose annotated fields may have the kinds of this module.
+    """Base class of configs whose fields may be annotated with the kinds of this module.
 
-    The kinds move from the annotations to `_kinds`, so that signatures and errors show the types of
-    fields: `int` for `Size`.
+    The kinds are moved from the annotations to `_kinds`, so that signatures and errors show plain
+    types: `int` for `Size`.
     """
 
     _kinds: ClassVar[MappingProxyType[str, Kind]] = MappingProxyType({})
@@ -152,7 +152,7 @@ class Fields:
 
 
 def _split(annotation: Any) -> tuple[Any, Kind | None]:
-    """The annotation with types in the place of kinds, and its kind."""
+    """Returns the annotation with kinds replaced by their types, and its kind if it has one."""
     if isinstance(annotation, str):
         found = _NAMES.search(annotation)
         if found is None:

@@ -1,14 +1,15 @@
-"""Types of both forms of a layer's constructor, derived from its `Config` for type checkers.
+"""Types of the two forms of a layer's constructor, derived from its `Config` for type checkers.
 
-A layer takes a value of its `Config`, or the fields of it as arguments (`config_or_fields`):
+A layer takes a `Config`, or the config's fields as arguments (`config_or_fields`):
 
     class _Fields(Config, OnDevice): ...
 
     @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
     def __init__(self, config: Config, *, device=None, dtype=None) -> None: ...
 
-Type checkers see `_Fields` as a dataclass of all arguments of the second form, and copy the
-signatures of its constructor and of `ByConfig` to the overloads of `init`. Nothing here runs.
+Type checkers treat `_Fields` as a dataclass of all arguments of the second form, and copy the
+signatures of its constructor and of `ByConfig` to the overloads of `init`. At run time these
+classes are unused.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ Q = ParamSpec("Q")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Arguments:
-    """A class whose annotated fields are the arguments of a constructor."""
+    """Base class whose annotated fields are the arguments of a constructor."""
 
 
 class OnDevice(Arguments):
-    """The arguments that a layer with parameters has besides its fields."""
+    """Arguments of a layer with parameters besides its config fields."""
 
     device: torch.device | str | None = field(default=None, kw_only=True)
     dtype: torch.dtype | None = field(default=None, kw_only=True)
 
 
 class ConfigAlone(Arguments, Generic[C]):
-    """The config of a layer without tensors."""
+    """Arguments of a layer without tensors: its config."""
 
     config: C
 
 
 class ByConfig(ConfigAlone[C], OnDevice):
-    """The config of a layer and where its tensors are."""
+    """Arguments of a layer with tensors: its config, device and dtype."""
 
 
 class _Forms(Generic[P, Q]):
@@ -53,9 +54,9 @@ class _Forms(Generic[P, Q]):
     @overload
     def init(self: Any, *args: Q.args, **kwargs: Q.kwargs) -> None: ...
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Has the signatures of both forms, as an `__init__`."""
+        """Stands for an `__init__` with the signatures of both forms."""
 
 
 def either(first: Callable[P, object], second: Callable[Q, object]) -> type[_Forms[P, Q]]:
-    """Class whose `init` has the parameters of `first` or, as an overload, of `second`."""
+    """Returns a class whose `init` is overloaded with the parameters of `first` and `second`."""
     return _Forms

@@ -1,4 +1,4 @@
-"""Sizes of the heads of attention layers."""
+"""Head sizes of attention layers."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from omniattn.modules.base.layer import LayerConfig
 
 @dataclass(frozen=True)
 class HeadsConfig(LayerConfig):
-    """Sizes of the heads of queries, keys and values."""
+    """Numbers and sizes of the heads of queries, keys and values."""
 
     dim: Size
     num_heads: Size
@@ -41,5 +41,5 @@ class HeadsConfig(LayerConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that a model rotates."""
+        """Number of dimensions of a head that rotary embeddings rotate."""
         return self.head_size

@@ -1,4 +1,4 @@
-"""Jagged nested tensors (B, j, ..., dim), sequences of any lengths without padding, in layers."""
+"""Support of layers for jagged nested tensors (B, j, ..., dim), unpadded sequences."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from omniattn.checks.jagged import length_bound, longest, require_ragged, with_b
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a call: the entries of a batch (B, T, ...), or the parts of a nested tensor.
+    """Sequences of a call: the rows of a batch (B, T, ...), or the parts of a nested tensor.
 
-    A layer computes on (B, T, ...) in either case. The tokens of a nested tensor are (1, total,
-    ...) there, all sequences one after another, which `attention` and functions with `cu_seqlens`
-    keep apart.
+    A layer computes on (B, T, ...) in either case. A nested tensor becomes (1, total, ...) with its
+    sequences concatenated; `attention` and functions with `cu_seqlens` separate them.
     """
 
     nested: Any = None
-    #: Real tokens of a padded batch, (B, T) bool: True where `nested` holds the token.
+    #: Mask of the real tokens of a padded batch, (B, T) bool: True for tokens in `nested`.
     tokens: Tensor | None = None
 
     @property
     def cu_seqlens(self) -> Tensor | None:
-        """Boundaries (N + 1,) of the parts of a nested tensor."""
+        """Offsets (N + 1,) of the parts of a nested tensor, None for a batch."""
         return None if self.nested is None else self.nested.offsets()
 
     @property
@@ -52,25 +51,25 @@ class Sequences:
         )
 
     def entries(self, t: Tensor) -> Tensor:
-        """Index (total,) of each token's sequence, for t (1, total, ...)."""
+        """Returns the sequence index (total,) of each token of t (1, total, ...)."""
         offsets = self.nested.offsets()
         tokens = torch.arange(t.shape[1], dtype=offsets.dtype, device=t.device)
         return torch.searchsorted(offsets[1:-1], tokens, right=True)
 
     def lengths(self, t: Tensor) -> Tensor:
-        """Length (1, total) of each token's sequence, for t (1, total, ...)."""
+        """Returns the length (1, total) of each token's sequence, for t (1, total, ...)."""
         return self.nested.offsets().diff()[self.entries(t)][None]
 
     def positions(self, t: Tensor) -> Tensor:
-        """Position (T,) of each token of t (B, T, ...) within its sequence."""
+        """Returns the position (T,) of each token of t (B, T, ...) within its sequence."""
         tokens = torch.arange(t.shape[1], device=t.device)
         if self.nested is None:
             return tokens
         return tokens - self.nested.offsets()[self.entries(t)]
 
     def each(self, *tensors: Tensor) -> list[tuple[slice, tuple[Tensor, ...]]]:
-        """Splits packed tensors (1, total, ...) into sequences (1, T, ...), each with its place in
-        the batch, for functions without packing. Tensors of a batch stay whole."""
+        """Splits packed tensors (1, total, ...) into sequences (1, T, ...), each with its slice of
+        the batch, for functions that do not support packing. Batched tensors are not split."""
         if self.nested is None:
             return [(slice(None), tensors)]
         sizes = self.nested.offsets().diff().tolist()
@@ -79,25 +78,25 @@ class Sequences:
         return found or [(slice(0, 1), tensors)]
 
     def apart(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """attend(*tensors) of each sequence alone, one after another (1, total, ...)."""
+        """Returns attend(*tensors) of each sequence separately, concatenated to (1, total, ...)."""
         outs = [attend(*part) for _, part in self.each(*tensors)]
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def sizes(self, t: Tensor) -> Tensor:
-        """Length of each sequence (N,) of t (B, T, ...), or (1,) if all have the same."""
+        """Returns the length (N,) of each sequence of t (B, T, ...), or (1,) for a batch."""
         if self.nested is not None:
             sizes: Tensor = self.nested.offsets().diff()
             return sizes
         return torch.full((1,), t.shape[1], device=t.device)
 
     def in_batches(self, function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
-        """Applies the function to t (B, T, ...). A packed t (1, total, ...) reaches it as
-        (N, longest, ...), padded with zeros."""
+        """Applies the function to t (B, T, ...); pads a packed t (1, total, ...) with zeros to
+        (N, longest, ...)."""
         if self.nested is None:
             return function(t)
         entries = self.entries(t)
         at = torch.arange(t.shape[1], device=t.device) - self.nested.offsets()[entries]
-        # The size of a batch with padding is known without waiting for its mask.
+        # The length of a padded batch is known without a device synchronisation for its mask.
         steps = self.longest if self.tokens is None else self.tokens.shape[1]
         rows = entries * steps + at
         count = self.nested.shape[0] * steps
@@ -106,8 +105,10 @@ class Sequences:
         return y.flatten(0, 1).index_select(0, rows)[None]
 
     def before(self, t: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the previous token of each token of t (B, T, ...), and the last token of each
-        sequence (N, ...). `first` (N, ...), or zeros, precedes the sequences."""
+        """Shifts t (B, T, ...) by one token and returns the last token (N, ...) of each sequence.
+
+        `first` (N, ...), or zeros, precedes the first tokens.
+        """
         count = t.shape[0] if self.nested is None else self.nested.shape[0]
         first = t.new_zeros(count, *t.shape[2:]) if first is None else first.to(t.dtype)
         if self.nested is None:
@@ -124,7 +125,7 @@ class Sequences:
         return t if self.tokens is None else t.expand(*self.tokens.shape, -1)[self.tokens]
 
     def restored(self, t: Tensor) -> Tensor:
-        """t (B, T, ...), nested if the argument of the call was, with zeros for its padding."""
+        """Converts t (B, T, ...) back to the form of the call's input: nested, or zero-padded."""
         if self.tokens is not None:
             rows = self.tokens.flatten().nonzero()[:, 0]
             y = t.new_zeros(self.tokens.numel(), *t.shape[2:]).index_copy(0, rows, t[0])
@@ -141,8 +142,11 @@ def sequences_of(
     queries: Sequences | None = None,
     dim: bool = True,
 ) -> tuple[Tensor, Sequences]:
-    """x as (B, T, ...) and its sequences. It must be nested if and only if `queries`, where given,
-    are; a nested x has no state. Without `dim` x is (B, T)."""
+    """Returns x as (B, T, ...) and its sequences.
+
+    If `queries` are given, x must be nested if and only if they are. A nested x takes no state.
+    Without `dim` x is (B, T).
+    """
     require_tensor(op, name, x)
     nested = x.is_nested if queries is None else queries.nested is not None
     if not nested:
@@ -156,8 +160,10 @@ def sequences_of(
 
 
 def without_padding(x: Tensor, tokens: Tensor) -> tuple[Tensor, Sequences]:
-    """Returns the real tokens of x (B, T, dim) as (1, total, dim), and their sequences. `tokens`
-    (B, T) bool marks them."""
+    """Packs the real tokens of x (B, T, dim), True in `tokens` (B, T), into (1, total, dim).
+
+    Returns the packed tokens and their sequences.
+    """
     offsets = torch.nn.functional.pad(tokens.sum(1).cumsum(0), (1, 0))
     values = x[tokens]
     nested = torch.nested.nested_tensor_from_jagged(values.detach(), offsets)
@@ -165,6 +171,6 @@ def without_padding(x: Tensor, tokens: Tensor) -> tuple[Tensor, Sequences]:
 
 
 def _packed_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """functional.attention_varlen of q, k, v (1, total, H, D)."""
+    """Computes functional.attention_varlen of q, k, v (1, total, H, D)."""
     result: Any = functional.attention_varlen(q[0], k[0], v[0], **options)
     return tuple(t[None] for t in result) if isinstance(result, tuple) else result[None]

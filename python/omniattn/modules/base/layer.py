@@ -1,4 +1,4 @@
-"""Base classes of all layers that are built from a `Config`."""
+"""Base classes of layers built from a `Config`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., None])
 
-#: Types that the parts of a plain field's annotation allow.
+#: Part of a plain field's annotation -> type of valid values.
 _TYPES: dict[str, type] = {
     "int": Integral,
     "float": Real,
@@ -38,8 +38,8 @@ def check_fields(config: Any) -> None:
     """Checks the fields of a config by their annotations.
 
     Raises:
-        TypeError: a value of another type than annotated.
-        ValueError: a size that is no positive integer, a number that is not finite, ...
+        TypeError: a value does not have the annotated type.
+        ValueError: a size is not a positive integer, a number is not finite, ...
     """
     op = type(config).__qualname__.removesuffix(".Config")
     for field in fields(config):
@@ -78,11 +78,11 @@ def _has_base(value: Any, names: list[str]) -> bool:
 
 @dataclass(frozen=True)
 class LayerConfig(Fields):
-    """Base class of the configs of layers."""
+    """Base class of layer configs."""
 
     @property
     def layer(self) -> type[Layer]:
-        """The layer that has this class as its `Config`, which sets this attribute."""
+        """The layer with this class as its `Config`; defining the layer sets this attribute."""
         raise NotImplementedError(f"{type(self).__qualname__}: no layer has this Config")
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class LayerConfig(Fields):
             )
 
     def with_backend(self, backend: str | None) -> Self:
-        """Returns a copy whose layer and parts use `backend`, or self if that is None."""
+        """Returns a copy with `backend` set here and in nested configs, or self if it is None."""
         if backend is None:
             return self
         changed: dict[str, Any] = {}
@@ -114,8 +114,10 @@ class LayerConfig(Fields):
         return replace(self, **changed)
 
     def as_arguments(self) -> str:
-        """The fields that have no default, or another value than it, and `causal`, which layers
-        may have on by default and functions have not; without the configs of parts."""
+        """Formats the fields that differ from their defaults, without nested configs.
+
+        `causal` is always included, since layers and functions have different defaults for it.
+        """
         return ", ".join(
             f"{field.name}={shown(value)}"
             for field in fields(self)
@@ -124,13 +126,15 @@ class LayerConfig(Fields):
         )
 
     def build(self, **factory: Any) -> Any:
-        """The layer; `factory` is its device and dtype."""
+        """Builds the layer; `factory` are its device and dtype."""
         return self.layer(self, **factory)
 
 
 class Float32Buffers(nn.Module):
-    """A module whose buffers stay in fp32 when its parameters become half: values that move in
-    small steps would not move at all."""
+    """A module whose buffers stay in fp32 when its parameters are converted to half.
+
+    Small updates of such buffers would be lost in rounding.
+    """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self.named_buffers(recurse=False))
@@ -143,15 +147,15 @@ class Float32Buffers(nn.Module):
 
 
 class Layer(nn.Module):
-    """A module that is built from a value of its nested class `Config`, or from its fields.
+    """A module built from its nested `Config` class, or from the config's fields.
 
-    A layer joins `layers` by being defined, under the name of its class or `name=` of the class
-    statement. Subclasses such as :class:`omniattn.modules.Mixer` are the roles that layers have in
-    a block.
+    Defining a layer registers it in `layers`, by its class name or by `name=` in the class
+    statement. Subclasses such as :class:`omniattn.modules.Mixer` are the roles of layers in a
+    block.
     """
 
     Config: ClassVar[Any]
-    #: All layers by name.
+    #: Name -> layer.
     layers: ClassVar[dict[str, type[Layer]]] = {}
 
     def __init_subclass__(cls, *, name: str | None = None, **kwargs: Any) -> None:
@@ -167,26 +171,28 @@ class Layer(nn.Module):
             )
         accept_former_names(cls.Config)
         explain_init(cls.Config)
-        Layer.layers[name] = cls  # replaced when a notebook cell runs again
+        Layer.layers[name] = cls  # rerunning a notebook cell redefines the layer
         cls.Config.layer = cls
 
-    #: Whether the layer around this one draws its parameters, which `reset_parameters` then leaves.
+    #: True if an enclosing layer initialises the parameters; `reset_parameters` then skips them.
     drawn_outside = False
 
     def draws(self, *parts: str) -> None:
-        """Lets `reset_parameters` of this layer draw the parameters of these parts. FSDP and others
-        reset every module, a part after the layer that contains it."""
+        """Declares that this layer's `reset_parameters` initialises the parameters of these parts.
+
+        FSDP, for example, resets every module, and submodules after the layer that contains them.
+        """
         for part in parts:
             cast(Layer, self.get_submodule(part)).drawn_outside = True
 
     def extra_repr(self) -> str:
-        """The config, for print(module)."""
+        """Returns the config, for print(module)."""
         config = vars(self).get("config")
         return config.as_arguments() if isinstance(config, LayerConfig) else ""
 
     @classmethod
     def require_config(cls, op: str, name: str, config: Any) -> None:
-        """`config` must be of a layer that is a `cls`."""
+        """Requires that `config` is the config of a subclass of `cls`."""
         if not isinstance(config, LayerConfig) or not issubclass(config.layer, cls):
             fit = sorted(known for known, layer in Layer.layers.items() if issubclass(layer, cls))
             raise TypeError(
@@ -208,12 +214,13 @@ def config_or_fields(
     *,
     make: Callable[..., LayerConfig] | None = None,
 ) -> Callable[[Callable[..., None]], Any]:
-    """Lets `__init__(self, config, *, device, ...)` take the fields of the config in its place.
+    """Lets `__init__(self, config, *, device, ...)` also accept the config's fields as arguments.
 
     `RMSNorm(512, eps=1e-5, device="cuda")` is `RMSNorm(RMSNorm.Config(512, eps=1e-5),
-    device="cuda")`: arguments of `__init__` after the config are then given by name. The signature
-    shows the fields. Type checkers see the signature of `like`, which forms.py derives from the
-    config, or else accept any arguments. `make` takes the fields; the default is the config.
+    device="cuda")`; the arguments of `__init__` after the config are then keyword-only. The
+    signature at run time shows the fields. Type checkers see the signature of `like`, which
+    forms.py derives from the config; without it they accept any arguments. `make` builds the config
+    from the fields; default: the config class.
     """
     new = kind if make is None else make
     layer = kind.__qualname__.removesuffix(".Config")
@@ -268,6 +275,6 @@ def config_or_fields(
 
 
 def _explained(error: TypeError, given: Collection[str], known: Collection[str]) -> str:
-    """The error of a config with a suggestion for the first unknown argument of the layer."""
+    """Returns the config's error text with a suggestion for the first unknown argument."""
     unknown = next((name for name in given if name not in known), None)
     return f"{str(error).partition('; did you mean')[0]}{did_you_mean(unknown, known)}"

@@ -1,4 +1,4 @@
-"""Linear layer on `functional.linear`."""
+"""Linear layer computed by `functional.linear`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +14,13 @@ from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 
 
 class Linear(Layer, nn.Linear):
-    """y = x W^T + b.
+    """Computes y = x W^T + b.
 
-    A torch.nn.Linear, so that adapters (PEFT), quantisation and sharding find it.
+    A subclass of torch.nn.Linear, so that adapters (PEFT), quantisation and sharding recognise it.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (..., in_features) -> (..., out_features), in the dtype of x.
@@ -33,7 +33,7 @@ class Linear(Layer, nn.Linear):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Sizes; `init_std` of the normal weights (a bias starts at 0); `backend` of the op."""
+        """Sizes, `init_std` of the normal weights (a bias starts at 0), and the op's `backend`."""
 
         in_features: Size
         out_features: Size
@@ -51,7 +51,7 @@ class Linear(Layer, nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.config = c = config  # before the constructor, which draws
+        self.config = c = config  # nn.Linear's constructor calls reset_parameters, which reads it
         nn.Linear.__init__(self, c.in_features, c.out_features, c.bias, device, dtype)
 
     def reset_parameters(self) -> None:
@@ -63,15 +63,15 @@ class Linear(Layer, nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., in_features) -> (..., out_features)."""
+        """Maps x (..., in_features) to (..., out_features)."""
         return functional.linear(x, self.weight, self.bias, backend=self.config.backend)
 
 
 def is_plain(*layers: Any) -> bool:
-    """True if a call of each layer reads its weight and bias and does nothing else.
+    """Returns True if each layer is determined by its weight and bias.
 
-    An op may then read them in place of the call. It must not where an adapter wraps the layer, a
-    hook watches it, or its weight is quantised or sharded.
+    An op can then read them instead of calling the layer. Adapters, hooks, and quantised or sharded
+    weights require a call.
     """
     return all(
         type(layer).forward is Linear.forward
@@ -84,7 +84,7 @@ def is_plain(*layers: Any) -> bool:
 
 
 def weight_of(layer: Linear) -> torch.Tensor:
-    """W of a layer without a bias, as its calls apply it: with its adapters, dequantised."""
+    """Returns the effective weight W of a layer without a bias: with adapters, dequantised."""
     if is_plain(layer):
         return layer.weight
     dtype = layer.weight.dtype

@@ -1,4 +1,4 @@
-"""The roles of the layers of a block: token mixers, channel mixers, norms."""
+"""Roles of layers in a block: token mixers, channel mixers, norms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omniattn.modules.base.state import Stateful
 
 
 def require_tokens(op: str, x: Tensor, dim: int) -> None:
-    """x must be (B, T, dim)."""
+    """Requires that x has shape (B, T, dim)."""
     if x.is_nested or x.ndim != 3 or x.shape[2] != dim:
         got = "a nested tensor" if x.is_nested else f"x.shape={tuple(x.shape)}"
         raise ValueError(f"{op}: x must have shape (B, T, {dim}), got {got}")
@@ -25,18 +25,18 @@ def require_no_mask(op: str, mask: Tensor | Mask | None) -> None:
 
 
 class Mixer(Layer, Stateful):
-    """A layer (B, T, dim) -> (B, T, dim) that mixes tokens and can go on from a state.
+    """A layer (B, T, dim) -> (B, T, dim) that mixes tokens and can continue from a state.
 
-    `forward` takes by name
+    `forward` has these keyword arguments, None by default:
 
-    - state: from `new_state` or None. x are the tokens that follow those in it;
-    - rope: cos, sin of the positions of x, or None. A mixer that rotates nothing ignores it;
-    - mask: boolean, True = attend, broadcastable to (B, heads, T, S), or None. A mixer that cannot
-      obey it raises;
-    - score_mod, only where `takes_score_mod` is true: f(score, b, h, q, k), see
-      `functional.attention`, or None;
-    - shared, only where `shares` is true: a dict of tensors in which the layers of a model pass
-      something on in one call, beginning with the `embeddings` of the tokens; or None.
+    - state: a state from `new_state`; x are the tokens after those in the state;
+    - rope: (cos, sin) at the positions of x; ignored by mixers without rotary embeddings;
+    - mask: boolean, True = attend, broadcastable to (B, heads, T, S); mixers that cannot apply it
+      raise an error;
+    - score_mod, only if `takes_score_mod` is True: f(score, b, h, q, k), see
+      `functional.attention`;
+    - shared, only if `shares` is True: a dict by which layers pass tensors to later layers within
+      one call of the model; it starts with the token `embeddings`.
 
     Example:
         >>> from omniattn.modules import Attention
@@ -49,15 +49,15 @@ class Mixer(Layer, Stateful):
 
     shares: ClassVar[bool] = False
     takes_score_mod: ClassVar[bool] = False
-    #: True if `new_state` takes an `eviction`.
+    #: True if `new_state` accepts an `eviction`.
     evicts: ClassVar[bool] = False
 
 
 class ChannelMixer(Layer):
-    """A layer (..., dim) -> (..., dim) that treats each token alone, or routes it.
+    """A layer (..., dim) -> (..., dim) that transforms tokens independently, or routes them.
 
-    One that reads earlier tokens has the `new_state` of a Mixer too, and takes `state` and `mask`
-    by name.
+    A channel mixer that reads earlier tokens also has `new_state`, as a Mixer, and the keyword
+    arguments `state` and `mask`.
     """
 
 

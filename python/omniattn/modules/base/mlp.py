@@ -1,4 +1,4 @@
-"""Feed-forward layers, plain and gated, each on one op."""
+"""Feed-forward layers, plain and gated, each computed by one op."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from omniattn.modules.base.linear import Linear, is_plain
 from omniattn.modules.base.mixer import ChannelMixer
 from omniattn.suggestions import did_you_mean
 
-#: Name of a gated activation -> name of the activation.
+#: Name of a gated activation -> activation of the gate.
 GATED_ACTIVATIONS = {
     "swiglu": "silu",
     "geglu": "gelu",
@@ -31,7 +31,7 @@ GATED_ACTIVATIONS = {
 
 
 class _FeedForward(ChannelMixer):
-    """Base of both kinds: calls the projections one by one where they are not plain."""
+    """Base class of MLP and GatedMLP: calls the projections if they are not plain linears."""
 
     config: Any
     up_proj: Linear
@@ -40,7 +40,7 @@ class _FeedForward(ChannelMixer):
     def _by_layers(
         self, x: torch.Tensor, activation: str, gate: Linear | None = None, **clamp: float
     ) -> torch.Tensor:
-        """The formula of the op with calls of the projections, which may be adapters."""
+        """Computes the op's formula by calling the projections, which may have adapters."""
         c = self.config
 
         def run(x: torch.Tensor) -> torch.Tensor:
@@ -58,13 +58,14 @@ class _FeedForward(ChannelMixer):
 
 
 class MLP(_FeedForward):
-    """y = dropout(act(x W_up + b_up)) W_down + b_down.
+    """Computes y = dropout(act(x W_up + b_up)) W_down + b_down.
 
     Args:
-        config: sizes and options; `activation` is one of `omniattn.functional.mlp`;
-            `out_init_std` of `down_proj` (models scale it by 1 / sqrt(2 layers)); `recompute` keeps
-            nothing of the hidden size for the backward.
-        device, dtype: of the parameters.
+        config: sizes and options; `activation` is one of those of `omniattn.functional.mlp`;
+            `out_init_std` is the standard deviation of `down_proj` (models scale it by
+            1 / sqrt(2 layers)); with `recompute` no tensor of the hidden size is saved for the
+            backward pass.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (..., dim) -> (..., dim). Weights up_proj (hidden_dim, dim), down_proj (dim, hidden_dim).
@@ -120,7 +121,7 @@ class MLP(_FeedForward):
         self.down_proj = Linear(narrow, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., dim) -> (..., dim)."""
+        """Maps x (..., dim) to (..., dim)."""
         c = self.config
         if not is_plain(self.up_proj, self.down_proj):
             return self._by_layers(x, c.activation)
@@ -138,7 +139,7 @@ class MLP(_FeedForward):
 
 
 def check_clamp(op: str, clamp: tuple[float, float]) -> None:
-    """`clamp` must be alpha and limit of clamped_swiglu."""
+    """Requires that `clamp` is a valid (alpha, limit) of clamped_swiglu."""
     if len(clamp) != 2:
         raise ValueError(f"{op}: clamp must be (alpha, limit), got clamp={shown(clamp)}")
     for name, value in zip(("alpha", "limit"), clamp, strict=True):
@@ -146,12 +147,12 @@ def check_clamp(op: str, clamp: tuple[float, float]) -> None:
 
 
 class GatedMLP(_FeedForward):
-    """y = dropout(act(x W_gate) * (x W_up)) W_down.
+    """Computes y = dropout(act(x W_gate) * (x W_up)) W_down.
 
     Args:
-        config: as of MLP; `activation` is one of swiglu, geglu, geglu_tanh, reglu, glu, bilinear,
-            clamped_swiglu; `clamp` are alpha and limit of the last one (gpt-oss).
-        device, dtype: of the parameters.
+        config: as in MLP; `activation` is one of swiglu, geglu, geglu_tanh, reglu, glu, bilinear,
+            clamped_swiglu; `clamp` is (alpha, limit) of clamped_swiglu (gpt-oss).
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (..., dim) -> (..., dim). Weights gate_proj and up_proj (hidden_dim, dim), down_proj
@@ -198,7 +199,7 @@ class GatedMLP(_FeedForward):
         self.down_proj = Linear(narrow, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., dim) -> (..., dim)."""
+        """Maps x (..., dim) to (..., dim)."""
         c = self.config
         if not is_plain(self.gate_proj, self.up_proj, self.down_proj):
             alpha, limit = c.clamp

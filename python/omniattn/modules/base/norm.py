@@ -1,4 +1,4 @@
-"""RMSNorm, LayerNorm, and their gated and per-head forms, on their functionals."""
+"""RMSNorm, LayerNorm, and their gated and per-head forms."""
 
 from dataclasses import dataclass
 
@@ -17,16 +17,16 @@ Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class RMSNorm(Norm, nn.RMSNorm):
-    """y = x (offset + w) / sqrt(mean(x^2) + eps) over the last dimension.
+    """Computes y = x (offset + w) / sqrt(mean(x^2) + eps) over the last dimension.
 
     Args:
-        config: size and options, as in functional.rms_norm; `offset=1` with `weight` starting at 0
-            is Gemma's form.
-        device, dtype: of the weight.
+        config: size and options, as in functional.rms_norm; `offset=1`, with a weight that starts
+            at 0, is Gemma's form.
+        device, dtype: device and dtype of the weight.
 
     Shape:
         x (..., dim) -> (..., dim). With `residual` (..., dim): (norm(h), h), h = x + residual, in
-        float32 where the residual is.
+        float32 if the residual is.
 
     Reference:
         Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467.
@@ -56,17 +56,17 @@ class RMSNorm(Norm, nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.config = c = config  # before the constructor, which draws
+        self.config = c = config  # nn.RMSNorm's constructor calls reset_parameters, which reads it
         nn.RMSNorm.__init__(self, c.dim, c.eps, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Makes the factor offset + w one."""
+        """Initialises the weight so that offset + w = 1."""
         nn.init.constant_(self.weight, 1 - self.config.offset)
 
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> Normed:
-        """x (..., dim) -> y, or (y, x + residual) when a residual is given."""
+        """Maps x (..., dim) to y, or (y, x + residual) when a residual is given."""
         c = self.config
         return functional.rms_norm(
             x,
@@ -80,7 +80,7 @@ class RMSNorm(Norm, nn.RMSNorm):
 
 
 class LayerNorm(Norm, nn.LayerNorm):
-    """y = (x - mean) w / sqrt(var + eps) + b over the last dimension.
+    """Computes y = (x - mean) w / sqrt(var + eps) + b over the last dimension.
 
     Args:
         config: size and options.
@@ -88,7 +88,7 @@ class LayerNorm(Norm, nn.LayerNorm):
 
     Shape:
         x (..., dim) -> (..., dim). With `residual` (..., dim): (norm(h), h), h = x + residual, in
-        float32 where the residual is.
+        float32 if the residual is.
 
     Reference:
         Ba, Kiros, Hinton, "Layer Normalization", 2016, arXiv 1607.06450.
@@ -117,7 +117,7 @@ class LayerNorm(Norm, nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.config = c = config  # before the constructor, which draws
+        self.config = c = config  # nn.LayerNorm's constructor calls reset_parameters
         nn.LayerNorm.__init__(self, c.dim, c.eps, bias=c.bias, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
@@ -129,7 +129,7 @@ class LayerNorm(Norm, nn.LayerNorm):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> Normed:
-        """x (..., dim) -> y, or (y, x + residual) when a residual is given."""
+        """Maps x (..., dim) to y, or (y, x + residual) when a residual is given."""
         c = self.config
         return functional.layer_norm(
             x, self.weight, self.bias, eps=c.eps, residual=residual, backend=c.backend
@@ -137,10 +137,10 @@ class LayerNorm(Norm, nn.LayerNorm):
 
 
 class GroupNorm(Layer):
-    """Every head of the last dimension normalised alone, then a weight and a bias per channel.
+    """Normalises each head of the last dimension, then applies a weight and bias per channel.
 
     Args:
-        config: size, number of heads and options.
+        config: size, number of heads (groups) and options.
         device, dtype: of weight and bias.
 
     Shape:
@@ -157,7 +157,7 @@ class GroupNorm(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Size and options; without `center` the heads are RMS-normalised (RetNet)."""
+        """Size and options; with center=False the heads are RMS-normalised (RetNet)."""
 
         dim: Size
         num_groups: Size
@@ -202,7 +202,7 @@ class GroupNorm(Layer):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., dim) -> (..., dim)."""
+        """Maps x (..., dim) to (..., dim)."""
         c = self.config
         return functional.group_norm(
             x,
@@ -216,11 +216,11 @@ class GroupNorm(Layer):
 
 
 class RMSNormGated(Layer):
-    """y = RMSNorm(x) w act(gate), or RMSNorm(x act(gate)) w, over groups of the last dimension.
+    """Computes RMSNorm(x) w act(gate), or RMSNorm(x act(gate)) w, in groups of the last dimension.
 
     Args:
-        config: size and options.
-        device, dtype: of the weight.
+        config: size and options; `norm_before_gate` selects the first form.
+        device, dtype: device and dtype of the weight.
 
     Shape:
         x, gate (..., dim) -> (..., dim).
@@ -272,7 +272,7 @@ class RMSNormGated(Layer):
         nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """x, gate (..., dim) -> (..., dim)."""
+        """Maps x, gate (..., dim) to (..., dim)."""
         c = self.config
         return functional.rms_norm_gated(
             x,

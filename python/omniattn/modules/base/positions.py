@@ -1,4 +1,4 @@
-"""Positions that are added: to the embeddings (sinusoidal, learned) or to the scores (ALiBi)."""
+"""Additive position encodings: of embeddings (sinusoidal, learned) and of scores (ALiBi)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 
 
 def _token_positions(layer: Any, x: Tensor, positions: Tensor | int) -> Tensor:
-    """The positions of x (B, T, dim), given as ids or as the first one."""
+    """Returns the positions of x (B, T, dim), given as ids or as the first position."""
     op, dim = type(layer).__name__, layer.config.dim
     require_tensor(op, "x", x)
     if x.dim() < 2 or x.shape[-1] != dim:
@@ -46,7 +46,9 @@ def _token_positions(layer: Any, x: Tensor, positions: Tensor | int) -> Tensor:
 
 
 class SinusoidalPositional(Layer):
-    """y = x * sqrt(dim) + PE[p] (the factor if `scale_input`), PE as `functional.sinusoidal`.
+    """Computes y = x + PE[p], or x * sqrt(dim) + PE[p] with `scale_input`.
+
+    PE is the table of `functional.sinusoidal`.
 
     Args:
         config: width and form of the table.
@@ -75,7 +77,7 @@ class SinusoidalPositional(Layer):
         def __post_init__(self) -> None:
             super().__post_init__()
             nowhere = torch.empty(0, dtype=torch.int64)
-            functional.sinusoidal(  # checks the options
+            functional.sinusoidal(  # validates the options
                 nowhere, self.dim, layout=self.layout, freqs=self.freqs, base=self.base
             )
 
@@ -85,7 +87,10 @@ class SinusoidalPositional(Layer):
         self.config = config
 
     def forward(self, x: Tensor, positions: Tensor | int = 0) -> Tensor:
-        """x (B, T, dim); positions (T,) or (B, T) of any integer dtype, or the first one."""
+        """Maps x (B, T, dim) to the same shape.
+
+        positions: (T,) or (B, T) of any integer dtype, or the first position as an int.
+        """
         c = self.config
         table = functional.sinusoidal(
             _token_positions(self, x, positions), c.dim, layout=c.layout, freqs=c.freqs, base=c.base
@@ -94,13 +99,13 @@ class SinusoidalPositional(Layer):
 
 
 class SinCosPositional2d(Layer):
-    """y = x + the 2-D sin-cos table of a patch grid, `functional.sincos_2d`.
+    """Adds the 2-D sin-cos table of a patch grid, see `functional.sincos_2d`.
 
     Args:
         config: width, number of prefix tokens and order of the halves.
 
     Shape:
-        x (B, prefix + height * width, dim) -> the same.
+        x (B, prefix + height * width, dim) -> the same shape.
 
     Reference:
         He et al., "Masked Autoencoders", 2021, arXiv 2111.06377.
@@ -121,7 +126,8 @@ class SinCosPositional2d(Layer):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            functional.sincos_2d(self.dim, 0, 0, order=self.order, base=self.base)  # checks them
+            # Validates the options.
+            functional.sincos_2d(self.dim, 0, 0, order=self.order, base=self.base)
 
     @config_or_fields(Config, either(ConfigAlone[Config], Config).init)
     def __init__(self, config: Config) -> None:
@@ -129,7 +135,7 @@ class SinCosPositional2d(Layer):
         self.config = config
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """x (B, prefix + height * width, dim), grid (height, width)."""
+        """Maps x (B, prefix + height * width, dim) to the same shape; grid is (height, width)."""
         c = self.config
         require_tensor("SinCosPositional2d", "x", x)
         if not isinstance(grid, (tuple, list)) or len(grid) != 2:
@@ -154,18 +160,18 @@ class SinCosPositional2d(Layer):
 
 
 class LearnedPositional(Layer):
-    """y = x + weight[p], with a table (max_positions, dim) that can be resized.
+    """Computes y = x + weight[p] with a trained table (max_positions, dim) that can be resized.
 
     Args:
         config: size and initialisation of the table.
-        device, dtype: of the table.
+        device, dtype: device and dtype of the table.
 
     Shape:
         x (B, T, dim) -> (B, T, dim).
 
     Raises:
-        ValueError: a position outside the table, which is never clamped (checked on the CPU; torch
-            asserts it on CUDA).
+        ValueError: a position is outside the table; positions are never clamped (checked on the
+            CPU; a device-side assertion of torch on CUDA).
 
     Reference:
         Devlin et al., "BERT", 2018, arXiv 1810.04805; images: Dosovitskiy et al., 2020, arXiv
@@ -206,13 +212,16 @@ class LearnedPositional(Layer):
         nn.init.normal_(self.weight, std=self.config.init_std)
 
     def forward(self, x: Tensor, positions: Tensor | int = 0) -> Tensor:
-        """x (B, T, dim); positions (T,) or (B, T) of any integer dtype, or the first one."""
+        """Maps x (B, T, dim) to the same shape.
+
+        positions: (T,) or (B, T) of any integer dtype, or the first position as an int.
+        """
         p = _token_positions(self, x, positions)
         require_rows("LearnedPositional", "positions", p, self.config.max_positions)
         return x + nn.functional.embedding(p, self.weight)
 
     def interpolate(self, length: int) -> LearnedPositional:
-        """A new table of `length` rows, linearly interpolated."""
+        """Returns a new layer with the table linearly interpolated to `length` rows."""
         return self._resized(functional.interpolate_positions(self.weight.detach(), length))
 
     def interpolate_grid(
@@ -224,7 +233,7 @@ class LearnedPositional(Layer):
         offset: float = 0.0,
         antialias: bool = False,
     ) -> LearnedPositional:
-        """A new table for images of another grid, by `functional.interpolate_grid`."""
+        """Returns a new layer for another patch grid, see `functional.interpolate_grid`."""
         return self._resized(
             functional.interpolate_grid(
                 self.weight.detach(), old, new, prefix=prefix, offset=offset, antialias=antialias
@@ -246,14 +255,14 @@ class _ByConfig(ConfigAlone[C], _Device): ...
 
 
 class ALiBi(Layer):
-    """The bias ``-m_h |i - j|`` of attention, slopes m as `functional.alibi_slopes`.
+    """Computes the attention bias ``-m_h |i - j|`` with slopes m of `functional.alibi_slopes`.
 
     Args:
-        config: heads and options.
-        device: of the slopes, which are float32 whatever the model's dtype.
+        config: number of heads and options.
+        device: device of the slopes, which are float32 for every model dtype.
 
     Shape:
-        forward(Tq, Tk) -> (1, num_heads, Tq, Tk), for `bias` of the attention.
+        forward(Tq, Tk) -> (1, num_heads, Tq, Tk), the `bias` argument of attention.
 
     Reference:
         Press, Smith, Lewis, "Train Short, Test Long", 2021, arXiv 2108.12409.
@@ -265,7 +274,7 @@ class ALiBi(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Heads and options; `form` as in functional.alibi_bias."""
+        """Number of heads and options; `form` as in functional.alibi_bias."""
 
         num_heads: Size
         max_exponent: Positive = 8.0
@@ -275,7 +284,7 @@ class ALiBi(Layer):
         def __post_init__(self) -> None:
             super().__post_init__()
             slopes = functional.alibi_slopes(self.num_heads, max_exponent=self.max_exponent)
-            functional.alibi_bias(slopes, 0, 0, form=self.form)  # checks the form
+            functional.alibi_bias(slopes, 0, 0, form=self.form)  # validates the form
 
     slopes: Tensor
 
@@ -294,11 +303,11 @@ class ALiBi(Layer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Sets the slopes of the paper, which are in no checkpoint unless they are trained."""
+        """Sets the paper's slopes; checkpoints contain them only if they are trainable."""
         c = self.config
         self.slopes.copy_(functional.alibi_slopes(c.num_heads, max_exponent=c.max_exponent))
 
     def forward(self, q_len: int, k_len: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The bias of q_len queries that end with the last of k_len keys, in `dtype`."""
+        """Returns the bias of the last q_len of k_len tokens as queries, in `dtype`."""
         bias = functional.alibi_bias(self.slopes, q_len, k_len, form=self.config.form)
         return bias if dtype is None else bias.to(dtype)

@@ -1,4 +1,4 @@
-"""A layer on a residual stream: where its norms stand, and dropout of its branch."""
+"""Residual connections: placement of norms, dropout and stochastic depth."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PLACEMENTS = ("pre", "post", "sandwich", "post_in_residual")
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: a sample becomes 0 with probability p and x / (1 - p) otherwise.
+    """Stochastic depth: zeroes a sample with probability p and divides the others by 1 - p.
 
-    Philox chooses the samples, from a seed drawn from torch's generator: the same on every device.
-    In training mode only.
+    Philox draws the samples from a seed of torch's generator, so that all devices drop the same
+    samples. Active in training mode only.
 
     Args:
-        p: in [0, 1).
+        p: probability of a sample to be zeroed, in [0, 1).
 
     Shape:
         x (B, ...) -> (B, ...).
@@ -46,14 +46,14 @@ class DropPath(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, ...) -> (B, ...)."""
+        """Maps x (B, ...) to (B, ...)."""
         if self.p == 0.0 or not self.training:
             return x
         factor = functional.dropout(torch.ones(x.shape[0], dtype=x.dtype, device=x.device), self.p)
         return x * factor.view(-1, *(1,) * (x.dim() - 1))
 
     def extra_repr(self) -> str:
-        """The probability, for print(module)."""
+        """Returns the probability, for print(module)."""
         return f"p={self.p}"
 
 
@@ -65,19 +65,19 @@ class _ByConfig(ConfigAlone[C], _OfLayer): ...
 
 
 class Residual(nn.Module):
-    """x + f(x) with norms around f, by the placement:
+    """Computes x + f(x) with norms placed by `placement`:
 
-    - "pre": x + f(Norm(x)) (GPT-2, Llama; the model ends with a norm of its own);
-    - "post": Norm(x + f(x)) (the first Transformer, BERT), the sum fused into the norm;
+    - "pre": x + f(Norm(x)) (GPT-2, Llama; the model ends with a final norm);
+    - "post": Norm(x + f(x)) (original Transformer, BERT), with the addition fused into the norm;
     - "sandwich": x + Norm2(f(Norm(x))) (Gemma 2);
     - "post_in_residual": x + Norm(f(x)) (OLMo 2).
 
-    The result of f goes through dropout and DropPath, after the norm that follows it.
+    Dropout and DropPath apply to the branch, after its output norm if it has one.
 
     Args:
-        layer: f; further arguments of forward go to it.
-        config: norm, placement and dropout; or these as arguments of their own.
-        device, dtype: of the norms.
+        layer: f; forward passes further arguments on to it.
+        config: norm, placement and dropout.
+        device, dtype: device and dtype of the norms.
 
     Shape:
         x (..., dim) -> (..., dim).
@@ -97,9 +97,9 @@ class Residual(nn.Module):
     class Config(LayerConfig):
         """Norm, placement and dropout of the branch.
 
-        `residual_in_fp32` keeps x and the result in float32 around layers of 16 bits, for which x
-        is rounded to the dtype of the norm's weight (Mamba in transformers); not with "post", where
-        the norm returns the stream.
+        `residual_in_fp32` keeps x and the result in float32 around half-precision layers; x is
+        rounded to the dtype of the norm's weight for the branch (Mamba in transformers). Not
+        supported with "post", where the norm's output is the residual stream.
         """
 
         norm: LayerConfig
@@ -118,7 +118,7 @@ class Residual(nn.Module):
                 )
             if self.residual_in_fp32 and self.placement == "post":
                 raise ValueError(
-                    "Residual: residual_in_fp32 needs a stream that no norm returns, "
+                    "Residual: residual_in_fp32 must be False if a norm's output is the stream, "
                     "got placement='post'"
                 )
 
@@ -143,11 +143,11 @@ class Residual(nn.Module):
         self.drop_path = DropPath(config.drop_path_p)
 
     def extra_repr(self) -> str:
-        """The config, for print(module)."""
+        """Returns the config, for print(module)."""
         return self.config.as_arguments()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """x (..., dim) -> (..., dim); the other arguments go to the layer."""
+        """Maps x (..., dim) to (..., dim); passes the other arguments on to the layer."""
         placement, y = self.config.placement, x
         if self.config.residual_in_fp32:
             x = widen(x)
@@ -161,18 +161,18 @@ class Residual(nn.Module):
             y = self.norm(y)
         y = self.drop_path(self.dropout(y))
         if placement == "post":
-            normed, _ = self.norm(y.to(x.dtype), x)  # the stream keeps its dtype under autocast
+            normed, _ = self.norm(y.to(x.dtype), x)  # keeps the stream's dtype under autocast
             return normed
         return x + y
 
 
 class ParallelResidual(nn.Module):
-    """x + f1(Norm(x)) + f2(Norm(x)) + ...: layers side by side on one norm (GPT-J, Cohere).
+    """Computes x + f1(Norm(x)) + f2(Norm(x)) + ...: parallel layers on one norm (GPT-J, Cohere).
 
     Args:
-        layers: f1, f2, ..., from (..., dim) to (..., dim).
+        layers: f1, f2, ..., each from (..., dim) to (..., dim).
         norm: config of the norm.
-        device, dtype: of the norm.
+        device, dtype: device and dtype of the norm.
 
     Shape:
         x (..., dim) -> (..., dim).
@@ -201,7 +201,7 @@ class ParallelResidual(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., dim) -> (..., dim)."""
+        """Maps x (..., dim) to (..., dim)."""
         y = self.norm(x)
         for layer in self.layers:
             x = x + layer(y)

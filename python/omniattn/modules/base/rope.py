@@ -1,4 +1,4 @@
-"""Rotary tables of a model, computed once per forward pass and shared by its layers."""
+"""Rotary tables, computed once per forward pass and shared by a model's layers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 
 
 class RotaryEmbedding(Layer):
-    """cos and sin of p * theta_i, theta_i = base^(-2i / rotary_dim), possibly scaled.
+    """Computes cos and sin of p * theta_i, theta_i = base^(-2i / rotary_dim), possibly scaled.
 
-    The tables are computed from the positions in fp64 at each call. There is no buffer of them, so
+    Each call computes the tables from the positions in fp64. They are not stored in a buffer, so
     `module.to(torch.bfloat16)` cannot round the angles.
 
     Args:
@@ -26,11 +26,12 @@ class RotaryEmbedding(Layer):
 
     Shape:
         positions (T,) or (B, T) int -> cos, sin (T, rotary_dim / 2) or (B, T, rotary_dim / 2) fp32.
-        With `sections` (M-RoPE) or `num_axes` > 1 positions are (A, T) or (A, B, T).
+        With `sections` (M-RoPE) or `num_axes` > 1 positions are (A, T) or (A, B, T), with one row
+        per coordinate.
 
     Notes:
-        The dynamic and LongRoPE scalings follow the largest position of each call, on the device
-        and without waiting for it; `seq_len` overrides it.
+        The dynamic and LongRoPE scalings depend on the largest position of each call, computed on
+        the device without synchronisation; `seq_len` overrides it.
 
     Reference:
         Su et al., "RoFormer", 2021, arXiv 2104.09864; M-RoPE: Wang et al., "Qwen2-VL", 2024, arXiv
@@ -47,15 +48,15 @@ class RotaryEmbedding(Layer):
         """Frequencies of the rotation.
 
         Args:
-            rotary_dim: even, at most the head size.
-            base: of the wavelengths.
-            scaling: for contexts longer than trained on, see functional.rope_frequencies; a mapping
-                as in Hugging Face, {"rope_type": "llama3", ...}, becomes a RopeScaling.
-            sticky: the largest length so far stays in force until a call within the trained length
+            rotary_dim: number of rotated dimensions, even, at most the head size.
+            base: base of the geometric series of wavelengths.
+            scaling: for contexts longer than the trained length, see functional.rope_frequencies; a
+                mapping in Hugging Face's form, {"rope_type": "llama3", ...}, becomes a RopeScaling.
+            sticky: True to use the largest length so far until a call within the trained length
                 (Hugging Face); by default each call uses its own length.
-            sections: M-RoPE: pairs of time, height and width.
-            sections_interleaved: t h w t h w ... (Qwen3-VL) instead of one section after another.
-            num_axes: 2 for images: row and column rotate half of the pairs each.
+            sections: numbers of pairs for time, height and width (M-RoPE).
+            sections_interleaved: t h w t h w ... (Qwen3-VL) instead of contiguous sections.
+            num_axes: 2 for images: row and column each rotate half of the pairs.
         """
 
         rotary_dim: Size
@@ -90,7 +91,7 @@ class RotaryEmbedding(Layer):
             trained = getattr(self.scaling, "original_max_positions", None)
             if self.sticky and trained is None:
                 raise ValueError(
-                    "RotaryEmbedding: sticky must have a scaling with a trained length, "
+                    "RotaryEmbedding: sticky requires a scaling with a trained length, "
                     f"got scaling={self.scaling}"
                 )
 
@@ -104,14 +105,14 @@ class RotaryEmbedding(Layer):
             self.register_buffer("longest", torch.tensor(0), persistent=False)
 
     def reset_parameters(self) -> None:
-        """Forgets the length that was reached."""
+        """Resets the largest length so far."""
         if self.config.sticky:
             self.longest.zero_()
 
     def forward(self, positions: Tensor, seq_len: int | None = None) -> tuple[Tensor, Tensor]:
-        """positions (..., T) -> cos, sin (..., T, rotary_dim / 2).
+        """Maps positions (..., T) to cos, sin (..., T, rotary_dim / 2).
 
-        `seq_len` is the length of the whole context, by default the largest position + 1.
+        `seq_len` is the length of the whole context; default: the largest position + 1.
         """
         require_integers("RotaryEmbedding", "positions", positions)
         c, device = self.config, positions.device
@@ -119,7 +120,7 @@ class RotaryEmbedding(Layer):
         several = c.num_axes > 1 or c.sections is not None
         if several and (positions.dim() < 2 or positions.shape[0] != axes):
             raise ValueError(
-                f"RotaryEmbedding: positions must have shape ({axes}, ..., T), a row for each "
+                f"RotaryEmbedding: positions must have shape ({axes}, ..., T), one row per "
                 f"coordinate, got positions.shape={tuple(positions.shape)}"
             )
         if c.num_axes > 1:

@@ -1,4 +1,4 @@
-"""The short causal convolution in front of a recurrence."""
+"""Short causal convolution before a recurrence."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 
 
 class ShortConvolution(Layer):
-    """y_t = act(bias + sum_k weight[:, k] x_{t + k - (K - 1)}), each channel with its own filter.
+    """Computes y_t = act(bias + sum_k weight[:, k] x_{t + k - (K - 1)}), depthwise.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, T, dim), state (B, dim, K - 1) or None -> y (B, T, dim) and the state after x.
         Parameters weight (dim, 1, K), as in torch.nn.Conv1d, and bias (dim).
 
     Reference:
-        As functional.causal_conv1d.
+        See functional.causal_conv1d.
 
     Example:
         >>> conv = ShortConvolution(dim=8)
@@ -41,11 +41,11 @@ class ShortConvolution(Layer):
         """Sizes and options.
 
         Args:
-            dim: channels.
-            kernel_size: K, the taps of a filter.
-            bias: whether there is one.
+            dim: number of channels.
+            kernel_size: K, the number of filter taps.
+            bias: True to add a bias.
             activation: "silu" or None.
-            backend: of the op.
+            backend: backend of the op.
         """
 
         dim: Size
@@ -87,8 +87,8 @@ class ShortConvolution(Layer):
             nn.init.uniform_(parameter, -bound, bound)
 
     def new_state(self, batch: int, like: Tensor) -> Tensor:
-        """The state before the first token, zeros of like's device and dtype."""
-        # As the kernels keep it, with the channels next to each other.
+        """Returns the state before the first token: zeros with like's device and dtype."""
+        # The kernels' layout: channels are contiguous.
         return like.new_zeros(batch, self.config.kernel_size - 1, self.config.dim).mT
 
     def forward(
@@ -98,10 +98,11 @@ class ShortConvolution(Layer):
         cu_seqlens: Tensor | None = None,
         taps: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x (B, T, dim) -> y (B, T, dim) and the state (B, dim, K - 1) after x, or of each of the
-        sequences that `cu_seqlens` packs into one row, as in functional.causal_conv1d.
+        """Maps x (B, T, dim) to y (B, T, dim) and the state (B, dim, K - 1) after x.
 
-        With `taps`, the weight as `channels_last` makes it, T is 1 and the state updated in place.
+        With `cu_seqlens`, x has one row of packed sequences with one state each, as in
+        functional.causal_conv1d. With `taps`, the weight from `channels_last`, T is 1 and the state
+        is updated in place.
         """
         if state is not None and taps is not None:
             silu = self.config.activation == "silu"
@@ -120,5 +121,5 @@ class ShortConvolution(Layer):
 
 
 def channels_last(weight: Tensor) -> Tensor:
-    """(dim, K) of a weight (dim, 1, K), the channels next to each other in memory."""
+    """Converts a weight (dim, 1, K) to (dim, K) with channels contiguous in memory."""
     return weight.detach()[:, 0].mT.contiguous().mT

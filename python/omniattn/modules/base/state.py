@@ -1,4 +1,4 @@
-"""States that token mixers keep of past tokens: the protocol, and recurrent states."""
+"""States of token mixers after past tokens: the protocol, and recurrent states."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 @runtime_checkable
 class State(Protocol):
-    """Interface that decoding needs of a layer's state, whatever its mixer is. Inference only.
+    """Interface of a layer's state for decoding, independent of the mixer. Inference only.
 
-    A mixer reads it in `forward(x, state=state)`, and updates it to the state after the last token
-    of x. `copy.deepcopy` copies it.
+    `forward(x, state=state)` reads it and updates it to the state after the last token of x.
+    `copy.deepcopy` copies it.
     """
 
     @property
     def length(self) -> int:
-        """Number of tokens seen by the longest sequence."""
+        """Number of tokens in the longest sequence."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage, used or not."""
+        """Size of the allocated storage in bytes, used or not."""
 
     def crop(self, length: int) -> None:
-        """Forgets all tokens from position `length` on; ValueError where they cannot be."""
+        """Removes all tokens from position `length` on; ValueError if that is impossible."""
 
     def reorder(self, index: Tensor) -> None:
-        """Replaces row b by row index[b]; index (B',) int repeats, drops or swaps sequences."""
+        """Replaces row b by row index[b]; index (B',) int can repeat, drop or swap sequences."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the stored contents, without unused storage."""
@@ -64,14 +64,15 @@ class Storage(TypedDict, total=False):
 
 
 class Stateful:
-    """A mixer, or a model, whose state is the list of the states of its layers."""
+    """A mixer with a state, or a model, whose state is the list of its layers' states."""
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Any:
-        """The state of `batch` sequences before their first token.
+        """Creates the state of `batch` sequences before their first token.
 
         Args:
-            batch, max_length: sizes; a state that does not grow ignores the length.
-            device, dtype: of the storage, default: as the parameters.
+            batch: number of sequences.
+            max_length: largest number of tokens; ignored by states of constant size.
+            device, dtype: device and dtype of the storage; default: those of the parameters.
         """
         raise NotImplementedError(f"{type(self).__name__}: new_state is not defined")
 
@@ -83,22 +84,22 @@ class Stateful:
     def new_cache(
         self, batch: int, max_length: int, dtype: torch.dtype | None = None, **options: Any
     ) -> Any:
-        """The former name of `new_state`."""
+        """Calls `new_state`, of which this is the former name."""
         return self.new_state(batch, max_length, dtype=dtype, **options)
 
 
 class RecurrentState:
-    """Tensors (B, ...) that a recurrence carries from token to token, of one size for any length.
+    """Tensors (B, ...) that a recurrence carries from token to token; constant size.
 
-    A recurrence cannot forget: to read other tokens in place of the last ones, go on from a
-    `copy.deepcopy` that was made before them.
+    A recurrence cannot remove tokens. To replace the last tokens, continue from a `copy.deepcopy`
+    made before them.
 
     Args:
-        tensors: by name, before the first token; a convolution keeps its last inputs in one.
+        tensors: initial tensors by name; a convolution stores its last inputs in one of them.
 
     Raises:
-        ValueError: if a shape does not fit, or tokens are cropped.
-        RuntimeError: if something with a gradient is stored.
+        ValueError: a shape does not match, or tokens are cropped.
+        RuntimeError: a stored tensor requires a gradient.
 
     Example:
         >>> state = RecurrentState(h=torch.zeros(2, 8))
@@ -107,14 +108,14 @@ class RecurrentState:
         (RecurrentState(length=3, h=(2, 8)), 64)
     """
 
-    #: The kind of layer that made it, for which alone these tensors mean what they do.
+    #: Kind of the layer that created the state; other kinds cannot interpret its tensors.
     kind: str | None = None
 
     def __init__(self, **tensors: Tensor) -> None:
         self._tensors = tensors
         self._derived: dict[str, tuple[Tensor, Tensor]] = {}
         self.length = 0
-        #: Whether it has read tokens of a call that failed in a later layer.
+        #: True if the state includes tokens of a call that failed in a later layer.
         self.is_ahead = False
 
     def __repr__(self) -> str:
@@ -137,7 +138,7 @@ class RecurrentState:
     def require_like(
         self, op: str, shapes: dict[str, tuple[int, ...]], x: Tensor, kind: str | None = None
     ) -> None:
-        """The state must be that of a layer of this kind whose states have these `shapes`, for the
+        """Requires a state of this `kind` of layer with these `shapes` per sequence, for the
         sequences of x (B, T, dim)."""
         if self._tensors.keys() != shapes.keys():
             raise ValueError(
@@ -165,15 +166,15 @@ class RecurrentState:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omits tensors derived from parameters, which another process stores elsewhere."""
+        """Omits tensors derived from parameters, since another process derives its own."""
         return {**self.__dict__, "_derived": {}}
 
     def derived(self, name: str, parameter: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """`make(parameter)`, kept from token to token for as long as the parameter is the same.
+        """Returns `make(parameter)`, cached until the parameter's values change.
 
-        Its values are compared with a copy, since the version of a tensor does not tell: numpy and
-        `parameter.data` write without raising it. To compare the weight of a convolution takes a
-        sixth of what its step would lose by reading it in another order.
+        The values are compared with a copy, since the tensor's version counter misses writes by
+        numpy and through `parameter.data`. Comparing the weight of a convolution takes a sixth of
+        the time that a step would lose by reading it in another layout.
         """
         known = self._derived.get(name)
         if known is None or not same_values(known[0], parameter):
@@ -185,7 +186,7 @@ class RecurrentState:
         return sum(t.nbytes for t in self._tensors.values())
 
     def advance(self, count: int, **tensors: Tensor) -> None:
-        """Stores all tensors as of `count` more tokens, in the dtypes of the state."""
+        """Stores all tensors after `count` more tokens, in the state's dtypes."""
         self._store(self.length + count, tensors)
 
     def _store(self, length: int, tensors: dict[str, Tensor]) -> None:
@@ -194,7 +195,7 @@ class RecurrentState:
             fits = self._tensors[name].shape
             if new.requires_grad:
                 raise RuntimeError(
-                    "RecurrentState: is for inference, wrap the call in torch.no_grad()"
+                    "RecurrentState: supports inference only, wrap the call in torch.no_grad()"
                 )
             if new.shape != fits:
                 raise ValueError(
@@ -202,7 +203,7 @@ class RecurrentState:
                     f"got {name}={tuple(new.shape)}"
                 )
         for name, new in tensors.items():
-            if new is not self._tensors[name]:  # which a kernel may have written itself
+            if new is not self._tensors[name]:  # a kernel may have updated it in place
                 self._tensors[name].copy_(new)
         self.length = length
 
@@ -210,7 +211,7 @@ class RecurrentState:
         require_int("RecurrentState", "length", length)
         if length != self.length:
             raise ValueError(
-                "RecurrentState: a recurrence cannot forget tokens, go on from a copy.deepcopy "
+                "RecurrentState: a recurrence cannot forget tokens, continue from a copy.deepcopy "
                 f"made before them; length must be {self.length}, got length={length}"
             )
 
@@ -234,14 +235,14 @@ class RecurrentState:
 
 
 class StatePair:
-    """The states of a mixer and of the channel mixer after it, which have seen the same tokens."""
+    """States of a mixer and of the channel mixer after it, for the same tokens."""
 
     def __init__(self, mixer: State, mlp: State) -> None:
         self.mixer, self.mlp = mixer, mlp
 
     @property
     def parts(self) -> tuple[State, ...]:
-        """States of the same tokens."""
+        """Both states."""
         return self.mixer, self.mlp
 
     @property
@@ -270,7 +271,7 @@ class StatePair:
 
 
 def take(op: str, state: dict[str, Any], *keys: str) -> list[Any]:
-    """The values of `keys`, which must be all that a saved state has."""
+    """Returns the values of `keys`; a saved state must have exactly these keys."""
     if not isinstance(state, Mapping):
         raise TypeError(f"{op}: state must be what state_dict returns, got state={shown(state)}")
     if set(state) != set(keys):
@@ -284,7 +285,7 @@ def take(op: str, state: dict[str, Any], *keys: str) -> list[Any]:
 
 
 def require_index(op: str, index: Tensor, batch: int) -> None:
-    """`index` (B',) must be rows of a state of `batch` sequences."""
+    """Requires that `index` (B',) holds rows of a state of `batch` sequences."""
     require_integers(op, "index", index)
     if index.dim() != 1:
         raise ValueError(f"{op}: index must have shape (B',), got index.shape={tuple(index.shape)}")
@@ -292,7 +293,7 @@ def require_index(op: str, index: Tensor, batch: int) -> None:
 
 
 def _checked(new_state: Callable[..., Any]) -> Callable[..., Any]:
-    """`new_state` after checks of its arguments; a recurrent state gets its kind."""
+    """Wraps `new_state`: checks its arguments and sets the kind of a recurrent state."""
     _, *others = inspect.signature(new_state).parameters.values()
     by_place = [p.name for p in others if p.kind is p.POSITIONAL_OR_KEYWORD]
     options = [p.name for p in others if p.kind is p.KEYWORD_ONLY]
@@ -313,11 +314,12 @@ def _checked(new_state: Callable[..., Any]) -> Callable[..., Any]:
                 )
             elif not open_ended and name not in by_place and name not in options:
                 raise TypeError(
-                    f"{op}: options of new_state must be of {', '.join(options)}, "
+                    f"{op}: options of new_state must be among {', '.join(options)}, "
                     f"got {name}={shown(value)}{did_you_mean(name, options)}"
                 )
         state = new_state(self, *args, **kwargs)
-        if isinstance(state, RecurrentState) and state.kind is None:  # a block returns its mixer's
+        # A block returns its mixer's state, whose kind is set already.
+        if isinstance(state, RecurrentState) and state.kind is None:
             state.kind = kind_of(self)
         return state
 
@@ -325,13 +327,15 @@ def _checked(new_state: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kind_of(layer: Any) -> str:
-    """The class of a layer, by its config: torch puts another class in the place of that of a
-    module with parametrisations or shards."""
+    """Returns the class name of a layer, derived from its config.
+
+    torch replaces the class of a module with parametrisations or shards.
+    """
     return type(getattr(layer, "config", layer)).__qualname__.removesuffix(".Config")
 
 
 def parts_of(state: Any) -> Sequence[State]:
-    """The states of the same tokens that it is made of; with cross-attention the first of two."""
+    """Returns the elementary states within `state`, without caches of cross-attention."""
     if isinstance(state, tuple) and state:
         return parts_of(state[0])
     if not hasattr(state, "parts"):
@@ -340,10 +344,10 @@ def parts_of(state: Any) -> Sequence[State]:
 
 
 def restored_on_error(states: Sequence[Any] | None) -> contextlib.AbstractContextManager[None]:
-    """Takes the tokens of a call that fails back out of the states.
+    """Removes the tokens of a failing call from the states.
 
-    A state that cannot forget them (a recurrence) stays ahead, and a model refuses it in the next
-    call.
+    A state that cannot remove them (a recurrence) is marked as ahead, and the next call of a model
+    refuses it.
     """
     if states is None or torch.compiler.is_compiling():
         return contextlib.nullcontext()
@@ -367,8 +371,11 @@ def _restored_on_error(states: Sequence[Any]) -> Iterator[None]:
 
 
 def takes_cache(forward: Forward) -> Forward:
-    """Lets a forward be given its `state` as `cache` too, and `memory_state` as `memory_cache`:
-    the names from when all states were caches of keys and values. A `rope` must be a pair."""
+    """Wraps a forward so that it also accepts the former names `cache` and `memory_cache`.
+
+    The present names are `state` and `memory_state`. A `rope` must be a pair of tensors. Tokens of
+    a failing call are removed from the state, see `restored_on_error`.
+    """
 
     def by_either_name(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("rope") is not None:
@@ -386,7 +393,7 @@ def takes_cache(forward: Forward) -> Forward:
         with restored_on_error([state]):
             return forward(self, *args, **kwargs)
 
-    # torch.compile counts how often it compiles a code object, which layers must not share.
+    # torch.compile limits recompilations per code object, so layers must not share one.
     code = by_either_name.__code__
     by_either_name.__code__ = code.replace(co_name=forward.__qualname__)
     return wraps(forward)(by_either_name)  # type: ignore[return-value]
