@@ -1,1 +1,1 @@
-"""Layers with a recurrent state."""
+"""Token mixers with a recurrent state."""

@@ -1,4 +1,4 @@
-"""Numbers that parameters of RWKV begin with."""
+"""Initial values of RWKV parameters."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 def ramp(count: int, last: bool = False) -> Tensor:
-    """n / count, or n / (count - 1), which ends at 1."""
+    """Returns n / count for n < count, or with `last` n / (count - 1), which ends at 1."""
     n = torch.arange(count, dtype=torch.float64)
     return n / (max(count - 1, 1) if last else count)
 
 
 def zigzag(count: int) -> Tensor:
-    """0, 1, -1, 0, 1, -1, ..."""
+    """Returns 0, 1, -1, 0, 1, -1, ..."""
     return (torch.arange(count) + 1) % 3 - 1.0
 
 
 def rank_of(factor: float, dim: int) -> int:
-    """The multiple of 32 nearest to factor * sqrt(dim), at least 32."""
+    """Returns the multiple of 32 nearest to factor * sqrt(dim), at least 32."""
     return max(32, round(factor * dim**0.5 / 32) * 32)

@@ -31,14 +31,15 @@ class DeltaConfig(RecurrentConfig):
     """Sizes and options.
 
     Args:
-        allow_neg_eigval: beta in (0, 2) in place of (0, 1), so that a state can change its sign.
+        allow_neg_eigval: True for beta in (0, 2) instead of (0, 1), which allows negative
+            eigenvalues of the state transition.
     """
 
     allow_neg_eigval: bool = False
 
 
 class _DeltaMixer(RecurrentMixer):
-    """A delta rule with ``beta = sigmoid(x W_b)``."""
+    """Base class of delta rules with ``beta = sigmoid(x W_b)``."""
 
     config: DeltaConfig
 
@@ -49,24 +50,25 @@ class _DeltaMixer(RecurrentMixer):
         self.b_proj = linear(config, config.dim, config.v_heads, device=device, dtype=dtype)
 
     def beta(self, x: Tensor) -> Tensor:
-        """(B, T, Hv), in fp32 (fp64 for fp64)."""
+        """Computes beta (B, T, Hv) in fp32 (fp64 for fp64)."""
         logits: Tensor = self.b_proj(x)
         beta = logits.to(fp32(logits.dtype)).sigmoid()
         return 2 * beta if self.config.allow_neg_eigval else beta
 
 
 class DeltaNet(_DeltaMixer):
-    """Linear attention that replaces the value stored under a key: the delta rule.
+    """Linear attention with the delta rule, which overwrites the value stored under a key.
 
-    ``S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T``, ``o_t = S_t^T q_t / sqrt(K)`` with q and
-    k of length 1, ``beta = sigmoid(x W_b)``; ``y = W_o norm(o)``, see RecurrentConfig.
+    ``S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T``, ``o_t = S_t^T q_t / sqrt(K)`` with
+    L2-normalised q and k, ``beta = sigmoid(x W_b)``; ``y = W_o norm(o)``, see RecurrentConfig.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, b_proj, o_proj, q_conv1d,
+        x (B, T, dim) -> the same shape.
+        Parameters q_proj, k_proj, v_proj, b_proj, o_proj, q_conv1d,
         k_conv1d, v_conv1d and o_norm, with a gate also g_proj: names and shapes as in fla.
 
     Reference:
@@ -98,18 +100,19 @@ class DeltaNet(_DeltaMixer):
 
 
 class GatedDeltaNet(_DeltaMixer):
-    """DeltaNet whose state decays by a factor for each head and token, with a gated output.
+    """DeltaNet with one decay per head and token, and a gated output.
 
     ``S_t = a_t S_{t-1} + k_t u_t^T``, ``u_t = beta_t (v_t - a_t S_{t-1}^T k_t)`` with
-    ``ln a_t = -exp(A_log) softplus(x W_a + dt_bias)``, else as DeltaNet;
+    ``ln a_t = -exp(A_log) softplus(x W_a + dt_bias)``, otherwise as in DeltaNet;
     ``y = W_o (norm(o) * silu(x W_g))``.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; A_log and dt_bias are made in fp32.
+        device, dtype: device and dtype of the parameters; A_log and dt_bias are created in fp32.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters as in DeltaNet, a_proj (Hv, dim), A_log and dt_bias
+        x (B, T, dim) -> the same shape.
+        Parameters as in DeltaNet, a_proj (Hv, dim), A_log and dt_bias
         (Hv): names and shapes as in fla.
 
     Reference:
@@ -141,7 +144,7 @@ class GatedDeltaNet(_DeltaMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws exp(A_log) from (0, 16) and softplus(dt_bias) from 1e-3 to 0.1."""
+        """Draws exp(A_log) from (0, 16) and softplus(dt_bias) from (1e-3, 0.1)."""
         draw_rates(self.A_log, self.dt_bias, 0.0)
 
     def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
@@ -151,18 +154,19 @@ class GatedDeltaNet(_DeltaMixer):
 
 
 class KimiDeltaAttention(_DeltaMixer):
-    """Gated DeltaNet whose decay has a factor for each channel of the keys.
+    """Gated DeltaNet with one decay per key channel and token.
 
-    ``ln a_t = -exp(A_log) softplus(f_t + dt_bias)`` of f_t = x W_f1 W_f2 (Hv, K), or
-    ``lower_bound sigmoid(exp(A_log) (f_t + dt_bias))``, else as Gated DeltaNet;
+    ``ln a_t = -exp(A_log) softplus(f_t + dt_bias)`` with f_t = x W_f1 W_f2 (Hv, K), or
+    ``lower_bound sigmoid(exp(A_log) (f_t + dt_bias))``, otherwise as in Gated DeltaNet;
     ``y = W_o (norm(o) * sigmoid(x W_g1 W_g2))``.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; A_log and dt_bias are made in fp32.
+        device, dtype: device and dtype of the parameters; A_log and dt_bias are created in fp32.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters as in DeltaNet, f_proj and g_proj of two layers each,
+        x (B, T, dim) -> the same shape.
+        Parameters as in DeltaNet, f_proj and g_proj of two layers each,
         A_log (Hv) and dt_bias (Hv K): names and shapes as in fla.
 
     Reference:
@@ -178,8 +182,8 @@ class KimiDeltaAttention(_DeltaMixer):
         """Sizes and options, as in DeltaConfig.
 
         Args:
-            lower_bound: of ln a, below 0; None for no bound.
-            gate_bias: whether the second layer of the output's gate has a bias.
+            lower_bound: lower bound of ln a, below 0; None for no bound.
+            gate_bias: True if the second layer of the output gate has a bias.
         """
 
         gate: str | None = "sigmoid"
@@ -214,8 +218,10 @@ class KimiDeltaAttention(_DeltaMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws exp(A_log) from (1, 16), or 1 with a lower bound, and softplus(dt_bias) from 1e-3
-        to 0.1."""
+        """Draws exp(A_log) from (1, 16) and softplus(dt_bias) from (1e-3, 0.1).
+
+        With a lower bound exp(A_log) starts at 1.
+        """
         draw_rates(self.A_log, self.dt_bias, 1.0)
         if self.config.lower_bound is not None:
             nn.init.zeros_(self.A_log)
@@ -234,6 +240,9 @@ class KimiDeltaAttention(_DeltaMixer):
 
 @torch.no_grad()
 def draw_rates(a_log: Tensor, dt_bias: Tensor, least: float) -> None:
-    """a_log = ln A of A from (least, 16); softplus(dt_bias) from 1e-3 to 0.1, both ends in ln."""
+    """Draws exp(a_log) uniformly from (least, 16).
+
+    Draws softplus(dt_bias) log-uniformly from 1e-3 to 0.1.
+    """
     a_log.uniform_(least, 16).clamp_(min=1e-4).log_()
     draw_steps(dt_bias, 1e-3, 0.1)

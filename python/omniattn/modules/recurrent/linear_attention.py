@@ -1,4 +1,4 @@
-"""Mixers on linear attention: plain, gated by features or heads, decaying by channels or heads."""
+"""Linear attention: plain, gated per feature or head, with decays per channel or head."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ from omniattn.modules.recurrent.state_mixer import StateMixer
 
 
 class LinearAttention(StateMixer):
-    """Attention with the kernel ``phi(q) . phi(k)`` in place of ``exp(q . k)``.
+    """Attention with the kernel ``phi(q) . phi(k)`` instead of ``exp(q . k)``.
 
-    ``o_t = sum_{s <= t} (phi(q_t) . phi(k_s)) v_s / sum_{s <= t} phi(q_t) . phi(k_s)``; over all s
-    if not causal. ``y = W_o o``.
+    ``o_t = sum_{s <= t} (phi(q_t) . phi(k_s)) v_s / sum_{s <= t} phi(q_t) . phi(k_s)``, or the sums
+    over all s if not causal; ``y = W_o o``.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, o_proj.
+        x (B, T, dim) -> the same shape.
+        Parameters q_proj, k_proj, v_proj, o_proj.
 
     Reference:
         Katharopoulos et al., Transformers are RNNs, 2020, arXiv 2006.16236.
@@ -61,10 +62,11 @@ class LinearAttention(StateMixer):
         """Sizes and options.
 
         Args:
-            dim, num_heads, head_dim: width of x and y; heads; width of a head, default
+            dim, num_heads, head_dim: width of x and y; number of heads; width of a head, default
                 dim // num_heads.
-            feature_map, normalize: phi and whether to divide, as in functional.linear_attention.
-            causal: whether tokens see earlier ones and themselves only.
+            feature_map, normalize: phi, and True to divide by the sum, as in
+                functional.linear_attention.
+            causal: True if tokens attend only to themselves and earlier tokens.
             init_std, backend: as in Attention.
         """
 
@@ -101,7 +103,7 @@ class LinearAttention(StateMixer):
         self.v_proj, self.o_proj = linear(c.dim, wide), linear(wide, c.dim)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """Zeros `s` in fp32 (fp64 for fp64), as in functional.linear_attention."""
+        """Creates zeros `s` in fp32 (fp64 for fp64), as in functional.linear_attention."""
         c = self.config
         if not c.causal:
             raise ValueError("LinearAttention: a state must have causal=True, got causal=False")
@@ -136,31 +138,32 @@ class LinearAttention(StateMixer):
         return self.o_proj(o.flatten(-2)), {"s": s}
 
     def _gates(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """g and beta of functional.linear_attention."""
+        """Returns g and beta of functional.linear_attention."""
         return None, None
 
 
 class DeltaAttention(LinearAttention):
-    """Linear attention that forgets and takes in each feature by gates of q and k.
+    """Linear attention with a forget gate and an input gate per feature.
 
-    ``o_t = phi(q_t)^T S_t / (phi(q_t) . z_t)`` of
-    ``S_t = diag(g_t) S_{t-1} + (b_t * phi(k_t)) v_t^T`` and the same sum z_t without v, with
-    ``g_t = sigmoid(W_g q_t + c_g)``, ``b_t = sigmoid(W_b k_t + c_b)`` of each head; ``y = W_o o``.
-    The state is as small as that of LinearAttention. Nothing is subtracted from it: the delta rule
-    is that of DeltaNet.
+    ``o_t = phi(q_t)^T S_t / (phi(q_t) . z_t)`` with
+    ``S_t = diag(g_t) S_{t-1} + (b_t * phi(k_t)) v_t^T``,
+    ``z_t = g_t * z_{t-1} + b_t * phi(k_t)``, and per head ``g_t = sigmoid(W_g q_t + c_g)``,
+    ``b_t = sigmoid(W_b k_t + c_b)``; ``y = W_o o``. The state has the size of LinearAttention's.
+    Unlike the delta rule of DeltaNet, nothing is subtracted from it.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, o_proj, g_weight and b_weight
-        (H, K', K), or (H, K', dim) for gates of x, g_bias and b_bias (H, K'), with K' features of
-        the keys, or 1 for gates of heads.
+        x (B, T, dim) -> the same shape.
+        Parameters q_proj, k_proj, v_proj, o_proj, g_weight and b_weight
+        (H, K', K), or (H, K', dim) for gates computed from x, g_bias and b_bias (H, K'); K' is the
+        number of key features, or 1 for gates per head.
 
     Reference:
         Katharopoulos et al., Transformers are RNNs, 2020, arXiv 2006.16236, for the state; the
-        gates are this package's own.
+        gates are specific to this package.
 
     Example:
         >>> DeltaAttention(dim=8, num_heads=2)(torch.ones(1, 5, 8)).shape
@@ -172,9 +175,9 @@ class DeltaAttention(LinearAttention):
         """Sizes and options, as in LinearAttention; causal only.
 
         Args:
-            gates: "features", each with gates of its own, or "heads".
-            gates_of: "qk", g of q and b of k, or "x", both of x.
-            b_bias: whether there is a c_b.
+            gates: "features" for gates per feature, or "heads" for gates per head.
+            gates_of: "qk" to compute g from q and b from k, or "x" to compute both from x.
+            b_bias: True to add the bias c_b.
         """
 
         gates: str = "features"
@@ -209,7 +212,7 @@ class DeltaAttention(LinearAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights; features decay slowly, c_g is 4, and c_b is 0."""
+        """Draws the weights from N(0, init_std^2); c_g = 4 for slow decays, c_b = 0."""
         for weight in (self.g_weight, self.b_weight):
             nn.init.normal_(weight, std=self.config.init_std)
         nn.init.constant_(self.g_bias, 4.0)
@@ -222,7 +225,10 @@ class DeltaAttention(LinearAttention):
         return g, beta
 
     def _logits(self, weight: Tensor, bias: Tensor | None, x: Tensor, heads: Tensor) -> Tensor:
-        """(B, T, H, K') of the heads (B, T, H, K) or of x, or (B, T, H); in fp32 at least."""
+        """Computes gate logits (B, T, H, K') or (B, T, H) from the heads (B, T, H, K) or from x.
+
+        The dtype is fp32 (fp64 for fp64).
+        """
         c = self.config
         if c.gates_of == "qk":
             logits = torch.einsum("bthk,hfk->bthf", heads, weight.to(heads.dtype))
@@ -236,17 +242,18 @@ class DeltaAttention(LinearAttention):
 
 
 class GatedLinearAttention(RecurrentMixer):
-    """Linear attention whose state decays by a factor for each channel of the keys and token.
+    """Linear attention with one decay per key channel and token.
 
     ``S_t = diag(a_t) S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t / sqrt(K)`` with
     ``ln a_t = ln sigmoid(x W_1 W_2 + b) / 16``; ``y = W_o (norm(o) * silu(x W_g))``.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, g_proj, o_proj, gk_proj of two
+        x (B, T, dim) -> the same shape.
+        Parameters q_proj, k_proj, v_proj, g_proj, o_proj, gk_proj of two
         layers, o_norm, and with convolutions q_conv1d, k_conv1d, v_conv1d: names and shapes as in
         fla, whose g_norm_swish_gate is o_norm here.
 
@@ -265,8 +272,8 @@ class GatedLinearAttention(RecurrentMixer):
         """Sizes and options, as in RecurrentConfig.
 
         Args:
-            gate_rank: width between the two layers of the decay.
-            gate_normalizer: divisor of ln sigmoid.
+            gate_rank: width between the two linear layers of the decay.
+            gate_normalizer: divisor of ln sigmoid, 16 in the formula above.
         """
 
         shrink: ClassVar[int] = 2
@@ -295,19 +302,20 @@ class GatedLinearAttention(RecurrentMixer):
 
 
 class MultiScaleRetention(RecurrentMixer):
-    """Linear attention whose heads forget at rates of their own: retention.
+    """Retention: linear attention with one constant decay per head.
 
     ``S_t = gamma_h S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t / sqrt(K)`` with
     ``gamma_h = 1 - 2^(-5 - h)``, rotated q and k; ``y = W_o (norm(o) * silu(x W_g))``. With
-    `normalize`, o is divided by what the norm would take out again if its eps were 0, see
-    :func:`functional.retention`.
+    `normalize`, o is divided by a positive factor per row, which the norm cancels up to its eps,
+    see :func:`functional.retention`.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, g_proj, o_proj, o_norm, and
+        x (B, T, dim) -> the same shape.
+        Parameters q_proj, k_proj, v_proj, g_proj, o_proj, o_norm, and
         with convolutions q_conv1d, k_conv1d, v_conv1d: names and shapes as in fla, whose
         g_norm_swish_gate is o_norm here.
 
@@ -327,7 +335,7 @@ class MultiScaleRetention(RecurrentMixer):
 
         Args:
             rope_interleaved: as in Attention.
-            normalize: whether o is normalised as in the paper, and in torchscale.
+            normalize: True to normalise o as in the paper and in torchscale.
         """
 
         expand: ClassVar[int] = 2
@@ -350,7 +358,7 @@ class MultiScaleRetention(RecurrentMixer):
         super().__init__(config, device=device, dtype=dtype)
 
     def rotated(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """q and k at their positions."""
+        """Applies rotary embeddings to q and k."""
         c = self.config
         q, turned = functional.apply_rotary(
             q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend

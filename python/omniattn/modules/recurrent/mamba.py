@@ -1,4 +1,4 @@
-"""Mamba: a selective scan after a causal convolution, with a gate."""
+"""Mamba: a gated selective scan after a causal convolution."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
 
 
 class StepProjection(nn.Linear):
-    """W_dt (inner, rank) and b_dt (inner) of a Mamba, whose scan adds b_dt."""
+    """Projection W_dt (inner, rank) with a bias b_dt (inner) that the scan adds."""
 
     def __init__(self, config: Mamba.Config, **factory: Any) -> None:
-        self.config = config  # before the constructor, which draws
+        self.config = config  # nn.Linear's constructor calls reset_parameters, which reads it
         super().__init__(config.rank, config.inner, **factory)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws both as the config says."""
+        """Draws weight and bias by the config's dt options."""
         c = self.config
         bound = c.rank**-0.5 * c.dt_scale
         if c.dt_init == "constant":
@@ -49,26 +49,27 @@ class StepProjection(nn.Linear):
         draw_steps(self.bias, c.dt_min, c.dt_max, c.dt_init_floor)
 
     def forward(self, r: Tensor) -> Tensor:
-        """r (B, T, rank) -> r W_dt (B, T, inner), without b_dt."""
+        """Maps r (B, T, rank) to r W_dt (B, T, inner), without b_dt."""
         return functional.linear(r, self.weight, backend=self.config.backend)
 
 
 class Mamba(StateMixer):
-    """``y = W_out selective_scan(u, dt, -exp(A_log), B, C, D, z)`` of ``u = silu(conv(x W_u))``.
+    """Computes ``y = W_out selective_scan(u, dt, -exp(A_log), B, C, D, z)``.
 
-    ``z = x W_z``, ``[r, B, C] = u W_x`` and ``dt = softplus(r W_dt + b_dt)``, see
-    :func:`functional.selective_scan`. A block of such layers needs no feed-forward layer. Decoding
-    takes one step of the scan for each token, whatever their number.
+    ``u = silu(conv(x W_u))``, ``z = x W_z``, ``[r, B, C] = u W_x`` and
+    ``dt = softplus(r W_dt + b_dt)``, see :func:`functional.selective_scan`. Blocks of this layer
+    need no feed-forward layer. Decoding takes one step of the scan per token, in constant time.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; A_log and D are made in fp32.
+        device, dtype: device and dtype of the parameters; A_log and D are created in fp32.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters in_proj (2 inner, dim), conv1d (inner, 1, d_conv),
+        x (B, T, dim) -> the same shape.
+        Parameters in_proj (2 inner, dim), conv1d (inner, 1, d_conv),
         x_proj (rank + 2 N, inner), dt_proj (inner, rank), A_log (inner, N), D (inner) and out_proj
         (dim, inner): names and shapes as in mamba-ssm and transformers; with `norm_eps` also
-        dt_layernorm, b_layernorm and c_layernorm of Jamba.
+        Jamba's dt_layernorm, b_layernorm and c_layernorm.
 
     Reference:
         Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
@@ -80,7 +81,7 @@ class Mamba(StateMixer):
         torch.Size([1, 5, 8])
     """
 
-    #: Matrices without weight decay: of the time scales of the states.
+    #: Matrices without weight decay: they determine the states' time scales.
     undecayed: ClassVar[tuple[str, ...]] = ("A_log",)
 
     @dataclass(frozen=True)
@@ -88,20 +89,21 @@ class Mamba(StateMixer):
         """Sizes and options.
 
         Args:
-            dim: width of x and y, d_model of mamba-ssm.
-            d_state: N, the states of each channel.
-            d_conv: taps of the causal convolution.
-            expand: inner is expand * dim.
-            inner_dim: inner, where it is not that.
-            dt_rank: width of r; None ("auto" of mamba-ssm) for dim / 16, rounded up.
-            dt_min, dt_max: range of softplus(b_dt), which is drawn evenly in its logarithm.
-            dt_init_floor: the least softplus(b_dt).
-            dt_init: "random" for W_dt from +- dt_scale rank^-0.5, "constant" for that bound.
-            dt_scale: of W_dt.
-            conv_bias: whether conv1d has a bias.
-            bias: whether in_proj and out_proj have one.
-            norm_eps: of RMS norms over r, B and C, as Jamba has them; None for no norms.
-            norm_weights: whether these norms have weights; in FalconMamba they have none.
+            dim: width of x and y, mamba-ssm's d_model.
+            d_state: N, the number of states per channel.
+            d_conv: number of taps of the causal convolution.
+            expand: inner = expand * dim.
+            inner_dim: inner, overrides expand.
+            dt_rank: width of r; None (mamba-ssm's "auto") for dim / 16, rounded up.
+            dt_min, dt_max: range of the initial softplus(b_dt), drawn log-uniformly.
+            dt_init_floor: lower bound of the initial softplus(b_dt).
+            dt_init: "random" to draw W_dt uniformly from +- dt_scale rank^-0.5, "constant" to set
+                it to this bound.
+            dt_scale: scale of the initial W_dt.
+            conv_bias: True if conv1d has a bias.
+            bias: True if in_proj and out_proj have biases.
+            norm_eps: eps of Jamba's RMS norms of r, B and C; None for no norms.
+            norm_weights: True if these norms have weights; False in FalconMamba.
             init_std, out_init_std, backend: as in Attention.
         """
 
@@ -183,13 +185,13 @@ class Mamba(StateMixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A of state n is -n, and D is 1."""
+        """Initialises A to -1, ..., -N in each channel, and D to 1."""
         rates = torch.arange(1, self.config.d_state + 1, dtype=torch.float64)
         self.A_log.copy_(rates.log().expand_as(self.A_log))
         nn.init.ones_(self.D)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """Zeros: `ssm` (B, inner, N) in fp32 (fp64 for fp64), and the last inputs of conv1d."""
+        """Creates zeros: `ssm` (B, inner, N) in fp32 (fp64 for fp64) and `conv`, conv1d's state."""
         c = self.config
         wide = zeros_of_states(self.out_proj.weight, storage)
         dtype = storage_like(self.out_proj.weight, **storage)["dtype"]
@@ -197,7 +199,7 @@ class Mamba(StateMixer):
         return RecurrentState(ssm=wide.new_zeros(batch, c.inner, c.d_state), conv=conv)
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
-        """r, B or C after its norm, if there is one."""
+        """Applies the norm of r, B or C if the layer has norms."""
         c = self.config
         if c.norm_eps is None:
             return x
@@ -234,7 +236,7 @@ class Mamba(StateMixer):
         return self.out_proj(y), {"ssm": ssm, "conv": conv}
 
     def _steps_in_place(self, x: Tensor, state: RecurrentState) -> bool:
-        """Whether x is one token whose state the ops can update."""
+        """Returns True if x is a single token and the ops can update the state in place."""
         ssm, conv = state["ssm"], state["conv"]
         own = self.A_log, self.D, self.conv1d.weight, self.dt_proj.bias
         return (
@@ -247,7 +249,7 @@ class Mamba(StateMixer):
         )
 
     def _step(self, x: Tensor, state: RecurrentState) -> Tensor:
-        """Computes forward for one token, with the state updated in place."""
+        """Computes forward for one token and updates the state in place."""
         c = self.config
         u, z = self.in_proj(x).chunk(2, -1)
         taps = state.derived("taps", self.conv1d.weight, channels_last)

@@ -1,4 +1,4 @@
-"""The layer of Mamba-2."""
+"""Mamba-2 layer."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from omniattn.modules.recurrent.state_mixer import StateMixer
 
 
 class Mamba2(StateMixer):
-    """A state-space layer with one decay for each head and token.
+    """State-space layer with one decay per head and token.
 
     With ``[z, u, dt] = x W_in`` and ``[v, B, C] = silu(conv(u))``:
 
     ``h_t = exp(dt_t A) h_{t-1} + dt_t v_t B_t^T``, ``y_t = h_t C_t + D v_t`` with
-    ``dt = softplus(dt + dt_bias)`` and ``A = -exp(A_log)`` of each head, and at last
+    ``dt = softplus(dt + dt_bias)`` and ``A = -exp(A_log)`` per head; the output is
     ``W_out norm(y * silu(z))``.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; A_log, D and dt_bias are made in fp32.
+        device, dtype: device and dtype of the parameters; A_log, D and dt_bias are created in fp32.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters in_proj, conv1d, dt_bias, A_log, D, norm and out_proj:
+        x (B, T, dim) -> the same shape.
+        Parameters in_proj, conv1d, dt_bias, A_log, D, norm and out_proj:
         names and shapes as in mamba-ssm and transformers.
 
     Reference:
@@ -59,14 +60,14 @@ class Mamba2(StateMixer):
         Args:
             dim: width of x and y.
             d_state: N, the size of B and C.
-            d_conv: taps of the causal convolution.
+            d_conv: number of taps of the causal convolution.
             expand: the width of v is expand * dim.
             headdim: P, the size of a head of v.
-            ngroups: groups of heads that share B and C; each is normalised alone.
-            dt_limit: least and largest dt, infinite for none.
-            bias, conv_bias: whether in_proj and out_proj, and the convolution, have one.
-            norm_eps: of the gated norm.
-            init_std: of the projections.
+            ngroups: number of groups of heads that share B and C; the norm is per group.
+            dt_limit: smallest and largest dt, infinite for no limit.
+            bias, conv_bias: True if in_proj and out_proj, or the convolution, have biases.
+            norm_eps: eps of the gated norm.
+            init_std: standard deviation of the projections' weights.
             backend: as in Attention.
         """
 
@@ -142,16 +143,19 @@ class Mamba2(StateMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws -A from (1, 16) and softplus(dt_bias) from 1e-3 to 0.1, both ends in ln; D is 1."""
+        """Draws -A uniformly from (1, 16); sets D to 1.
+
+        Draws softplus(dt_bias) log-uniformly from 1e-3 to 0.1.
+        """
         draw_rates(self.A_log, self.dt_bias, 1.0)
         nn.init.ones_(self.D)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """Zeros: `s` (B, H, P, N) in fp32 (fp64 for fp64), and `conv`, its last inputs."""
+        """Creates zeros: `s` (B, H, P, N) in fp32 (fp64 for fp64), and `conv`, conv1d's state."""
         c = self.config
         wide = zeros_of_states(self.in_proj.weight, storage)
         like = wide.new_zeros(0, dtype=storage_like(self.in_proj.weight, **storage)["dtype"])
-        # The kernels keep a state as (N, P).
+        # The kernels store a state as (N, P).
         s = wide.new_zeros(batch, c.num_heads, c.d_state, c.headdim).mT
         return RecurrentState(s=s, conv=self.conv1d.new_state(batch, like))
 
@@ -184,7 +188,7 @@ class Mamba2(StateMixer):
         return self.out_proj(self.norm(y.flatten(-2), z)), {"s": s, "conv": conv}
 
     def _steps_in_place(self, x: Tensor, state: RecurrentState) -> bool:
-        """Whether x is one token whose state the ops can update."""
+        """Returns True if x is a single token and the ops can update the state in place."""
         s, conv = state["s"], state["conv"]
         own = self.A_log, self.D, self.dt_bias, self.conv1d.weight
         return (
@@ -197,7 +201,7 @@ class Mamba2(StateMixer):
         )
 
     def _step(self, x: Tensor, state: RecurrentState) -> Tensor:
-        """Computes forward for one token, with the state updated in place."""
+        """Computes forward for one token and updates the state in place."""
         c = self.config
         z, u, dt = self.in_proj(x).split((c.width, c.conv_width, c.num_heads), -1)
         taps = state.derived("taps", self.conv1d.weight, channels_last)
@@ -216,7 +220,7 @@ class Mamba2(StateMixer):
             self.dt_bias,
             state["s"],
             True,
-            least,  # a softplus is not below 0
+            least,  # -inf needs no special case: softplus is positive
             largest,
         )
         return cast(Tensor, self.out_proj(self.norm(y.flatten(-2), z)))

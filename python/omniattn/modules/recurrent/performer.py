@@ -1,4 +1,4 @@
-"""Attention by random features: Performer."""
+"""Performer: attention with random features."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from omniattn.modules.recurrent.state_mixer import StateMixer
 
 
 class Performer(StateMixer):
-    """Softmax attention estimated in O(T) by products of random features: FAVOR+.
+    """FAVOR+: estimates softmax attention in O(T) by products of random features.
 
     ``o_t = sum_s (phi(q_t) . phi(k_s)) v_s / sum_s phi(q_t) . phi(k_s)`` over s <= t, or over all s
-    if not causal, with the phi of :func:`functional.random_features`; ``y = W_o o``.
+    if not causal, with phi of :func:`functional.random_features`; ``y = W_o o``.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; the projection is made in fp32.
+        device, dtype: device and dtype of the parameters; the projection is created in fp32.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, o_proj; a buffer projection
-        (features, head_dim), which is drawn and not trained.
+        x (B, T, dim) -> the same shape.
+        Parameters q_proj, k_proj, v_proj, o_proj; random, untrained buffer projection
+        (features, head_dim).
 
     Reference:
         Choromanski et al., Rethinking Attention with Performers, 2020, arXiv 2009.14794.
@@ -50,16 +51,16 @@ class Performer(StateMixer):
         """Sizes and options.
 
         Args:
-            dim, num_heads, head_dim: width of x and y; heads; width of a head, default
+            dim, num_heads, head_dim: width of x and y; number of heads; width of a head, default
                 dim // num_heads.
-            features: random vectors, default head_dim * ln head_dim.
-            kind: of features, as in functional.random_features.
-            orthogonal: whether the vectors are orthogonal in groups of head_dim.
-            row_norm: of orthogonal vectors, as in functional.orthogonal_gaussian.
-            causal: whether tokens see earlier ones and themselves only.
-            scale: of q . k; default head_dim^-0.5, and 1 for "exp_random".
-            eps: the least size of the denominator of kinds with signs.
-            feature_eps: added to each exponential; only if not causal.
+            features: number of random vectors, default head_dim * ln head_dim.
+            kind: kind of the features, as in functional.random_features.
+            orthogonal: True if the vectors are orthogonal in groups of head_dim.
+            row_norm: norm of orthogonal vectors, as in functional.orthogonal_gaussian.
+            causal: True if tokens attend only to themselves and earlier tokens.
+            scale: factor of q . k; default head_dim^-0.5, and 1 for "exp_random".
+            eps: lower bound of the denominator's magnitude for kinds with signs.
+            feature_eps: constant added to each exponential; only if not causal.
             init_std, backend: as in Attention.
         """
 
@@ -85,7 +86,7 @@ class Performer(StateMixer):
                 self._require_multiple("dim", "num_heads")
             if self.causal and self.feature_eps > 0:
                 raise ValueError(
-                    "Performer: feature_eps must be 0 where causal=True, "
+                    "Performer: feature_eps must be 0 if causal=True, "
                     f"got feature_eps={self.feature_eps}"
                 )
 
@@ -123,7 +124,7 @@ class Performer(StateMixer):
 
     @torch.no_grad()
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Draws the random vectors again; states made before it must not be used after it."""
+        """Redraws the random vectors; existing states become invalid."""
         c, old = self.config, self.projection
         if old.is_meta:
             return
@@ -140,7 +141,7 @@ class Performer(StateMixer):
         self.redraw()
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """`s`, sums of features and values, and `m`, by whose exponentials they are divided."""
+        """Creates `s`, sums of features and values scaled by exp(-m), and the exponents `m`."""
         c = self.config
         if not c.causal:
             raise ValueError("Performer: a state must have causal=True, got causal=False")

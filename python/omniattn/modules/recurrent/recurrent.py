@@ -1,4 +1,4 @@
-"""Base classes of token mixers with a matrix state for each head."""
+"""Base classes of token mixers with one matrix state per head."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ from omniattn.modules.caches.cache import storage_like
 from omniattn.modules.recurrent.state_mixer import StateMixer
 
 Device: TypeAlias = "torch.device | str | None"
-#: Outputs and the final state.
+#: Outputs and final state.
 Result: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class RecurrentConfig(LayerConfig):
-    """Sizes and options that all of these layers have.
+    """Common sizes and options of recurrent mixers.
 
     Args:
         dim: width of x and y.
-        num_heads: heads of q and k.
-        num_v_heads: heads of v, each of them with a state: a multiple of num_heads, which is the
-            default.
-        head_dim: of q and k, default dim // num_heads; half of that in GatedLinearAttention.
-        v_head_dim: of v, default head_dim; twice that in GatedLinearAttention, GatedDeltaNet and
-            MultiScaleRetention.
-        conv_size: taps of the causal convolutions with SiLU over q, k and v; 0 for none.
-        conv_bias: whether these have a bias.
-        gate: activation of the gate of the normalised output: "silu", "sigmoid", None for no gate.
-        norm_eps: of the norm of the output, over each head.
+        num_heads: number of heads of q and k.
+        num_v_heads: number of heads of v, each with a state; a multiple of num_heads, the default.
+        head_dim: width of a head of q and k, default dim // num_heads; half of that in
+            GatedLinearAttention.
+        v_head_dim: width of a head of v, default head_dim; twice that in GatedLinearAttention,
+            GatedDeltaNet and MultiScaleRetention.
+        conv_size: number of taps of the causal convolutions with SiLU on q, k and v; 0 for none.
+        conv_bias: True if the convolutions have biases.
+        gate: activation of the output gate: "silu", "sigmoid", or None for no gate.
+        norm_eps: eps of the output norm, which is per head.
         init_std, backend: as in Attention.
     """
 
-    #: Defaults: head_dim = dim // (num_heads * shrink), v_head_dim = expand * head_dim.
+    #: Factors of the defaults: head_dim = dim // (num_heads * shrink), v_head_dim = expand *
+    #: head_dim.
     shrink: ClassVar[int] = 1
     expand: ClassVar[int] = 1
 
@@ -69,7 +70,7 @@ class RecurrentConfig(LayerConfig):
         parts = self.num_heads * self.shrink
         if self.head_dim is None and self.dim % parts:
             raise ValueError(
-                f"{op}: dim must be a multiple of {parts} where head_dim is None, "
+                f"{op}: dim must be a multiple of {parts} if head_dim is None, "
                 f"got dim={self.dim}, num_heads={self.num_heads}"
             )
         if self.v_heads % self.num_heads:
@@ -98,19 +99,19 @@ class RecurrentConfig(LayerConfig):
 
     @property
     def state_size(self) -> tuple[int, int]:
-        """Sizes of a head's state."""
+        """Shape of a head's state."""
         return self.k_size, self.v_size
 
 
 class RecurrentMixer(StateMixer):
-    """``y = W_o (norm(o) * act(x W_g))`` of a recurrence o over q, k, v, each ``silu(conv(x W))``.
+    """Computes ``y = W_o (norm(o) * act(x W_g))`` of a recurrence o = recur(q, k, v).
 
-    A subclass has a `Config` that is a RecurrentConfig, and says in `recur` what the recurrence is.
-    The norm is over each head of o. Decoding takes one step of the recurrence for each token,
-    whatever their number.
+    q, k and v are ``silu(conv(x W))`` each. A subclass has a `Config` derived from RecurrentConfig
+    and defines `recur`. The norm is per head of o. Decoding takes one step of the recurrence per
+    token, in constant time.
     """
 
-    #: Whether SiLU replaces the convolutions if the config has none.
+    #: True to apply SiLU to q, k and v even without convolutions.
     activates = True
 
     def __init__(
@@ -135,17 +136,17 @@ class RecurrentMixer(StateMixer):
 
     @abstractmethod
     def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
-        """q, k (B, T, H, K), v (B, T, Hv, V) of x (B, T, dim) -> o like v, and the final state.
+        """Maps q, k (B, T, H, K), v (B, T, Hv, V), x (B, T, dim) to o like v and the final state.
 
-        The options are initial_state, cu_seqlens and backend of a function.
+        The options are the function's initial_state, cu_seqlens and backend.
         """
 
     def rotated(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """q and k at their positions; most recurrences know the order of tokens without."""
+        """Applies rotary embeddings to q and k; by default none, as recurrences encode order."""
         return q, k
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """Zeros: `s` (B, Hv, K, V) in fp32 (fp64 for fp64), and the last inputs of convolutions."""
+        """Creates zeros: `s` (B, Hv, K, V) in fp32 (fp64 for fp64) and the convolutions' states."""
         c = self.config
         wide = zeros_of_states(self.o_proj.weight, storage)
         tensors = {"s": wide.new_zeros(batch, c.v_heads, *c.state_size)}
@@ -192,7 +193,7 @@ class RecurrentMixer(StateMixer):
         sequences: Sequences,
         after: dict[str, Tensor],
     ) -> Tensor:
-        """q, k or v; the state of its convolution goes to `after`."""
+        """Computes q, k or v, and stores the state of its convolution in `after`."""
         c = self.config
         y: Tensor = self.get_submodule(f"{name}_proj")(x)
         if c.conv_size > 0:
@@ -208,7 +209,7 @@ class RecurrentMixer(StateMixer):
 def linear(
     config: RecurrentConfig, n_in: int, n_out: int, bias: bool = False, **factory: Any
 ) -> Linear:
-    """A part of a layer with this config."""
+    """Builds a linear layer with the config's init_std and backend."""
     own = Linear.Config(n_in, n_out, bias, config.init_std, config.backend)
     return Linear(own, **factory)
 
@@ -216,26 +217,25 @@ def linear(
 def low_rank(
     config: RecurrentConfig, rank: int, n_out: int, bias: bool = False, **factory: Any
 ) -> nn.Sequential:
-    """Two linear layers dim -> rank -> n_out."""
+    """Builds two linear layers dim -> rank -> n_out."""
     inner = linear(config, config.dim, rank, **factory)
     return nn.Sequential(inner, linear(config, rank, n_out, bias, **factory))
 
 
 def fp32(dtype: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype of parameters that stay in fp32 in a layer of `dtype`: fp64 if that is
-    fp64, else fp32."""
+    """Returns the dtype of a layer's fp32 parameters and states: fp64 if `dtype` is, else fp32."""
     dtype = torch.get_default_dtype() if dtype is None else dtype
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def draw_steps(bias: Tensor, least: float, most: float, floor: float = 0.0) -> None:
-    """softplus(bias) from least to most, evenly in its logarithm, and at least `floor`."""
+    """Draws softplus(bias) log-uniformly from (least, most), clamped to at least `floor`."""
     dt = torch.empty_like(bias, dtype=fp32(bias.dtype))
     dt = dt.uniform_(math.log(least), math.log(most)).exp_().clamp_(min=floor)
     bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
 def zeros_of_states(weight: Tensor, storage: Storage) -> Tensor:
-    """An empty tensor of the device and the dtype of a matrix state."""
+    """Returns an empty tensor with the device and dtype of a matrix state."""
     like = storage_like(weight, **storage)
     return weight.new_zeros(0, device=like["device"], dtype=fp32(like["dtype"]))

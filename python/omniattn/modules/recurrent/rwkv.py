@@ -1,4 +1,4 @@
-"""Layers of RWKV: the base classes, RWKV-4, and the channel mix of all versions."""
+"""RWKV layers: base classes, the time mix of RWKV-4, and the channel mix of all versions."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = ["RWKV4TimeMix", "RWKVChannelMix"]
 
 @dataclass(frozen=True)
 class RWKVConfig(LayerConfig):
-    """Options that all RWKV layers share.
+    """Common options of RWKV layers.
 
     Args:
         dim: width of x and y.
-        layer_idx, num_layers: place of the layer in its model, counted from 0, which says how the
-            parameters begin.
+        layer_idx, num_layers: index of the layer in its model, from 0, and number of layers; the
+            initial parameters depend on them.
         init_std, backend: as in Attention.
     """
 
@@ -55,28 +55,28 @@ class RWKVConfig(LayerConfig):
 
     @property
     def depth(self) -> float:
-        """0 for the first layer, 1 for the last."""
+        """Relative depth: 0 for the first layer, 1 for the last."""
         return self.layer_idx / max(self.num_layers - 1, 1)
 
     @property
     def height(self) -> float:
-        """1 for the first layer, near 0 for the last."""
+        """Relative distance from the output: 1 for the first layer, near 0 for the last."""
         return 1 - self.layer_idx / self.num_layers
 
 
 class Shifted(nn.Module):
-    """A layer whose inputs are ``x_t + (x_{t-1} - x_t) * mu`` with a mu for each of its parts.
+    """Base class of layers with token shift: inputs ``x_t + (x_{t-1} - x_t) * mu``, one mu a part.
 
-    The parameters mu are x_k and so on, as RWKV-7 calls them, or time_maa_k and so on, as RWKV-6
-    does; `load_state_dict` takes either, and 1 - mu as time_mix_k (RWKV-4 and 5) or time_mix_key
+    The parameters mu are named x_k etc., as in RWKV-7, or time_maa_k etc., as in RWKV-6.
+    `load_state_dict` accepts both, and 1 - mu as time_mix_k (RWKV-4 and 5) or time_mix_key
     (transformers).
     """
 
-    parts: str  # a letter each
-    prefix = "x_"  # of the names of mu
+    parts: str  # one letter per part
+    prefix = "x_"  # prefix of the names of mu
     config: RWKVConfig
 
-    if TYPE_CHECKING:  # most parameters are registered by name
+    if TYPE_CHECKING:  # most parameters are registered dynamically by name
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -89,7 +89,10 @@ class Shifted(nn.Module):
     def _mixed(
         self, x: Tensor, sequences: Sequences, before: Tensor | None
     ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """x_{t-1} - x_t, the inputs of the parts, and the last steps of x or else `before`."""
+        """Returns x_{t-1} - x_t, the inputs of the parts, and the last token of each sequence.
+
+        `before` (N, dim), or zeros, precedes the first tokens.
+        """
         op, mus = type(self).__name__, [getattr(self, self.prefix + part) for part in self.parts]
         require_float(op, "x", x)
         if autocast_dtype(x) is None:
@@ -100,7 +103,7 @@ class Shifted(nn.Module):
 
 
 def _rename_shifts(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Weights of other versions and of transformers."""
+    """Renames mu from other versions of RWKV and from transformers."""
     assert isinstance(layer, Shifted)
     words = {"k": "key", "v": "value", "r": "receptance"}
     for part in layer.parts:
@@ -118,7 +121,7 @@ def linear_of(c: RWKVConfig, n_in: int, n_out: int, **factory: Any) -> Linear:
 
 
 def reset_old_shifts(layer: Shifted) -> None:
-    """The mu of versions 4 to 6."""
+    """Initialises mu as RWKV-4 to 6 do."""
     c = layer.config
     for part in layer.parts:
         power = 0.5 * c.height if part in "rg" else c.height
@@ -127,10 +130,10 @@ def reset_old_shifts(layer: Shifted) -> None:
 
 
 class TimeMix(Shifted, StateMixer):
-    """A recurrence over receptance, key and value."""
+    """Base class of recurrences over receptance, key and value."""
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """`shift` (B, dim), the last input, and `wkv`, the state of the recurrence in fp32."""
+        """Creates `shift` (B, dim), the last input, and `wkv`, the recurrence's state in fp32."""
         weight = next(self.parameters())
         like = weight.new_zeros(0, **storage_like(weight, **storage))
         wide = zeros_of_states(weight, storage)
@@ -140,7 +143,7 @@ class TimeMix(Shifted, StateMixer):
 
     @abstractmethod
     def _empty(self, batch: int, like: Tensor) -> Tensor:
-        """The state before the first token."""
+        """Returns the recurrence's state before the first token."""
 
     @abstractmethod
     def _recur(
@@ -151,9 +154,9 @@ class TimeMix(Shifted, StateMixer):
         shared: dict[str, Tensor] | None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        """y and the state after x, from x_{t-1} - x_t and the inputs of the parts.
+        """Computes y and the state after x from x_{t-1} - x_t and the inputs of the parts.
 
-        The options are initial_state, cu_seqlens and backend of a function.
+        The options are the function's initial_state, cu_seqlens and backend.
         """
 
     @takes_cache
@@ -166,12 +169,13 @@ class TimeMix(Shifted, StateMixer):
         mask: Tensor | Mask | None = None,
         shared: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
             x, state, mask: as in StateMixer.
-            rope: not used.
-            shared: what the layers of a model share in one call (RWKV-7: the values of the first).
+            rope: ignored.
+            shared: tensors that layers pass to later layers within a call of the model (RWKV-7: the
+                values of the first layer).
         """
         return self._run(x, state, mask, shared=shared)
 
@@ -199,17 +203,19 @@ class TimeMix(Shifted, StateMixer):
 
 
 class RWKV4TimeMix(TimeMix):
-    """Attention-free mixing: a mean of values whose weights decay and grow with e^key.
+    """Attention-free mixing: a mean of values weighted by e^key and a decay with distance.
 
     ``y = W_o (sigmoid(r) * wkv(k, v))`` with the wkv of :func:`functional.rwkv4`,
     w = exp(time_decay), u = time_first, and r, k, v linear in x_t and x_{t-1}.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; time_decay and time_first are made in fp32.
+        device, dtype: device and dtype of the parameters; time_decay and time_first are created in
+            fp32.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters time_decay, time_first (dim), x_k, x_v, x_r
+        x (B, T, dim) -> the same shape.
+        Parameters time_decay, time_first (dim), x_k, x_v, x_r
         (1, 1, dim), receptance, key, value, output.
 
     Reference:
@@ -246,7 +252,7 @@ class RWKV4TimeMix(TimeMix):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialises as BlinkDL's code does."""
+        """Initialises the parameters as BlinkDL's code does."""
         c = self.config
         reset_old_shifts(self)
         n = ramp(c.dim, last=True)
@@ -272,19 +278,20 @@ class RWKV4TimeMix(TimeMix):
 
 
 class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
-    """A feed-forward layer that also sees the token before.
+    """Feed-forward layer with token shift.
 
-    ``y = W_v relu(W_k x_k)^2``, of versions 4 to 6 times ``sigmoid(W_r x_r)``, with
+    ``y = W_v relu(W_k x_k)^2``, in versions 4 to 6 multiplied by ``sigmoid(W_r x_r)``, with
     ``x_k = x_t + (x_{t-1} - x_t) * mu_k``.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters x_k (1, 1, dim), key, value, as in RWKV-7, or with a
-        receptance time_maa_k, time_maa_r, receptance, key, value, as in RWKV-6; `load_state_dict`
-        takes the names of all versions.
+        x (B, T, dim) -> the same shape.
+        Parameters x_k (1, 1, dim), key, value, as in RWKV-7; with a receptance time_maa_k,
+        time_maa_r, receptance, key, value, as in RWKV-6. `load_state_dict` accepts the names of all
+        versions.
 
     Reference:
         Peng et al., RWKV: Reinventing RNNs for the Transformer Era, 2023, arXiv 2305.13048.
@@ -300,7 +307,7 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
 
         Args:
             hidden_dim: inner width; default 4 dim.
-            receptance: whether the result has a gate (not in RWKV-7).
+            receptance: True to gate the result; False in RWKV-7.
         """
 
         hidden_dim: Size | None = None
@@ -329,7 +336,7 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialises as BlinkDL's code does: as in RWKV-4 to 6 with a receptance, else RWKV-7."""
+        """Initialises as BlinkDL's code does: with a receptance as RWKV-4 to 6, else as RWKV-7."""
         c = self.config
         for part in self.parts:
             power = c.height if c.receptance else c.height**4
@@ -340,7 +347,7 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
             nn.init.zeros_(self.value.weight)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """`shift` (B, dim), the last input."""
+        """Creates `shift` (B, dim), the last input."""
         weight = self.key.weight
         like = weight.new_zeros(0, **storage_like(weight, **storage))
         return RecurrentState(shift=like.new_zeros(batch, self.config.dim))
@@ -352,7 +359,7 @@ class RWKVChannelMix(Shifted, ChannelMixer, Stateful):
         state: RecurrentState | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim); x, state and mask as in StateMixer."""
+        """Maps x (B, T, dim) to (B, T, dim); x, state and mask as in StateMixer."""
         tokens, sequences, before = read(self, x, state, mask)
         shift = None if before is None else before["shift"]
         _, inputs, last = self._mixed(tokens, sequences, shift)

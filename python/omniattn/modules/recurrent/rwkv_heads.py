@@ -1,4 +1,4 @@
-"""Time mixes of RWKV-5, 6 and 7: a matrix state for each head."""
+"""Time mixes of RWKV-5, 6 and 7, with one matrix state per head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RWKVHeadsConfig(RWKVConfig):
     """Options of RWKV layers with heads.
 
     Args:
-        head_dim: of each head; dim is a multiple of it.
+        head_dim: width of a head; must divide dim.
     """
 
     head_dim: Size = 64
@@ -46,7 +46,7 @@ class RWKVHeadsConfig(RWKVConfig):
 
 
 class _HeadsTimeMix(TimeMix):
-    """A matrix state for each head, and a norm over each head of what is read."""
+    """Base class of time mixes with one matrix state and one output norm per head."""
 
     config: RWKVHeadsConfig
 
@@ -62,7 +62,7 @@ class _HeadsTimeMix(TimeMix):
         self._add_shifts(device, dtype)
         for name in ("receptance", "key", "value", "output"):
             self.add_module(name, linear_of(c, c.dim, c.dim, device=device, dtype=dtype))
-        # 64e-5 is 1e-5 of y / 8, which the code for RWKV-5 normalises.
+        # RWKV-5's code normalises y / 8 with eps 1e-5; for y this is eps 64e-5.
         norm = GroupNorm.Config(c.dim, c.heads, 64e-5, backend=c.backend)
         self.ln_x = GroupNorm(norm, device=device, dtype=dtype)
         self.draws("ln_x")
@@ -83,17 +83,19 @@ class _HeadsTimeMix(TimeMix):
 
 
 class RWKV5TimeMix(_HeadsTimeMix):
-    """Gated linear attention with a constant decay per channel and a bonus for the present token.
+    """Gated linear attention with a constant decay per channel and a bonus for the current token.
 
-    ``y = W_o (norm(o) * silu(g))`` with the o of :func:`functional.rwkv6`,
+    ``y = W_o (norm(o) * silu(g))`` with o of :func:`functional.rwkv6`,
     w = -exp(time_decay), u = time_faaaa, and r, k, v, g linear in x_t and x_{t-1}.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; time_decay and time_faaaa are made in fp32.
+        device, dtype: device and dtype of the parameters; time_decay and time_faaaa are created in
+            fp32.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters time_decay, time_faaaa (heads, head_dim), x_k, x_v,
+        x (B, T, dim) -> the same shape.
+        Parameters time_decay, time_faaaa (heads, head_dim), x_k, x_v,
         x_r, x_g (1, 1, dim), receptance, key, value, gate, output, ln_x.
 
     Reference:
@@ -141,17 +143,19 @@ class RWKV5TimeMix(_HeadsTimeMix):
 
 
 class RWKV6TimeMix(_HeadsTimeMix):
-    """RWKV-5 with decays and mixes of x_t and x_{t-1} that depend on the token.
+    """RWKV-5 with data-dependent decays and token shifts.
 
     ``w = -exp(time_decay + tanh(x_w A) B)``; the inputs of the parts are
-    ``x_t + (x_{t-1} - x_t) * (mu + tanh(x_x W_1) W_2)``, else as RWKV5TimeMix.
+    ``x_t + (x_{t-1} - x_t) * (mu + tanh(x_x W_1) W_2)``; otherwise as RWKV5TimeMix.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; time_decay and time_faaaa are made in fp32.
+        device, dtype: device and dtype of the parameters; time_decay and time_faaaa are created in
+            fp32.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters time_maa_x, time_maa_w, time_maa_k, time_maa_v,
+        x (B, T, dim) -> the same shape.
+        Parameters time_maa_x, time_maa_w, time_maa_k, time_maa_v,
         time_maa_r, time_maa_g (1, 1, dim), time_maa_w1 (dim, 5 mix_rank), time_maa_w2
         (5, mix_rank, dim), time_decay (1, 1, dim), time_decay_w1 (dim, decay_rank), time_decay_w2
         (decay_rank, dim), time_faaaa (heads, head_dim), receptance, key, value, gate, output, ln_x:
@@ -214,7 +218,7 @@ class RWKV6TimeMix(_HeadsTimeMix):
     ) -> tuple[Tensor, Tensor]:
         low = torch.tanh(inputs[0] @ self.time_maa_w1).unflatten(-1, (5, -1))
         more = torch.einsum("btpr,prd->pbtd", low, self.time_maa_w2)
-        # The parts of the weights are w, k, v, r, g.
+        # The first dimension of time_maa_w2 is w, k, v, r, g.
         inputs = [torch.addcmul(y, difference, m) for y, m in zip(inputs[1:], more, strict=True)]
         decay = torch.tanh(inputs[0] @ self.time_decay_w1) @ self.time_decay_w2
         w = -self._heads(decay.to(self.time_decay.dtype) + self.time_decay).exp()
@@ -233,7 +237,7 @@ def _add_decay_and_bonus(
 
 
 def _reshape_decay(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Takes time_decay (1, 1, dim) and (heads, head_dim), as which RWKV-6 was saved here before."""
+    """Accepts time_decay as (1, 1, dim) and, from old checkpoints of ours, (heads, head_dim)."""
     decay, like = state_dict.get(f"{prefix}time_decay"), layer.get_parameter("time_decay")
     if decay is not None and decay.shape in ((1, 1, like.numel()), layer.time_faaaa.shape):
         state_dict[f"{prefix}time_decay"] = decay.view_as(like)
@@ -251,7 +255,7 @@ def _reset_decay_and_bonus(layer: _HeadsTimeMix) -> None:
 def _read_with_bonus(
     layer: Any, inputs: list[Tensor], w: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """W_o (norm(o) * silu(g)) from the inputs of k, v, r and g."""
+    """Computes W_o (norm(o) * silu(g)) from the inputs of k, v, r and g."""
     names = ("key", "value", "receptance")
     k, v, r = (layer._heads(getattr(layer, n)(y)) for n, y in zip(names, inputs, strict=False))
     o, wkv = functional.rwkv6(r, k, v, w, layer.time_faaaa, **options)
@@ -259,20 +263,22 @@ def _read_with_bonus(
 
 
 class RWKV7TimeMix(_HeadsTimeMix):
-    """A delta rule with a decay and a learning rate for each channel.
+    """Delta rule with a decay and a learning rate per channel.
 
-    ``y = W_o ((norm(o) + (sum over a head of r * k * r_k) v) * g)`` with the o of
-    :func:`functional.rwkv7`, in which kk = k k_k of length 1 is what the state forgets,
-    ``w = -exp(-1/2) sigmoid(w0 + tanh(x_w w1) w2)``, ``alpha = sigmoid(a0 + x_a a1 a2)``,
-    k takes the factor 1 + (alpha - 1) k_a, and ``g = sigmoid(x_g g1) g2``. Layers after the first
-    one move v towards that of the first, by ``sigmoid(v0 + x_v v1 v2)``.
+    ``y = W_o ((norm(o) + (sum over a head of r * k * r_k) v) * g)`` with o of
+    :func:`functional.rwkv7`. The state removes along the unit vector kk = k k_k / |k k_k|. Its
+    decay is ``w = -exp(-1/2) sigmoid(w0 + tanh(x_w w1) w2)``, its learning rate
+    ``alpha = sigmoid(a0 + x_a a1 a2)``; k is multiplied by 1 + (alpha - 1) k_a, and
+    ``g = sigmoid(x_g g1) g2``. Layers after the first interpolate v towards the first layer's
+    values by ``sigmoid(v0 + x_v v1 v2)``.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters x_r, x_w, x_k, x_v, x_a, x_g, w0, a0, v0, k_k, k_a
+        x (B, T, dim) -> the same shape.
+        Parameters x_r, x_w, x_k, x_v, x_a, x_g, w0, a0, v0, k_k, k_a
         (1, 1, dim), w1, a1, v1, g1 (dim, rank), w2, a2, v2, g2 (rank, dim), r_k (heads, head_dim),
         receptance, key, value, output, ln_x: names and shapes as in BlinkDL's code. The first layer
         has no v0, v1, v2.
@@ -293,8 +299,8 @@ class RWKV7TimeMix(_HeadsTimeMix):
         """Sizes and options, as in RWKVHeadsConfig.
 
         Args:
-            decay_rank, a_rank, v_rank, gate_rank: inner widths, default: multiples of 32 that grow
-                with the root of dim.
+            decay_rank, a_rank, v_rank, gate_rank: inner widths; default: multiples of 32,
+                proportional to sqrt(dim).
         """
 
         decay_rank: Size | None = None

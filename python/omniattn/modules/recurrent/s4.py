@@ -1,4 +1,4 @@
-"""Layers of linear time-invariant state-space models: S4D and S4."""
+"""Linear time-invariant state-space layers: S4D and S4."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["S4", "S4D"]
 
 @dataclass(frozen=True)
 class SSMConfig(LayerConfig):
-    """Options that both layers share."""
+    """Common options of S4D and S4."""
 
     dim: Size
     state_size: int = 64
@@ -52,14 +52,15 @@ class SSMConfig(LayerConfig):
 
 
 class _SSM(StateMixer):
-    """``y = GLU(W gelu(ssm(x)) + b)`` of a state-space model for each channel.
+    """Computes ``y = GLU(W gelu(ssm(x)) + b)`` with one state-space model per channel.
 
-    Parameters are real, complex ones as pairs: what torch.compile, optimizers and files take.
+    Complex parameters are stored as real pairs, which torch.compile, optimizers and file formats
+    support.
     """
 
-    #: Parameters without weight decay, which would change the time scales of a system.
+    #: Parameters without weight decay, which would change the systems' time scales.
     undecayed: ClassVar[tuple[str, ...]] = ("log_dt", "log_A_real", "A_imag")
-    #: Complex vectors (dim, N / 2) of a system besides A.
+    #: Names of the systems' complex vectors (dim, N / 2) besides A.
     vectors: ClassVar[tuple[str, ...]] = ("C",)
 
     config: SSMConfig
@@ -80,11 +81,11 @@ class _SSM(StateMixer):
 
     @abstractmethod
     def _initial(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """A of complex128, and the vectors that are not random."""
+        """Returns the initial A in complex128, and the initial vectors that are not random."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A of the paper; C of variance 1, D normal, log_dt uniform."""
+        """Sets the paper's A; draws C with variance 1, D from N(0, 1) and log_dt uniformly."""
         c = self.config
         A, vectors = self._initial()
         nn.init.uniform_(self.log_dt, math.log(c.dt_min), math.log(c.dt_max))
@@ -102,10 +103,10 @@ class _SSM(StateMixer):
     def _system(
         self, x: Tensor, A: Tensor, vectors: list[Tensor], dt: Tensor, D: Tensor, **options: Any
     ) -> Any:
-        """The function of the layer."""
+        """Calls the functional of the layer."""
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """Zeros: `s` (B, dim, N / 2, 2) of pairs in fp32 (fp64 for fp64)."""
+        """Creates zeros: `s` (B, dim, N / 2, 2), complex pairs in fp32 (fp64 for fp64)."""
         zeros = zeros_of_states(self.D, storage)
         return RecurrentState(s=zeros.new_zeros(batch, *self.A_imag.shape, 2))
 
@@ -142,17 +143,19 @@ def _complex(pairs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class S4D(_SSM):
-    """A diagonal state-space model for each channel, and a gated linear layer across channels.
+    """One diagonal state-space model per channel, and a gated linear layer across channels.
 
-    ``y = GLU(W gelu(s) + b)`` of the s of :func:`functional.s4d`, with A = -exp(log_A_real) +
-    i A_imag, dt = exp(log_dt) and B = 1.
+    ``y = GLU(W gelu(s) + b)`` with s of :func:`functional.s4d`, A = -exp(log_A_real) + i A_imag,
+    dt = exp(log_dt) and B = 1.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; in half layers the system's parameters are fp32.
+        device, dtype: device and dtype of the parameters; in half layers the system's parameters
+            are fp32.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters log_dt (dim), log_A_real, A_imag (dim, N / 2),
+        x (B, T, dim) -> the same shape.
+        Parameters log_dt (dim), log_A_real, A_imag (dim, N / 2),
         C (dim, N / 2, 2), D (dim), out_proj.
 
     Reference:
@@ -170,12 +173,12 @@ class S4D(_SSM):
 
         Args:
             dim: width of x and y, the number of systems.
-            state_size: N, even; pairs of conjugates take two.
-            dt_min, dt_max: the step sizes begin between these, uniform in their logarithms.
-            init_std: of the weight of the linear layer.
-            backend: as in Attention; with "reference" the system runs step by step, in plain torch.
-            init: how A begins, see :func:`functional.ssm_init`.
-            rule: of the discretisation, see :func:`functional.discretize`.
+            state_size: N, even; N / 2 pairs of conjugates.
+            dt_min, dt_max: range of the initial step sizes, drawn log-uniformly.
+            init_std: standard deviation of the linear layer's weight.
+            backend: as in Attention; "reference" runs the system step by step in plain torch.
+            init: initialisation of A, see :func:`functional.ssm_init`.
+            rule: discretisation rule, see :func:`functional.discretize`.
         """
 
         init: str = "s4d-lin"
@@ -213,22 +216,23 @@ class S4D(_SSM):
 
 
 class S4(_SSM):
-    """S4: as S4D, of a matrix that is diagonal minus rank one and begins as HiPPO-LegS.
+    """S4: like S4D, with a diagonal-minus-rank-one matrix initialised as HiPPO-LegS.
 
-    ``y = GLU(W gelu(s) + b)`` of the s of :func:`functional.s4`, with Lambda = -exp(log_A_real) +
-    i A_imag and dt = exp(log_dt). The kernel takes dense powers of (N, N) matrices, which S4D does
-    without.
+    ``y = GLU(W gelu(s) + b)`` with s of :func:`functional.s4`, Lambda = -exp(log_A_real) + i A_imag
+    and dt = exp(log_dt). Unlike S4D's, the kernel needs dense powers of (N, N) matrices.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; in half layers the system's parameters are fp32.
+        device, dtype: device and dtype of the parameters; in half layers the system's parameters
+            are fp32.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters log_dt (dim), log_A_real, A_imag (dim, N / 2), P, B, C
+        x (B, T, dim) -> the same shape.
+        Parameters log_dt (dim), log_A_real, A_imag (dim, N / 2), P, B, C
         (dim, N / 2, 2), D (dim), out_proj.
 
     Note:
-        torch.export fixes T, which the powers of the matrices depend on; S4D takes any.
+        torch.export specialises on T, on which the matrix powers depend; S4D exports a dynamic T.
 
     Reference:
         Gu, Goel and Re, Efficiently Modeling Long Sequences with Structured State Spaces, 2021,
@@ -248,10 +252,10 @@ class S4(_SSM):
 
         Args:
             dim: width of x and y, the number of systems.
-            state_size: N, even; pairs of conjugates take two.
-            dt_min, dt_max: the step sizes begin between these, uniform in their logarithms.
-            init_std: of the weight of the linear layer.
-            backend: as in Attention; with "reference" the system runs step by step, in plain torch.
+            state_size: N, even; N / 2 pairs of conjugates.
+            dt_min, dt_max: range of the initial step sizes, drawn log-uniformly.
+            init_std: standard deviation of the linear layer's weight.
+            backend: as in Attention; "reference" runs the system step by step in plain torch.
         """
 
     config: Config

@@ -1,4 +1,4 @@
-"""A small selective state-space layer: one state for all channels, a gate of its outputs."""
+"""Small selective state-space layer with one state for all channels and an output gate."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from omniattn.modules.recurrent.state_mixer import StateMixer
 
 
 class SimpleSelectiveSSM(StateMixer):
-    """``y_t = MLP(h_t) * x_t`` of ``h_t = S_t^T C_t``, ``S_t = diag(A_t) S_{t-1} + B_t x_t^T``.
+    """Simplified Mamba for teaching, without step sizes, convolution and inner width.
 
-    With ``B_t = W_B x_t``, ``C_t = W_C x_t`` and ``A = exp(-softplus(a))``, or with `a_dep`
-    ``A_t = sigmoid(W_A x_t)``; ``MLP(h) = W_down (silu(W_gate h) * W_up h)``. Without the step
-    sizes, the convolution and the inner width of Mamba: a form for teaching.
+    ``y_t = MLP(h_t) * x_t`` of ``h_t = S_t^T C_t``, ``S_t = diag(A_t) S_{t-1} + B_t x_t^T``, with
+    ``B_t = W_B x_t``, ``C_t = W_C x_t`` and ``A = exp(-softplus(a))``, or with `a_dep`
+    ``A_t = sigmoid(W_A x_t)``; ``MLP(h) = W_down (silu(W_gate h) * W_up h)``.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; a is made in fp32.
+        device, dtype: device and dtype of the parameters; a is created in fp32.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters b_proj, c_proj (N, dim), a (N) or a_proj (N, dim), and
+        x (B, T, dim) -> the same shape.
+        Parameters b_proj, c_proj (N, dim), a (N) or a_proj (N, dim), and
         mlp.
 
     Reference:
         Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
-        arXiv 2312.00752, section 3.2, for the selection.
+        arXiv 2312.00752, section 3.2, for the selection mechanism.
 
     Example:
         >>> SimpleSelectiveSSM(dim=8)(torch.ones(1, 5, 8)).shape
@@ -53,9 +54,9 @@ class SimpleSelectiveSSM(StateMixer):
 
         Args:
             dim: width of x and y.
-            d_state: N, the decays.
-            hidden_dim: of the MLP, default 2 dim.
-            a_dep: whether decays depend on the token.
+            d_state: N, the number of states per channel.
+            hidden_dim: inner width of the MLP, default 2 dim.
+            a_dep: True if decays depend on the token.
             init_std, backend: as in Attention.
         """
 
@@ -90,14 +91,14 @@ class SimpleSelectiveSSM(StateMixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Decays from 1/2 to 1 - 2^-N', N' = min(N, 16): memories of many lengths."""
+        """Initialises decays from 1/2 to 1 - 2^-N', N' = min(N, 16), to cover many time scales."""
         if not self.config.a_dep:
             rate = torch.linspace(-1, -min(self.config.d_state, 16), self.config.d_state)
             # softplus(a) = -ln A
             self.a.copy_((-torch.log1p(-torch.exp2(rate.double()))).expm1().log())
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """Zeros: `s` (B, N, dim) in fp32 (fp64 for fp64)."""
+        """Creates zeros: `s` (B, N, dim) in fp32 (fp64 for fp64)."""
         zeros = zeros_of_states(self.b_proj.weight, storage)
         return RecurrentState(s=zeros.new_zeros(batch, self.config.d_state, self.config.dim))
 

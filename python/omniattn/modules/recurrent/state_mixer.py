@@ -16,7 +16,7 @@ from omniattn.modules.base.state import RecurrentState, State, kind_of, takes_ca
 
 
 class StateMixer(Mixer):
-    """A mixer that reads every token in order; a subclass says how in `_mix` and `new_state`."""
+    """Base class of mixers that read tokens in order; subclasses define `_mix` and `new_state`."""
 
     config: Any
 
@@ -24,11 +24,10 @@ class StateMixer(Mixer):
     def _mix(
         self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **given: Any
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
-        """y, and all tensors of the state after x, or None where they were updated in place;
-        `given`: what forward gives to `_run`.
+        """Computes y and the tensors of the state after x, or None if they were updated in place.
 
-        Where `sequences.cu_seqlens` is not None, x (1, total, dim) are its sequences, each of which
-        has a state of its own.
+        `given` are the keyword arguments of `_run`. If `sequences.cu_seqlens` is not None, x
+        (1, total, dim) holds packed sequences, each with its own state.
         """
 
     @takes_cache
@@ -40,14 +39,15 @@ class StateMixer(Mixer):
         rope: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
-            x: tokens, after those in `state`; without a state, it may be a jagged nested tensor.
+            x: the tokens after those in `state`; without a state, a jagged nested tensor is
+                accepted.
             state: from `new_state`; updated to the state after x.
-            rope: not used, except by MultiScaleRetention.
-            mask: boolean (B, 1, 1, past + T), False for padding, wherever it is, or a KeyPadding or
-                KeyLengths of `functional.masks`: the recurrence goes on past it, and y is 0 there.
+            rope: used by MultiScaleRetention only.
+            mask: boolean (B, 1, 1, past + T), False for padding at any position, or a KeyPadding or
+                KeyLengths of `functional.masks`. The recurrence skips padding, and y is 0 there.
                 None for no padding.
         """
         return self._run(x, state, mask, rope=rope)
@@ -61,7 +61,7 @@ class StateMixer(Mixer):
         rope: tuple[Tensor, Tensor] | None = None,
         **given: Any,
     ) -> Tensor:
-        """The steps of a forward."""
+        """Runs a forward: validates the arguments, mixes, and updates the state."""
         tokens, sequences, before = read(self, x, state, mask)
         if rope is not None:
             given["rope"] = tuple(map(sequences.kept, rope))
@@ -76,9 +76,9 @@ class StateMixer(Mixer):
 def read(
     layer: Any, x: Tensor, state: State | None, mask: Tensor | Mask | None
 ) -> tuple[Tensor, Sequences, RecurrentState | None]:
-    """The tokens, their sequences and the state, after checks of what a recurrence is called with.
+    """Validates the arguments of a recurrence; returns the tokens, their sequences and the state.
 
-    The tokens are x (B, T, dim), or all of a nested x or a padded one as (1, total, dim).
+    The tokens are x (B, T, dim), or packed as (1, total, dim) if x is nested or padded.
     """
     op = type(layer).__name__
     tokens, sequences = sequences_of(op, "x", x, state=state)
@@ -103,19 +103,19 @@ def read(
         got = "a nested x" if sequences.nested is not None else f"x.shape={tuple(x.shape)}"
         raise ValueError(
             f"{op}: mask must be None or boolean (B, 1, 1, past + T), a KeyPadding or KeyLengths, "
-            "which tell padding from tokens, because a recurrence reads every token (pass several "
+            "which mark padding, because a recurrence reads every token (pass several "
             f"sequences as a jagged nested tensor), got mask={shown(mask)}, {got}, past={past}"
         )
     assert isinstance(mask, Tensor)
     real = mask[:, 0, 0, past:]
     if before is not None and real.is_cpu and not is_traced() and bool(real.all()):
-        return tokens, sequences, before  # steps after a padded prompt
+        return tokens, sequences, before  # decoding after a padded prompt
     require_device(op, "mask", mask, x)
     return *without_padding(tokens, real.expand(batch, steps)), before
 
 
 def _checked(layer: Any, state: State, x: Tensor) -> RecurrentState:
-    """The state, which must be one of this layer for the sequences of x."""
+    """Requires a state of this layer for the sequences of x, and returns it."""
     op = type(layer).__name__
     if not isinstance(state, RecurrentState):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Layers of xLSTM: mLSTM and sLSTM."""
+"""xLSTM layers: mLSTM and sLSTM."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = ["MLSTM", "SLSTM"]
 
 @dataclass(frozen=True)
 class XLSTMConfig(LayerConfig):
-    """Options that both layers share.
+    """Common options of mLSTM and sLSTM.
 
     Args:
         dim: width of x and y.
-        num_heads: heads.
-        layer_idx, num_layers: place of the layer in its model, counted from 0, which says how the
-            parameters begin.
-        conv_size: taps of the causal convolution with SiLU; 0 for none.
-        norm_eps: of the norm of each head.
+        num_heads: number of heads.
+        layer_idx, num_layers: index of the layer in its model, from 0, and number of layers; the
+            initial parameters depend on them.
+        conv_size: number of taps of the causal convolution with SiLU; 0 for none.
+        norm_eps: eps of the output norm, which is per head.
         backend: as in Attention.
     """
 
@@ -59,7 +59,7 @@ class XLSTMConfig(LayerConfig):
 
 
 class _XLSTM(StateMixer):
-    """A layer with a convolution of `inner` channels and a norm of their heads."""
+    """Base class with a convolution of `inner` channels and an output norm per head."""
 
     config: XLSTMConfig
 
@@ -69,13 +69,13 @@ class _XLSTM(StateMixer):
         if c.conv_size > 0:
             conv = ShortConvolution.Config(inner, c.conv_size, True, backend=c.backend)
             self.conv1d = conv.build(**factory)
-        #: The norm multiplies by 1 + weight.
+        #: Weight (inner,) of the norm, which multiplies by 1 + weight.
         self.norm_weight = nn.Parameter(torch.empty(inner, **factory))
 
     def _convolved(
         self, x: Tensor, state: RecurrentState | None, sequences: Sequences
     ) -> tuple[Tensor, dict[str, Any]]:
-        """silu(conv(x)), and the state of the convolution."""
+        """Computes silu(conv(x)) and the state of the convolution."""
         if self.conv1d is None:
             return x, {}
         before = None if state is None else state["conv"].to(x.dtype)
@@ -83,14 +83,14 @@ class _XLSTM(StateMixer):
         return y, {"conv": after}
 
     def _normed(self, h: Tensor) -> Tensor:
-        """h (B, T, H, D) -> (B, T, H D)."""
+        """Normalises each head of h (B, T, H, D); returns (B, T, H D)."""
         c = self.config
         x = h.flatten(-2)
         weight = (1 + self.norm_weight).to(x.dtype)
         return functional.group_norm(x, c.num_heads, weight, eps=c.norm_eps, backend=c.backend)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """Zeros in fp32 (fp64 for fp64) as the function has them, and the last inputs of conv1d."""
+        """Creates the functional's states in fp32 (fp64 for fp64), and `conv`, conv1d's state."""
         wide = zeros_of_states(self.norm_weight, storage)
         tensors = self._empty(batch, wide)
         if self.conv1d is not None:
@@ -104,11 +104,11 @@ class _XLSTM(StateMixer):
 
     @abstractmethod
     def _empty(self, batch: int, like: Tensor) -> dict[str, Tensor]:
-        """The states of the recurrence before the first token."""
+        """Returns the states of the recurrence before the first token."""
 
 
 class Headwise(nn.Module):
-    """y = x W for each group of channels with a W of its own: weight (groups, out, in)."""
+    """Block-diagonal linear layer: y = x W per group of channels; weight (groups, out, in)."""
 
     def __init__(self, dim: int, groups: int, std: float, **factory: Any) -> None:
         super().__init__()
@@ -126,18 +126,19 @@ class Headwise(nn.Module):
 
 
 class MLSTM(_XLSTM):
-    """The block of the matrix LSTM: its cell between an up and a down projection.
+    """mLSTM block: the matrix LSTM cell between an up and a down projection.
 
-    With [u, z] = x W_up and c = silu(conv(u)): q and k are block-diagonal in c, v in u, the gates
-    linear in [q, k, v], and ``y = W_down ((norm(h) + skip * c) * silu(z))`` of the h of
-    :func:`functional.mlstm`. A block of such layers has no feed-forward layer.
+    With [u, z] = x W_up and c = silu(conv(u)): q and k are block-diagonal projections of c, v of u,
+    the gates are linear in [q, k, v], and ``y = W_down ((norm(h) + skip * c) * silu(z))`` with h of
+    :func:`functional.mlstm`. Blocks of this layer need no feed-forward layer.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters proj_up, q_proj, k_proj, v_proj, conv1d, igate, fgate,
+        x (B, T, dim) -> the same shape.
+        Parameters proj_up, q_proj, k_proj, v_proj, conv1d, igate, fgate,
         norm_weight, learnable_skip, proj_down.
 
     Reference:
@@ -154,8 +155,8 @@ class MLSTM(_XLSTM):
 
         Args:
             inner_dim: width of u and z; default 2 dim, rounded up to a multiple of 64.
-            block_size: channels of a block of q, k and v.
-            eps: of the denominator of the cell.
+            block_size: number of channels per block of the q, k and v projections.
+            eps: constant added to the cell's denominator.
         """
 
         inner_dim: Size | None = None
@@ -186,7 +187,7 @@ class MLSTM(_XLSTM):
         super().__init__()
         self.config = c = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        # Initialises as the official code does: "small init" and Wang's.
+        # The official code's initialisation: "small init" and Wang's.
         small, last = math.sqrt(0.4 / c.dim), 2 / c.num_layers / math.sqrt(c.dim)
         self.proj_up = _linear(c, c.dim, 2 * c.inner, small, **factory)
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -201,7 +202,7 @@ class MLSTM(_XLSTM):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The gates forget little: the biases of the forget gates go from 3 to 6."""
+        """Zeroes the gate weights; forget biases range from 3 to 6, so that little is forgotten."""
         nn.init.zeros_(self.norm_weight)
         nn.init.ones_(self.learnable_skip)
         assert self.igate.bias is not None and self.fgate.bias is not None
@@ -242,17 +243,18 @@ class MLSTM(_XLSTM):
 
 
 class SLSTM(_XLSTM):
-    """The scalar LSTM with exponential gates and recurrent weights within heads.
+    """sLSTM: the scalar LSTM with exponential gates and recurrent weights within heads.
 
-    The gates i and f are linear in silu(conv(x)), z and o in x, block-diagonal by heads;
-    ``y = norm(h)`` of the h of :func:`functional.slstm`. A feed-forward layer follows it.
+    The gates i and f are block-diagonal projections (per head) of silu(conv(x)), z and o of x;
+    ``y = norm(h)`` with h of :func:`functional.slstm`. A feed-forward layer follows it.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters conv1d, igate, fgate, zgate, ogate (block-diagonal),
+        x (B, T, dim) -> the same shape.
+        Parameters conv1d, igate, fgate, zgate, ogate (block-diagonal),
         recurrent (4, H, D, D) and bias (4, H, D) of the gates i, f, z, o, and norm_weight.
 
     Reference:
@@ -293,7 +295,7 @@ class SLSTM(_XLSTM):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Nothing recurs, and heads forget at rates that are spread and depend on the layer."""
+        """Zeroes the recurrent weights and spreads the forget biases over channels, by depth."""
         c = self.config
         for parameter in (self.recurrent, self.bias, self.norm_weight):
             nn.init.zeros_(parameter)
