@@ -125,7 +125,7 @@ def test_functions_of_positions_in_other_caches(kind):
 def test_functions_of_positions_need_them():
     layer, (functions, _) = Attention(LAYER), functions_of_positions(4)
     x, caches = torch.randn(1, 1, 24), []
-    caches.append((layer, layer.new_state(1, 20, rolling=True), "in the order of positions"))
+    caches.append((layer, layer.new_state(1, 20, rolling=True), "sorted by position"))
     whole = Attention(Attention.Config(24, 4, 2))
     caches.append((whole, whole.new_state(1, 20, eviction=H2O(2, 2)), "must be None, since"))
     for module, cache, message in caches:
@@ -396,7 +396,7 @@ def test_sequences_of_different_lengths_decode_together():
     again.load_state_dict(state)
     assert torch.equal(again.views()[0], cache.views()[0])
     assert again.nbytes == cache.nbytes == again.pool.used_pages * 3 * 2 * 12 * 4
-    with pytest.raises(ValueError, match="must be of one pool"):
+    with pytest.raises(ValueError, match="must share one pool"):
         PagedCache.join([cache, again])
     for name, bad in (("block_table", 99), ("lengths", 99), ("k", state["k"][:, :1])):
         broken = {name: bad if isinstance(bad, torch.Tensor) else torch.full_like(state[name], bad)}

@@ -296,7 +296,7 @@ def test_errors_name_what_is_wrong():
         layer.new_state(1, 8, eviction=[H2O(2, 2)] * 2)
     with pytest.raises(TypeError, match="eviction must be an Eviction"):
         layer.new_state(1, 8, eviction="h2o")
-    with pytest.raises(ValueError, match="one policy of all heads"):
+    with pytest.raises(ValueError, match="must be the same for all heads"):
         layer.new_state(1, 8, eviction=[Streaming(1, 2)] * 2 + [H2O(2, 2)] * 2)
     mixed = layer.new_state(1, 8, eviction=[H2O(2, 1)] * 2 + [H2O(2, 2)] * 2)
     assert mixed.capacity == 4
@@ -318,7 +318,7 @@ def test_states_and_calls_that_do_not_fit_are_refused():
     x = torch.randn(1, 3, 24)
     cache = layer.new_state(1, 8, eviction=H2O(2, 2))
     for options in ({"bias": torch.zeros(1)}, {"mask": torch.ones(1).bool()}):
-        with pytest.raises(ValueError, match="slots are in no order"):
+        with pytest.raises(ValueError, match="slots are unordered"):
             layer(x, state=cache, **options)
     windowed = Attention(replace(layer.config, window_size=(3, 0)))
     with pytest.raises(ValueError, match="without a window"):
@@ -333,7 +333,7 @@ def test_states_and_calls_that_do_not_fit_are_refused():
         other.load_state_dict(KVCache(1, 8, 2, 6).state_dict())
     with pytest.raises(ValueError, match="weight must have shape"):
         cache.load_state_dict(state | {"weight": torch.zeros(1, 2, 9)})
-    with pytest.raises(ValueError, match="append alone"):
+    with pytest.raises(ValueError, match="append has no attention weights"):
         cache.append(torch.zeros(1, 1, 2, 6), torch.zeros(1, 1, 2, 6))
     with pytest.raises(ValueError, match="k must have shape"):
         cache.attend(*torch.zeros(3, 1, 1, 3, 6))

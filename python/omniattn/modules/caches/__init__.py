@@ -1,1 +1,1 @@
-"""Caches of keys and values."""
+"""Key-value caches."""

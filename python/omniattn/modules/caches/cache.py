@@ -1,4 +1,4 @@
-"""The protocol of the states of attention, and the storage that they share."""
+"""The protocol of key-value caches, and their common storage."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Attend = Callable[..., Any]
 
 
 class Reading(NamedTuple):
-    """Attention to the tokens of a cache.
+    """Inputs of attention to the tokens of a cache.
 
     k, v: keys and values.
-    mask, score_mod: of these keys.
+    mask, score_mod: mask and score function for these keys.
     attend: function of queries, k, v and the options of functional.attention.
     """
 
@@ -35,42 +35,42 @@ class Reading(NamedTuple):
 
 
 class Cache(ABC):
-    """The protocol of all caches: a `State` of keys and values. Inference only.
+    """Protocol of all caches: a `State` of keys and values. Inference only.
 
-    A layer appends keys and values of n new tokens and attends to the returned views.
-    Their last tokens are the new ones, so that bottom-right aligned masks need no change.
+    A layer appends keys and values of n new tokens and attends to the returned views. The new
+    tokens are the last in the views, so that bottom-right aligned masks need no change.
     """
 
-    #: Number of tokens seen by the longest sequence.
+    #: Number of tokens in the longest sequence, including evicted ones.
     length: int
-    #: True if `attention` rotates queries and keys, by their places in the cache.
+    #: True if `attention` rotates queries and keys by their indices in the cache.
     moves: bool = False
-    #: Period of the rotations of the keys, None if they are rotated by their positions.
+    #: Period of the keys' rotations, None if keys are rotated by their positions.
     period: int | None = None
-    #: Number of keys of a block whose mean is stored, None if no means are.
+    #: Number of keys in a block whose mean is stored, None if means are not stored.
     block_size: int | None = None
 
     @property
     def filled(self) -> bool:
-        """Whether anything has been appended."""
+        """True if tokens have been appended."""
         return self.length > 0
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of the storage, used or not."""
+        """Size of the allocated storage in bytes, used or not."""
 
     @abstractmethod
     def views(self) -> tuple[Tensor, Tensor]:
-        """Keys (B, S, Hkv, D) and values (B, S, Hkv, Dv) to attend to, in the public layout."""
+        """Returns the keys (B, S, Hkv, D) and values (B, S, Hkv, Dv) to attend to."""
 
     @abstractmethod
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores n new tokens and returns the views that their queries attend to."""
+        """Stores n new tokens; returns the views that their queries attend to."""
 
     @abstractmethod
     def crop(self, length: int) -> None:
-        """Forgets all tokens from position `length` on."""
+        """Removes all tokens from position `length` on."""
 
     @abstractmethod
     def reorder(self, index: Tensor) -> None:
@@ -78,7 +78,7 @@ class Cache(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The stored tokens, without unused storage."""
+        """Returns the stored tokens, without unused storage."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -86,26 +86,26 @@ class Cache(ABC):
 
     @property
     def mask(self) -> Mask | None:
-        """Mask of the views' keys that belong to a sequence; None if all do."""
+        """Mask of the views' keys that are tokens, not padding; None if all are."""
         return None
 
     @property
     def ordered(self) -> bool:
-        """Whether the views are sorted by position, as a mask or bias tensor takes for granted."""
+        """True if views are sorted by position, as mask and bias tensors require."""
         return True
 
     def first(self, count: int) -> Tensor | None:
-        """Position (B,) of the first of ordered views of `count` tokens, None if it is 0."""
+        """Returns the position (B,) of the first of `count` tokens in ordered views, None for 0."""
         return None
 
     @property
     def limit(self) -> int | None:
-        """Number of tokens that fit, None if there is no such bound."""
+        """Largest number of tokens, None if unbounded."""
         return None
 
     @property
     def block_keys(self) -> Tensor | None:
-        """Means (B, whole blocks, Hkv, D) of the keys of blocks, None if they are not stored."""
+        """Mean key (B, whole blocks, Hkv, D) of each block, None if means are not stored."""
         return None
 
     def extend(
@@ -118,13 +118,14 @@ class Cache(ABC):
         *,
         positional: bool = False,
     ) -> Reading:
-        """Stores n new tokens. Returns the attention of their queries to the views.
+        """Stores n new tokens and returns the inputs of their queries' attention to the views.
 
         Args:
-            k, v: (B, n, Hkv, D), (B, n, Hkv, Dv).
+            k, v: keys (B, n, Hkv, D) and values (B, n, Hkv, Dv) of the new tokens.
             attend: functional.attention, or another function with its options.
-            mask, score_mod: of the layer's caller, who counts the tokens of the sequence.
-            positional: True if other parts of the scores depend on positions.
+            mask, score_mod: mask and score function of the layer's caller, indexed by positions in
+                the sequence.
+            positional: True if other score terms depend on positions.
         """
         k, v = self.append(k, v)
         if mask is not None and not isinstance(mask, (Tensor, Mask)):
@@ -132,8 +133,8 @@ class Cache(ABC):
         mask = with_cache(self, mask, positional or score_mod is not None)
         if score_mod is None:
             return Reading(k, v, mask, None, attend)
-        # q becomes the position among the keys, as the caller of a layer counts. The number of keys
-        # is an input of the traced function, so that each step reuses the same trace.
+        # attention_cached counts q among the keys, as score_mod's author does. The number of keys
+        # is a tensor input of the traced function, so that all steps reuse one trace.
         sizes = torch.full((k.shape[0],), k.shape[1], device=k.device)
         first = self.first(k.shape[1])
         if first is not None:
@@ -154,25 +155,25 @@ class Cache(ABC):
         rope: tuple[Tensor, Tensor] | None = None,
         interleaved: bool = False,
     ) -> Reading:
-        """`extend` for a layer that does nothing to keys and values before it attends.
+        """`extend` for layers that attend to the cached keys and values unchanged.
 
-        A cache may then read its storage in place, or attend itself.
+        A cache can then read its storage in place, or compute the attention itself.
 
         Args:
             k, v, attend, mask, score_mod, positional: see `extend`.
-            bias: tensor that is added to the scores.
-            rope, interleaved: rotation of the new tokens, which a cache that `moves` does itself.
+            bias: tensor added to the scores.
+            rope, interleaved: rotation of the new tokens, applied by caches with `moves`.
         """
         return self.extend(k, v, attend, mask, score_mod, positional=positional)
 
 
 class StoredCache(Cache):
-    """Keys and values in a preallocated storage, in which one head's keys are contiguous.
+    """Base class of caches with a preallocated storage (B, Hkv, T, D), contiguous per head.
 
     Args:
         batch, max_length, num_kv_heads, head_dim: sizes of the storage.
         v_head_dim: head size of the values, default `head_dim`.
-        device, dtype: of the storage.
+        device, dtype: device and dtype of the storage.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class StoredCache(Cache):
         shape = (batch, num_kv_heads, max_length)
         sizes = (head_dim, v_head_dim)
         storage = new_storage(type(self).__name__, shape, sizes, device, dtype)
-        #: The storage in the public layout, in which each call would have to transpose it.
+        #: Storage as views in the public layout, so that calls need not transpose it.
         self._k, self._v = (t.transpose(1, 2) for t in storage)
         self._sizes = head_sizes(*storage)
         self.length = 0
@@ -199,7 +200,7 @@ class StoredCache(Cache):
         return self._k.nbytes + self._v.nbytes
 
     def _first(self, count: int) -> tuple[Tensor, Tensor]:
-        """The first `count` tokens of the storage, in the public layout."""
+        """Returns the first `count` tokens of the storage, in the public layout."""
         return self._k[:, :count], self._v[:, :count]
 
     def crop(self, length: int) -> None:
@@ -216,12 +217,12 @@ class StoredCache(Cache):
 
 
 def rows_of_heads(t: Tensor, dim: int, index: Tensor) -> Tensor:
-    """`t.index_select(dim, index)` for t (B, T, Hkv, D), with one head's rows contiguous."""
+    """Computes `t.index_select(dim, index)` for t (B, T, Hkv, D); keeps heads contiguous."""
     return t.transpose(1, 2).index_select(dim, index).transpose(1, 2)
 
 
 def require_cache(op: str, state: State | None) -> Cache | None:
-    """`state`, which must be a Cache."""
+    """Requires that `state` is a Cache or None, and returns it."""
     if state is None or isinstance(state, Cache):
         return state
     raise TypeError(f"{op}: state must be a Cache, got type(state)={type(state).__name__}")
@@ -232,7 +233,7 @@ def storage_like(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Storage:
-    """Device and dtype of a storage, by default as the weight."""
+    """Returns the device and dtype of a storage; default: those of the weight."""
     return {
         "device": weight.device if device is None else device,
         "dtype": weight.dtype if dtype is None else dtype,
@@ -246,7 +247,10 @@ def new_storage(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """Zeros (*shape, D) for keys and (*shape, Dv) for values; `sizes` is D and Dv, None for D."""
+    """Allocates zeros (*shape, D) for keys and (*shape, Dv) for values.
+
+    `sizes` is (D, Dv); Dv is None if it equals D.
+    """
     if dtype is not None and dtype not in FLOATS:
         raise TypeError(
             f"{name}: dtype must be float64, float32, bfloat16 or float16, got dtype={dtype}"
@@ -259,9 +263,9 @@ def new_storage(
 def check_new(
     name: str, k: Tensor, v: Tensor, batch: int, heads: int, sizes: tuple[int, int]
 ) -> None:
-    """Raises unless k (B, n, Hkv, D) and v (B, n, Hkv, Dv) have these sizes, D and Dv the last."""
+    """Requires new k (B, n, Hkv, D) and v (B, n, Hkv, Dv) of these sizes; `sizes` is (D, Dv)."""
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-        raise RuntimeError(f"{name}: is for inference, wrap the call in torch.no_grad()")
+        raise RuntimeError(f"{name}: supports inference only, wrap the call in torch.no_grad()")
     count = k.shape[1]
     for which, new, size in (("k", k, sizes[0]), ("v", v, sizes[1])):
         fits = (batch, count, heads, size)
@@ -272,17 +276,17 @@ def check_new(
 
 
 def head_sizes(keys: Tensor, values: Tensor) -> tuple[int, tuple[int, int]]:
-    """Number of heads, and D and Dv, of storages (*, Hkv, *, D) and (*, Hkv, *, Dv)."""
+    """Returns Hkv and (D, Dv) of storages (*, Hkv, *, D) and (*, Hkv, *, Dv)."""
     return keys.shape[1], (keys.shape[3], values.shape[3])
 
 
 def with_cache(
     cache: Cache, mask: Tensor | Mask | None, positional: bool = False
 ) -> Tensor | Mask | None:
-    """Combines `mask` with the cache's. `positional`: whether scores depend on positions."""
+    """Combines `mask` with the cache's; `positional` is True if scores depend on positions."""
     if not cache.ordered and (mask is not None or positional):
         raise ValueError(
-            "Attention: the cache must be in the order of positions for masks and terms of them, "
+            "Attention: the cache must be sorted by position for masks and positional score terms, "
             f"got {type(cache).__name__} with sort=False"
         )
     if mask is None or cache.mask is None:
@@ -291,7 +295,7 @@ def with_cache(
 
 
 def _moved(score_mod: ScoreMod, first: Tensor) -> ScoreMod:
-    """Returns score_mod with queries and keys counted from position first[b]."""
+    """Returns score_mod with first[b] added to query and key indices."""
 
     def moved(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score_mod(score, b, h, q + first[b], k + first[b])

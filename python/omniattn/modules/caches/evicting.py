@@ -1,4 +1,4 @@
-"""The state of attention that forgets tokens by a policy."""
+"""Cache that evicts tokens by a policy."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ class Kept(NamedTuple):
 
 
 class EvictingCache(Cache):
-    """Keys and values of the tokens that a policy keeps, for each sequence and kv head.
+    """Keys and values of the tokens that a policy keeps, per sequence and kv head.
 
-    `attend` does a whole call, since the weights decide what is kept. A new token takes a free
-    slot, so that slots are in no order. Memory follows the number of tokens kept, in steps of at
-    most a factor of two.
+    `attend` computes a whole attention call, since its weights determine the kept tokens. A new
+    token takes a free slot, so slots are unordered. Memory grows with the number of kept tokens, by
+    at most a factor of two at a time.
 
     Args:
-        eviction: the policy, or one for each kv head.
-        batch, max_length, num_kv_heads, head_dim: sizes. max_length is the most tokens that are
-            kept under a policy without a bound of its own.
+        eviction: the policy, or one per kv head.
+        batch, max_length, num_kv_heads, head_dim: sizes. max_length is the largest number of kept
+            tokens for a policy without its own capacity.
         v_head_dim: head size of the values, default `head_dim`.
-        device, dtype: of the storage.
+        device, dtype: device and dtype of the storage.
 
     Raises:
-        TypeError: a dtype that is not floating point.
-        ValueError: if a shape or an option does not fit, more than max_length tokens are kept,
-            tokens are cropped that have chosen what is kept, or a state is that of another policy.
-        RuntimeError: if something with a gradient is appended.
+        TypeError: the dtype is not floating point.
+        ValueError: a shape or an option is invalid, more than max_length tokens are kept, cropped
+            tokens have already caused evictions, or a loaded state has another policy.
+        RuntimeError: an appended tensor requires a gradient.
 
     Example:
         >>> from omniattn.modules import H2O
@@ -93,26 +93,26 @@ class EvictingCache(Cache):
             )
         if any(p.moves for p in self.policies) and len(set(self.policies)) > 1:
             raise ValueError(
-                "EvictingCache: tokens can take new positions only under one policy of all heads, "
+                "EvictingCache: a policy that moves tokens must be the same for all heads, "
                 f"got eviction={self.policies}"
             )
         self.max_length = max_length
         self.moves = any(p.moves for p in self.policies)
         bounds = [p.capacity for p in self.policies]
-        #: The most tokens kept after a call, None if only max_length bounds them.
+        #: Largest number of kept tokens after a call, None if only max_length bounds it.
         self.capacity = None if None in bounds else max((n for n in bounds if n), default=0)
         shape, sizes = (batch, num_kv_heads, 0), (head_dim, v_head_dim)
         k, v = new_storage("EvictingCache", shape, sizes, device, dtype)
         positions = torch.zeros(shape, dtype=torch.int64, device=device)
         self._kept = Kept(k, v, positions, widen(k.new_zeros(shape)))
-        self._rope: Rope | None = None  # of the first positions, where tokens move
-        self._used = 0  # slots of the views
-        self._settled = 0  # the length after the last call that decided which tokens stay
+        self._rope: Rope | None = None  # tables of the first positions, if tokens move
+        self._used = 0  # number of slots in the views
+        self._settled = 0  # length after the last call that used weights or evicted tokens
         self.length = 0
 
     @property
     def _heads(self) -> list[tuple[Eviction, list[int] | slice]]:
-        """Each policy and its kv heads."""
+        """Distinct policies, each with its kv heads."""
         found = dict.fromkeys(self.policies)
         if len(found) == 1:
             return [(self.policies[0], slice(None))]
@@ -127,23 +127,23 @@ class EvictingCache(Cache):
 
     @property
     def positions(self) -> Tensor:
-        """Position of the token in each slot of the views (B, Hkv, S) int64, -1: it is free."""
+        """Position of the token in each slot of the views (B, Hkv, S) int64, -1 in free slots."""
         return self._first(self._used).positions.clone()
 
     @property
     def evicted(self) -> Tensor:
-        """True for tokens that are no longer kept, (B, Hkv, length) bool."""
+        """Mask (B, Hkv, length) bool, True for evicted tokens."""
         return evicted_of(self.positions, self.length)
 
     def views(self) -> tuple[Tensor, Tensor]:
-        """All slots; `positions` says which of them are free."""
+        """Returns all slots, including free ones, which have position -1."""
         k, v, *_ = self._first(self._used)
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
-            "EvictingCache: append alone has no weights to choose by; a layer must call attend, as "
-            f"Attention does, got k={tuple(k.shape)}"
+            "EvictingCache: append has no attention weights to evict by; a layer must call attend, "
+            f"as Attention does, got k={tuple(k.shape)}"
         )
 
     def attention(
@@ -173,13 +173,15 @@ class EvictingCache(Cache):
         backend: str | None = None,
         **options: Any,
     ) -> Tensor:
-        """Stores n new tokens, attends causally to all that are kept, and evicts.
+        """Stores n new tokens, attends causally to all kept tokens, and evicts.
 
         Args:
-            q: (B, n, Hq, D); k (B, n, Hkv, D); v (B, n, Hkv, Dv).
-            k, v: see q.
-            rope, interleaved: of the new tokens, where `moves`; see `functional.apply_rotary`.
-            backend, options: of `functional.attention`, without masks and terms of positions.
+            q: queries (B, n, Hq, D).
+            k, v: keys (B, n, Hkv, D) and values (B, n, Hkv, Dv).
+            rope, interleaved: rotation of the new tokens, if `moves`; see
+                `functional.apply_rotary`.
+            backend, options: options of `functional.attention`, without masks and positional score
+                terms.
 
         Returns:
             (B, n, Hq, Dv).
@@ -190,7 +192,7 @@ class EvictingCache(Cache):
         several = self.moves and k.shape[1] > 1 and bool(self.evicted.any())
         size = 1 if several else max(k.shape[1], 1)
         outs = []
-        for n in range(0, max(k.shape[1], 1), size):  # places depend on what was evicted before
+        for n in range(0, max(k.shape[1], 1), size):  # indices depend on earlier evictions
             part = slice(n, n + size)
             rows = None if rope is None else (rope[0][..., part, :], rope[1][..., part, :])
             new = (q[:, part], k[:, part], v[:, part])
@@ -234,7 +236,7 @@ class EvictingCache(Cache):
         return out
 
     def _admit(self, new: int) -> None:
-        """Forgets the tokens that must leave before the new ones come."""
+        """Evicts the tokens that must leave before the new ones are stored."""
         kept = self._first(self._used)
         for policy, heads in self._heads:
             slots = Slots(kept.positions[:, heads], kept.weight[:, heads], self.length, self.length)
@@ -244,7 +246,10 @@ class EvictingCache(Cache):
                 self._settled = self.length + new
 
     def _with_new(self, k: Tensor, v: Tensor) -> Kept:
-        """All slots with the new tokens k (B, H, n, D), v; one takes a free slot of the storage."""
+        """Returns all slots with the new tokens k (B, H, n, D) and v.
+
+        A single token is written to a free slot of the storage; several are concatenated.
+        """
         batch, heads, new = k.shape[:3]
         kept = self._first(self._used)
         if new != 1 or self._used == 0:
@@ -275,15 +280,15 @@ class EvictingCache(Cache):
         rope: Rope,
         turn: Callable[..., tuple[Tensor, Tensor | None]],
     ) -> tuple[Tensor, Tensor]:
-        """New queries and the keys of all slots, at their places 0, 1, ... in the cache."""
+        """Rotates new queries and the keys of all slots by their indices 0, 1, ... in the cache."""
         cos, sin = rope if self._rope is None else self._rope
         known = 0 if self._rope is None else cos.shape[-2]
-        if known == self.length:  # the first tokens come with the rows of the first places
+        if known == self.length:  # the first tokens' positions are the first indices
             if self._rope is not None:
                 cos, sin = (torch.cat(pair, -2) for pair in zip(self._rope, rope, strict=True))
             last = None if self.capacity is None else self.capacity + 1
             self._rope = (cos[..., :last, :].clone(), sin[..., :last, :].clone())
-        at = positions[0, 0]  # the same for all
+        at = positions[0, 0]  # equal for all sequences and heads
         count = int((at >= 0).sum())
         if cos.shape[-2] < count:
             raise ValueError(
@@ -305,7 +310,7 @@ class EvictingCache(Cache):
         seen: int,
         options: dict[str, Any],
     ) -> Tensor:
-        """The sums after the call, of the tokens in all slots."""
+        """Returns the accumulated attention weight of each slot's token after the call."""
         new, sums, found = q.shape[1], {}, weight
         for policy, heads in self._heads:
             rows = policy.observed(seen, new)
@@ -316,7 +321,7 @@ class EvictingCache(Cache):
             how = (rows, policy.decay)
             if how not in sums:
                 last = lse[:, :, new - rows :]
-                if policy.decay != 1:  # the weights of query i times decay^(n - 1 - i)
+                if policy.decay != 1:  # multiplies query i's weights by decay^(n - 1 - i)
                     age = torch.arange(rows - 1, -1, -1, device=q.device, dtype=lse.dtype)
                     last = last - age * math.log(policy.decay)
                 received = functional.attention_weights(
@@ -327,7 +332,7 @@ class EvictingCache(Cache):
         return found
 
     def _store(self, tokens: Kept, keep: Tensor) -> None:
-        """Makes what `keep` says of these tokens the content."""
+        """Replaces the content by the tokens that `keep` selects."""
         positions = tokens.positions.masked_fill(~keep, -1)
         in_place = tokens.k.data_ptr() == self._kept.k.data_ptr() and self._used > 0
         count = int(keep.sum(-1).max()) if keep.numel() > 0 else 0
@@ -340,7 +345,7 @@ class EvictingCache(Cache):
         self._fill(tokens._replace(positions=positions).take(order))
 
     def _fill(self, tokens: Kept) -> None:
-        """Makes these tokens the content."""
+        """Replaces the content by these tokens."""
         count = tokens.k.shape[2]
         self._reserve(count, 0)
         self._used = count
@@ -348,7 +353,7 @@ class EvictingCache(Cache):
             stored.copy_(t)
 
     def _reserve(self, count: int, used: int) -> None:
-        """Storage of at least `count` slots, the first `used` of which stay as they are."""
+        """Provides storage of at least `count` slots; preserves the first `used`."""
         limit = self.max_length if self.capacity is None else self.capacity + 1
         if count > limit:
             raise ValueError(
@@ -371,7 +376,7 @@ class EvictingCache(Cache):
         if 0 < length < self._settled:
             raise ValueError(
                 f"EvictingCache: tokens before position {self._settled} have chosen what is kept "
-                f"and cannot be cropped, go on from a copy.deepcopy, got length={length}"
+                f"and cannot be cropped, continue from a copy.deepcopy, got length={length}"
             )
         self.length = length
         positions = self._first(self._used).positions

@@ -1,5 +1,4 @@
-"""Eviction policies, which choose the tokens that a cache keeps: the interface, and published
-policies."""
+"""Eviction policies of caches: the interface, and published policies."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from omniattn.former_names import present_names
 
 
 class Slots(NamedTuple):
-    """The tokens of some heads after a call, before its eviction.
+    """Tokens of some heads after a call, before its eviction.
 
-    positions: (B, H, S) int64, -1 in a slot that is free.
-    weight: (B, H, S), the attention that each has received, as `Eviction` adds it up.
+    positions: position of each slot's token (B, H, S) int64, -1 in free slots.
+    weight: accumulated attention weight of each slot's token (B, H, S), see `Eviction`.
     seen, length: number of tokens before and after the call.
     """
 
@@ -31,45 +30,46 @@ class Slots(NamedTuple):
 
     @property
     def live(self) -> Tensor:
-        """Slots that hold a token."""
+        """Mask (B, H, S) of the slots that hold a token."""
         return self.positions >= 0
 
     def first_or_last(self, first: int, last: int) -> Tensor:
-        """Tokens among the `first` or the `last` of the sequence."""
+        """Selects the tokens among the `first` or the `last` of the sequence."""
         p = self.positions
         return self.live & ((p < first) | (p >= self.length - last))
 
 
 @dataclass(frozen=True)
 class Eviction(ABC):
-    """A rule by which an `EvictingCache` forgets tokens. Queries see them until their call ends.
+    """A policy by which an `EvictingCache` evicts tokens at the end of a call.
 
-    A call stores its tokens, attends to all that are kept, adds up the weights w that each has
-    received, ``weight = decay^n weight + sum_i decay^(n - 1 - i) w_i`` over its n queries, the mean
-    over the query heads of its group, and then keeps what `keep` chooses.
+    A call stores its tokens and attends to all kept tokens. It then accumulates the attention
+    weights w that each token has received, averaged over the query heads of a group:
+    ``weight = decay^n weight + sum_i decay^(n - 1 - i) w_i`` over the call's n queries. Finally it
+    keeps the tokens that `keep` selects.
     """
 
-    #: Forgetting of the sums, 1 for plain sums.
+    #: Decay of the accumulated weights, 1 for plain sums.
     decay: ClassVar[float] = 1.0
-    #: Whether tokens take the positions 0, 1, ... in the cache, and rotate anew in each call.
+    #: True if tokens are rotated in each call by their indices 0, 1, ... in the cache.
     moves: ClassVar[bool] = False
 
     @property
     def capacity(self) -> int | None:
-        """Tokens kept after a call, None if there is no bound."""
+        """Largest number of kept tokens after a call, None if unbounded."""
         return None
 
     def observed(self, seen: int, new: int) -> int:
-        """How many of the last queries of a call add their weights up."""
+        """Returns the number of last queries of a call whose weights are accumulated."""
         return 0
 
     def admits(self, slots: Slots, new: int) -> Tensor | None:
-        """Selects the slots that stay when `new` tokens come; None for all."""
+        """Selects the slots to keep before `new` tokens are stored; None for all."""
         return None
 
     @abstractmethod
     def keep(self, slots: Slots) -> Tensor:
-        """Selects the slots (B, H, S) that stay after a call."""
+        """Selects the slots (B, H, S) to keep after a call."""
 
 
 def require_sizes(name: str, least: int, **sizes: int) -> None:
@@ -79,16 +79,15 @@ def require_sizes(name: str, least: int, **sizes: int) -> None:
 
 @dataclass(frozen=True)
 class Threshold(Eviction):
-    """Forgets a token whose share of the attention falls below `eps`.
+    """Evicts tokens whose share of the attention falls below `eps`.
 
     Args:
-        eps: the least share.
-        stat: "mean", of the weights of all queries since; "ema", the sum in which each later query
-            multiplies the others by `rho`; "sum", which is tested once, at the age `grace`, since
-            it never falls.
-        grace: age, in tokens, from which on a token is tested.
-        sinks, recent: the first and last tokens, which are kept.
-        rho: of "ema".
+        eps: smallest share of a kept token.
+        stat: "mean" of the weights of all queries since the token; "ema", a sum with decay `rho`
+            per query; "sum", which is tested once, at age `grace`, since it never decreases.
+        grace: age in tokens from which a token is tested.
+        sinks, recent: numbers of first and last tokens that are always kept.
+        rho: decay of "ema".
     """
 
     eps: float = 1e-3
@@ -105,7 +104,7 @@ class Threshold(Eviction):
         require_number("Threshold", "rho", self.rho, most=1, above=0)
 
     @property
-    def decay(self) -> float:  # type: ignore[override]  # a number of each, not of the class
+    def decay(self) -> float:  # type: ignore[override]  # depends on the instance
         return self.rho if self.stat == "ema" else 1.0
 
     def observed(self, seen: int, new: int) -> int:
@@ -125,11 +124,11 @@ class Threshold(Eviction):
 class H2O(Eviction):
     """Keeps the last `recent` tokens and the `heavy` others with the largest sums of weights.
 
-    Equal sums: the earliest goes first.
+    Of tokens with equal sums, the earliest is evicted first.
 
     Reference:
-        Zhang et al., H2O: Heavy-Hitter Oracle, 2023, arXiv:2306.14048. Its code has no groups of
-        heads; the mean over a group is ours.
+        Zhang et al., H2O: Heavy-Hitter Oracle, 2023, arXiv:2306.14048. The paper's code has no
+        grouped heads; the mean over a group is this package's extension.
     """
 
     heavy: int
@@ -165,15 +164,15 @@ class H2O(Eviction):
 
 @dataclass(frozen=True)
 class Streaming(Eviction):
-    """Keeps the first `sinks` and the last `recent` tokens, with positions as if they were alone.
+    """Keeps the first `sinks` and the last `recent` tokens, with positions renumbered from 0.
 
-    Keys are stored without their rotation and get that of 0, 1, ... in each call. Several tokens
-    for a cache that has forgotten some are read one after another.
+    Keys are stored unrotated; each call rotates them by their indices 0, 1, ... in the cache. Once
+    tokens have been evicted, several new tokens are processed one at a time.
 
     Args:
-        sinks, recent: numbers of tokens.
-        evict: "after" a call, so that a query sees sinks + recent + 1 tokens with its own, or
-            "before" it, which makes that sinks + recent.
+        sinks, recent: numbers of kept tokens.
+        evict: "after" a call, so that a query attends to sinks + recent + 1 tokens including its
+            own, or "before" it, for sinks + recent tokens.
 
     Reference:
         Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023,
@@ -206,21 +205,22 @@ class Streaming(Eviction):
 
 @dataclass(frozen=True)
 class SnapKV(Eviction):
-    """Compresses the prompt, the first call, to `size` tokens; later tokens are all kept.
+    """Compresses the prompt, the first call, to `size` tokens; keeps all later tokens.
 
-    The last `window` queries of the prompt vote: the sums of their weights, pooled over `kernel`
-    adjacent keys. Kept are the keys of the window and those with the most votes, the earlier of
-    equal ones.
+    The votes of a key are the attention weights of the prompt's last `window` queries, summed and
+    pooled over `kernel` adjacent keys. The keys of the window and those with the most votes are
+    kept; of equal votes, the earlier key.
 
     Args:
-        size: tokens kept of a longer prompt, more than `window`.
-        window: queries that vote.
-        kernel: an odd number of keys.
+        size: number of kept tokens of a longer prompt, more than `window`.
+        window: number of voting queries.
+        kernel: width of the pooling, odd.
         pooling: "mean" or "max"; keys beyond the ends count as keys without votes.
 
     Reference:
         Li et al., SnapKV: LLM Knows What You Are Looking for Before Generation, 2024,
-        arXiv:2404.14469. Its code has no groups of heads; the mean over a group is ours.
+        arXiv:2404.14469. The paper's code has no grouped heads; the mean over a group is this
+        package's extension.
     """
 
     size: int
@@ -241,7 +241,7 @@ class SnapKV(Eviction):
     def keep(self, slots: Slots) -> Tensor:
         if slots.seen > 0 or slots.length <= self.size:
             return slots.live
-        # The slots of a first call are in the order of positions.
+        # The slots of a first call are sorted by position.
         votes = slots.weight[..., : slots.length - self.window]
         pool = nnf.avg_pool1d if self.pooling == "mean" else nnf.max_pool1d
         votes = pool(votes, self.kernel, stride=1, padding=self.kernel // 2)
@@ -251,10 +251,10 @@ class SnapKV(Eviction):
 
 @dataclass(frozen=True)
 class Window(Eviction):
-    """Keeps the last `size` tokens, that of the query included: a `RollingCache`.
+    """Keeps the last `size` tokens, including the query's own, in a `RollingCache`.
 
-    The tokens of a call see the size - 1 last ones before it and all earlier ones of the call; give
-    the layer a `window_size` for the exact window.
+    Queries attend to the size - 1 last tokens before their call and all earlier tokens of the call;
+    set the layer's `window_size` for the exact window.
     """
 
     size: int
@@ -276,7 +276,7 @@ class Window(Eviction):
 def policies_of_groups(
     op: str, eviction: Eviction | Sequence[Eviction], heads: int, kv_heads: int
 ) -> Eviction | tuple[Eviction, ...]:
-    """One policy, or one for each kv head, of what a layer was given: one, or one for each head."""
+    """Converts a layer's eviction, one policy or one per head, to one policy or one per kv head."""
     if isinstance(eviction, Eviction):
         return eviction
     if not isinstance(eviction, Sequence) or not all(isinstance(p, Eviction) for p in eviction):
@@ -301,18 +301,18 @@ def policies_of_groups(
 
 
 def evicted_of(positions: Tensor, length: int) -> Tensor:
-    """(B, H, length) bool from positions (B, H, S), -1 where a slot is free: which are not kept."""
+    """Computes the mask (B, H, length) of evicted tokens from positions (B, H, S), -1 if free."""
     gone = torch.ones((*positions.shape[:2], length + 1), dtype=torch.bool, device=positions.device)
     gone.scatter_(2, positions.masked_fill(positions < 0, length), False)
     return gone[..., :length]
 
 
 def require_plain(options: dict[str, Any]) -> None:
-    """Takes out what every caller may say, and refuses what slots without an order cannot have."""
+    """Removes options with default values; rejects those that unordered slots cannot support."""
     for name in ("mask", "bias", "relative", "alibi_slopes", "score_mod"):
         if options.pop(name, None) is not None:
             raise ValueError(
-                f"EvictingCache: {name} must be None, since the slots are in no order, got one"
+                f"EvictingCache: {name} must be None, since slots are unordered, got one"
             )
     causal, window = options.pop("causal", True), tuple(options.pop("window_size", (-1, -1)))
     if not causal or window != (-1, -1):
@@ -322,4 +322,6 @@ def require_plain(options: dict[str, Any]) -> None:
         )
     normalizer = present_names("EvictingCache", options).get("normalizer", "softmax")
     if normalizer != "softmax":
-        raise ValueError(f"EvictingCache: needs softmax, got normalizer={shown(normalizer)}")
+        raise ValueError(
+            f"EvictingCache: normalizer must be 'softmax', got normalizer={shown(normalizer)}"
+        )

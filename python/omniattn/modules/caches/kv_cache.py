@@ -1,4 +1,4 @@
-"""The states of attention to all tokens or to a source: their keys and values, or latents."""
+"""Caches of all tokens or of a cross-attention source: keys and values, or latents."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from omniattn.modules.caches.cache import Cache, StoredCache, check_new
 
 
 class KVCache(StoredCache):
-    """Preallocated keys and values with one length for the whole batch.
+    """Preallocated keys and values; all sequences of the batch have the same length.
 
-    The storage is (B, Hkv, max_length, D), so that one head's keys are contiguous; the views have
+    The storage is (B, Hkv, max_length, D), so that each head's keys are contiguous. The views have
     the public layout (B, T, Hkv, D) and share the storage.
 
     Args:
         batch, max_length, num_kv_heads, head_dim: sizes of the storage.
         v_head_dim: head size of the values, default `head_dim`.
-        device, dtype: of the storage.
+        device, dtype: device and dtype of the storage.
 
     Raises:
-        TypeError: a dtype that is not floating point.
-        ValueError: if a shape does not fit or the storage is full.
-        RuntimeError: if something with a gradient is appended.
+        TypeError: the dtype is not floating point.
+        ValueError: a shape does not match, or the storage is full.
+        RuntimeError: an appended tensor requires a gradient.
 
     Example:
         >>> cache = KVCache(1, 16, 2, 4)
@@ -44,7 +44,7 @@ class KVCache(StoredCache):
 
     @property
     def max_length(self) -> int:
-        """Number of tokens that fit."""
+        """Largest number of tokens."""
         return self._k.shape[1]
 
     @property
@@ -78,12 +78,12 @@ class KVCache(StoredCache):
 
 
 class BlockKeyCache(KVCache):
-    """Keys and values, and the means of the keys of whole blocks, by which MoBA chooses blocks.
+    """Keys and values, and the mean key of each whole block, by which MoBA selects blocks.
 
     Args:
         batch, max_length, num_kv_heads, head_dim: sizes of the storage.
-        block_size: keys of a block.
-        device, dtype: of the storage; means are in float32, or float64.
+        block_size: number of keys in a block.
+        device, dtype: device and dtype of the storage; means are in float32, or float64.
 
     Reference:
         Lu et al., MoBA: Mixture of Block Attention for Long-Context LLMs, 2025, arXiv 2502.13189.
@@ -119,7 +119,7 @@ class BlockKeyCache(KVCache):
         return super().nbytes + self._means.nbytes
 
     def means(self) -> Tensor:
-        """(B, whole blocks, Hkv, D)."""
+        """Returns the mean key (B, whole blocks, Hkv, D) of each block."""
         return self._means[:, : self.length // self.block_size]
 
     @property
@@ -142,12 +142,12 @@ class BlockKeyCache(KVCache):
 
 
 class PeriodicKeyCache(KVCache):
-    """Keys rotated by their positions modulo `period`, and values, for dual chunk attention.
+    """Values, and keys rotated by their positions modulo `period`, for dual chunk attention.
 
     Args:
         batch, max_length, num_kv_heads, head_dim: sizes of the storage.
-        period: of the rotations.
-        device, dtype: of the storage.
+        period: period of the keys' rotations.
+        device, dtype: device and dtype of the storage.
 
     Reference:
         An et al., Training-Free Long-Context Scaling of LLMs, 2024, arXiv 2402.17463.
@@ -184,16 +184,16 @@ class PeriodicKeyCache(KVCache):
 
 
 class LatentCache(KVCache):
-    """Keys of one head whose first `rank` numbers are the values, stored once.
+    """Keys of one head whose first `rank` columns are the values, stored once.
 
-    This is all that multi-head latent attention needs of a token: [latent | rotary key], shared by
-    all heads, 576 numbers in DeepSeek-V2 and V3.
+    Multi-head latent attention stores [latent | rotary key] per token, shared by all heads: 576
+    numbers in DeepSeek-V2 and V3.
 
     Args:
         batch, max_length: sizes of the storage.
         rank: size of the latent.
         rope_dim: size of the rotary key, 0 for none.
-        device, dtype: of the storage.
+        device, dtype: device and dtype of the storage.
 
     Reference:
         DeepSeek-AI, DeepSeek-V2, 2024, arXiv:2405.04434.
@@ -218,12 +218,12 @@ class LatentCache(KVCache):
         self._rank = rank
 
     def views(self) -> tuple[Tensor, Tensor]:
-        """Keys (B, T, 1, rank + rope_dim) and their first columns (B, T, 1, rank)."""
+        """Returns keys (B, T, 1, rank + rope_dim) and their first columns (B, T, 1, rank)."""
         k, _ = super().views()
         return k, k[..., : self._rank]
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k (B, n, 1, rank + rope_dim); v is its first columns, and not stored again."""
+        """Stores k (B, n, 1, rank + rope_dim); v must be its first columns and is not stored."""
         if v.shape != (*k.shape[:3], self._rank):
             raise ValueError(
                 f"LatentCache: v must be the first {self._rank} columns of k, "
@@ -233,9 +233,9 @@ class LatentCache(KVCache):
 
 
 class CrossCache(Cache):
-    """Keys and values of a source, projected once.
+    """Keys and values of a cross-attention source, projected once.
 
-    Cropping the decoder's tokens leaves the source as it is.
+    Cropping the decoder's tokens does not change the source.
 
     Example:
         >>> cache = CrossCache()
@@ -250,7 +250,7 @@ class CrossCache(Cache):
 
     @property
     def filled(self) -> bool:
-        """Whether it holds a source, which may have no tokens."""
+        """True if a source has been appended, even one without tokens."""
         return self._kv is not None
 
     @property
@@ -264,20 +264,22 @@ class CrossCache(Cache):
         return k, v
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the source, once."""
+        """Stores the source; a second call raises ValueError."""
         if self._kv is not None:
             raise ValueError(
                 f"CrossCache: must hold one source, got another with k.shape={tuple(k.shape)}"
             )
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            raise RuntimeError("CrossCache: is for inference, wrap the call in torch.no_grad()")
-        # One head's keys contiguous, as in KVCache.
+            raise RuntimeError(
+                "CrossCache: supports inference only, wrap the call in torch.no_grad()"
+            )
+        # Each head's keys are contiguous, as in KVCache.
         self._kv = (k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())
         self.length = k.shape[1]
         return self.views()
 
     def crop(self, length: int) -> None:
-        """Does nothing: the source does not depend on the tokens."""
+        """Does nothing: the source does not depend on the decoder's tokens."""
         require_int("CrossCache", "length", length)
 
     def reorder(self, index: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""New caches for layers, which know a cache by its protocol alone.
+"""Constructors of caches for layers, which depend only on the protocol of caches.
 
-Each function takes a layer, the weight that makes its keys, sizes as of the class that it builds,
-and device and dtype of the storage.
+Each function takes a layer, the weight that computes its keys, the sizes of the cache class, and
+device and dtype of the storage.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def _like(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Storage:
-    """`storage_like` of a cache whose keys and values attention reads as they are, which must have
-    the dtype of its queries: that of the weight, or of autocast."""
+    """Returns device and dtype of a cache whose keys and values attention reads unconverted.
+
+    The dtype must be that of the queries: the weight's, or autocast's.
+    """
     given = weight.dtype if dtype is None or not weight.is_floating_point() else dtype
     if given not in (weight.dtype, autocast_dtype(weight)):
         raise TypeError(
@@ -56,7 +58,7 @@ def keys_and_values(
     v_head_dim: int | None = None,
     **storage: Unpack[Storage],
 ) -> Cache:
-    """An empty cache of all tokens."""
+    """Creates a cache of all tokens."""
     like = _like(layer, weight, **storage)
     return KVCache(batch, max_length, heads, head_dim, v_head_dim=v_head_dim, **like)
 
@@ -64,44 +66,44 @@ def keys_and_values(
 def with_block_means(
     layer: object, weight: Tensor, *sizes: int, block_size: int, **storage: Unpack[Storage]
 ) -> Cache:
-    """An empty cache of all tokens and of the means of the keys of blocks."""
+    """Creates a cache of all tokens and of the mean keys of blocks."""
     return BlockKeyCache(*sizes, block_size=block_size, **_like(layer, weight, **storage))
 
 
 def with_period(
     layer: object, weight: Tensor, *sizes: int, period: int, **storage: Unpack[Storage]
 ) -> Cache:
-    """An empty cache of all tokens, for keys rotated by their positions modulo `period`."""
+    """Creates a cache of all tokens, for keys rotated by their positions modulo `period`."""
     return PeriodicKeyCache(*sizes, period=period, **_like(layer, weight, **storage))
 
 
 def with_penalties(
     layer: object, weight: Tensor, *sizes: int, **storage: Unpack[Storage]
 ) -> SelectiveCache:
-    """An empty cache of all tokens and their penalties."""
+    """Creates a cache of all tokens and their penalties."""
     return SelectiveCache(*sizes, **_like(layer, weight, **storage))
 
 
 def require_penalties(op: str, state: State | None) -> SelectiveCache | None:
-    """`state`, which must be a cache with penalties."""
+    """Requires that `state` is a cache with penalties or None, and returns it."""
     if state is None or isinstance(state, SelectiveCache):
         return state
     raise TypeError(f"{op}: state must be a SelectiveCache, got type(state)={type(state).__name__}")
 
 
 def of_latents(layer: object, weight: Tensor, *sizes: int, **storage: Unpack[Storage]) -> Cache:
-    """An empty cache of keys whose first numbers are the values."""
+    """Creates a cache of latents: keys whose first columns are the values."""
     return LatentCache(*sizes, **_like(layer, weight, **storage))
 
 
 def of_source(layer: object, weight: Tensor, **storage: Unpack[Storage]) -> Cache:
-    """An empty cache of the keys and values of another sequence, stored as they come."""
+    """Creates a cache of a cross-attention source."""
     _like(layer, weight, **storage)
     return CrossCache()
 
 
 def of_window(layer: object, weight: Tensor, *sizes: int, **storage: Unpack[Storage]) -> Cache:
-    """An empty cache of the last tokens."""
+    """Creates a cache of the last tokens."""
     return RollingCache(*sizes, **_like(layer, weight, **storage))
 
 
@@ -115,7 +117,7 @@ def by_policy(
     head_dim: int,
     **storage: Unpack[Storage],
 ) -> Cache:
-    """An empty cache of the tokens that a policy keeps, or one policy for each head."""
+    """Creates a cache of the tokens kept by a policy, or by one policy per head."""
     if isinstance(policies, Window):
         length = min(max_length, policies.size)
         return of_window(layer, weight, batch, length, heads, head_dim, **storage)

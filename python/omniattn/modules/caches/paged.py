@@ -1,4 +1,4 @@
-"""Keys and values in pages that sequences share until one of them writes."""
+"""Paged keys and values; sequences share pages with copy-on-write."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from omniattn.modules.caches.cache import (
 
 
 class PagePool:
-    """Pages of keys and values (num_pages, Hkv, page_size, D) with a count of owners for each.
+    """Reference-counted pages of keys and values (num_pages, Hkv, page_size, D).
 
     Args:
         num_pages, page_size, num_kv_heads, head_dim: sizes of the storage.
         v_head_dim: head size of the values, default `head_dim`.
-        device, dtype: of the storage.
+        device, dtype: device and dtype of the storage.
 
     Example:
         >>> pool = PagePool(8, 4, 1, 16)
@@ -62,48 +62,48 @@ class PagePool:
 
     @property
     def page_size(self) -> int:
-        """Number of tokens of a page."""
+        """Number of tokens in a page."""
         return self.k.shape[2]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
+        """Size of all pages in bytes."""
         return self.k.nbytes + self.v.nbytes
 
     @property
     def used_pages(self) -> int:
-        """Number of pages that have an owner."""
+        """Number of pages with owners."""
         return len(self._owners) - len(self._free)
 
     @property
     def free_pages(self) -> int:
-        """Number of pages without an owner."""
+        """Number of pages without owners."""
         return len(self._free)
 
     def acquire(self) -> int:
-        """A free page, now with one owner."""
+        """Returns a free page, now with one owner."""
         page = self._free.pop()
         self._owners[page] = 1
         return page
 
     def retain(self, pages: Sequence[int]) -> None:
-        """One more owner for each."""
+        """Adds an owner to each page."""
         for page in pages:
             self._owners[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One owner less for each; a page without owners is free."""
+        """Removes an owner from each page; a page without owners becomes free."""
         for page in pages:
             self._owners[page] -= 1
             if self._owners[page] == 0:
                 self._free.append(page)
 
     def owners(self, page: int) -> int:
-        """Number of sequences that hold the page."""
+        """Returns the number of sequences that own the page."""
         return self._owners[page]
 
     def copy(self, page: int) -> int:
-        """A copy of a shared page for one of its owners to write to."""
+        """Returns a copy of a shared page, for one of its owners to write to."""
         copy = self.acquire()
         self.k[copy] = self.k[page]
         self.v[copy] = self.v[page]
@@ -112,21 +112,22 @@ class PagePool:
 
 
 class PagedCache(Cache):
-    """Sequences of different lengths on one PagePool, each a list of pages.
+    """Sequences of different lengths in a PagePool, each a list of pages.
 
-    Forks and beams share pages; the first to append to a partly filled shared page gets a copy.
-    `functional.attention_cached` reads `pages` by `block_table` and `lengths`, as `Attention` does
-    without mask or bias tensors. The views are gathered, shorter sequences padded on the left: that
-    keeps bottom-right aligned masks right, and `mask` hides the padding.
+    Forks and beams share pages; appending to a partly filled shared page copies it first.
+    `functional.attention_cached` reads `pages` in place by `block_table` and `lengths`, as
+    `Attention` does without mask and bias tensors. The views are gathered copies, in which shorter
+    sequences are padded on the left, so that bottom-right aligned masks stay valid; `mask` hides
+    the padding.
 
     Args:
-        pool: the pages; several caches may use it.
-        batch: number of (empty) sequences.
+        pool: pool of pages, which several caches can share.
+        batch: number of sequences, initially empty.
 
     Raises:
-        ValueError: if a shape does not fit or the pool has too few free pages; nothing is stored
+        ValueError: a shape does not match, or the pool has too few free pages; nothing is stored
             then.
-        RuntimeError: if something with a gradient is appended.
+        RuntimeError: an appended tensor requires a gradient.
 
     Reference:
         Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, 2023,
@@ -139,7 +140,7 @@ class PagedCache(Cache):
         self._lengths = [0] * batch
 
     @property
-    def length(self) -> int:  # type: ignore[override]  # that of the longest sequence
+    def length(self) -> int:  # type: ignore[override]  # a property here
         return max(self._lengths, default=0)
 
     @property
@@ -149,21 +150,21 @@ class PagedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages that the sequences own, a shared page counted once."""
+        """Size in bytes of the pages that the sequences own; counts shared pages once."""
         pages = {page for row in self._pages for page in row}
         return len(pages) * (self.pool.k[:1].nbytes + self.pool.v[:1].nbytes)
 
     @property
     def block_table(self) -> Tensor:
-        """Page of each run of page_size tokens (B, max pages) int32, -1 after the last."""
+        """Pages of each sequence in order, (B, max pages) int32, -1 after the last."""
         width = max((len(row) for row in self._pages), default=0)
         rows = [row + [-1] * (width - len(row)) for row in self._pages]
-        shape = (len(rows), width)  # of no rows or pages too
+        shape = (len(rows), width)  # also for no rows or pages
         return torch.tensor(rows, dtype=torch.int32, device=self.pool.k.device).view(shape)
 
     @property
     def pages(self) -> tuple[Tensor, Tensor]:
-        """The pool's keys and values (num_pages, page_size, Hkv, D), of this and other caches."""
+        """Keys and values of the whole pool (num_pages, page_size, Hkv, D)."""
         return self.pool.k.transpose(1, 2), self.pool.v.transpose(1, 2)
 
     @property
@@ -174,17 +175,17 @@ class PagedCache(Cache):
         return KeyPadding(position >= self.length - self.lengths[:, None])
 
     def first(self, count: int) -> Tensor | None:
-        """Below 0 where a sequence is padded."""
+        """Returns the position of the first view token, negative for padded sequences."""
         return None if len(set(self._lengths)) <= 1 else self.lengths - count
 
     def _where(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Page and slot of positions (B, n); those before the first token give some page."""
+        """Returns page and slot of positions (B, n); negative positions give an arbitrary page."""
         positions = positions.clamp(min=0)
         pages = self.block_table.long().gather(1, positions // self.pool.page_size)
         return pages.clamp(min=0), positions % self.pool.page_size
 
     def views(self) -> tuple[Tensor, Tensor]:
-        """Gathered copies, padded on the left to the longest sequence."""
+        """Returns gathered copies, padded on the left to the longest sequence."""
         position = torch.arange(self.length, device=self.pool.k.device)
         page, slot = self._where(position - (self.length - self.lengths[:, None]))
         k, v = (pages[page, slot] for pages in self.pages)
@@ -195,7 +196,7 @@ class PagedCache(Cache):
         return self.views()
 
     def store(self, k: Tensor, v: Tensor) -> None:
-        """`append` for a caller that reads the pages itself."""
+        """Stores n new tokens, for callers that read the pages in place."""
         batch, new = len(self._pages), k.shape[1]
         check_new("PagedCache", k, v, batch, *head_sizes(self.pool.k, self.pool.v))
         if new == 0:
@@ -217,7 +218,7 @@ class PagedCache(Cache):
         bias: Tensor | None = None,
         **options: Any,
     ) -> Reading:
-        """Reads the pages in place unless a mask or bias is for the views."""
+        """Reads the pages in place unless there is a mask or bias, which index the views."""
         if mask is not None or bias is not None:
             return super().attention(k, v, attend, mask, score_mod, bias=bias, **options)
         self.store(k, v)
@@ -227,7 +228,7 @@ class PagedCache(Cache):
         return Reading(*self.pages, mask, score_mod, attend)
 
     def _reserve(self, new: int) -> None:
-        """Gives every sequence pages of its own for its next tokens."""
+        """Acquires unshared pages for the next `new` tokens of every sequence."""
         size = self.pool.page_size
         begun = [
             row[length // size]
@@ -238,7 +239,7 @@ class PagedCache(Cache):
             -(-(length + new) // size) - len(row)
             for row, length in zip(self._pages, self._lengths, strict=True)
         ]
-        # The last owner of a shared page keeps it.
+        # The last owner of a shared page writes to it without a copy.
         copies = sum(min(n, self.pool.owners(page) - 1) for page, n in Counter(begun).items())
         if sum(missing) + copies > self.pool.free_pages:
             raise ValueError(
@@ -271,7 +272,7 @@ class PagedCache(Cache):
         self._pages, self._lengths = pages, [self._lengths[i] for i in chosen]
 
     def fork(self, length: int | None = None) -> PagedCache:
-        """A cache of the same sequences, or their first `length` tokens, that shares the pages."""
+        """Returns a cache of the same sequences, or their first `length` tokens, sharing pages."""
         other = PagedCache(self.pool)
         other._pages = [list(row) for row in self._pages]
         other._lengths = list(self._lengths)
@@ -283,10 +284,10 @@ class PagedCache(Cache):
 
     @staticmethod
     def join(caches: Sequence[PagedCache]) -> PagedCache:
-        """One cache of all sequences of `caches`, which are empty afterwards."""
+        """Moves all sequences of `caches` into one new cache; `caches` are empty afterwards."""
         if len({id(cache.pool) for cache in caches}) != 1:
             raise ValueError(
-                f"PagedCache: caches to join must be of one pool, got {len(caches)} caches of "
+                f"PagedCache: caches to join must share one pool, got {len(caches)} caches of "
                 f"{len({id(cache.pool) for cache in caches})} pools"
             )
         joined = PagedCache(caches[0].pool, 0)
@@ -297,11 +298,11 @@ class PagedCache(Cache):
         return joined
 
     def free(self) -> None:
-        """Gives all pages back; the cache has no sequences afterwards."""
+        """Releases all pages; the cache has no sequences afterwards."""
         self.reorder(torch.empty(0, dtype=torch.int64))
 
     def state_dict(self) -> dict[str, Any]:
-        """The pages in use, each once, and which sequence has them."""
+        """Returns the pages in use, each once, and the sequences' block table and lengths."""
         table = self.block_table
         pages = table[table >= 0].unique()
         local = torch.searchsorted(pages, table.clamp(min=0)).to(torch.int32)

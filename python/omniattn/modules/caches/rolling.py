@@ -1,4 +1,4 @@
-"""The state of attention to a sliding window."""
+"""Cache of a sliding window."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from omniattn.modules.caches.eviction import evicted_of
 
 
 class RollingCache(StoredCache):
-    """The last `window` tokens, for a sliding window of that many keys, the own one included.
+    """Keys and values of the last `window` tokens, including the query's own.
 
-    Token p lies in slot p mod window. One new token attends to the slots in storage order, on which
-    softmax does not depend; several attend to the window before them and to themselves.
+    Token p is stored in slot p mod window. A single new token attends to the slots in storage
+    order, since softmax does not depend on the order; several new tokens attend to the window
+    before them and to each other.
 
     Args:
         batch, window, num_kv_heads, head_dim: sizes of the storage.
         v_head_dim: head size of the values, default `head_dim`.
-        sort: give one new token the slots by position too, for scores that depend on it (mask or
-            bias tensors); this copies the window once it has wrapped.
-        device, dtype: of the storage.
+        sort: True to sort the slots by position also for a single new token, as mask and bias
+            tensors require; copies the window once it has wrapped.
+        device, dtype: device and dtype of the storage.
 
     Raises:
-        TypeError: a dtype that is not floating point.
-        ValueError: if a shape does not fit, or tokens are cropped that have been overwritten.
-        RuntimeError: if something with a gradient is appended.
+        TypeError: the dtype is not floating point.
+        ValueError: a shape does not match, or cropping needs overwritten tokens.
+        RuntimeError: an appended tensor requires a gradient.
 
     Reference:
         Jiang et al., Mistral 7B, 2023, arXiv:2310.06825.
@@ -69,7 +70,7 @@ class RollingCache(StoredCache):
 
     @property
     def window(self) -> int:
-        """Number of tokens kept."""
+        """Number of kept tokens."""
         return self._k.shape[1]
 
     @property
@@ -85,7 +86,7 @@ class RollingCache(StoredCache):
         return torch.arange(first, last, device=self._k.device) % self.window
 
     def _latest(self, count: int) -> tuple[Tensor, Tensor]:
-        """The last `count` tokens by position."""
+        """Returns the last `count` tokens sorted by position."""
         slots = self._slots(self.length - count, self.length)
         k, v = (rows_of_heads(t, 2, slots) for t in (self._k, self._v))
         return k, v
@@ -101,11 +102,11 @@ class RollingCache(StoredCache):
 
     @property
     def evicted(self) -> Tensor:
-        """True for tokens that are no longer kept, (B, Hkv, length) bool."""
+        """Mask (B, Hkv, length) bool, True for evicted tokens."""
         return evicted_of(self.positions, self.length)
 
     def views(self) -> tuple[Tensor, Tensor]:
-        """The kept tokens: slots in storage order, or by position with `sort`."""
+        """Returns the kept tokens in storage order, or sorted by position with `sort`."""
         kept = min(self.length, self.window)
         if self._sort and self.length > self.window:
             return self._latest(kept)

@@ -1,4 +1,4 @@
-"""The state of selective attention: its keys and values, and the penalties of tokens."""
+"""Cache of selective attention: keys, values and penalties."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from omniattn.modules.caches.kv_cache import KVCache
 
 
 class SelectiveCache(KVCache):
-    """A KVCache with the penalty (B, T) of each token, by which later queries see less of it.
+    """A KVCache with a penalty (B, T) per token, which reduces the scores of later queries.
 
-    Tokens cannot be cropped, except all of them: the penalties of those before them count them.
+    Only all tokens can be cropped, since later tokens have contributed to the penalties of earlier
+    ones.
 
     Example:
         >>> cache = SelectiveCache(1, 16, 2, 4)
@@ -41,8 +42,7 @@ class SelectiveCache(KVCache):
 
     @property
     def penalty(self) -> Tensor:
-        """Penalty (B, length) of each token for the next query; 0 for tokens that no query has seen
-        yet."""
+        """Penalty (B, length) of each token for the next query, 0 without later queries."""
         return self._penalty[:, : self.length]
 
     def penalise(self, penalty: Tensor) -> None:
@@ -54,7 +54,7 @@ class SelectiveCache(KVCache):
         if length not in (0, self.length):
             raise ValueError(
                 "SelectiveCache: the penalties of other tokens count those that would be cropped, "
-                f"go on from a copy.deepcopy; length must be 0 or {self.length}, "
+                f"continue from a copy.deepcopy; length must be 0 or {self.length}, "
                 f"got length={length}"
             )
         super().crop(length)
