@@ -1,4 +1,4 @@
-"""Layers with a loss of their own, which training adds to the model's."""
+"""Layers with an auxiliary loss, which training adds to the model's loss."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from omniattn.modules.experts.router_state import in_backward
 
 
 class AuxiliaryLoss(nn.Module):
-    """A layer that a loss of its own trains too, as an indexer that imitates the attention.
+    """A layer with an auxiliary loss, such as an indexer trained to imitate the attention.
 
-    `auxiliary` is that loss () of the last forward in training, with its gradient and before its
-    weight, else None. A forward that activation checkpointing repeats in the backward does not
-    count, and a copy of the layer has none. A Decoder adds the losses of its layers to
-    `auxiliary_loss`, each times its `auxiliary_weight`.
+    `auxiliary` is the unweighted, differentiable loss () of the last forward in training, else
+    None. Recomputations by activation checkpointing do not change it, and copies of the layer have
+    None. A Decoder adds the losses of its layers, times their `auxiliary_weight`, to
+    `auxiliary_loss`.
     """
 
     #: Name of the loss in `further_losses` of a model.
@@ -28,7 +28,7 @@ class AuxiliaryLoss(nn.Module):
         return 1.0
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tensors of a graph cannot be copied nor pickled.
+        # Non-leaf tensors can neither be copied nor pickled.
         return self.__dict__ | {"auxiliary": None}
 
     def _keep(self, loss: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Experts spread over the ranks of a process group."""
+"""Expert parallelism over the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ __all__ = ["ExpertParallel"]
 
 
 class ExpertParallel(DefaultVectors):
-    """The experts of a :class:`omniattn.modules.MoE`, split over ranks: each holds E / ranks.
+    """Distributes the experts of a :class:`omniattn.modules.MoE` over ranks, E / ranks on each.
 
-    Every rank routes its own tokens; a row travels to the rank of its expert and its result back
-    (two all-to-alls forward, two backward), where it is weighted and summed in the order of the
-    slots. Outputs and gradients are those of the single-process layer up to rounding; a gradient of
-    an expert's weights sums over the tokens of all ranks, and so does the mean that moves its
-    default vector; every rank has the vectors of all. Replace `layer.experts` by it:
+    Every rank routes its own tokens. Rows are sent to the ranks of their experts and the results
+    back (two all-to-alls in the forward, two in the backward pass), where they are weighted and
+    summed in the order of the slots. Outputs and gradients equal those of the single-process layer
+    up to rounding: gradients of an expert's weights, and the mean that updates its default vector,
+    include the tokens of all ranks. Every rank stores all default vectors. Usage:
 
     ``layer.experts = ExpertParallel(layer.experts, group)``
 
     Args:
-        experts: the whole layer's, the same on each rank; rank r keeps experts r E / ranks on.
-        group: process group, None for the default one. Its timeout bounds the wait for a peer that
-            died: the collective then raises RuntimeError on the others.
+        experts: all experts of the layer, equal on all ranks; rank r keeps E / ranks of them, from
+            expert r E / ranks.
+        group: process group, None for the default group. If a rank dies, the collective raises
+            RuntimeError on the others after the group's timeout.
 
     Shape:
-        x (..., dim), Routing of (..., k) over all E experts -> (..., dim). Ranks may have different
+        x (..., dim), Routing of (..., k) over all E experts -> (..., dim). Ranks can have different
         numbers of tokens, or none.
 
     Reference:
@@ -59,12 +60,12 @@ class ExpertParallel(DefaultVectors):
         experts.default_vectors = None
 
     def reset_parameters(self) -> None:
-        """Zeroes the default vectors; the experts reset their own."""
+        """Zeroes the default vectors; the experts reset their own parameters."""
         if self.default_vectors is not None:
             nn.init.zeros_(self.default_vectors)
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """The weighted sum of the chosen experts, wherever they are."""
+        """Computes the weighted sum of the chosen experts of all ranks."""
         k = routing.experts.shape[-1]
         chosen = routing.experts.reshape(-1)
         outside = chosen[(chosen < -1) | (chosen >= self.config.experts)]
@@ -73,7 +74,7 @@ class ExpertParallel(DefaultVectors):
                 f"ExpertParallel: routing.experts must be in [0, {self.config.experts}) or -1 for "
                 f"none, got routing.experts={int(outside[0])}"
             )
-        # Rows in the order of their expert, and so of their rank; slots without one are left out.
+        # Sorts rows by expert, hence by rank; omits slots without an expert.
         rows = chosen.masked_fill(chosen < 0, self.config.experts).sort(stable=True).indices
         rows = rows[: int((chosen >= 0).sum())]
         sent = functional.expert_counts(chosen, self.config.experts).view(-1, self.local)
@@ -87,9 +88,9 @@ class ExpertParallel(DefaultVectors):
             tokens = (tokens * weights.reshape(-1, 1)[rows]).to(x.dtype)
             weights = torch.ones_like(weights)
         if torch.is_grad_enabled() and not tokens.requires_grad:
-            tokens.requires_grad_()  # every rank takes part in the exchange of the backward
+            tokens.requires_grad_()  # every rank must join the backward's collectives
         arrived = _AllToAll.apply(tokens, *splits, self.group)
-        # From each rank come its rows of my first expert, then of my second, ...
+        # Received rows are sorted by sending rank, then by local expert.
         expert = torch.arange(self.local, device=x.device).repeat(len(received))
         expert = expert.repeat_interleave(received.flatten())[:, None]
         one = torch.ones_like(expert, dtype=routing.weights.dtype)
@@ -100,7 +101,7 @@ class ExpertParallel(DefaultVectors):
         slots = slots.index_copy(0, rows, back.to(slots.dtype))
         weighted = slots.view(*routing.experts.shape, x.shape[-1]) * weights[..., None]
         y = weighted.sum(-2).to(back.dtype)
-        # The results are the outputs of my experts for the tokens of all ranks.
+        # results holds the local experts' outputs for the tokens of all ranks.
         return self.reach_others(y, routing, results[:, None], expert)
 
     def gather(self, vectors: Tensor, own: Tensor) -> None:
@@ -109,7 +110,7 @@ class ExpertParallel(DefaultVectors):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to ranks: `sent[r]` of them to rank r, `received[r]` from it."""
+    """Exchanges rows: sends `sent[r]` rows to rank r and receives `received[r]` rows from it."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The experts of a mixture: their weights, stacked."""
+"""Experts of a mixture, with stacked weights."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ from omniattn.modules.base.mlp import check_clamp
 
 
 class DefaultVectors(Float32Buffers):
-    """Experts with the vectors that router_grad="default_vector" learns: one for each expert, in
-    place of its output where it is not chosen."""
+    """Experts with the default vectors of router_grad="default_vector".
+
+    Each expert has one vector, which replaces its output for tokens that do not choose it.
+    """
 
     config: Experts.Config
     default_vectors: Tensor | None
-    #: Where the last forward in training moves the vectors of :attr:`own`.
+    #: Updated vectors of the experts :attr:`own` after the last forward in training.
     moved_vectors: Tensor | None = None
     own = slice(None)
 
     def reach_others(self, y: Tensor, routing: Routing, outputs: Tensor, index: Tensor) -> Tensor:
-        """y with the gradient of the experts that were not chosen; remembers where the `outputs`
-        (..., dim) of own experts `index` (...) move their vectors, which happens in training only.
+        """Adds the router gradient of experts that were not chosen to y; in training only.
+
+        Also computes the updated vectors from the `outputs` (..., dim) of own experts `index` (...)
+        and stores them in `moved_vectors`.
         """
         if self.default_vectors is None or not self.training:
             return y
-        # The vectors move after the backward only, in which checkpointing repeats the forward.
+        # The vectors must not change before the backward, in which checkpointing may recompute the
+        # forward.
         moved = self.default_vectors[self.own].clone()
         decay, scale = self.config.default_decay, self.config.route_scale
         functional.update_default_vectors(moved, outputs, index, decay=decay)
@@ -42,7 +47,7 @@ class DefaultVectors(Float32Buffers):
 
     @torch.no_grad()
     def update_default_vectors(self) -> None:
-        """See :meth:`MoE.update_default_vectors`; all ranks call it."""
+        """See :meth:`MoE.update_default_vectors`; all ranks must call it."""
         if self.default_vectors is None or self.moved_vectors is None:
             raise RuntimeError(
                 "MoE: update_default_vectors needs router_grad='default_vector' and a forward in "
@@ -56,13 +61,12 @@ class DefaultVectors(Float32Buffers):
 
 
 class Experts(DefaultVectors, Layer):
-    """The stacked weights of all experts.
+    """Computes the weighted sum of the chosen experts; the weights of all experts are stacked.
 
     Shape:
         x (..., dim), Routing of (..., k) -> (..., dim). Parameters gate_up_proj (E, 2 hidden_dim,
-        dim), or (E, hidden_dim, dim) where the activation has no gate, down_proj (E, dim,
-        hidden_dim), with bias gate_up_proj_bias and down_proj_bias; the buffer default_vectors
-        (E, dim).
+        dim), or (E, hidden_dim, dim) if the activation has no gate, down_proj (E, dim, hidden_dim),
+        and with biases gate_up_proj_bias and down_proj_bias; buffer default_vectors (E, dim).
 
     Example:
         >>> from omniattn.modules import Router
@@ -77,16 +81,16 @@ class Experts(DefaultVectors, Layer):
         """Sizes and options.
 
         Args:
-            dim, hidden_dim, experts: width of a token and within an expert, number of experts.
-            activation: of `omniattn.functional.moe_experts`.
-            bias: of both products.
-            clamp: alpha and limit of clamped_swiglu.
-            weigh_inputs: weights multiply the inputs of the experts (Llama 4), not their outputs.
-            default_vectors: learn them, for a router with router_grad="default_vector".
-            default_decay: of their running means.
-            route_scale: of the router, for their gradient.
-            recompute: keep nothing of the hidden size for the backward.
-            init_std, out_init_std: of gate_up_proj and down_proj.
+            dim, hidden_dim, experts: width of a token, inner width and number of experts.
+            activation: one of those of `omniattn.functional.moe_experts`.
+            bias: True to add biases to both projections.
+            clamp: (alpha, limit) of clamped_swiglu.
+            weigh_inputs: True if weights multiply the experts' inputs (Llama 4), not their outputs.
+            default_vectors: True to learn default vectors, for router_grad="default_vector".
+            default_decay: decay of the default vectors' running means.
+            route_scale: the router's scale, for the gradient of the default vectors.
+            recompute: True to save no tensor of the hidden size for the backward pass.
+            init_std, out_init_std: standard deviations of gate_up_proj and down_proj.
         """
 
         dim: Size
@@ -140,7 +144,7 @@ class Experts(DefaultVectors, Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights, zero biases and default vectors."""
+        """Draws normal weights; zeroes biases and default vectors."""
         nn.init.normal_(self.gate_up_proj, std=self.config.init_std)
         nn.init.normal_(self.down_proj, std=self.config.out_init_std)
         for zeros in (self.gate_up_proj_bias, self.down_proj_bias, self.default_vectors):
@@ -148,7 +152,7 @@ class Experts(DefaultVectors, Layer):
                 nn.init.zeros_(zeros)
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """The weighted sum of the chosen experts."""
+        """Computes the weighted sum of the chosen experts."""
         require_tensor("Experts", "x", x)
         if self.default_vectors is None or not self.training:
             return self._run(x, routing.experts, routing.weights)

@@ -1,4 +1,4 @@
-"""Mixture of experts as a feed-forward layer."""
+"""Mixture-of-experts feed-forward layer."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from omniattn.modules.experts.experts import Experts
 from omniattn.modules.experts.router import Router
 from omniattn.modules.experts.router_state import RouterState, in_backward, load_entropy
 
-#: Loss of the noisy router: squared variation of importance and of load (Shazeer et al. 2017).
+#: Loss of the noisy router: squared coefficients of variation of importance and load (Shazeer et
+#: al. 2017).
 IMPORTANCE_LOAD = "importance_load"
 
 
 class MoE(ChannelMixer):
-    """y = sum of the chosen experts, weighted by the router, + shared experts.
+    """Computes y = weighted sum of the experts that the router chooses, + shared experts.
 
     Args:
-        config: of the parts, or in its place the arguments of `Config.of`; further class methods of
-            `Config` give published layers.
-        device, dtype: of the parameters.
+        config: config of the parts, or the arguments of `Config.of` instead; further class methods
+            of `Config` are presets of published layers.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (..., T, dim) -> (..., T, dim). Parameters gate.weight (E, dim), experts.gate_up_proj (E,
-        2 hidden_dim, dim), or (E, hidden_dim, dim) where the activation has no gate,
+        2 hidden_dim, dim), or (E, hidden_dim, dim) if the activation has no gate,
         experts.down_proj (E, dim, hidden_dim), shared_experts, shared_expert_gate.weight (1, dim);
-        the buffer gate.e_score_correction_bias (E,) of the sigmoid router, which stays in fp32 when
-        the layer becomes half. Names as in transformers.
+        buffer gate.e_score_correction_bias (E,) of the sigmoid router, which stays in fp32 when the
+        layer is converted to half. Names as in transformers.
 
     Note:
-        Logits are computed in fp32. `state` holds counts, losses and what else a training loop
-        needs of the last forward: add `state.balance_loss + state.z_loss` to the loss. After the
-        step call :meth:`update_bias` with the sigmoid router, :meth:`update_default_vectors` with
-        router_grad="default_vector". Jitter, noise and (unless `capacity_at_eval`) capacity apply
-        in training only; padding neither uses capacity nor adds to it. Under
-        `checkpoint(use_reentrant=True)` the losses in `state` have no gradient, and a copy of the
-        layer has no state. A compiled checkpoint needs
+        Logits are computed in fp32. `state` holds counts, losses and other statistics of the last
+        forward; add `state.balance_loss + state.z_loss` to the training loss. After each optimizer
+        step call :meth:`update_bias` with the sigmoid router, or :meth:`update_default_vectors`
+        with router_grad="default_vector". Jitter, noise and (unless `capacity_at_eval`) capacity
+        apply in training only. Padding tokens neither consume capacity nor count towards it. Under
+        `checkpoint(use_reentrant=True)` the losses in `state` have no gradient. Copies of the layer
+        have no state. A compiled checkpoint requires
         `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`.
 
     Reference:
@@ -62,15 +63,15 @@ class MoE(ChannelMixer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """The parts of the layer; `of` makes them from flat options.
+        """Configs of the parts; `of` creates them from flat options.
 
         Args:
-            gate, experts: the router, and the experts that it chooses from.
-            shared: the experts that take every token, as one layer.
-            shared_gate: sigmoid gate on their output (Qwen2-MoE).
-            balance: see omniattn.functional.load_balance_loss; "importance_load", of the noisy
-                router alone, is the sum of both `cv_squared`.
-            balance_coefficient, z_coefficient: of the losses, 0 for none.
+            gate, experts: configs of the router and of the routed experts.
+            shared: config of the shared experts, which process every token, as one layer.
+            shared_gate: True for a sigmoid gate on the shared experts' output (Qwen2-MoE).
+            balance: balance loss, see omniattn.functional.load_balance_loss; "importance_load",
+                only for the noisy router, is cv_squared(importance) + cv_squared(load).
+            balance_coefficient, z_coefficient: coefficients of the losses, 0 for none.
         """
 
         gate: Router.Config
@@ -121,18 +122,18 @@ class MoE(ChannelMixer):
             shared_hidden_dim: int = 0,
             **options: Any,
         ) -> MoE.Config:
-            """The config by sizes and by fields of Router.Config, Experts.Config and its own.
+            """Creates a config from sizes and the fields of Router.Config, Experts.Config and MoE.
 
-            Fields that parts share (init_std, ...) go to all of them. Fields of the experts that
-            depend on the router follow from it. `shared_hidden_dim` is the width of the shared
-            experts, 0 for none.
+            Fields common to several parts (init_std, ...) apply to all of them. Fields of the
+            experts that depend on the router are derived from it. `shared_hidden_dim` is the inner
+            width of the shared experts, 0 for none.
             """
             router = options.get("router", "softmax")
             options |= {"dim": dim, "hidden_dim": hidden_dim, "experts": experts, "top_k": top_k}
             options.setdefault("weigh_inputs", router == "llama4")
             options.setdefault("default_vectors", options.get("router_grad") == "default_vector")
-            # When experts choose, most of the E slots per token are empty, but keeping activations
-            # would count them all.
+            # With expert choice most of the E slots per token are empty, but saved activations
+            # would include them all.
             options["recompute"] = options.get("recompute", False) or router == "expert_choice"
 
             def of(kind: type[LayerConfig], *but: str) -> dict[str, Any]:
@@ -153,13 +154,13 @@ class MoE(ChannelMixer):
         def mixtral(
             cls, dim: int, hidden_dim: int, experts: int = 8, top_k: int = 2, **options: Any
         ) -> MoE.Config:
-            """Jiang et al. 2024, arXiv 2401.04088; Qwen3-MoE too."""
+            """Mixtral (Jiang et al. 2024, arXiv 2401.04088) and Qwen3-MoE."""
             own: dict[str, Any] = {"balance_coefficient": 2e-2}
             return cls.of(dim, hidden_dim, experts, top_k, **own | options)
 
         @classmethod
         def switch(cls, dim: int, hidden_dim: int, experts: int, **options: Any) -> MoE.Config:
-            """Fedus et al. 2021, arXiv 2101.03961: top-1, ReLU experts, capacity 1.25."""
+            """Switch Transformer (Fedus et al. 2021, arXiv 2101.03961): top-1, capacity 1.25."""
             own: dict[str, Any] = {
                 "activation": "relu",
                 "renormalize": False,
@@ -173,7 +174,7 @@ class MoE(ChannelMixer):
         def llama4(
             cls, dim: int, hidden_dim: int, experts: int, top_k: int = 1, **options: Any
         ) -> MoE.Config:
-            """Meta AI 2025, Llama 4: top-1 of a sigmoid on the inputs, one shared expert."""
+            """Llama 4 (Meta AI 2025): sigmoid top-1 weights on the inputs, one shared expert."""
             own: dict[str, Any] = {
                 "router": "llama4",
                 "shared_hidden_dim": hidden_dim,
@@ -211,7 +212,7 @@ class MoE(ChannelMixer):
             shared: int = 2,
             **options: Any,
         ) -> MoE.Config:
-            """DeepSeek-AI 2024, arXiv 2405.04434: group-limited softmax routing."""
+            """DeepSeek-V2 (2024, arXiv 2405.04434): group-limited softmax routing."""
             own: dict[str, Any] = {
                 "renormalize": False,
                 "route_scale": 16.0,
@@ -234,7 +235,7 @@ class MoE(ChannelMixer):
             shared: int = 1,
             **options: Any,
         ) -> MoE.Config:
-            """DeepSeek-AI 2024, arXiv 2412.19437: sigmoid routing balanced by a bias."""
+            """DeepSeek-V3 (2024, arXiv 2412.19437): sigmoid routing balanced by a bias."""
             own: dict[str, Any] = {
                 "router": "sigmoid",
                 "route_scale": 2.5,
@@ -271,12 +272,14 @@ class MoE(ChannelMixer):
         self.state = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has seen no forward: tensors of a graph cannot be copied nor pickled.
+        # Non-leaf tensors can neither be copied nor pickled.
         return self.__dict__ | {"state": None}
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        """x (..., T, dim), or jagged (B, j, dim) -> as x; token_mask (..., T) bool, False for
-        padding, whose output is that of the shared experts alone."""
+        """Maps x (..., T, dim), or jagged (B, j, dim), to the same shape.
+
+        token_mask (..., T) bool is False for padding, which only the shared experts process.
+        """
         if isinstance(x, Tensor) and x.is_nested:
             return self._of_sequences(x, token_mask)
         routing, state = self.route(x, token_mask)
@@ -291,7 +294,7 @@ class MoE(ChannelMixer):
         return y
 
     def _of_sequences(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
-        """Pads a nested x to a batch, since capacities and losses count by sequence."""
+        """Pads a nested x to a batch, since capacities and losses are per sequence."""
         if token_mask is not None:
             raise ValueError(
                 "MoE: token_mask must be None where x is nested, "
@@ -303,7 +306,7 @@ class MoE(ChannelMixer):
         return sequences.restored(sequences.in_batches(lambda t: self(t, inside), rows))
 
     def route(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Routing, RouterState]:
-        """The routing that forward executes, and its state."""
+        """Computes the routing that forward executes, and its state."""
         c, dim = self.config.gate, self.config.gate.dim
         require_float("MoE", "x", x)
         if x.dim() < 2 or x.shape[-1] != dim:
@@ -320,7 +323,7 @@ class MoE(ChannelMixer):
             routing = routing._replace(
                 experts=experts, weights=routing.weights.masked_fill(hidden, 0.0)
             )
-        if c.router_grad == "ste_dense":  # which evaluates the others too, with weight 0
+        if c.router_grad == "ste_dense":  # evaluates the other experts too, with weight 0
             experts = experts.masked_fill(routing.weights == 0, -1)
         counts = functional.expert_counts(experts, c.experts)
         losses = self._losses(logits, routing._replace(experts=experts), load, token_mask)
@@ -333,7 +336,7 @@ class MoE(ChannelMixer):
     def _losses(
         self, logits: Tensor, routing: Routing, load: Tensor | None, token_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Balance and z-loss with their coefficients, before any assignment is dropped."""
+        """Computes balance and z-loss, times their coefficients, before assignments are dropped."""
         c = self.config
         balance_loss = z_loss = routing.scores.new_zeros(())
         if not (self.training or torch.is_grad_enabled()):
@@ -347,14 +350,14 @@ class MoE(ChannelMixer):
     def _imbalance(
         self, routing: Routing, load: Tensor | None, token_mask: Tensor | None
     ) -> Tensor:
-        """The loss of `config.balance` for the assignments before any is dropped."""
+        """Computes the loss `config.balance` of the assignments before any are dropped."""
         c = self.config
         if c.balance == IMPORTANCE_LOAD:
             assert load is not None
             importance = functional.expert_importance(routing)
             return functional.cv_squared(importance) + functional.cv_squared(load)
         counted = routing.experts
-        if c.balance == "deepseek_v3":  # the published loss counts the choice without the bias
+        if c.balance == "deepseek_v3":  # the published loss counts the top k without the bias
             counted = functional.top_k(routing.scores, c.gate.top_k)[1]
             if token_mask is not None:
                 counted = counted.masked_fill(~token_mask[..., None], -1)
@@ -375,11 +378,10 @@ class MoE(ChannelMixer):
         *,
         counts: Tensor | None = None,
     ) -> None:
-        """Moves the bias of the sigmoid router by `rate` (default: `bias_rate`) against `counts`.
+        """Moves the sigmoid router's bias by `rate` (default: `bias_rate`) to even out `counts`.
 
-        `counts` (E,) default to the last forward's; with gradient accumulation, add up
-        `state.counts` of the forwards of a step. They are summed over the ranks of `group`, where
-        one is given.
+        `counts` (E,) default to the last forward's. With gradient accumulation, pass the sum of
+        `state.counts` over a step's forwards. With a `group`, counts are summed over its ranks.
         """
         bias = self.gate.e_score_correction_bias
         if counts is None and self.state is not None:

@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: their weights, and which function makes the choice."""
+"""Routers of mixtures of experts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ROUTERS = ("softmax", "sigmoid", "llama4", "noisy", "expert_choice")
 
 
 class Router(Float32Buffers, Layer):
-    """Logits x W^T (+ b) in fp32 and what `config.router` makes of them.
+    """Computes logits x W^T (+ b) in fp32, and the routing by `config.router`.
 
     Shape:
-        x (..., T, dim) -> logits (..., T, E), Routing, and of the noisy router the load (E,).
-        Parameters weight (E, dim), bias (E,), noise_weight (E, dim); the buffer
-        e_score_correction_bias (E,) of the sigmoid router.
+        x (..., T, dim) -> logits (..., T, E), Routing, and the noisy router's load (E,), else None.
+        Parameters weight (E, dim), bias (E,), noise_weight (E, dim); buffer e_score_correction_bias
+        (E,) of the sigmoid router.
 
     Example:
         >>> logits, routing, _ = Router(8, experts=4, top_k=2)(torch.ones(1, 3, 8))
@@ -42,25 +42,24 @@ class Router(Float32Buffers, Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Chooses the experts of each token and their weights.
+        """Sizes and options.
 
         Args:
             dim, experts: width of a token, number of experts.
-            top_k: experts of a token.
-            router: softmax, sigmoid, llama4 (whose weights multiply the experts' inputs), noisy
-                (top_k of them), or expert_choice, for which `capacity_factor` is needed and
-                `top_k` unused.
-            router_bias: of the logits.
+            top_k: number of experts per token.
+            router: softmax, sigmoid, llama4 (weights multiply the experts' inputs), noisy, or
+                expert_choice, which requires `capacity_factor` and ignores `top_k`.
+            router_bias: True to add a bias to the logits.
             renormalize, route_scale, groups, top_groups, router_grad, jitter, noise_eps: see
                 omniattn.functional.routing.
-            capacity_factor, capacity: room of an expert, as a multiple of an even share or in
-                tokens. Without either nothing is dropped.
-            capacity_per_sequence: room for each sequence, as in transformers' Switch, instead of
-                the batch.
-            capacity_by_score: the most probable tokens come first (V-MoE), not the earlier ones.
-            capacity_at_eval: apply the capacity in inference too.
-            bias_rate: of `MoE.update_bias`.
-            init_std: of the weight.
+            capacity_factor, capacity: capacity of an expert, as a multiple of an even share or in
+                tokens; without either, no assignments are dropped.
+            capacity_per_sequence: True for a capacity per sequence, as in transformers' Switch,
+                instead of per batch.
+            capacity_by_score: True to keep the most probable tokens (V-MoE), not the earliest.
+            capacity_at_eval: True to apply the capacity in inference too.
+            bias_rate: default rate of `MoE.update_bias`.
+            init_std: standard deviation of the initial weight.
         """
 
         dim: Size
@@ -104,7 +103,7 @@ class Router(Float32Buffers, Layer):
                 )
 
         def _check_router(self) -> None:
-            """An option that the router does not have is an error, not ignored."""
+            """Rejects options that the router does not support."""
             scored = ("softmax", "sigmoid")
             for name, plain, routers in (
                 ("router_grad", "exact", ("softmax",)),
@@ -142,7 +141,7 @@ class Router(Float32Buffers, Layer):
 
         @property
         def limited(self) -> bool:
-            """True if experts drop tokens over their capacity."""
+            """True if experts have a capacity."""
             return self.capacity is not None or self.capacity_factor is not None
 
     e_score_correction_bias: Tensor | None
@@ -174,7 +173,7 @@ class Router(Float32Buffers, Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights, zero ones for the noisy router, as its paper has it; zero biases."""
+        """Draws normal weights, or zeros for the noisy router as in its paper; zeroes biases."""
         if self.noise_weight is not None:
             nn.init.zeros_(self.weight)
             nn.init.zeros_(self.noise_weight)
@@ -187,8 +186,10 @@ class Router(Float32Buffers, Layer):
     def forward(
         self, x: Tensor, token_mask: Tensor | None = None
     ) -> tuple[Tensor, Routing, Tensor | None]:
-        """x (..., T, dim) -> logits (..., T, E), the routing, the load of the noisy router;
-        token_mask (..., T) hides tokens from that load and from experts that choose theirs."""
+        """Maps x (..., T, dim) to logits (..., T, E), the routing, and the noisy router's load.
+
+        token_mask (..., T) excludes padding from the load and from expert choice.
+        """
         c = self.config
         require_tensor("Router", "x", x)
         if self.training and c.jitter:
@@ -234,7 +235,7 @@ class Router(Float32Buffers, Layer):
         return logits, routing, load
 
     def drop(self, routing: Routing, token_mask: Tensor | None = None) -> tuple[Routing, Tensor]:
-        """The routing without the assignments over capacity, and their number."""
+        """Returns the routing without assignments over capacity, and their number."""
         c = self.config
         groups = routing
         if not c.capacity_per_sequence:
@@ -251,7 +252,7 @@ class Router(Float32Buffers, Layer):
 
     @staticmethod
     def _product(x: Tensor, weight: Tensor) -> Tensor:
-        """In fp32 (fp64 for fp64), under autocast too."""
+        """Computes x weight^T in fp32 (fp64 for fp64), under autocast too."""
         compute = torch.float64 if x.dtype == torch.float64 else torch.float32
         x, weight = x.to(compute), weight.to(compute)
         if autocast_dtype(x) is None:

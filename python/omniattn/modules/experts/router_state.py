@@ -1,4 +1,4 @@
-"""Statistics of a router in the last forward of a mixture of experts."""
+"""Router statistics of the last forward of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch.compiler import is_compiling
 
 
 class RouterState(NamedTuple):
-    """Statistics of the router of a :class:`omniattn.modules.MoE` in the last forward.
+    """Router statistics of the last forward of a :class:`omniattn.modules.MoE`.
 
-    A forward that activation checkpointing repeats in the backward does not count.
+    Recomputations by activation checkpointing do not change them.
 
     Attributes:
-        experts: (..., k) int64, as executed: -1 where an assignment was dropped or masked.
-        counts: (E,) int64, assignments before any was dropped.
-        dropped: () int64, assignments over capacity.
-        entropy: () of the mean scores of the real tokens in nats: log E where the load is even, 0
-            for no tokens. Detached.
-        balance_loss: () with its coefficient and gradient, 0 without one and in inference: in eval
-            under no_grad.
-        z_loss: the same of the z-loss.
+        experts: (..., k) int64, executed assignments; -1 for dropped and masked ones.
+        counts: (E,) int64, number of assignments per expert before any are dropped.
+        dropped: () int64, number of assignments over capacity.
+        entropy: () entropy in nats of the real tokens' mean scores, detached: log E for an even
+            load, 0 without tokens.
+        balance_loss: () balance loss times its coefficient, differentiable; 0 without a coefficient
+            and in inference (eval mode under no_grad).
+        z_loss: () z-loss times its coefficient, likewise.
     """
 
     experts: Tensor
@@ -34,7 +34,7 @@ class RouterState(NamedTuple):
 
 
 def load_entropy(scores: Tensor, token_mask: Tensor | None) -> Tensor:
-    """Entropy () of the mean scores (..., T, E) of the real tokens."""
+    """Computes the entropy () of the mean scores (..., T, E) of the real tokens."""
     if token_mask is not None:
         scores = scores.masked_fill(~token_mask[..., None], 0.0)
     total = scores.flatten(0, -2).sum(0)
@@ -43,5 +43,5 @@ def load_entropy(scores: Tensor, token_mask: Tensor | None) -> Tensor:
 
 
 def in_backward() -> bool:
-    """Whether a backward is running, so that a forward is one that checkpointing repeats."""
+    """Returns True during a backward pass, when a forward is a recomputation by checkpointing."""
     return not is_compiling() and torch._C._current_graph_task_id() != -1
