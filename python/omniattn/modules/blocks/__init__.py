@@ -1,1 +1,1 @@
-"""Blocks made of layers: a decoder block, multi-token prediction."""
+"""Blocks of layers: a decoder block, multi-token prediction."""

@@ -1,4 +1,4 @@
-"""Pre-norm block: a token mixer and a channel mixer, each on a residual stream."""
+"""Pre-norm block of a token mixer and a channel mixer on a residual stream."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from omniattn.modules.caches.eviction import Eviction
 
 
 class DecoderBlock(Layer, Stateful):
-    """h = h + Mixer(Norm(h)); h = h + MLP(Norm(h)); an encoder's too, with causal=False.
+    """Computes h = h + Mixer(Norm(h)), then h = h + MLP(Norm(h)).
 
-    With placement="sandwich" a norm of its own follows each layer: h = h + Norm(Mixer(Norm(h))).
-    With `cross`, h = h + Cross(Norm(h), memory) comes between the two. Each addition is done by the
-    norm that follows it, in one pass over memory. The block therefore takes and returns a pair
-    (x, residual) whose sum is h; the norm after the last block adds them.
+    With placement="sandwich" each layer is also followed by a norm: h = h + Norm(Mixer(Norm(h))).
+    With `cross`, h = h + Cross(Norm(h), memory) comes between the two. A mixer with causal=False
+    makes it an encoder block. The norm after each addition also computes the addition, in one pass
+    over memory. The block therefore takes and returns a pair (x, residual) whose sum is h; the norm
+    after the last block adds them.
 
     Args:
-        config: of the two layers and of the norms before them.
-        device, dtype: of the parameters.
+        config: configs of the layers and norms.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x, residual (B, T, dim) -> x, residual (B, T, dim).
         Parameters input_layernorm, mixer, cross_attention_layernorm, cross_attn,
-        post_attention_layernorm, mlp; of "sandwich" also mixer_output_norm, cross_attn_output_norm,
-        mlp_output_norm. `load_state_dict` takes the former name self_attn of the
-        mixer too.
+        post_attention_layernorm, mlp; with "sandwich" also mixer_output_norm,
+        cross_attn_output_norm, mlp_output_norm. `load_state_dict` also accepts self_attn, the
+        former name of mixer.
 
     Example:
         >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
@@ -63,13 +64,13 @@ class DecoderBlock(Layer, Stateful):
         """Configs of the layers.
 
         Args:
-            mixer: of a Mixer.
-            mlp: of a ChannelMixer, or None for a block that is a mixer alone, as that of mLSTM.
-            norm: of a Norm, used before each layer.
-            cross: attention to another sequence, in between.
-            dropout_p: of each layer's output.
-            residual_in_fp32: keeps the residual in float32 where x has 16 bits; under autocast it
-                is anyway.
+            mixer: config of a Mixer.
+            mlp: config of a ChannelMixer, or None for a block with only a mixer, such as mLSTM's.
+            norm: config of a Norm, used before each layer.
+            cross: config of the cross-attention between mixer and mlp, None for none.
+            dropout_p: dropout probability of each layer's output.
+            residual_in_fp32: True to keep the residual in float32 if x is half precision; under
+                autocast it always is.
             placement: "pre", or "sandwich" for norms before and after each layer (Gemma 2).
         """
 
@@ -131,9 +132,9 @@ class DecoderBlock(Layer, Stateful):
         eviction: Eviction | Sequence[Eviction] | None = None,
         **storage: Unpack[Storage],
     ) -> State:
-        """The state of the mixer, or of both layers where the channel mixer has one too.
+        """Creates the state of the mixer, or of both layers if the channel mixer has a state too.
 
-        `eviction` is that of `Attention`; a mixer whose state does not grow takes none.
+        `eviction` is as in `Attention`; mixers with a constant-size state ignore it.
         """
         more: dict[str, Any] = {}
         if eviction is not None and self.mixer.evicts:
@@ -163,10 +164,10 @@ class DecoderBlock(Layer, Stateful):
         memory_state: State | None = None,
         shared: dict[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One block; `residual` is None before the first one.
+        """Computes the block; `residual` is None in the first block.
 
-        `memory` and `memory_state` are source and state of the cross-attention. The rest as in
-        Mixer; `relative` and `score_mod` only with mixers that have them.
+        `memory` and `memory_state` are source and state of the cross-attention. Other arguments are
+        as in Mixer; `relative` and `score_mod` require a mixer that accepts them.
         """
         after: dict[str, Any] = {}
         if isinstance(state, StatePair):
@@ -202,7 +203,7 @@ class DecoderBlock(Layer, Stateful):
 def _rename_self_attn(
     block: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Weights that were saved when every mixer was an attention."""
+    """Renames the weights of old checkpoints, in which the mixer was named self_attn."""
     former = f"{prefix}self_attn."
     for name in [name for name in state_dict if name.startswith(former)]:
         state_dict[f"{prefix}mixer.{name.removeprefix(former)}"] = state_dict.pop(name)

@@ -24,21 +24,21 @@ class _ByConfig(ByConfig[C]):
 
 
 class MultiTokenPredictor(Layer):
-    """Predicts further tokens, one more per depth, keeping the causal chain.
+    """Predicts further tokens, one more per depth.
 
-    ``h^d[i] = Block_d(M_d [RMSNorm(h^(d-1)[i]) ; RMSNorm(Emb(t[i + d]))])``, or
-    ``h^d[i] = Block_d(h^0[i])`` in parallel, from the hidden states ``h^0`` of the trunk alone;
-    ``logits_d[i] = Head(RMSNorm(h^d[i]))`` for token ``i + d + 1``
+    ``h^d[i] = Block_d(M_d [RMSNorm(h^(d-1)[i]) ; RMSNorm(Emb(t[i + d]))])``, or with `parallel`
+    ``h^d[i] = Block_d(h^0[i])`` from the trunk's hidden states ``h^0``;
+    ``logits_d[i] = Head(RMSNorm(h^d[i]))`` for token ``i + d + 1``.
 
     Args:
         config: sizes and options.
-        block: makes one transformer block (B, T, dim) -> (B, T, dim), causal; called per depth.
-        device, dtype: of the parameters.
+        block: builds a causal transformer block (B, T, dim) -> (B, T, dim); called once per depth.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        hidden (B, T, dim) of the trunk, tokens (B, T) -> per depth d = 1.. logits (B, T - d, V).
-        Parameters depths.<d>.hidden_norm, embedding_norm, proj (dim, 2 dim), block, norm; in
-        parallel block and norm. Embedding and head are the trunk's.
+        hidden states (B, T, dim) of the trunk, tokens (B, T) -> logits (B, T - d, V) per depth
+        d = 1, 2, ... Parameters depths.<d>.hidden_norm, embedding_norm, proj (dim, 2 dim), block,
+        norm; with `parallel` only block and norm. Embedding and head are shared with the trunk.
 
     Reference:
         DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv 2412.19437, section 2.2; in
@@ -55,10 +55,20 @@ class MultiTokenPredictor(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Sizes and options: `concat` is the order before proj, "hidden_first" (paper) or
-        "embedding_first" (released weights); `post_norm`: whether a depth hands its normalised
-        output to the next (and so expects the trunk's after its final norm). `parallel`: every
-        depth predicts from the trunk alone; the other two options then have no effect."""
+        """Sizes and options.
+
+        Args:
+            dim: width of the hidden states.
+            depths: number of further tokens.
+            eps: eps of the norms.
+            concat: order of proj's inputs, "hidden_first" (paper) or "embedding_first" (released
+                weights).
+            post_norm: True if a depth passes its normalised output to the next, and expects the
+                trunk's hidden states after its final norm.
+            parallel: True if every depth predicts from the trunk's hidden states; `concat` and
+                `post_norm` then have no effect.
+            init_std, backend: as in Linear.
+        """
 
         dim: Size
         depths: Size = 1
@@ -121,8 +131,15 @@ class MultiTokenPredictor(Layer):
         head: Callable[[Tensor], Tensor],
         run: Callable[[nn.Module, Tensor], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Logits of each depth; `embedding` and `head` are the trunk's. `run(block, x)` applies a
-        block that needs more than x (rotary tables); by default block(x)."""
+        """Computes the logits of each depth.
+
+        Args:
+            hidden: hidden states (B, T, dim) of the trunk.
+            tokens: (B, T) int.
+            embedding, head: the trunk's embedding and output head.
+            run: calls a block that needs further arguments, such as rotary tables:
+                run(block, x); default: block(x).
+        """
         if tokens.shape != hidden.shape[:2]:
             raise ValueError(
                 f"MultiTokenPredictor: tokens must have shape {tuple(hidden.shape[:2])}, "
@@ -156,10 +173,11 @@ class MultiTokenPredictor(Layer):
 
     @staticmethod
     def loss(logits: list[Tensor], labels: Tensor, *, weight: float = 0.3) -> Tensor:
-        """``weight / depths`` times the sum of the cross entropies of the depths, each the mean
-        over its kept targets; Gloeckle et al. have their sum, a weight of `depths`.
+        """Computes ``weight`` times the mean over depths of the cross entropies.
 
-        labels (B, T) int64: the next token of each position, -100 where it is not to be learned.
+        The cross entropy of a depth is the mean over its targets. Gloeckle et al. use the sum over
+        depths: a weight equal to the number of depths. labels (B, T) int64 are the next token of
+        each position, -100 for positions without a loss.
         """
         losses = [functional.cross_entropy(x, labels[:, d:]) for d, x in enumerate(logits, start=1)]
         return weight * torch.stack(losses).mean()
