@@ -1,1 +1,1 @@
-"""Layers on grids of patches."""
+"""Layers for images: grids of patches."""

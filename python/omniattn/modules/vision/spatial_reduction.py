@@ -1,4 +1,4 @@
-"""PVT: attention of an image's tokens to a reduced copy of the image."""
+"""Spatial-reduction attention (PVT): attention to a downsampled image."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from omniattn.modules.base.norm import LayerNorm
 
 
 class SpatialReductionAttention(Layer):
-    """Attention whose keys and values come from x reduced by a strided convolution and LayerNorm.
+    """Attention with keys and values from x downsampled by a strided convolution and LayerNorm.
 
-    ``y = W_o softmax(scale q k^T) v``, q from x, k and v from ``LN(conv(x))``; the convolution is
-    R x R with stride R and no padding, so rows and columns beyond a multiple of R are not seen.
+    ``y = W_o softmax(scale q k^T) v`` with q from x, k and v from ``LN(conv(x))``. The convolution
+    is R x R with stride R and no padding, so keys exclude rows and columns beyond a multiple of R.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, height, width, dim) -> the same. Parameters, named as in the release: q, kv, sr, norm
+        x (B, height, width, dim) -> the same shape.
+        Parameters, named as in the release: q, kv, sr, norm
         (both only with sr_ratio > 1), proj.
 
     Reference:
@@ -41,7 +42,7 @@ class SpatialReductionAttention(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Sizes: `sr_ratio` is R, 1 for none; `bias` of q, k and v."""
+        """Sizes and options: `sr_ratio` is R, 1 for no reduction; `bias` applies to q, k and v."""
 
         dim: Size
         num_heads: Size
@@ -84,7 +85,7 @@ class SpatialReductionAttention(Layer):
             self.norm = LayerNorm(norm, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, height, width, dim) -> the same."""
+        """Maps x (B, height, width, dim) to the same shape."""
         c = self.config
         require_tensor("SpatialReductionAttention", "x", x)
         source = x

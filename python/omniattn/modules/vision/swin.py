@@ -1,4 +1,4 @@
-"""Swin: attention within (shifted) windows of an image, its block, and patch merging."""
+"""Swin: attention within (shifted) windows of an image, a block, and patch merging."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from omniattn.modules.base.residual import DropPath
 class WindowAttention(Layer):
     """Multi-head attention within windows of M x M tokens, with a learned relative position bias.
 
-    Images whose sides are no multiples of M are padded with zeros, which are attended to. With a
-    `shift` the image is rolled by it first, and tokens from different parts of the image do not
-    attend to each other. An image no larger than a window is one window without a shift.
+    Images whose sides are not multiples of M are padded with zeros, which are attended to. With a
+    `shift` the image is first rolled, and tokens from different parts of the image do not attend to
+    each other. An image no larger than a window is one window without a shift.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, height, width, dim) -> the same. Parameters, named as in Microsoft's release: qkv,
+        x (B, height, width, dim) -> the same shape.
+        Parameters, named as in Microsoft's release: qkv,
         proj, relative_position_bias_table ((2 M - 1)^2, num_heads).
 
     Reference:
@@ -45,7 +46,10 @@ class WindowAttention(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Sizes: `window` is M, `shift` less than M and 0 for none; `bias` of all projections."""
+        """Sizes and options.
+
+        `window` is M, `shift` is less than M and 0 for none; `bias` applies to all projections.
+        """
 
         dim: Size
         num_heads: Size
@@ -94,14 +98,14 @@ class WindowAttention(Layer):
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, height, width, dim) -> the same."""
+        """Maps x (B, height, width, dim) to the same shape."""
         c = self.config
         require_tensor("WindowAttention", "x", x)
         height, width = x.shape[1:3]
         size, shift, table = c.window, c.shift, self.relative_position_bias_table
         if min(height, width) <= size:
             size, shift = min(height, width), 0
-            # Offsets within the smaller window lie in the middle of the table.
+            # Offsets within a smaller window are in the middle of the table.
             side = torch.arange(c.window - size, c.window + size - 1, device=x.device)
             table = table.unflatten(0, (2 * c.window - 1, -1))[side[:, None], side].flatten(0, 1)
         x = nn.functional.pad(x, (0, 0, 0, -width % size, 0, -height % size))
@@ -124,20 +128,20 @@ class WindowAttention(Layer):
 
 
 def _windows(x: Tensor, size: int) -> Tensor:
-    """(B, H, W, C) -> (B H W / size^2, size^2, C), windows and their tokens row by row."""
+    """Maps (B, H, W, C) to windows (B H W / size^2, size^2, C) in row-major order."""
     x = x.unflatten(2, (-1, size)).unflatten(1, (-1, size))
     return x.transpose(2, 3).flatten(3, 4).flatten(0, 2)
 
 
 def _image(windows: Tensor, shape: torch.Size, size: int) -> Tensor:
-    """The inverse of _windows."""
+    """Computes the inverse of _windows."""
     batch, height, width, channels = shape
     x = windows.view(batch, height // size, width // size, size, size, channels)
     return x.transpose(2, 3).reshape(shape)
 
 
 def _regions(x: Tensor, size: int, shift: int) -> Tensor:
-    """Label (B windows, size^2) of the part of the unrolled image that a token came from."""
+    """Labels (B windows, size^2) each token by the part of the unrolled image it came from."""
 
     def parts(length: int) -> Tensor:
         position = torch.arange(length, device=x.device)
@@ -148,14 +152,18 @@ def _regions(x: Tensor, size: int, shift: int) -> Tensor:
 
 
 class SwinBlock(Layer):
-    """x = x + WindowAttention(LN(x)); x = x + MLP(LN(x)), with stochastic depth on both branches.
+    """Computes x = x + WindowAttention(LN(x)), then x = x + MLP(LN(x)).
+
+    Both branches have stochastic depth.
 
     Args:
-        config: of the attention; `mlp_ratio` of the GELU layer; `drop_path_p` of a branch.
-        device, dtype: of the parameters.
+        config: config of the attention; `mlp_ratio`, the MLP's inner width over dim; `drop_path_p`,
+            the probability to drop a branch.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, height, width, dim) -> the same. Parameters norm1, attn, norm2, mlp.fc1, mlp.fc2.
+        x (B, height, width, dim) -> the same shape.
+        Parameters norm1, attn, norm2, mlp.fc1, mlp.fc2.
 
     Example:
         >>> block = SwinBlock(SwinBlock.Config(WindowAttention.Config(8, 2, window=4)))
@@ -165,7 +173,7 @@ class SwinBlock(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Config of the attention and of the rest of the block."""
+        """Config of the attention, and options of the block."""
 
         attention: WindowAttention.Config
         mlp_ratio: Positive = 4.0
@@ -201,7 +209,7 @@ class SwinBlock(Layer):
         self.drop_path = DropPath(config.drop_path_p)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, height, width, dim) -> the same."""
+        """Maps x (B, height, width, dim) to the same shape."""
         x = x + self.drop_path(self.attn(self.norm1(x)))
         hidden = nn.functional.gelu(self.mlp["fc1"](self.norm2(x)))
         y: Tensor = x + self.drop_path(self.mlp["fc2"](hidden))
@@ -209,11 +217,11 @@ class SwinBlock(Layer):
 
 
 class PatchMerging(Layer):
-    """Halves an image: four neighbors are joined, normed and mapped to twice the width.
+    """Halves height and width: concatenates 2 x 2 patches, normalises, and projects to 2 dim.
 
     Args:
-        config: `dim` of x.
-        device, dtype: of the parameters.
+        config: sizes and options; `dim` is the width of x.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, height, width, dim) -> (B, ceil(height / 2), ceil(width / 2), 2 dim); odd sides are
@@ -251,10 +259,10 @@ class PatchMerging(Layer):
         self.reduction = Linear(reduction, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, height, width, dim) -> (B, ceil(height / 2), ceil(width / 2), 2 dim)."""
+        """Maps x (B, height, width, dim) to (B, ceil(height / 2), ceil(width / 2), 2 dim)."""
         require_tensor("PatchMerging", "x", x)
         x = nn.functional.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
-        # Down the first column, then down the second.
+        # Order of the release: the first column of each 2 x 2 patch, then the second.
         parts = [x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)]
         y: Tensor = self.reduction(self.norm(torch.cat(parts, -1)))
         return y
