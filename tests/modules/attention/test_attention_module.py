@@ -323,5 +323,5 @@ def test_a_qk_norm_whose_weights_start_at_zero(qk_norm):
 
 def test_a_normed_scale_is_the_only_one():
     for options in ({"scale": 0.5}, {"head_scale": True}):
-        with pytest.raises(ValueError, match='qk_norm="l2" has a scale of its own'):
+        with pytest.raises(ValueError, match='qk_norm="l2" has its own scale'):
             Attention.Config(8, 2, qk_norm="l2", **options)

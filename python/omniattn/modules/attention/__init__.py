@@ -1,1 +1,1 @@
-"""Layers of dense attention."""
+"""Dense attention layers."""

@@ -1,4 +1,4 @@
-"""Multi-head attention layer: self or cross; multi-head, multi-query or grouped-query."""
+"""Multi-head, multi-query and grouped-query attention; self- or cross-attention."""
 
 import math
 from collections.abc import Sequence
@@ -28,27 +28,29 @@ from omniattn.modules.caches.eviction import Eviction, policies_of_groups
 
 
 class Attention(Mixer):
-    """y = W_o softmax(scale q k^T) v with q = W_q x, k = W_k s, v = W_v s; s is x or a source.
+    """Computes y = W_o softmax(scale q k^T) v with q = W_q x, k = W_k s, v = W_v s.
+
+    s is x in self-attention, or a source in cross-attention.
 
     Order: projections, qk-norm, rotary embedding, cache, attention, gate, output projection. Query
-    head h reads kv head h // (num_heads / num_kv_heads): MHA, GQA (fewer kv heads) or MQA (one).
-    A gate multiplies the input of W_o by act(W_g x), elementwise or for each head.
+    head h uses kv head h // (num_heads / num_kv_heads): MHA, GQA (fewer kv heads) or MQA (one).
+    A gate multiplies the input of W_o by act(W_g x), elementwise or per head.
 
-    Causal by default, which `functional.attention` is not: encoders need causal=False.
+    Causal by default, unlike `functional.attention`; encoders need causal=False.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, T, dim), source (B, S, source_dim) -> (B, T, dim).
-        Either may be a jagged nested tensor: sequences of any lengths, without padding.
+        Both can be jagged nested tensors: sequences of different lengths without padding.
         Parameters q_proj, k_proj, v_proj, o_proj; with qk_norm q_norm and k_norm, or logit_scale
         (num_heads,); with a gate g_proj; sinks and head_scale (num_heads,).
 
     Notes:
-        A query that sees no key gives W_o 0 + b and has zero gradients. Dropout acts in training
-        mode only.
+        The attention output of a fully masked query is 0, with zero gradients. Dropout is active in
+        training mode only.
 
     Reference:
         Vaswani et al. 2017, arXiv 1706.03762; MQA: Shazeer 2019, arXiv 1911.02150; GQA: Ainslie
@@ -70,34 +72,35 @@ class Attention(Mixer):
 
         Args:
             dim: width of x and y.
-            num_heads: query heads.
-            num_kv_heads: key and value heads, a divisor of num_heads; default num_heads.
-            head_dim: default dim / num_heads.
-            causal: query i sees keys up to its own position (bottom-right aligned).
-            cross: keys and values come from `source`, never from x.
+            num_heads: number of query heads.
+            num_kv_heads: number of key and value heads, a divisor of num_heads; default num_heads.
+            head_dim: width of a head, default dim / num_heads.
+            causal: True if query i attends to keys up to its own position (bottom-right aligned).
+            cross: True to compute keys and values from `source`, never from x.
             source_dim: width of the source, default dim.
-            window_size: (left, right) keys seen before and after the own position, -1 unbounded.
-            qk_norm: of every head of q and k "rms" (RMSNorm, Qwen3) or "layer" (LayerNorm without
-                bias, ViT-22B), both with weights (head_dim,); "rms_full" of all heads together
-                (OLMo-2); "l2" for cosines times a learned exp(logit_scale), at most 100, per head
-                in place of `scale` (Swin v2); None.
-            bias, out_bias: of q_proj, k_proj, v_proj; of o_proj.
-            rope_interleaved: rotary pairs are (2i, 2i + 1) instead of (i, i + Dr / 2).
-            scale: of the scores, default 1 / sqrt(head_dim).
-            softcap: scores become softcap * tanh(scores / softcap) if positive.
-            dropout_p: of the attention weights.
-            sinks: a learned logit per head with value 0.
-            head_scale: a learned factor of the scores per head, from 1 on.
-            gate: "elementwise" (one for each number of each head), "headwise" or None.
+            window_size: (left, right), number of visible keys before and after the query's
+                position, -1 for all.
+            qk_norm: norm of q and k, None for none: "rms" (RMSNorm, Qwen3) or "layer" (LayerNorm
+                without bias, ViT-22B) per head, with weights (head_dim,); "rms_full" over all heads
+                (OLMo-2); "l2" for cosine similarity times a learned exp(logit_scale) per head, at
+                most 100, instead of `scale` (Swin v2).
+            bias, out_bias: True for biases of q_proj, k_proj and v_proj; of o_proj.
+            rope_interleaved: True for rotary pairs (2i, 2i + 1) instead of (i, i + Dr / 2).
+            scale: factor of the scores, default 1 / sqrt(head_dim).
+            softcap: if positive, scores become softcap * tanh(scores / softcap).
+            dropout_p: dropout probability of the attention weights.
+            sinks: True for a learned logit per head, with value 0.
+            head_scale: True for a learned factor of the scores per head, initially 1.
+            gate: "elementwise" (one gate per element of each head), "headwise" or None.
             gate_activation: "sigmoid" or "silu", which is neither positive nor bounded.
-            init_std, out_init_std: of the weights and of o_proj.
-            q_init_std: of q_proj, default init_std.
-            backend: of all ops of this layer.
-            qk_norm_offset: of "rms" and "rms_full", added to weights that then start at 1 - offset:
-                1.0 is the form 1 + w of Gemma 3 and Qwen3-Next.
-            normalizer: "softmax", or "sigmoid" of each score alone, with a bias of -ln n.
-            norm_n: n of "sigmoid"; None for the number of keys, with which decoding is not exact
-                and refused. 1 leaves the bias out.
+            init_std, out_init_std: standard deviations of the weights, and of o_proj's.
+            q_init_std: standard deviation of q_proj's weight, default init_std.
+            backend: backend of all ops of the layer.
+            qk_norm_offset: offset added to the weights of "rms" and "rms_full", which then start at
+                1 - offset; 1.0 is the form 1 + w of Gemma 3 and Qwen3-Next.
+            normalizer: "softmax", or elementwise "sigmoid" with a bias of -ln n.
+            norm_n: n of "sigmoid"; 1 for no bias; None for the number of keys, for which decoding
+                would be inexact and raises an error.
         """
 
         causal: bool = True
@@ -141,7 +144,7 @@ class Attention(Mixer):
                     )
             if self.qk_norm == "l2" and (self.head_scale or self.scale is not None):
                 raise ValueError(
-                    'Attention: qk_norm="l2" has a scale of its own, '
+                    'Attention: qk_norm="l2" has its own scale, '
                     f"got scale={self.scale}, head_scale={self.head_scale}"
                 )
             if self.qk_norm_offset and self.qk_norm not in ("rms", "rms_full"):
@@ -181,7 +184,7 @@ class Attention(Mixer):
         self.q_norm = self._new_norm(q_dim, device, dtype)
         self.k_norm = self._new_norm(kv_dim, device, dtype)
 
-        def heads() -> nn.Parameter:  # fp32, whatever the dtype
+        def heads() -> nn.Parameter:  # fp32 for every dtype
             return nn.Parameter(torch.empty(c.num_heads, device=device))
 
         self.logit_scale = heads() if c.qk_norm == "l2" else None
@@ -193,7 +196,7 @@ class Attention(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises the parameters of heads: factor 10 of l2, sinks 0, factor 1."""
+        """Initialises parameters per head: exp(logit_scale) = 10, sinks 0, head_scale 1."""
         if self.logit_scale is not None:
             nn.init.constant_(self.logit_scale, math.log(10))
         if self.sinks is not None:
@@ -204,7 +207,7 @@ class Attention(Mixer):
     def _new_norm(
         self, width: int, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> RMSNorm | LayerNorm | None:
-        """The norm of queries or keys of this width, if it has weights."""
+        """Builds the norm of queries or keys of this width, None if it has no weights."""
         c = self.config
         if c.qk_norm == "layer":
             layer = LayerNorm.Config(c.head_size, c.qk_norm_eps, bias=False, backend=c.backend)
@@ -216,14 +219,14 @@ class Attention(Mixer):
         return None
 
     def _heads(self, x: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
-        """Projected queries or keys as normed heads (..., heads, head_dim)."""
+        """Splits projected queries or keys into normalised heads (..., heads, head_dim)."""
         c = self.config
         if norm is not None and c.qk_norm == "rms_full":
             x = norm(x)
         x = x.unflatten(-1, (-1, c.head_size))
         if norm is not None and c.qk_norm != "rms_full":
             x = norm(x)
-        if c.qk_norm == "l2":  # of length sqrt(head_dim); zeros stay
+        if c.qk_norm == "l2":  # gives length sqrt(head_dim); eps keeps zeros at 0
             x = functional.rms_norm(x, eps=1e-24, backend=c.backend)
         return x
 
@@ -236,14 +239,14 @@ class Attention(Mixer):
         eviction: Eviction | Sequence[Eviction] | None = None,
         **storage: Unpack[Storage],
     ) -> Cache:
-        """An empty cache.
+        """Creates a cache.
 
         Args:
-            batch, max_length: sizes; of the source in a cross-attention.
-            device, dtype: of the storage, default: as the parameters.
-            rolling: keep only the tokens in the window; needs causal and a left window.
-            eviction: which tokens to keep, a policy or one for each query head; causal
-                self-attention by softmax without a window only.
+            batch, max_length: number of sequences and largest number of tokens.
+            device, dtype: device and dtype of the storage; default: those of the parameters.
+            rolling: True to keep only the tokens of the window; requires causal and a left window.
+            eviction: policy that selects the kept tokens, or one policy per query head; only for
+                causal softmax self-attention without a window.
         """
         c, like = self.config, (self, self.k_proj.weight)
         if eviction is not None:
@@ -266,7 +269,7 @@ class Attention(Mixer):
     def _policies(
         self, eviction: Eviction | Sequence[Eviction], rolling: bool
     ) -> Eviction | tuple[Eviction, ...]:
-        """One policy, or one for each kv head."""
+        """Returns one policy, or one per kv head."""
         c = self.config
         whole = c.causal and c.window_size == (-1, -1) and c.normalizer == "softmax"
         if rolling or not whole:
@@ -295,24 +298,25 @@ class Attention(Mixer):
         alibi_slopes: Tensor | None = None,
         score_mod: ScoreMod | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
-            x: queries, and keys and values of self-attention. A jagged nested tensor
-                ``(B, *, dim)`` gives one; mask and bias then cover the longest sequences, as
-                in `functional.attention_varlen`, and there is no state.
-            source: (B, S, source_dim), of cross-attention; may be left out once it is in `state`.
-                Nested if x is.
-            state: a Cache. Self-attention appends the new keys and values and attends to all; with
-                cross-attention the first call stores the keys of the source, later calls read them.
-            rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding;
+            x: input of the queries, and in self-attention of keys and values. A jagged nested
+                tensor ``(B, *, dim)`` gives a jagged result; mask and bias then cover the longest
+                sequences, as in `functional.attention_varlen`, and `state` must be None.
+            source: (B, S, source_dim) input of keys and values in cross-attention, nested if x is;
+                optional once `state` has stored it.
+            state: a Cache. Self-attention appends the new keys and values and attends to all;
+                cross-attention stores the source's keys and values in the first call and reads them
+                in later calls.
+            rope: (cos, sin) at the positions of x (of x.values() if nested), from RotaryEmbedding;
                 self-attention only.
             mask: boolean, True = attend, broadcastable to (B, num_heads, T, S), a value of
-                `functional.masks`, or f(b, h, q, k) as flex_attention takes it.
-            bias: added to the scores, broadcastable to (B, num_heads, T, S).
-            relative, alibi_slopes: terms of the distance, see functional.attention.
-            score_mod: f(score, b, h, q, k), see functional.attention. q and k are the positions of
-                tokens, after those in `state`; in cross-attention, of the rows of x and source.
+                `functional.masks`, or a function f(b, h, q, k) as in flex_attention.
+            bias: tensor added to the scores, broadcastable to (B, num_heads, T, S).
+            relative, alibi_slopes: distance-dependent score terms, see functional.attention.
+            score_mod: f(score, b, h, q, k), see functional.attention. q and k are positions in the
+                sequence, including the tokens in `state`; in cross-attention, rows of x and source.
         """
         c = self.config
         cache = require_cache("Attention", state)
@@ -366,7 +370,7 @@ class Attention(Mixer):
         return sequences.restored(self.o_proj(self._gated(out, x).flatten(-2)))
 
     def _sigmoid_bias(self, q: Tensor, k: Tensor, keys: Sequences, cache: Cache | None) -> Tensor:
-        """-ln n, (N | 1, 1, 1, 1), in the precision of the scores."""
+        """Computes -ln n of shape (N | 1, 1, 1, 1), in the scores' precision."""
         c = self.config
         if c.norm_n is None and cache is not None and not c.cross:
             raise ValueError("Attention: decoding with sigmoid needs a norm_n, got norm_n=None")
@@ -375,7 +379,7 @@ class Attention(Mixer):
         return -n.log().view(-1, 1, 1, 1)
 
     def _gated(self, out: Tensor, x: Tensor) -> Tensor:
-        """The heads times their gates of x, if there are any."""
+        """Multiplies the heads by their gates, computed from x, if the layer has gates."""
         c = self.config
         if c.gate is None:
             return out

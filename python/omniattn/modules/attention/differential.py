@@ -1,4 +1,4 @@
-"""Differential attention: the difference of two softmax maps over shared values."""
+"""Differential attention: the difference of two softmax maps with shared values."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from omniattn.modules.caches.cache import Cache, require_cache
 
 
 class DifferentialAttention(Mixer):
-    """``o_h = (1 - l0) norm((P_h1 - lambda P_h2) v_h)`` with two softmax maps P a head.
+    """Computes ``o_h = (1 - l0) norm((P_h1 - lambda P_h2) v_h)`` with two softmax maps P per head.
 
-    ``P_hc = softmax(scale q_hc k_hc^T)``; ``lambda = exp(lq1 . lk1) - exp(lq2 . lk2) + l0`` is
-    learned, one number for the layer, ``l0 = 0.8 - 0.6 exp(-0.3 depth)``. A head has two query and
-    two key sub-heads of size D and values of size 2 D, over which norm is an RMSNorm.
+    ``P_hc = softmax(scale q_hc k_hc^T)``; ``lambda = exp(lq1 . lk1) - exp(lq2 . lk2) + l0`` is one
+    learned number per layer, ``l0 = 0.8 - 0.6 exp(-0.3 depth)``. A head has two query and two key
+    sub-heads of size D, and values of size 2 D; norm is an RMSNorm over 2 D. The result is
     y = W_o [o_1 .. o_H].
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters; the lambda vectors are always fp32.
+        device, dtype: device and dtype of the parameters; the lambda vectors are always fp32.
 
     Shape:
-        x (B, T, dim) or a jagged nested tensor -> the same. Parameters q_proj, k_proj, v_proj,
+        x (B, T, dim) or a jagged nested tensor -> the same shape.
+        Parameters q_proj, k_proj, v_proj,
         o_proj, lambda_q1, lambda_k1, lambda_q2, lambda_k2 (D,) and subln (2 D,).
 
     Reference:
@@ -58,15 +59,17 @@ class DifferentialAttention(Mixer):
 
         Args:
             dim: width of x and y.
-            num_heads: heads, each of two sub-heads: half as many as an Attention would have.
+            num_heads: number of heads of two sub-heads each; half of a comparable Attention's.
             depth: index of the layer, from 0.
-            num_kv_heads: heads of keys (two sub-heads each) and values, default num_heads.
+            num_kv_heads: number of heads of keys (two sub-heads each) and values, default
+                num_heads.
             head_dim: D, default dim / (2 num_heads).
-            form: "published"; "simple" for lambda = 1 without norm and without the factor
-                (1 - l0); "hf" for the pairing of transformers' DiffLlama, where sub-heads h and
-                h + num_heads belong together and the norm has no weight.
-            gqa_map: of the published form, "flash" (a head's sub-heads read those of its kv head)
-                or "naive" (sub-head s reads sub-head s // (num_heads / num_kv_heads)).
+            form: "published"; "simple" for lambda = 1 without the norm and the factor (1 - l0);
+                "hf" for transformers' DiffLlama, which pairs sub-heads h and h + num_heads and has
+                a norm without weight.
+            gqa_map: mapping of sub-heads in the published form: "flash" (a head's sub-heads use
+                those of its kv head) or "naive" (sub-head s uses sub-head
+                s // (num_heads / num_kv_heads)).
             causal, window_size, rope_interleaved, init_std, out_init_std, backend: as in Attention.
         """
 
@@ -124,12 +127,12 @@ class DifferentialAttention(Mixer):
 
         @property
         def rotary_dim(self) -> int:
-            """Dimensions of a sub-head that a model rotates."""
+            """Number of dimensions of a sub-head that rotary embeddings rotate."""
             return self.head_size
 
         @property
         def lambda_init(self) -> float:
-            """l0."""
+            """Initial lambda, l0."""
             return 0.8 - 0.6 * math.exp(-0.3 * self.depth)
 
     class _Fields(Config, OnDevice): ...
@@ -176,12 +179,12 @@ class DifferentialAttention(Mixer):
                 nn.init.normal_(vector, std=0.1)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
-        """An empty cache: keys [k_1 | k_2] and values of size 2 D for each kv head."""
+        """Creates a cache of keys [k_1 | k_2] and values, both of size 2 D per kv head."""
         sizes = (batch, max_length, self.config.kv_heads, 2 * self.config.head_size)
         return new.keys_and_values(self, self.k_proj.weight, *sizes, **storage)
 
     def scalar_lambda(self) -> Tensor | float:
-        """lambda, fp32."""
+        """Computes lambda in fp32 (fp64 for fp64)."""
         if self.config.form == "simple":
             return 1.0
         first = (self.lambda_q1 * self.lambda_k1).sum().exp()
@@ -189,7 +192,7 @@ class DifferentialAttention(Mixer):
         return first - second + self.config.lambda_init
 
     def _pairs(self, x: Tensor) -> Tensor:
-        """Sub-heads (B, T, 2 H, D) as pairs (B, T, H, 2 D); a view unless form is "hf"."""
+        """Joins sub-heads (B, T, 2 H, D) to pairs (B, T, H, 2 D); a view unless form is "hf"."""
         if self.config.form == "hf":
             return x.unflatten(2, (2, -1)).transpose(2, 3).flatten(-2)
         return x.unflatten(2, (-1, 2)).flatten(-2)
@@ -205,8 +208,10 @@ class DifferentialAttention(Mixer):
         bias: Tensor | None = None,
         score_mod: ScoreMod | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim); mask, bias and score_mod act on both maps of a head; the
-        rest as Attention."""
+        """Maps x (B, T, dim) to (B, T, dim).
+
+        mask, bias and score_mod apply to both maps of a head; the other arguments as in Attention.
+        """
         c = self.config
         size = c.head_size
         cache = require_cache("DifferentialAttention", state)

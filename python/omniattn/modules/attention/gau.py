@@ -1,4 +1,4 @@
-"""Gated attention unit: one gated head of attention in place of attention and feed-forward."""
+"""Gated attention unit: one gated attention head replaces attention and feed-forward layer."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from omniattn.modules.caches.cache import Cache, require_cache
 
 
 class GatedAttentionUnit(Mixer):
-    """``y = (u * (A v)) W_o``; u, v = silu(x W_u), silu(x W_v); z = silu(x W_z).
+    """Computes ``y = (u * (A v)) W_o`` with u = silu(x W_u), v = silu(x W_v), z = silu(x W_z).
 
-    ``q = z g_q + b_q`` and ``k = z g_k + b_k`` share one projection. A is ``relu(q k^T / n + b)^2``
-    with n the number of keys, or ``softmax(q k^T / sqrt(s) + b)``; b is a relative bias or nothing.
-    The norm and the residual around it belong to the block.
+    ``q = z g_q + b_q`` and ``k = z g_k + b_k`` share the projection z. A is
+    ``relu(q k^T / n + b)^2`` with n the number of keys, or ``softmax(q k^T / sqrt(s) + b)`` with an
+    optional relative bias b. The enclosing block provides norm and residual.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) or a jagged nested tensor -> the same. Parameters u_proj, v_proj, z_proj,
+        x (B, T, dim) or a jagged nested tensor -> the same shape.
+        Parameters u_proj, v_proj, z_proj,
         o_proj, gamma and beta (2, key_dim) for q and k, and with a relative bias its table
         relative_bias.
 
@@ -56,13 +57,13 @@ class GatedAttentionUnit(Mixer):
 
         Args:
             dim: width of x and y.
-            expansion: width of u and v over dim.
+            expansion: width of u and v as a multiple of dim.
             key_dim: s, width of q and k.
             attention: "relu2" or "softmax".
-            norm_n: n of relu2; None for the number of keys. A constant makes decoding exact.
-            relative: None, "t5" (32 buckets) or "toeplitz" (a number for each distance).
-            max_length: of a toeplitz bias.
-            bias_inside_n: of relu2, relu((q k^T + sqrt(dim) b) / n)^2.
+            norm_n: n of relu2; None for the number of keys. Decoding requires a constant.
+            relative: None, "t5" (32 buckets) or "toeplitz" (one bias per distance).
+            max_length: largest number of keys with a toeplitz bias.
+            bias_inside_n: True for relu2 with the bias inside: relu((q k^T + sqrt(dim) b) / n)^2.
             causal, rope_interleaved, init_std, backend: as in Attention.
         """
 
@@ -128,7 +129,7 @@ class GatedAttentionUnit(Mixer):
             nn.init.normal_(self.relative_bias, std=0.02)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
-        """An empty cache of one head: keys of key_dim, values of expansion dim numbers."""
+        """Creates a cache of one head with keys of size key_dim, values of size expansion * dim."""
         c = self.config
         if c.attention == "relu2" and c.norm_n is None:
             raise ValueError(
@@ -150,9 +151,10 @@ class GatedAttentionUnit(Mixer):
         return DistanceBias(table, zero=c.max_length - 1)
 
     def _n(self, x: Tensor, k: Tensor, sequences: Sequences) -> tuple[int, Tensor | None]:
-        """n, and for packed sequences its ratio to the n of each token's own sequence.
+        """Returns n, and for packed sequences its ratio to the n of each token's sequence.
 
-        relu(a s)^2 = a^2 relu(s)^2 for a > 0: the ratio goes into q, or with a bias into n.
+        relu(a s)^2 = a^2 relu(s)^2 for a > 0, so that either q or the output can be scaled by the
+        ratio.
         """
         c = self.config
         if c.norm_n is not None:
@@ -172,7 +174,7 @@ class GatedAttentionUnit(Mixer):
         mask: Tensor | Mask | MaskMod | None = None,
         score_mod: ScoreMod | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim); state, rope, mask and score_mod as in Attention."""
+        """Maps x (B, T, dim) to (B, T, dim); state, rope, mask and score_mod as in Attention."""
         c = self.config
         cache = require_cache("GatedAttentionUnit", state)
         x, sequences = sequences_of("GatedAttentionUnit", "x", x, state=cache)

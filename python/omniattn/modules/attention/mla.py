@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values are rebuilt from one small latent a token."""
+"""Multi-head latent attention: keys and values are projected from a small latent per token."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ from omniattn.modules.caches.cache import Cache, require_cache
 
 
 class MultiHeadLatentAttention(Mixer):
-    """Attention whose cache holds a latent and one rotary key for all heads.
+    """Attention with a cache of one latent and one rotary key per token, shared by all heads.
 
-    ``[c | k_r] = x W_dkv``, c normed; ``[k_n | v] = c W_ukv`` for each head; queries
+    ``[c | k_r] = x W_dkv`` with a norm on c; ``[k_n | v] = c W_ukv`` per head;
     ``[q_n | q_r] = norm(x W_dq) W_uq``; ``y = W_o softmax(scale (q_n k_n^T + q_r k_r^T)) v`` with
-    q_r and k_r rotated. Absorbed, q_n takes up the key half of W_ukv and attention runs on the
-    latents themselves, as multi-query attention with values c.
+    rotated q_r and k_r. In the absorbed form q_n is multiplied by the key half of W_ukv, and
+    attention runs on the latents, as multi-query attention with values c.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) or a jagged nested tensor -> the same. Parameters, named as in DeepSeek-V3:
+        x (B, T, dim) or a jagged nested tensor -> the same shape.
+        Parameters, named as in DeepSeek-V3:
         q_proj or q_a_proj, q_a_layernorm, q_b_proj; kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj;
         o_proj.
 
@@ -70,19 +71,20 @@ class MultiHeadLatentAttention(Mixer):
 
         Args:
             dim: width of x and y.
-            num_heads: heads of queries, keys and values.
-            q_lora_rank: size of the queries' latent, None for queries straight from x.
+            num_heads: number of heads of queries, keys and values.
+            q_lora_rank: size of the queries' latent, None to project queries directly from x.
             kv_lora_rank: size of the latent c.
-            qk_nope_dim, qk_rope_dim: sizes of the parts of a key without and with rotation;
-                qk_rope_dim=0 leaves positions out.
+            qk_nope_dim, qk_rope_dim: sizes of the unrotated and rotated parts of a key;
+                qk_rope_dim=0 for no positions.
             v_dim: size of a value.
             causal, window_size: as in Attention.
-            rope_interleaved: rotary pairs are (2i, 2i + 1), as DeepSeek's weights have them.
-            mscale: the scale is (qk_nope_dim + qk_rope_dim)^-1/2 mscale^2 (YaRN).
-            latent_norm: RMSNorm on both latents.
-            q_rope_from: "latent", or "x" for rotary queries from x by their own projection.
-            separate_kv_latents: keys and values have a latent each.
-            absorb_max: with a state, up to this many new tokens attend to the latents themselves.
+            rope_interleaved: True for rotary pairs (2i, 2i + 1), as in DeepSeek's weights.
+            mscale: factor of YaRN; the scale is (qk_nope_dim + qk_rope_dim)^-1/2 mscale^2.
+            latent_norm: True for RMSNorms on the latents.
+            q_rope_from: "latent", or "x" to project rotary queries directly from x.
+            separate_kv_latents: True for one latent for keys and one for values.
+            absorb_max: largest number of new tokens for which the absorbed form is used with a
+                state.
             norm_eps, dropout_p, init_std, out_init_std, backend: as in Attention.
         """
 
@@ -122,12 +124,12 @@ class MultiHeadLatentAttention(Mixer):
 
         @property
         def scale(self) -> float:
-            """Factor on the scores."""
+            """Factor of the scores."""
             return (self.qk_nope_dim + self.qk_rope_dim) ** -0.5 * self.mscale**2
 
         @property
         def rotary_dim(self) -> int:
-            """Dimensions of a head that a model rotates."""
+            """Number of dimensions of a head that rotary embeddings rotate."""
             return self.qk_rope_dim
 
     class _Fields(Config, OnDevice): ...
@@ -172,12 +174,12 @@ class MultiHeadLatentAttention(Mixer):
         if c.separate_kv_latents:
             self.k_b_proj = linear(c.kv_lora_rank, c.num_heads * c.qk_nope_dim)
             self.v_b_proj = linear(c.kv_lora_rank, c.num_heads * c.v_dim)
-        else:  # for each head its key, then its value
+        else:  # rows of each head's key, then of its value
             self.kv_b_proj = linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_dim + c.v_dim))
         self.o_proj = linear(c.num_heads * c.v_dim, c.dim, c.out_init_std)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
-        """An empty cache of the latents."""
+        """Creates a cache of latents."""
         c = self.config
         weight, rank = self.kv_a_proj_with_mqa.weight, c.kv_lora_rank
         if not c.separate_kv_latents:
@@ -187,7 +189,7 @@ class MultiHeadLatentAttention(Mixer):
         return new.keys_and_values(self, weight, *sizes, v_head_dim=rank, **storage)
 
     def _rotate(self, x: Tensor, start: int, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """x (B, T, H, D) with its dimensions from `start` on rotated."""
+        """Rotates the dimensions of x (B, T, H, D) from `start` on."""
         c = self.config
         turned, _ = functional.apply_rotary(
             x, None, *rope, rotary_start=start, interleaved=c.rope_interleaved, backend=c.backend
@@ -195,8 +197,7 @@ class MultiHeadLatentAttention(Mixer):
         return turned
 
     def _query_latent(self, x: Tensor) -> Tensor:
-        """Returns the input of the query projection: the normed latent (B, T, q_lora_rank), or
-        x."""
+        """Returns the input of the query projection: the latent (B, T, q_lora_rank), or x."""
         c = self.config
         if c.q_lora_rank is None:
             return x
@@ -204,7 +205,7 @@ class MultiHeadLatentAttention(Mixer):
         return self.q_a_layernorm(latent) if c.latent_norm else latent
 
     def _queries(self, latent: Tensor, x: Tensor) -> Tensor:
-        """Queries (B, T, H, qk_nope_dim + qk_rope_dim), not yet rotated."""
+        """Computes unrotated queries (B, T, H, qk_nope_dim + qk_rope_dim)."""
         c = self.config
         q = (self.q_proj if c.q_lora_rank is None else self.q_b_proj)(latent)
         q = q.unflatten(-1, (c.num_heads, -1))
@@ -213,7 +214,7 @@ class MultiHeadLatentAttention(Mixer):
         return q
 
     def _latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Latents of keys and of values (B, T, 1, rank), the unrotated key (B, T, 1, rope_dim)."""
+        """Computes latents of keys and values (B, T, 1, rank) and k_r (B, T, 1, rope_dim)."""
         c = self.config
         count = 2 if c.separate_kv_latents else 1
         parts = self.kv_a_proj_with_mqa(x)[:, :, None]
@@ -225,7 +226,8 @@ class MultiHeadLatentAttention(Mixer):
         return latents[0], latents[-1], rope
 
     def _up_weights(self) -> tuple[Tensor, Tensor]:
-        """Weights from latents to keys (H, qk_nope_dim, rank) and values (H, v_dim, rank)."""
+        """Returns the projections from latents: to keys (H, qk_nope_dim, rank), to values (H,
+        v_dim, rank)."""
         c = self.config
         if c.separate_kv_latents:
             k, v = weight_of(self.k_b_proj), weight_of(self.v_b_proj)
@@ -235,7 +237,7 @@ class MultiHeadLatentAttention(Mixer):
         return k, v
 
     def _expand(self, k_latent: Tensor, v_latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents (B, S, rank) -> keys (B, S, H, qk_nope_dim), values (B, S, H, v_dim)."""
+        """Maps latents (B, S, rank) to keys (B, S, H, qk_nope_dim), values (B, S, H, v_dim)."""
         c = self.config
         if c.separate_kv_latents:
             k, v = self.k_b_proj(k_latent), self.v_b_proj(v_latent)
@@ -252,7 +254,7 @@ class MultiHeadLatentAttention(Mixer):
         k_rope: Tensor,
         rope: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys (B, T, 1, rank + rope_dim) and values (B, T, 1, rank), rotated."""
+        """Rotates queries and keys; returns q, k (B, T, 1, rank + rope_dim), v (B, T, 1, rank)."""
         c = self.config
         k = torch.cat([k_latent, k_rope], -1)
         if rope is not None:
@@ -261,18 +263,18 @@ class MultiHeadLatentAttention(Mixer):
         return q, k, v
 
     def _to_latents(self, q: Tensor) -> Tensor:
-        """Queries (B, T, H, rank + rope_dim) of the latents themselves."""
+        """Computes queries (B, T, H, rank + rope_dim) of the absorbed form."""
         c = self.config
         q_nope, q_rope = q.split([c.qk_nope_dim, c.qk_rope_dim], -1)
         q_nope = torch.einsum("bthd,hdr->bthr", q_nope, self._up_weights()[0])
         return torch.cat([q_nope, q_rope], -1)
 
     def _from_latents(self, out: Tensor) -> Tensor:
-        """Output (B, T, H, v_dim) from the attention's latents (B, T, H, rank)."""
+        """Maps the absorbed form's output (B, T, H, rank) to values (B, T, H, v_dim)."""
         return torch.einsum("bthr,hvr->bthv", out, self._up_weights()[1])
 
     def _expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all heads from the latents."""
+        """Computes keys and values of all heads from the latents."""
         c = self.config
         k_latent, k_rope = k.split([c.kv_lora_rank, c.qk_rope_dim], -1)
         k_nope, v = self._expand(k_latent[:, :, 0], v[:, :, 0])
@@ -297,15 +299,15 @@ class MultiHeadLatentAttention(Mixer):
         absorb: bool | None = None,
         score_mod: ScoreMod | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
-            x: queries and, with those in the state, keys and values.
-            state: a Cache; the new latents are appended to it, all of it is attended to.
-            rope: cos, sin of the positions of x, (T, qk_rope_dim / 2) or (B, T, qk_rope_dim / 2),
-                or of x.values() where x is nested.
+            x: new tokens.
+            state: a Cache, to which the new latents are appended before attention to all of it.
+            rope: (cos, sin) at the positions of x, (T, qk_rope_dim / 2) or (B, T, qk_rope_dim / 2),
+                or of x.values() if x is nested.
             mask, score_mod: as in Attention.
-            absorb: attend to the latents themselves; default: with a state and T <= absorb_max.
+            absorb: True for the absorbed form; default: with a state and T <= absorb_max.
         """
         c = self.config
         cache = require_cache("MultiHeadLatentAttention", state)

@@ -1,4 +1,4 @@
-"""Drop-in for torch.nn.MultiheadAttention, with its parameters and its mask conventions."""
+"""Drop-in replacement for torch.nn.MultiheadAttention: same parameters and mask conventions."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from omniattn.modules.base.linear import Linear
 
 
 class MultiheadAttention(Layer):
-    """torch.nn.MultiheadAttention on this package's kernels; `load_state_dict` takes its weights.
+    """torch.nn.MultiheadAttention computed by this package's kernels; loads its `state_dict`.
 
-    Masks follow torch: bool masks are True where a key is NOT seen, float masks are added.
+    Masks follow torch: bool masks are True for keys that are NOT attended to, float masks are
+    added.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         query (B, T, dim), key (B, S, kdim), value (B, S, vdim) -> (B, T, dim) and None or the
-        weights (B, T, S); without batch_first (T, B, dim) and so on; or all without B. With
-        batch_first and without need_weights they may be jagged nested tensors. Parameters
+        weights (B, T, S); without batch_first (T, B, dim) etc.; B can be missing in all. With
+        batch_first and without need_weights, jagged nested tensors are accepted. Parameters
         in_proj_weight or q_proj_weight, k_proj_weight, v_proj_weight; in_proj_bias, bias_k, bias_v,
         out_proj.weight, out_proj.bias.
 
     Notes:
-        With need_weights the weights are computed by their definition, in T x S memory and without
-        dropout. A query that sees no key, where torch gives NaN, gives 0. Serves as `self_attn` of
-        torch's Transformer layers; a torch.nn.TransformerEncoder needs enable_nested_tensor=False.
+        With need_weights the weights are computed explicitly, in T x S memory and without dropout.
+        The attention output of a fully masked query is 0 (NaN in torch). Can replace `self_attn` of
+        torch's Transformer layers; torch.nn.TransformerEncoder then needs
+        enable_nested_tensor=False.
 
     Example:
         >>> layer = MultiheadAttention.from_torch(torch.nn.MultiheadAttention(8, 2))
@@ -48,7 +50,7 @@ class MultiheadAttention(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """The arguments of torch.nn.MultiheadAttention, and `backend` of the ops."""
+        """Arguments of torch.nn.MultiheadAttention, and the ops' `backend`."""
 
         embed_dim: Size
         num_heads: Size
@@ -67,7 +69,7 @@ class MultiheadAttention(Layer):
 
         @property
         def joint(self) -> bool:
-            """Whether the three projections are one parameter."""
+            """True if the three input projections are one parameter."""
             return self.kdim in (None, self.embed_dim) and self.vdim in (None, self.embed_dim)
 
     class _Fields(Config, OnDevice): ...
@@ -102,19 +104,19 @@ class MultiheadAttention(Layer):
 
     @property
     def batch_first(self) -> bool:
-        """Value in the config; torch's Transformer layers read it."""
+        """Value of the config; torch's Transformer layers read it."""
         return self.config.batch_first
 
     @property
     def num_heads(self) -> int:
-        """Value in the config; torch's Transformer layers read it."""
+        """Value of the config; torch's Transformer layers read it."""
         return self.config.num_heads
 
-    #: Keeps torch's Transformer layers from taking the weights to fused kernels of their own.
+    #: Prevents torch's Transformer layers from passing the weights to their fused kernels.
     _qkv_same_embed_dim = False
 
     def reset_parameters(self) -> None:
-        """Draws the input projections and the added rows by Xavier's rule; zero bias."""
+        """Draws the input projections, bias_k and bias_v by Xavier's rule; zeroes in_proj_bias."""
         for weight in self._in_weights():
             nn.init.xavier_uniform_(weight)
         if self.in_proj_bias is not None:
@@ -132,7 +134,7 @@ class MultiheadAttention(Layer):
     def from_torch(
         cls, module: nn.MultiheadAttention, *, backend: str | None = None
     ) -> MultiheadAttention:
-        """Copies a layer of torch: its weights, device and dtype."""
+        """Creates a copy of torch's layer with its weights, device and dtype."""
         config = cls.Config(
             module.embed_dim,
             module.num_heads,
@@ -151,7 +153,7 @@ class MultiheadAttention(Layer):
         return ours.train(module.training)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """(B, T, dim), (B, S, dim), (B, S, dim)."""
+        """Projects the inputs to q (B, T, dim), k (B, S, dim), v (B, S, dim)."""
         c = self.config
         weights = self.in_proj_weight.chunk(3) if c.joint else self._in_weights()
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
@@ -166,7 +168,7 @@ class MultiheadAttention(Layer):
         ]
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, T, H, D), and k and v with the keys that are added to the source's."""
+        """Computes q (B, T, H, D), and k and v including bias_k, bias_v and zero rows."""
         c = self.config
         q, k, v = self._project(query, key, value)
         if self.bias_k is not None and self.bias_v is not None:
@@ -188,16 +190,18 @@ class MultiheadAttention(Layer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes the same as torch.nn.MultiheadAttention.forward.
+        """Computes torch.nn.MultiheadAttention.forward.
 
         Args:
             query, key, value: see Shape.
-            key_padding_mask: (B, S), bool (True = not seen) or float (added).
-            need_weights: also return the attention weights.
-            attn_mask: (T, S) or (B num_heads, T, S), bool (True = not seen) or float (added).
-            average_attn_weights: mean over the heads, otherwise (B, num_heads, T, S).
-            is_causal: a hint that attn_mask is causal, as in torch, which requires it to be given;
-                here it is enough on its own, aligned top-left.
+            key_padding_mask: (B, S), bool (True = not attended to) or float (added).
+            need_weights: True to return the attention weights as well.
+            attn_mask: (T, S) or (B num_heads, T, S), bool (True = not attended to) or float
+                (added).
+            average_attn_weights: True to average the weights over heads; False for weights
+                (B, num_heads, T, S).
+            is_causal: hint that attn_mask is causal, as in torch. Unlike torch, attn_mask is
+                optional; the causal mask is then aligned top-left.
         """
         c = self.config
         require_tensor("MultiheadAttention", "query", query)
@@ -237,7 +241,7 @@ class MultiheadAttention(Layer):
     def _unnested(
         self, inputs: list[Tensor], need_weights: bool
     ) -> tuple[list[Tensor], Sequences, Sequences]:
-        """query, key and value (or one for all) of (1, total, dim); sequences of query and key."""
+        """Packs nested inputs into (1, total, dim); returns also the sequences of query and key."""
         c, op = self.config, "MultiheadAttention"
         if not c.batch_first or need_weights or c.add_bias_kv or c.add_zero_attn:
             raise ValueError(
@@ -265,7 +269,7 @@ class MultiheadAttention(Layer):
         is_causal: bool,
         batch: int,
     ) -> tuple[Mask, Tensor | None]:
-        """Rules and bias; the keys that are added (bias_k, zero) are seen by all."""
+        """Converts the masks to rules and a bias; all queries attend to added keys."""
         extra = self.config.add_bias_kv + self.config.add_zero_attn
         rules: list[Mask] = []
         bias: Tensor | None = None
@@ -296,7 +300,7 @@ class MultiheadAttention(Layer):
 
     @staticmethod
     def _weights(q: Tensor, k: Tensor, lse: Tensor, mask: Mask, bias: Tensor | None) -> Tensor:
-        """exp(logits - lse) (B, H, T, S); 0 at hidden keys."""
+        """Computes the weights exp(logits - lse) (B, H, T, S), 0 for masked keys."""
         logits = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
         logits = logits if bias is None else logits + bias
         seen = mask.visible(q.shape[1], k.shape[1], q.device, q.shape[2])

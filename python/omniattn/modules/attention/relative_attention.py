@@ -1,4 +1,4 @@
-"""Relative positions in the scores: the biases of T5 and the attention of DeBERTa."""
+"""Relative positions in attention scores: T5's biases and DeBERTa's attention."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ P2C_INDICES = ("code", "paper")
 
 
 class T5RelativeBias(Layer):
-    """T5's table of learned biases, one a bucket of distances and head.
+    """T5's learned attention biases, one per distance bucket and head.
 
-    A stack has one in its first layer and gives its value to the `relative` argument of every
-    Attention(scale=1); cross-attention has none.
+    A stack has one such layer and passes its result to the `relative` argument of every
+    self-attention layer Attention(scale=1).
 
     Args:
         config: sizes and options.
-        device, dtype: of the table.
+        device, dtype: device and dtype of the table.
 
     Shape:
         () -> T5Bias. Parameter weight (num_buckets, num_heads).
@@ -44,7 +44,7 @@ class T5RelativeBias(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Sizes; `bidirectional` for encoders; `init_std` of the table (T5: dim^-1/2)."""
+        """Sizes; `bidirectional` is True for encoders; `init_std` of the table (T5: dim^-1/2)."""
 
         num_heads: Size
         num_buckets: Size = 32
@@ -73,29 +73,29 @@ class T5RelativeBias(Layer):
         nn.init.normal_(self.weight, std=self.config.init_std)
 
     def forward(self) -> T5Bias:
-        """The term for functional.attention."""
+        """Returns the score term for functional.attention."""
         c = self.config
         return T5Bias(self.weight, c.bidirectional, c.max_distance)
 
 
 class DisentangledAttention(Layer):
-    """Attention by content, content to position and position to content.
+    """Attention with content-to-content, content-to-position and position-to-content scores.
 
-    ``s_ij = (q_i . k_j + q_i . kr_d + k_j . qr_d) / sqrt(f D)``, f the number of terms, with
-    ``d = clamp(rel(i - j) + span, 0, 2 span - 1)`` and kr, qr the position embeddings under the key
-    and query projections. With log buckets far distances share a row.
+    ``s_ij = (q_i . k_j + q_i . kr_d + k_j . qr_d) / sqrt(f D)`` with f the number of terms,
+    ``d = clamp(rel(i - j) + span, 0, 2 span - 1)``, and kr, qr the key and query projections of the
+    position embeddings. With log buckets large distances share a row.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) or a jagged nested tensor, positions (2 span, dim) -> as x. Parameters, named
-        as in DeBERTa-v2: query_proj, key_proj, value_proj and, unless shared, pos_key_proj,
-        pos_query_proj.
+        x (B, T, dim) or a jagged nested tensor, positions (2 span, dim) -> the shape of x.
+        Parameters, named as in DeBERTa-v2: query_proj, key_proj, value_proj and, unless shared,
+        pos_key_proj, pos_query_proj.
 
     Notes:
-        Memory grows with T, not with T^2. The output projection belongs to the block.
+        Memory grows with T, not with T^2. The enclosing block provides the output projection.
 
     Reference:
         He et al., DeBERTa, 2020, arXiv 2006.03654; DeBERTaV3, 2021, arXiv 2111.09543.
@@ -111,15 +111,15 @@ class DisentangledAttention(Layer):
         """Sizes and options.
 
         Args:
-            dim, num_heads: sizes.
-            max_distance: m, of the embedded distances.
-            buckets: b of the log buckets, 0 for none; span is b, or without buckets m.
-            content_to_position, position_to_content: the terms.
-            share_projections: positions use the projections of the content (v2, v3).
-            clamp_distance: limit distances to m - 1 before bucketing, as Microsoft's code does and
-                transformers does not.
-            p2c_index: the row of position to content is "code" d_ij, as in all checkpoints, or
-                "paper" d_ji, as in the paper.
+            dim, num_heads: width of x and number of heads.
+            max_distance: m, bound of the embedded distances.
+            buckets: b, number of log buckets, 0 for none; span is b, or without buckets m.
+            content_to_position, position_to_content: True to add the score term.
+            share_projections: True if positions use the content projections (v2, v3).
+            clamp_distance: True to clamp distances to m - 1 before bucketing, as in Microsoft's
+                code but not in transformers.
+            p2c_index: row of the position-to-content term: "code" for d_ij, as in all checkpoints,
+                or "paper" for d_ji.
             dropout_p, init_std, backend: as in Attention.
         """
 
@@ -178,7 +178,7 @@ class DisentangledAttention(Layer):
             self.pos_key_proj, self.pos_query_proj = linear(), linear()
 
     def _reach(self) -> int:
-        """The distance from which on all share a row."""
+        """Returns the distance from which all distances share a row."""
         c = self.config
         if c.clamp_distance or not c.buckets:
             return c.max_distance
@@ -187,7 +187,7 @@ class DisentangledAttention(Layer):
         return int(middle * ((c.max_distance - 1) / middle) ** steps) + 2
 
     def _rows(self, distance: Tensor) -> Tensor:
-        """The embedding's row d of distances i - j."""
+        """Returns the embedding row d of each distance i - j."""
         c = self.config
         if c.clamp_distance:
             distance = distance.clamp(1 - c.max_distance, c.max_distance - 1)
@@ -200,7 +200,7 @@ class DisentangledAttention(Layer):
         return (distance + c.span).clamp(0, 2 * c.span - 1)
 
     def _terms(self, positions: Tensor) -> dict[str, DistanceRows]:
-        """The terms of positions as options of attention."""
+        """Returns the positional score terms as options of functional.attention."""
         c = self.config
         reach = self._reach()
         distance = torch.arange(reach, -reach - 1, -1, device=positions.device)  # i - j
@@ -221,11 +221,11 @@ class DisentangledAttention(Layer):
         return found
 
     def forward(self, x: Tensor, positions: Tensor, *, mask: Tensor | Mask | None = None) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim) of the heads, before the output projection.
+        """Maps x (B, T, dim) to the heads' outputs (B, T, dim), before the output projection.
 
         Args:
             x: content.
-            positions: (2 span, dim), the (normed) embeddings of the distances -span .. span - 1.
+            positions: (2 span, dim), (normalised) embeddings of the distances -span .. span - 1.
             mask: as in Attention.
         """
         c = self.config

@@ -1,4 +1,4 @@
-"""Transformer-XL: attention by content and by distance, to a segment and its memory."""
+"""Transformer-XL attention: relative positions and a memory of earlier segments."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class _ByConfig(ConfigAlone[C], _OnBiases): ...
 
 
 class TransformerXLAttention(Mixer):
-    """Causal attention to a segment and its memory, by content and by distance.
+    """Causal attention to a segment and its memory, with content and distance scores.
 
     ``s_ij = ((q_i + u) . k_j + (q_i + v) . r_{i + M - j}) / sqrt(D)`` with ``r = W_r sinusoid``;
-    u and v are learned for each head, M is the length of the memory.
+    u and v are learned per head, M is the length of the memory.
 
     Args:
         config: sizes and options.
-        biases: u and v of another layer, `(first.r_w_bias, first.r_r_bias)`, which the layers of
-            the paper share; None for biases of this layer alone.
-        device, dtype: of the parameters.
+        biases: u and v of another layer, `(first.r_w_bias, first.r_r_bias)`, which all layers share
+            in the paper; None for separate biases.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim), memory (B, M, dim) -> (B, T, dim); without memory and state x may be a jagged
+        x (B, T, dim), memory (B, M, dim) -> (B, T, dim); without memory and state x can be a jagged
         nested tensor. Parameters, named as in the release: qkv_net, r_net, o_net, r_w_bias (u) and
-        r_r_bias (v), (num_heads, head_dim).
+        r_r_bias (v), both (num_heads, head_dim).
 
     Notes:
         Memory grows with T, not with T^2.
@@ -72,10 +72,11 @@ class TransformerXLAttention(Mixer):
         """Sizes and options.
 
         Args:
-            dim, num_heads, head_dim: sizes; default head_dim is dim / num_heads.
+            dim, num_heads, head_dim: width of x and y; number of heads; width of a head, default
+                dim / num_heads.
             memory_length: number of tokens that next_memory keeps.
-            same_length: every query sees at most memory_length tokens.
-            clamp_length: larger distances are clamped to this one, -1 for none.
+            same_length: True to limit every query to memory_length tokens.
+            clamp_length: largest distance, to which larger ones are clamped; -1 for none.
             dropout_p, init_std, backend: as in Attention.
         """
 
@@ -148,7 +149,7 @@ class TransformerXLAttention(Mixer):
         nn.init.normal_(self.r_r_bias, std=self.config.init_std)
 
     def next_memory(self, x: Tensor, memory: Tensor | None) -> Tensor:
-        """The last memory_length tokens of [memory; x], without gradient: for the next segment."""
+        """Returns the last memory_length tokens of [memory; x], detached, for the next segment."""
         require_tensor("TransformerXLAttention", "x", x)
         require_tokens("TransformerXLAttention", x, self.config.dim)
         if memory is not None:
@@ -157,7 +158,7 @@ class TransformerXLAttention(Mixer):
         return both[:, max(0, both.shape[1] - self.config.memory_length) :].detach()
 
     def _sinusoid(self, length: int, x: Tensor) -> Tensor:
-        """Rows (length, dim) of distances length - 1 .. 0: all sines, then all cosines."""
+        """Computes rows (length, dim) of distances length - 1 .. 0: all sines, then all cosines."""
         c = self.config
         distance = torch.arange(length - 1, -1, -1, dtype=torch.float64, device=x.device)
         if c.clamp_length >= 0:
@@ -167,7 +168,7 @@ class TransformerXLAttention(Mixer):
         return torch.cat([angle.sin(), angle.cos()], -1).to(x.dtype)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
-        """An empty cache of the layer's inputs (B, T, 1, dim), stored as keys; it has no values."""
+        """Creates a cache of the layer's inputs (B, T, 1, dim), stored as keys without values."""
         sizes = (batch, max_length, 1, self.config.dim)
         return new.keys_and_values(self, self.qkv_net.weight, *sizes, v_head_dim=0, **storage)
 
@@ -181,13 +182,13 @@ class TransformerXLAttention(Mixer):
         rope: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
-            x: queries, and keys and values.
-            memory: (B, M, dim), the layer's inputs before x; or a state that keeps all of them.
-            state: a Cache, to which x is appended.
-            rope: not used, distances have a term of their own.
+            x: new tokens.
+            memory: (B, M, dim), the layer's inputs before x; alternatively use a state.
+            state: a Cache of all earlier inputs, to which x is appended.
+            rope: ignored; distances have their own score term.
             mask: as in Attention.
         """
         c = self.config
@@ -231,7 +232,7 @@ class TransformerXLAttention(Mixer):
 
 
 def _require_biases(biases: Any, shape: tuple[int, int]) -> None:
-    """`biases` must be a pair of parameters of this shape."""
+    """Requires that `biases` is a pair of parameters of this shape."""
     pair = isinstance(biases, tuple | list) and len(biases) == 2
     if not pair or not all(isinstance(bias, nn.Parameter) for bias in biases):
         raise TypeError(
@@ -243,7 +244,7 @@ def _require_biases(biases: Any, shape: tuple[int, int]) -> None:
 
 
 def _require_memory(memory: Tensor, x: Tensor) -> None:
-    """`memory` must be (B, M, dim) for x (B, T, dim), and of its dtype and device."""
+    """Requires that `memory` is (B, M, dim) for x (B, T, dim), with its dtype and device."""
     op = "TransformerXLAttention"
     require_tensor(op, "memory", memory)
     sizes = x.shape[0], x.shape[2]
