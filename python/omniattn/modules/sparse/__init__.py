@@ -1,1 +1,1 @@
-"""Layers of sparse attention."""
+"""Sparse attention layers."""

@@ -1,4 +1,4 @@
-"""BigBird: near, global and random blocks."""
+"""BigBird: sliding-window, global and random blocks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from omniattn.modules.sparse.sparse_attention import SparseAttention, SparseConf
 
 
 class BigBirdAttention(SparseAttention):
-    """Attention to near, global and random blocks: `functional.bigbird_attention`.
+    """Attention to sliding-window, global and random blocks: `functional.bigbird_attention`.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj.
@@ -41,18 +41,19 @@ class BigBirdAttention(SparseAttention):
 
     @dataclass(frozen=True)
     class Config(SparseConfig):
-        """The fields of `SparseConfig`, and the pattern.
+        """Fields of `SparseConfig`, and the pattern.
 
         Args:
-            block: tokens of a block.
-            n_random, seed, draw: of the random blocks; layers of a model have their own draw.
-            causal: query i sees keys up to its own position, and random blocks are drawn from those
-                before; then the last block that sees all is that of max_length.
-            max_length: tokens of which blocks are counted, so that texts of any length have the
-                same pattern; None for the tokens of x, without a state.
-            count_duplicates: blocks that `rand_blocks` of a call repeats count as often, as in
+            block: number of tokens in a block.
+            n_random, seed, draw: number of random blocks per query block, seed, and index of the
+                draw, which differs among the layers of a model.
+            causal: True if query i attends to keys up to its own position. Random blocks are then
+                drawn from earlier ones, and the last global block is that of max_length.
+            max_length: number of tokens that determines the pattern, so that it does not depend on
+                the text's length; None for the number of tokens of x, without a state.
+            count_duplicates: True to count repeated entries of `rand_blocks` repeatedly, as in
                 transformers.
-            num_global_tokens: so many tokens in front are global (BigBird-ETC); without a state.
+            num_global_tokens: number of global tokens at the start (BigBird-ETC); without a state.
         """
 
         block: int = 64
@@ -85,7 +86,7 @@ class BigBirdAttention(SparseAttention):
         self._build(device, dtype)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
-        """An empty cache; needs causal=True and num_global_tokens=0."""
+        """Creates a cache; requires causal=True and num_global_tokens=0."""
         if self.config.num_global_tokens:
             raise ValueError(
                 "BigBirdAttention: a state must have num_global_tokens=0, "
@@ -104,12 +105,12 @@ class BigBirdAttention(SparseAttention):
         key_padding: Tensor | None = None,
         rand_blocks: Tensor | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
             x, state, rope, mask: see SparseAttention.
-            key_padding: (B, T) of bool, True = real; without a state, and not of a nested x.
-            rand_blocks: (num_heads, blocks - 2, r) of integers, used instead of the seed.
+            key_padding: (B, T) bool, True = real; not with a state or a nested x.
+            rand_blocks: (num_heads, blocks - 2, r) int, random blocks instead of a draw by seed.
         """
         if state is not None and key_padding is not None:
             raise ValueError("BigBirdAttention: key_padding must be None with a state")

@@ -1,4 +1,4 @@
-"""Attention to blocks of keys: the own block and global tokens, or the blocks of a mask."""
+"""Attention to blocks of keys: the query's block and global tokens, or a block mask."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from omniattn.modules.sparse.sparse_attention import SparseAttention, SparseConf
 
 
 class BlockSparseAttention(SparseAttention):
-    """Attention to the own block of keys and to global tokens, or to the blocks of a mask.
+    """Attention to the query's block and to global tokens, or to the blocks of a mask.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj.
 
     Note:
-        torch.export: with a `block_mask`, of a multiple of 64 tokens, T has as many blocks as that.
+        torch.export: a `block_mask`, for a block_size that is a multiple of 64, fixes the number of
+        blocks of T.
 
     Reference:
         Child et al., Generating Long Sequences with Sparse Transformers, 2019, arXiv 1904.10509.
@@ -44,12 +45,13 @@ class BlockSparseAttention(SparseAttention):
 
     @dataclass(frozen=True)
     class Config(SparseConfig):
-        """The fields of `SparseConfig`, and the pattern.
+        """Fields of `SparseConfig`, and the pattern.
 
         Args:
-            block_size: tokens of a block; the last block may have fewer.
-            global_index: tokens that all see and that see all, where no mask is given.
-            causal: query i sees keys up to its own position.
+            block_size: number of tokens in a block; the last block can have fewer.
+            global_index: tokens that attend to all and are attended to by all, without a block
+                mask.
+            causal: True if query i attends to keys up to its own position.
         """
 
         block_size: int = 64
@@ -86,14 +88,14 @@ class BlockSparseAttention(SparseAttention):
         mask: Tensor | Mask | None = None,
         block_mask: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
             x, state, rope, mask: see SparseAttention.
-            block_mask: the blocks in place of the pattern of the config, a bool (B | 1, num_heads
-                | 1, blocks, blocks), True = attend, or compressed rows (row_ptr, col_idx), see
-                `masks.Blocks`. Pairs inside of blocks are still causal. Without a state, and not of
-                a nested x.
+            block_mask: blocks that replace the config's pattern: bool (B | 1, num_heads | 1,
+                blocks, blocks), True = attend, or compressed rows (row_ptr, col_idx), see
+                `masks.Blocks`. `causal` still applies within blocks. Not with a state or a nested
+                x.
         """
         op = "BlockSparseAttention"
         if block_mask is not None and (state is not None or x.is_nested):

@@ -1,4 +1,4 @@
-"""DeepSeek sparse attention: latent attention to the keys that a small indexer chooses."""
+"""DeepSeek sparse attention: latent attention to keys selected by a small indexer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class DSAState:
     """Caches of DeepSeek sparse attention: each token's latent and its indexer key.
 
     Args:
-        latents: cache of the latents, as of MultiHeadLatentAttention.
-        index: cache of the indexer's keys, after their norm and rotation; it has no values.
+        latents: cache of the latents, as in MultiHeadLatentAttention.
+        index: cache of the indexer's normalised and rotated keys, without values.
     """
 
     def __init__(self, latents: Cache, index: Cache) -> None:
@@ -40,11 +40,11 @@ class DSAState:
 
     @property
     def parts(self) -> tuple[Cache, ...]:
-        """States of the same tokens."""
+        """Both caches."""
         return self.latents, self.index
 
     def append(self, k: Tensor, v: Tensor, k_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Stores n tokens; k, v and k_idx (B, T, .) of all of them."""
+        """Stores n new tokens; returns k, v and k_idx (B, T, .) of all T tokens."""
         k, v = self.latents.append(k, v)
         keys, _ = self.index.append(k_idx[:, :, None], k_idx[:, :, None, :0])
         return k, v, keys[:, :, 0]
@@ -75,8 +75,10 @@ class DSAState:
 
 
 class Indexer(nn.Module):
-    """Queries, keys and weights of the scores of DeepSeek sparse attention, without a gradient to
-    what they are made of; parameters as in DeepSeek-V3.2."""
+    """Computes queries, keys and weights of the indexer's scores, detached from the inputs.
+
+    Parameters are named as in DeepSeek-V3.2.
+    """
 
     def __init__(self, config: Any, device: Any, dtype: Any) -> None:
         super().__init__()
@@ -98,7 +100,7 @@ class Indexer(nn.Module):
     def forward(
         self, x: Tensor, latent: Tensor, rope: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x (B, T, dim) and the queries' latent -> q (B, T, H, D), k (B, T, D), w (B, T, H)."""
+        """Maps x (B, T, dim) and the latent of q to q (B, T, H, D), k (B, T, D), w (B, T, H)."""
         c = self.config
         x, latent = x.detach(), latent.detach()
         if c.indexer == "single":
@@ -113,18 +115,19 @@ class Indexer(nn.Module):
 
 
 class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
-    """Latent attention of each query to the `index_topk` keys that an indexer gives high scores.
+    """Latent attention of each query to the `index_topk` keys with the highest indexer scores.
 
-    ``I_ts = sum_h w_th relu(q_th . k_s)``: queries from the latent of the attention's queries, one
-    normed key for all heads, both rotated in their first dimensions, and signed weights from x, see
-    :func:`omniattn.functional.dsa_indexer`. All heads share the keys. The attention is that of
-    MultiHeadLatentAttention, absorbed, on the chosen latents alone. The indexer learns by a loss of
-    its own, ``KL(p || softmax I)`` with p the weights of the attention, in `auxiliary`; it takes no
-    gradient from the model's loss and gives none to the model.
+    The scores are ``I_ts = sum_h w_th relu(q_th . k_s)``: queries from the latent of the
+    attention's queries, one normalised key for all heads, both rotated in their first dimensions,
+    and signed weights from x, see :func:`omniattn.functional.dsa_indexer`. All attention heads
+    share the selected keys. The attention is the absorbed form of MultiHeadLatentAttention on the
+    selected latents. The indexer is trained by its own loss ``KL(p || softmax I)``, with p the
+    attention weights, in `auxiliary`; it neither receives gradients from the model's loss nor
+    passes any to the model.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, T, dim) -> (B, T, dim). Parameters of MultiHeadLatentAttention, and indexer.wq_b,
@@ -147,21 +150,22 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
 
     @dataclass(frozen=True)
     class Config(MultiHeadLatentAttention.Config):
-        """The fields of MultiHeadLatentAttention.Config, and the indexer.
+        """Fields of MultiHeadLatentAttention.Config, and the indexer.
 
         Args:
-            index_heads: of the indexer, default 64, or 1 with "single".
-            index_dim: size of its queries and keys.
-            index_topk: keys of a query.
-            index_rope_interleaved: its rotary pairs are (2i, 2i + 1), as in GLM-MoE-DSA.
-            indexer: "lightning", or "single": one head, q and k from x, without norm, rotation and
-                weights.
-            index_activation: "relu", or None for scores that may be negative.
-            index_tie: which of equal scores comes first, the "first" key or the most "recent".
-            stage: "sparse", or "dense" for the warm-up, in which attention sees all keys and the
-                indexer learns the weights of all.
-            index_weight: of the indexer's loss, the mean over tokens, in training; 0 for none. It
-                alone trains the indexer: a model's `auxiliary_loss()` is to be added to its loss.
+            index_heads: number of the indexer's heads, default 64, or 1 with "single".
+            index_dim: size of the indexer's queries and keys.
+            index_topk: number of selected keys per query.
+            index_rope_interleaved: True for rotary pairs (2i, 2i + 1) in the indexer, as in
+                GLM-MoE-DSA.
+            indexer: "lightning", or "single": one head with q and k from x, without norm, rotation
+                and weights.
+            index_activation: "relu", or None for scores that can be negative.
+            index_tie: key preferred among equal scores, the "first" or the most "recent".
+            stage: "sparse", or "dense" for the warm-up, in which attention uses all keys and the
+                indexer learns the weights of all keys.
+            index_weight: weight of the indexer's loss, a mean over tokens, in training; 0 for none.
+                Only this loss trains the indexer: add a model's `auxiliary_loss()` to its loss.
         """
 
         index_heads: Size | None = None
@@ -207,7 +211,7 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
 
         @property
         def scorers(self) -> int:
-            """Heads of the indexer."""
+            """Number of the indexer's heads."""
             if self.index_heads is None:
                 return 64 if self.indexer == "lightning" else 1
             return self.index_heads
@@ -235,7 +239,7 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
     def new_state(  # type: ignore[override]
         self, batch: int, max_length: int, **storage: Unpack[Storage]
     ) -> DSAState:
-        """Empty caches of the latents and of the indexer's keys."""
+        """Creates caches of the latents and of the indexer's keys."""
         weight = self.kv_a_proj_with_mqa.weight
         sizes = (batch, max_length, 1, self.config.index_dim)
         index = new.keys_and_values(self, weight, *sizes, v_head_dim=0, **storage)
@@ -250,15 +254,15 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
         rope: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
-            x: tokens, after those in `state`. A jagged nested tensor gives one: the sequences
-                attend one after another, each as it would alone.
+            x: the tokens after those in `state`. For a jagged nested tensor the result is jagged,
+                and each sequence attends only to itself.
             state: from `new_state`; the new latents and index keys are appended.
-            rope: cos, sin of the positions of x, (T, qk_rope_dim / 2) or (B, T, qk_rope_dim / 2),
-                or of x.values() where x is nested.
-            mask: must be None; padding goes to the end of the sequences.
+            rope: (cos, sin) at the positions of x, (T, qk_rope_dim / 2) or (B, T, qk_rope_dim / 2),
+                or of x.values() if x is nested.
+            mask: must be None; padding must be at the end of the sequences.
         """
         op, c = "DeepSeekSparseAttention", self.config
         require_no_mask(op, mask)
@@ -292,10 +296,13 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
         k_idx: Tensor,
         w: Tensor | None = None,
     ) -> Tensor:
-        """O of the keys that the indexer chooses; `few` queries absorb the projections of keys. The
-        indexer's loss of each token joins `losses` in training."""
+        """Computes the attention to the keys that the indexer selects.
+
+        With `few` queries the absorbed form is always used. In training the indexer's loss of each
+        token is appended to `losses`.
+        """
         c = self.config
-        # With few keys all are chosen, and no search is needed.
+        # With at most index_topk keys all are selected, without a search.
         every = c.stage == "dense" or k.shape[1] <= c.index_topk
         index = None if every else self._chosen(q_idx, k_idx, w)
         if every and not few:
@@ -308,7 +315,7 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
         return self._from_latents(out) if few or not every else out
 
     def _chosen(self, q_idx: Tensor, k_idx: Tensor, w: Tensor | None) -> Tensor:
-        """The keys (B, T, index_topk) of the queries."""
+        """Selects the keys (B, T, index_topk) of each query."""
         c = self.config
         return functional.dsa_indexer(
             *(q_idx, k_idx, w, c.index_topk),
@@ -320,7 +327,7 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
     def _attend_to(
         self, q: Tensor, k: Tensor, v: Tensor, index: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """O and lse of the chosen keys, None for all before the query."""
+        """Computes output and lse of attention to the keys `index`, None for all causal keys."""
         c = self.config
         options: dict[str, Any] = {"causal": True, "scale": c.scale, "return_lse": True}
         options |= {"dropout_p": c.dropout_p if self.training else 0.0, "backend": c.backend}
@@ -342,7 +349,7 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
         lse: Tensor,
         index: Tensor | None,
     ) -> Tensor:
-        """The indexer's of each token (B, T)."""
+        """Computes the indexer's loss of each token (B, T)."""
         c = self.config
         return functional.dsa_indexer_loss(
             *(q_idx, k_idx, w, q.detach(), k.detach(), lse.detach(), index),

@@ -1,4 +1,4 @@
-"""Dual chunk attention: rotary positions within chunks."""
+"""Dual chunk attention: rotary positions relative to chunks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from omniattn.modules.sparse.sparse_attention import SparseAttention, SparseConf
 
 
 class DualChunkAttention(SparseAttention):
-    """Causal attention by rotary positions within chunks: `functional.dual_chunk_attention`.
+    """Causal attention with rotary positions in chunks: `functional.dual_chunk_attention`.
 
-    The layer rotates by its own tables and ignores `rope`; its cache keeps rotated keys.
+    The layer computes its own rotary tables and ignores `rope`; its cache stores rotated keys.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj.
@@ -46,12 +46,12 @@ class DualChunkAttention(SparseAttention):
 
     @dataclass(frozen=True)
     class Config(SparseConfig):
-        """The fields of `SparseConfig`, and the chunks.
+        """Fields of `SparseConfig`, and the chunks.
 
         Args:
-            chunk_size, local_window, train_length, mscale: see the function. With a state the
-                logits have the factor of the length so far.
-            rope_base: of the rotary frequencies.
+            chunk_size, local_window, train_length, mscale: see the function. With a state, the
+                factor of the logits is that of the length so far.
+            rope_base: base of the rotary frequencies.
         """
 
         chunk_size: int = 192
@@ -96,11 +96,11 @@ class DualChunkAttention(SparseAttention):
         return self.config.chunk_size - self.config.local_window
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
-        """An empty cache.
+        """Creates a cache.
 
         Args:
-            batch, max_length: sizes.
-            device, dtype: of the storage, default: as the parameters.
+            batch, max_length: number of sequences and largest number of tokens.
+            device, dtype: device and dtype of the storage; default: those of the parameters.
         """
         c = self.config
         sizes = (batch, max_length, c.kv_heads, c.head_size)

@@ -1,4 +1,4 @@
-"""Attention to the last keys, and to hubs or representatives of earlier keys."""
+"""Attention to a window, and to hubs or representatives of earlier keys."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from omniattn.modules.sparse.sparse_attention import SparseAttention, SparseConf
 
 
 class HubSpokeAttention(SparseAttention):
-    """Causal attention to the last keys and to hubs: `functional.hub_spoke_attention`.
+    """Causal attention to a window and to hubs: `functional.hub_spoke_attention`.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj; with `dual`
@@ -39,11 +39,11 @@ class HubSpokeAttention(SparseAttention):
 
     @dataclass(frozen=True)
     class Config(SparseConfig):
-        """The fields of `SparseConfig`, and the pattern.
+        """Fields of `SparseConfig`, and the pattern.
 
         Args:
-            window: keys before the query.
-            global_index, global_every: the hubs, positions and multiples of a number.
+            window: number of keys before the query.
+            global_index, global_every: the hubs: positions, and multiples of a number.
             dual: "disjoint", "longformer" or None, see the function.
         """
 
@@ -92,11 +92,11 @@ class HubSpokeAttention(SparseAttention):
 
 
 class DeterministicSparseAttention(SparseAttention):
-    """Causal attention to the last keys and to representatives: `functional.detsa_attention`.
+    """Causal attention to a window and to representatives: `functional.detsa_attention`.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj.
@@ -112,7 +112,7 @@ class DeterministicSparseAttention(SparseAttention):
 
     @dataclass(frozen=True)
     class Config(SparseConfig):
-        """The fields of `SparseConfig`, and the pattern, as the function takes it."""
+        """Fields of `SparseConfig`, and the pattern, see the function."""
 
         window: Size = 256
         stride: int = 64

@@ -1,4 +1,4 @@
-"""Gated mean of attention to the last keys and to every stride-th key."""
+"""Gated mean of local and strided attention."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from omniattn.modules.sparse.sparse_attention import SparseAttention, SparseConf
 
 
 class LocalStridedAttention(SparseAttention):
-    """y = W_o (g O_local + (1 - g) O_strided), g = sigmoid(W_l x + b_l), causal.
+    """Computes y = W_o (g O_local + (1 - g) O_strided), g = sigmoid(W_l x + b_l), causal.
 
-    The two are attention to the last `window` keys and to every `stride`-th key, each with its own
-    softmax: `functional.local_strided_attention`. b_l begins as ln 4, so that g begins near 0.8.
+    O_local and O_strided are attention to the last `window` keys and to every `stride`-th key, each
+    with its own softmax: `functional.local_strided_attention`. b_l is initialised to ln 4, so that
+    g starts near 0.8.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, l_proj, and o_proj unless
@@ -44,14 +45,14 @@ class LocalStridedAttention(SparseAttention):
 
     @dataclass(frozen=True)
     class Config(SparseConfig):
-        """The fields of `SparseConfig`, and the pattern.
+        """Fields of `SparseConfig`, and the pattern.
 
         Args:
-            window: keys that O_local sees, the query's own included.
-            stride: distance of the keys that O_strided sees.
-            gate: "elementwise", or "headwise" for one g of each head.
-            residual_inside: y = x + g O_local + (1 - g) O_strided, without W_o; x is what the block
-                gives the layer, after its norm. Needs num_heads * head_dim = dim.
+            window: number of keys of O_local, including the query's own.
+            stride: distance between the keys of O_strided.
+            gate: "elementwise", or "headwise" for one g per head.
+            residual_inside: True for y = x + g O_local + (1 - g) O_strided, without W_o; x is the
+                layer's input, after the block's norm. Requires num_heads * head_dim = dim.
         """
 
         window: Size = 2048
@@ -93,7 +94,7 @@ class LocalStridedAttention(SparseAttention):
         return not self.config.residual_inside
 
     def reset_parameters(self) -> None:
-        """Draws l_proj, whose bias makes g 0.8 where its weights give 0."""
+        """Draws l_proj's weight and sets its bias to ln 4 = logit(0.8)."""
         nn.init.normal_(self.l_proj.weight, std=self.config.init_std)
         assert self.l_proj.bias is not None
         nn.init.constant_(self.l_proj.bias, math.log(4))

@@ -1,4 +1,4 @@
-"""Longformer: a window and global tokens, in encoders and decoders."""
+"""Longformer: a sliding window and global tokens, for encoders and decoders."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from omniattn.modules.sparse.sparse_attention import SparseAttention, SparseConf
 
 
 class LongformerAttention(SparseAttention):
-    """Attention to a window and to global tokens: `functional.longformer_attention`.
+    """Attention to a sliding window and global tokens: `functional.longformer_attention`.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj; with `dual`
-        q_global_proj, k_global_proj and v_global_proj, at first copies of the former.
+        q_global_proj, k_global_proj and v_global_proj, initialised as copies of the former.
 
     Reference:
         Beltagy et al., Longformer: The Long-Document Transformer, 2020, arXiv 2004.05150.
@@ -40,14 +40,15 @@ class LongformerAttention(SparseAttention):
 
     @dataclass(frozen=True)
     class Config(SparseConfig):
-        """The fields of `SparseConfig`, and the pattern.
+        """Fields of `SparseConfig`, and the pattern.
 
         Args:
-            window: even; half of it on each side, or causal, half of it before the query.
+            window: number of keys on both sides of the query together, even; causal attention has
+                only the half before the query.
             global_index: global tokens of all sequences.
-            dual: global tokens have projections of their own.
-            dilation: of the window, one number or one for each head.
-            causal: query i sees keys up to its own position.
+            dual: True if global tokens have separate projections.
+            dilation: dilation of the window, one number or one per head.
+            causal: True if query i attends to keys up to its own position.
         """
 
         window: Size = 512
@@ -87,7 +88,7 @@ class LongformerAttention(SparseAttention):
         return bool(self.config.dual)
 
     def reset_parameters(self) -> None:
-        """Draws the projections as Linear does; global tokens begin with copies of them."""
+        """Draws the projections as Linear does, and copies them to those of global tokens."""
         c = self.config
         if not c.dual:
             return
@@ -112,13 +113,12 @@ class LongformerAttention(SparseAttention):
         global_index: Tensor | None = None,
         key_padding: Tensor | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
             x, state, rope, mask: see SparseAttention.
-            global_index: (B, G) of integers in place of that of the config, -1 for none; without
-                a state.
-            key_padding: (B, T) of bool, True = real; without a state, and not of a nested x.
+            global_index: (B, G) int, overrides the config's, -1 for none; not with a state.
+            key_padding: (B, T) bool, True = real; not with a state or a nested x.
         """
         if state is not None and (global_index is not None or key_padding is not None):
             raise ValueError(
@@ -148,7 +148,7 @@ class LongformerAttention(SparseAttention):
         )
 
     def _step(self, *tensors: Tensor, **common: Any) -> Tensor:
-        """New queries on the keys of a cache."""
+        """Computes the attention of new queries to the keys of a cache."""
         c = self.config
         if c.dilation != 1:
             raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""MoBA, attention whose queries select blocks of keys by the means of these."""
+"""MoBA: queries select blocks of keys by the blocks' mean keys."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from omniattn.modules.sparse.sparse_attention import SparseAttention
 
 
 class MoBA(SparseAttention):
-    """Mixture of block attention: y = W_o moba_attention(q, k, v), causal.
+    """Mixture of block attention: computes y = W_o moba_attention(q, k, v), causal.
 
-    Each query and head attends to its own block of keys and to the topk - 1 blocks before it whose
-    mean key it likes best, see :func:`omniattn.functional.moba_attention`. It has the parameters of
-    full attention, so that a model may switch between the two while it trains. Single tokens after
-    a prompt attend to all keys unless `decode` is "moba".
+    Each query and head attends to its own block of keys and to the topk - 1 earlier blocks whose
+    mean key scores highest, see :func:`omniattn.functional.moba_attention`. The parameters are
+    those of full attention, so that a model can switch between the two during training. Single
+    tokens after a prompt attend to all keys unless `decode` is "moba".
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj.
@@ -56,11 +56,10 @@ class MoBA(SparseAttention):
 
         Args:
             dim, num_heads, num_kv_heads, head_dim: as in Attention.
-            block_size: keys of a block.
-            topk: blocks of a query, its own included.
-            decode: what single tokens after a prompt do: "full" attention, as in the paper, or
-                "moba", the same rule.
-            bias, out_bias: of q_proj, k_proj, v_proj; of o_proj.
+            block_size: number of keys in a block.
+            topk: number of blocks per query, including its own.
+            decode: attention of single tokens after a prompt: "full", as in the paper, or "moba".
+            bias, out_bias: True for biases of q_proj, k_proj and v_proj; of o_proj.
             rope_interleaved, scale, init_std, out_init_std, backend: as in Attention.
             softcap, dropout_p: as in Attention.
         """
@@ -100,7 +99,7 @@ class MoBA(SparseAttention):
         self._build(device, dtype)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
-        """An empty cache of all keys and values, and of the means of blocks if steps choose."""
+        """Creates a cache of keys and values, and with decode="moba" of the blocks' mean keys."""
         c = self.config
         weight, sizes = self._key_weight, (batch, max_length, c.kv_heads, c.head_size)
         if c.decode == "moba":
@@ -116,14 +115,14 @@ class MoBA(SparseAttention):
         rope: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
-            x: tokens, after those in `state`. A jagged nested tensor gives one: the sequences
-                attend one after another, each as it would alone.
+            x: the tokens after those in `state`. For a jagged nested tensor the result is jagged,
+                and each sequence attends only to itself.
             state: from `new_state`; the new keys and values are appended.
-            rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
-            mask: must be None; padding goes to the end of the sequences.
+            rope: (cos, sin) at the positions of x (of x.values() if nested), from RotaryEmbedding.
+            mask: must be None; padding must be at the end of the sequences.
         """
         require_no_mask("MoBA", mask)
         return self._run(x, state, rope, mask)

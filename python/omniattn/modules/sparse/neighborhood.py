@@ -1,4 +1,4 @@
-"""Neighborhood attention in grids of one to three dimensions, with NATTEN's arguments."""
+"""Neighborhood attention in 1-D to 3-D grids, with NATTEN's arguments."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from omniattn.modules.sparse.sparse_attention import QKV, SparseAttention
 
 @dataclass(frozen=True)
 class NeighborhoodConfig(LayerConfig):
-    """Sizes and options, under the names of NATTEN.
+    """Sizes and options, named as in NATTEN.
 
     Args:
         dim: width of x and y, `embed_dim` in NATTEN from 0.20 on.
-        num_heads: a divisor of dim.
-        kernel_size, stride, dilation, is_causal: the neighborhood, for each axis, or one for all:
-            see :class:`omniattn.functional.masks.GridNeighborhood`.
-        qkv_bias: of the projection to q, k and v.
-        qk_scale: of the scores, default 1 / sqrt(dim / num_heads).
-        attn_drop, proj_drop: dropout of the attention weights and of y.
-        init_std: of the weights.
-        backend: of all ops of this layer.
+        num_heads: number of heads, a divisor of dim.
+        kernel_size, stride, dilation, is_causal: the neighborhood, one value per axis or one for
+            all axes, see :class:`omniattn.functional.masks.GridNeighborhood`.
+        qkv_bias: True to add a bias to the projection to q, k and v.
+        qk_scale: factor of the scores, default 1 / sqrt(dim / num_heads).
+        attn_drop, proj_drop: dropout probabilities of the attention weights and of y.
+        init_std: standard deviation of the weights.
+        backend: backend of all ops of the layer.
     """
 
     dim: Size
@@ -55,7 +55,7 @@ class NeighborhoodConfig(LayerConfig):
     init_std: float = 0.02
     backend: Backend = None
 
-    #: Dimensions of the grid.
+    #: Number of dimensions of the grid.
     axes: ClassVar[int]
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class NeighborhoodConfig(LayerConfig):
 
     @property
     def least(self) -> tuple[int, ...]:
-        """The smallest grid that a window fits into."""
+        """Shape of the smallest grid that contains a window."""
         kernels, steps = (
             each_axis(type(self).__qualname__, name, getattr(self, name), self.axes)
             for name in ("kernel_size", "dilation")
@@ -81,16 +81,16 @@ class NeighborhoodConfig(LayerConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that a model rotates."""
+        """Number of dimensions of a head that rotary embeddings rotate."""
         return self.dim // self.num_heads
 
     def mask(self, shape: tuple[int, ...]) -> GridNeighborhood:
-        """The neighborhoods in a grid."""
+        """Returns the mask of the neighborhoods in a grid of this shape."""
         return GridNeighborhood(shape, self.kernel_size, self.stride, self.dilation, self.is_causal)
 
 
 class _Neighborhood(Layer):
-    """qkv, attention of the tokens of a grid, proj."""
+    """Base class: qkv projection, neighborhood attention in a grid, output projection."""
 
     config: NeighborhoodConfig
 
@@ -106,7 +106,7 @@ class _Neighborhood(Layer):
         self.drop = Dropout(c.proj_drop)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v (B, T, H, D) of x (B, T, dim)."""
+        """Projects x (B, T, dim) to q, k and v (B, T, H, D)."""
         return self.qkv(x).unflatten(-1, (3, self.config.num_heads, -1)).unbind(2)
 
     def _in_grid(self, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class _Neighborhood(Layer):
         return y
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, height, width, dim), with depth before height in a video -> the same."""
+        """Maps x (B, height, width, dim), or (B, depth, height, width, dim), to the same shape."""
         c, op = self.config, type(self).__name__
         require_tensor(op, "x", x)
         if x.is_nested or x.dim() != c.axes + 2 or x.shape[-1] != c.dim:
@@ -137,13 +137,13 @@ class _Neighborhood(Layer):
 
 
 class NeighborhoodAttention1D(_Neighborhood, SparseAttention):
-    """Attention of each token to its `kernel_size` nearest ones.
+    """Attention of each token to its `kernel_size` nearest tokens.
 
-    As a mixer of a decoder it needs is_causal=True; a text may then be shorter than the window.
+    A decoder's mixer requires is_causal=True; sequences can then be shorter than the window.
 
     Args:
         config: sizes and options, see `NeighborhoodConfig`.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, T, dim) -> (B, T, dim). Parameters, named as in NATTEN: qkv, proj.
@@ -159,7 +159,7 @@ class NeighborhoodAttention1D(_Neighborhood, SparseAttention):
 
     @dataclass(frozen=True)
     class Config(NeighborhoodConfig):
-        """The fields of `NeighborhoodConfig`."""
+        """Fields of `NeighborhoodConfig`."""
 
         axes = 1
 
@@ -184,7 +184,7 @@ class NeighborhoodAttention1D(_Neighborhood, SparseAttention):
         return self.config.is_causal in (True, (True,))
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
-        """An empty cache of keys and values; needs is_causal=True and stride=1."""
+        """Creates a cache of keys and values; requires is_causal=True and stride=1."""
         c = self.config
         if not self._causal or c.stride not in (1, (1,)):
             raise ValueError(
@@ -203,13 +203,13 @@ class NeighborhoodAttention1D(_Neighborhood, SparseAttention):
         rope: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
-            x: tokens, after those in `state`. A jagged nested tensor gives one: the sequences
-                attend one after another, each as it would alone.
+            x: the tokens after those in `state`. For a jagged nested tensor the result is jagged,
+                and each sequence attends only to itself.
             state: from `new_state`; the new keys and values are appended.
-            rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
+            rope: (cos, sin) at the positions of x (of x.values() if nested), from RotaryEmbedding.
             mask: must be None.
         """
         require_no_mask("NeighborhoodAttention1D", mask)
@@ -229,7 +229,7 @@ class NeighborhoodAttention1D(_Neighborhood, SparseAttention):
 
     def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
         c, (q, k, v), length = self.config, tensors, tensors[1].shape[1]
-        if self._causal:  # a grid of which these are the first tokens
+        if self._causal:  # treats the tokens as the first of a sufficiently large grid
             length = max(length, *c.least)
         return self._in_grid(c.mask((length,)), q, k, v) if length else q
 
@@ -238,14 +238,15 @@ class NeighborhoodAttention1D(_Neighborhood, SparseAttention):
 
 
 class NeighborhoodAttention2D(_Neighborhood):
-    """Attention of each token of an image to the tokens of a window around it.
+    """Attention of each token of an image to a window around it.
 
     Args:
         config: sizes and options, see `NeighborhoodConfig`.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, height, width, dim) -> the same. Parameters, named as in NATTEN: qkv, proj.
+        x (B, height, width, dim) -> the same shape.
+        Parameters, named as in NATTEN: qkv, proj.
 
     Reference:
         Hassani et al., Neighborhood Attention Transformer, 2022, arXiv 2204.07143.
@@ -258,7 +259,7 @@ class NeighborhoodAttention2D(_Neighborhood):
 
     @dataclass(frozen=True)
     class Config(NeighborhoodConfig):
-        """The fields of `NeighborhoodConfig`."""
+        """Fields of `NeighborhoodConfig`."""
 
         axes = 2
 
@@ -278,14 +279,15 @@ class NeighborhoodAttention2D(_Neighborhood):
 
 
 class NeighborhoodAttention3D(_Neighborhood):
-    """Attention of each token of a video to the tokens of a window around it.
+    """Attention of each token of a video to a window around it.
 
     Args:
         config: sizes and options, see `NeighborhoodConfig`.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, depth, height, width, dim) -> the same. Parameters, named as in NATTEN: qkv, proj.
+        x (B, depth, height, width, dim) -> the same shape.
+        Parameters, named as in NATTEN: qkv, proj.
 
     Reference:
         Hassani et al., Faster Neighborhood Attention, 2024, arXiv 2403.04690.
@@ -299,7 +301,7 @@ class NeighborhoodAttention3D(_Neighborhood):
 
     @dataclass(frozen=True)
     class Config(NeighborhoodConfig):
-        """The fields of `NeighborhoodConfig`."""
+        """Fields of `NeighborhoodConfig`."""
 
         axes = 3
 

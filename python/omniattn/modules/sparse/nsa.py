@@ -1,4 +1,4 @@
-"""NSA, attention to compressed keys, selected blocks and a window; its state."""
+"""NSA: attention to compressed keys, selected blocks and a window; and its state."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from omniattn.modules.sparse.sparse_attention import QKV, SparseAttention
 
 
 class Compression(nn.Module):
-    """Compressed keys or values of NSA: the mean of a window of tokens, or W_2 silu(W_1 w) of the
-    window w of vectors with a learned vector for each place added."""
+    """Compresses windows of NSA's keys or values: the mean, or the MLP W_2 silu(W_1 w).
+
+    w are the concatenated vectors of a window plus learned position vectors.
+    """
 
     def __init__(self, config: Any, device: Any, dtype: Any) -> None:
         super().__init__()
@@ -45,23 +47,23 @@ class Compression(nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Zeroes the vectors of places."""
+        """Zeroes the position vectors."""
         if self.config.compress == "mlp":
             nn.init.zeros_(self.position)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, Hkv, D) -> (B, windows that fit into T, Hkv, D)."""
+        """Maps (B, T, Hkv, D) to (B, whole windows in T, Hkv, D)."""
         c = self.config
         short, learned = x.shape[1] < c.compress_size, c.compress == "mlp"
         if short and not (learned and torch.is_grad_enabled()):
             return x[:, :0]
         if not learned:
             return x.unfold(1, c.compress_size, c.compress_stride).mean(-1)
-        if short:  # gradients of the weights are zeros, not absent
+        if short:  # computes no rows, so that the weights have zero gradients, not None
             windows = x[:, :0].transpose(1, 2).repeat(1, 1, 1, c.compress_size)
         else:
-            # Folds heads into the batch, and copies. With views or 4-D products torch would export
-            # for one length only.
+            # Folds heads into the batch, and copies: with views or 4-D products torch.export would
+            # specialise on the length.
             windows = x.unfold(1, c.compress_size, c.compress_stride).permute(0, 2, 1, 4, 3)
             windows = windows.clone(memory_format=torch.contiguous_format).flatten(-2)
         rows = windows.flatten(0, 1) + self.position.flatten()
@@ -70,12 +72,13 @@ class Compression(nn.Module):
 
 
 class NSAState:
-    """Caches of NSA: keys and values of each branch, or shared by all, and the compressed ones.
+    """Caches of NSA: keys and values per branch or shared, and compressed keys and values.
 
     Args:
-        branches: caches of compressed keys' tokens, of selected blocks and of the window, or one.
+        branches: one cache for all branches, or one each for the tokens to compress, the selected
+            blocks and the window.
         compressed: cache of the compressed keys and values.
-        size, stride: of the windows of compressed keys.
+        size, stride: size and stride of the compressed windows.
     """
 
     def __init__(self, branches: list[Cache], compressed: Cache, size: int, stride: int) -> None:
@@ -84,16 +87,16 @@ class NSAState:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of branches, size and stride; a layer that uses the state must have the same."""
+        """Number of branches, size and stride, which must match the layer's."""
         return len(self.branches), self._size, self._stride
 
     @property
     def parts(self) -> tuple[Cache, ...]:
-        """States of the same tokens."""
+        """Caches of the branches."""
         return tuple(self.branches)
 
     def windows(self, length: int) -> int:
-        """The number of windows that fit into `length` tokens."""
+        """Returns the number of whole windows in `length` tokens."""
         return max(0, (length - self._size) // self._stride + 1)
 
     @property
@@ -141,14 +144,15 @@ def _require_sizes(op: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> 
 
 
 class NSA(SparseAttention):
-    """Native sparse attention: y = W_o sum_c sigmoid(W_g x)_c O_c of three causal branches.
+    """Native sparse attention: computes y = W_o sum_c sigmoid(W_g x)_c O_c over causal branches.
 
-    The branches attend to compressed keys, to the blocks that the weights of these select for a
-    group of query heads, and to a window, see :func:`omniattn.functional.nsa_attention`.
+    The three branches attend to compressed keys, to blocks selected by the compressed attention
+    weights for a group of query heads, and to a window, see
+    :func:`omniattn.functional.nsa_attention`.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
         x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj (three times as many outputs
@@ -174,17 +178,20 @@ class NSA(SparseAttention):
         """Sizes and options.
 
         Args:
-            dim, num_heads, num_kv_heads, head_dim: as in Attention; the heads of a group share
-                their blocks.
-            compress_size, compress_stride: tokens of a compressed key, and from one to the next.
-            block_size: tokens of a selected block.
-            topk: blocks of a query: the first, the own and the one before it are always among them.
-            window: tokens of the window, the query's own included.
+            dim, num_heads, num_kv_heads, head_dim: as in Attention; the query heads of a group
+                share their selected blocks.
+            compress_size, compress_stride: numbers of tokens in a compressed key, and between
+                compressed keys.
+            block_size: number of tokens in a selected block.
+            topk: number of blocks per query, always including the first, the query's own and the
+                one before it.
+            window: number of tokens in the window, including the query's own.
             compress: "mlp" or "mean".
-            compress_dim: width inside of the MLPs.
-            separate_kv: keys and values of their own for each branch (paper), or the same.
+            compress_dim: inner width of the MLPs.
+            separate_kv: True for separate keys and values per branch, as in the paper; False to
+                share them.
             rope_interleaved, scale, init_std, out_init_std, backend: as in Attention.
-            softcap, dropout_p: of all branches, as in Attention.
+            softcap, dropout_p: as in Attention, for all branches.
         """
 
         compress_size: Size = 32
@@ -242,7 +249,7 @@ class NSA(SparseAttention):
     def new_state(  # type: ignore[override]
         self, batch: int, max_length: int, **storage: Unpack[Storage]
     ) -> NSAState:
-        """Empty caches of all branches and of the compressed keys."""
+        """Creates caches of the branches and of the compressed keys and values."""
         c = self.config
 
         def cache(length: int) -> Cache:
@@ -262,14 +269,14 @@ class NSA(SparseAttention):
         rope: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
-            x: tokens, after those in `state`. A jagged nested tensor gives one: the sequences
-                attend one after another, each as it would alone.
+            x: the tokens after those in `state`. For a jagged nested tensor the result is jagged,
+                and each sequence attends only to itself.
             state: from `new_state`; the new keys and values are appended.
-            rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
-            mask: must be None; padding goes to the end of the sequences.
+            rope: (cos, sin) at the positions of x (of x.values() if nested), from RotaryEmbedding.
+            mask: must be None; padding must be at the end of the sequences.
         """
         require_no_mask("NSA", mask)
         return self._run(x, state, rope, mask)
@@ -285,7 +292,7 @@ class NSA(SparseAttention):
         return state
 
     def _with_past(self, cache: Any, x: Tensor, *sets: QKV) -> tuple[Tensor, ...]:
-        """q, the gates of x, and the keys and values of each branch, or one pair for all."""
+        """Returns q, the gates, and keys and values per branch, or one pair for all branches."""
         c, ((q, k, v),) = self.config, sets
         pairs = list(zip(k.split(c.kv_heads, 2), v.split(c.kv_heads, 2), strict=True))
         if cache is not None:
@@ -309,7 +316,7 @@ class NSA(SparseAttention):
         )
 
     def _compressed(self, k: Tensor, v: Tensor, state: NSAState | None) -> tuple[Tensor, Tensor]:
-        """Compressed keys and values of all tokens; a state keeps those of earlier calls."""
+        """Compresses the keys and values of all tokens; a state caches earlier results."""
         if state is None:
             return self.k_compression(k), self.v_compression(v)
         first = state.compressed.length * self.config.compress_stride

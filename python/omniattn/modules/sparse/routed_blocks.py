@@ -1,4 +1,4 @@
-"""Attention to blocks of keys that a learned router chooses."""
+"""Attention to blocks of keys selected by a learned router."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from omniattn.modules.sparse.sparse_attention import SparseAttention, SparseConf
 
 
 class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
-    """Causal attention to the own block of keys and to those that a learned router chooses.
+    """Causal attention to the query's block and to blocks selected by a learned router.
 
-    The scores of blocks are ``(mean q) W_a . (mean k) W_b / sqrt(router_dim)`` for each query head,
-    see :func:`omniattn.functional.routed_block_attention`.
+    The scores of blocks are ``(mean q) W_a . (mean k) W_b / sqrt(router_dim)`` per query head, see
+    :func:`omniattn.functional.routed_block_attention`.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj, and router_q_proj
-        and router_k_proj (router_dim, head_dim), W_a and W_b.
+        x (B, T, dim) -> (B, T, dim). Parameters q_proj, k_proj, v_proj, o_proj, router_q_proj (W_a)
+        and router_k_proj (W_b), both (router_dim, head_dim).
 
     Note:
-        torch.export: a dynamic T is a multiple of block_size, at least 2 block_size; after an
-        example that is no multiple, it never is one.
+        torch.export: a dynamic T must be a multiple of block_size, at least 2 block_size; if the
+        example's T is not a multiple, T must never be one.
 
     Reference:
         Gao et al., SeerAttention, 2024, arXiv 2410.13276; Lu et al., MoBA, 2025, arXiv 2502.13189.
@@ -53,18 +53,18 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
 
     @dataclass(frozen=True)
     class Config(SparseConfig):
-        """The fields of `SparseConfig`, and the router.
+        """Fields of `SparseConfig`, and the router.
 
         Args:
-            block_size: keys of a block.
-            topk: blocks of a query, its own included.
-            query_block: queries that choose together by their mean, a divisor of block_size; more
-                than 1 tell earlier queries of later ones.
+            block_size: number of keys in a block.
+            topk: number of blocks per query, including its own.
+            query_block: number of queries that share a selection by their mean, a divisor of
+                block_size; more than 1 leaks later queries into earlier selections.
             router_dim: size of the projected means.
-            router_grad: "gate", "distill" or "none", see the function. With "distill" training also
-                computes full attention, and q and k get no gradient from the router.
-            router_weight: of the loss of "distill", the mean over lists, in training.
-            decode: what tokens after those in a state do: "routed", the same, or "full" attention.
+            router_grad: "gate", "distill" or "none", see the function. With "distill", training
+                also computes full attention, and q and k get no gradient from the router.
+            router_weight: weight of the "distill" loss, a mean over selections, in training.
+            decode: attention of tokens after those in a state: "routed" or "full".
         """
 
         block_size: Size = 64
@@ -109,7 +109,7 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
         return float(self.config.router_weight)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
-        """An empty cache; decode="routed" needs query_block=1."""
+        """Creates a cache; decode="routed" requires query_block=1."""
         c = self.config
         if c.decode == "routed" and c.query_block > 1:
             raise ValueError(
@@ -159,7 +159,7 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
 
 
 def _means(x: Tensor, size: int) -> Tensor:
-    """(B, ceil(T / size), H, D): the mean of each `size` tokens, the last of those there are."""
+    """Computes the means (B, ceil(T / size), H, D) of blocks of `size` tokens, the last partial."""
     if size == 1:
         return x
     wide, whole = widen(x), x.shape[1] // size * size

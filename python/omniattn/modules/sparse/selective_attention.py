@@ -1,4 +1,4 @@
-"""Selective attention: tokens hide each other from all later queries."""
+"""Selective attention: tokens can mask earlier tokens for all later queries."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from omniattn.modules.sparse.sparse_attention import SparseAttention
 
 
 class SelectiveAttention(SparseAttention):
-    """Causal attention whose head 0 says which tokens all heads see less of from then on.
+    """Causal attention in which head 0 penalises tokens for the later queries of all heads.
 
-    ``y = W_o softmax(q k^T / sqrt(D) - F) v``, see `functional.selective_attention`. It has the
-    parameters of Attention and no more, so that either loads the weights of the other.
+    ``y = W_o softmax(q k^T / sqrt(D) - F) v`` with accumulated penalties F, see
+    `functional.selective_attention`. The parameters are those of Attention, so that either layer
+    loads the other's weights.
 
     Args:
         config: sizes and options.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (B, T, dim) -> the same. Parameters q_proj, k_proj, v_proj, o_proj.
+        x (B, T, dim) -> the same shape.
+        Parameters q_proj, k_proj, v_proj, o_proj.
 
     Reference:
         Leviathan, Kalman and Matias, Selective Attention Improves Transformer, 2024,
@@ -50,10 +52,10 @@ class SelectiveAttention(SparseAttention):
 
         Args:
             dim: width of x and y.
-            num_heads: query heads.
-            num_kv_heads: key and value heads, a divisor of num_heads; default num_heads.
-            head_dim: default dim / num_heads.
-            budget: keys that a query sees, those with the smallest penalties; None for all.
+            num_heads: number of query heads.
+            num_kv_heads: number of key and value heads, a divisor of num_heads; default num_heads.
+            head_dim: width of a head, default dim / num_heads.
+            budget: number of keys per query, those with the smallest penalties; None for all.
             rope_interleaved, softcap, dropout_p, init_std, out_init_std, backend: as in Attention.
         """
 
@@ -90,7 +92,7 @@ class SelectiveAttention(SparseAttention):
         self._build(device, dtype)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
-        """An empty cache with penalties."""
+        """Creates a cache with penalties."""
         sizes = (batch, max_length, self.config.kv_heads, self.config.head_size)
         return new.with_penalties(self, self._key_weight, *sizes, **storage)
 
@@ -103,13 +105,13 @@ class SelectiveAttention(SparseAttention):
         rope: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
-            x: queries, keys and values. A jagged nested tensor gives one: the sequences attend one
-                after another, each as it would alone.
-            state: a SelectiveCache; the new tokens are appended to it.
-            rope: cos, sin of the positions of x (of x.values()).
+            x: new tokens. For a jagged nested tensor the result is jagged, and each sequence
+                attends only to itself.
+            state: a SelectiveCache, to which the new tokens are appended.
+            rope: (cos, sin) at the positions of x (of x.values() if nested).
             mask: must be None.
         """
         if mask is not None:

@@ -28,18 +28,18 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class SparseConfig(HeadsConfig):
-    """Sizes and options that all of them have.
+    """Common sizes and options of sparse attention layers.
 
     Args:
         dim: width of x and y.
-        num_heads: query heads.
-        num_kv_heads: key and value heads, a divisor of num_heads; default num_heads.
-        head_dim: default dim / num_heads.
-        bias, out_bias: of the projections; of o_proj.
-        rope_interleaved: rotary pairs are (2i, 2i + 1) instead of (i, i + Dr / 2).
-        scale: of the scores, default 1 / sqrt(head_dim).
-        init_std, out_init_std: of the weights and of o_proj.
-        backend: of all ops of this layer.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, a divisor of num_heads; default num_heads.
+        head_dim: width of a head, default dim / num_heads.
+        bias, out_bias: True for biases of the input projections; of o_proj.
+        rope_interleaved: True for rotary pairs (2i, 2i + 1) instead of (i, i + Dr / 2).
+        scale: factor of the scores, default 1 / sqrt(head_dim).
+        init_std, out_init_std: standard deviations of the weights, and of o_proj's.
+        backend: backend of all ops of the layer.
         softcap, dropout_p: as in Attention.
     """
 
@@ -55,25 +55,25 @@ class SparseConfig(HeadsConfig):
 
 
 class SparseAttention(Mixer):
-    """y = W_o attend(W_q x, W_k x, W_v x); a subclass says how in `_attend`.
+    """Computes y = W_o attend(W_q x, W_k x, W_v x); subclasses define `_attend`.
 
-    `_run` is the forward of all of them. A subclass changes a step of it: the cache that fits, the
-    projections, the rotation, the tokens that join the cache, the output.
+    `_run` is the common forward. Subclasses can override its steps: check of the cache,
+    projections, rotation, appending to the cache, output.
 
-    A second set of projections, where a layer has one, is that of global tokens; the cache keeps
-    the keys and values of both.
+    A layer can have a second set of projections for global tokens; its cache then stores the keys
+    and values of both sets.
     """
 
     config: Any
 
     @property
     def _second(self) -> bool:
-        """True if there is a second set of projections."""
+        """True if the layer has a second set of projections."""
         return False
 
     @property
     def _projects_out(self) -> bool:
-        """True if there is an o_proj."""
+        """True if the layer has an o_proj."""
         return True
 
     def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
@@ -96,11 +96,11 @@ class SparseAttention(Mixer):
         return cast(Linear, self.get_submodule("k_proj")).weight
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
-        """An empty cache.
+        """Creates a cache.
 
         Args:
-            batch, max_length: sizes.
-            device, dtype: of the storage, default: as the parameters.
+            batch, max_length: number of sequences and largest number of tokens.
+            device, dtype: device and dtype of the storage; default: those of the parameters.
         """
         c = self.config
         self._require_causal()
@@ -121,13 +121,13 @@ class SparseAttention(Mixer):
         rope: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | Mask | None = None,
     ) -> Tensor:
-        """x (B, T, dim) -> (B, T, dim).
+        """Maps x (B, T, dim) to (B, T, dim).
 
         Args:
-            x: queries, keys and values. A jagged nested tensor gives one: the sequences attend one
-                after another, each as it would alone.
+            x: new tokens. For a jagged nested tensor the result is jagged, and each sequence
+                attends only to itself.
             state: a Cache, to which the new keys and values are appended.
-            rope: cos, sin of the positions of x (of x.values()), from RotaryEmbedding.
+            rope: (cos, sin) at the positions of x (of x.values() if nested), from RotaryEmbedding.
             mask: must be None; the pattern is the mask.
         """
         return self._run(x, state, rope, mask)
@@ -166,15 +166,15 @@ class SparseAttention(Mixer):
         return sequences.restored(self._output(out.flatten(-2), x))
 
     def _cache_of(self, state: State | None) -> Any:
-        """`state`, checked."""
+        """Requires a state that fits the layer, and returns it."""
         return require_cache(type(self).__name__, state)
 
     def _of_sequence(self, row: slice, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call for the sequences `row` of its batch."""
+        """Selects the arguments of a call for the sequences `row` of its batch."""
         return given
 
     def _output(self, out: Tensor, x: Tensor) -> Tensor:
-        """y of the heads' O (B, T, Hq D)."""
+        """Maps the heads' outputs (B, T, Hq D) to y (B, T, dim)."""
         y: Tensor = self.o_proj(out)
         return y
 
@@ -185,7 +185,7 @@ class SparseAttention(Mixer):
         rope: tuple[Tensor, Tensor] | None,
         at: Callable[[], Tensor],
     ) -> QKV:
-        """q, k and v of a set of projections, rotated. `at` gives the positions (T,) of x."""
+        """Computes rotated q, k and v of a set of projections; `at` returns x's positions (T,)."""
         size = self.config.head_size
         q, k, v = (
             self.get_submodule(f"{name}_{suffix}")(x).unflatten(-1, (-1, size)) for name in "qkv"
@@ -209,7 +209,7 @@ class SparseAttention(Mixer):
         return turned
 
     def _with_past(self, cache: Any, x: Tensor, *sets: QKV) -> tuple[Tensor, ...]:
-        """The tensors that `_attend` takes: queries, and keys and values of all tokens."""
+        """Returns the arguments of `_attend`: queries, and keys and values of all tokens."""
         if cache is None:
             return tuple(t for each in sets for t in each)
         if len(sets) == 1:
@@ -224,7 +224,7 @@ class SparseAttention(Mixer):
         )
 
     def _score_options(self) -> dict[str, Any]:
-        """The options of scores and dropout that all functions take."""
+        """Returns the score and dropout options common to all functions."""
         c = self.config
         return {
             "scale": c.scale,
@@ -235,4 +235,7 @@ class SparseAttention(Mixer):
 
     @abstractmethod
     def _attend(self, *tensors: Tensor, x: Tensor, **given: Any) -> Tensor:
-        """O (B, Tq, Hq, D) of the result of `_with_past`; `cache` is in `given`."""
+        """Computes the heads' outputs (B, Tq, Hq, D) from the tensors of `_with_past`.
+
+        x are the new tokens; `given` holds `cache` and the arguments of `_run`.
+        """
