@@ -145,7 +145,7 @@ def test_every_mixer_names_the_wrong_argument(config):
         ((2, "a"), {}, "max_length must be an int >= 0, got max_length='a'"),
         ((2, 9), {"dtype": torch.int64}, "dtype must be float64, .* got dtype=torch.int64"),
         ((2, 9), {"dtype": "float32"}, "dtype must be float64, .* got dtype='float32'"),
-        ((2, 9), {"dtyp": 1}, "options of new_state must be of .*device, dtype, got dtyp=1"),
+        ((2, 9), {"dtyp": 1}, "options of new_state must be among .*device, dtype, got dtyp=1"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^{name}: {got}"):
             mixer.new_state(*sizes, **wrong)

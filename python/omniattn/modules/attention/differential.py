@@ -39,8 +39,8 @@ class DifferentialAttention(Mixer):
 
     Shape:
         x (B, T, dim) or a jagged nested tensor -> the same shape.
-        Parameters q_proj, k_proj, v_proj,
-        o_proj, lambda_q1, lambda_k1, lambda_q2, lambda_k2 (D,) and subln (2 D,).
+        Parameters q_proj, k_proj, v_proj, o_proj, lambda_q1, lambda_k1, lambda_q2, lambda_k2 (D,)
+        and subln (2 D,).
 
     Reference:
         Ye et al., Differential Transformer, 2024, arXiv 2410.05258.

@@ -37,9 +37,8 @@ class GatedAttentionUnit(Mixer):
 
     Shape:
         x (B, T, dim) or a jagged nested tensor -> the same shape.
-        Parameters u_proj, v_proj, z_proj,
-        o_proj, gamma and beta (2, key_dim) for q and k, and with a relative bias its table
-        relative_bias.
+        Parameters u_proj, v_proj, z_proj, o_proj, gamma and beta (2, key_dim) for q and k, and with
+        a relative bias its table relative_bias.
 
     Reference:
         Hua et al., Transformer Quality in Linear Time, 2022, arXiv 2202.10447.

@@ -48,9 +48,8 @@ class MultiHeadLatentAttention(Mixer):
 
     Shape:
         x (B, T, dim) or a jagged nested tensor -> the same shape.
-        Parameters, named as in DeepSeek-V3:
-        q_proj or q_a_proj, q_a_layernorm, q_b_proj; kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj;
-        o_proj.
+        Parameters, named as in DeepSeek-V3: q_proj or q_a_proj, q_a_layernorm, q_b_proj;
+        kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj; o_proj.
 
     Reference:
         DeepSeek-AI, DeepSeek-V2, 2024, arXiv 2405.04434; DeepSeek-V3, 2024, arXiv 2412.19437.

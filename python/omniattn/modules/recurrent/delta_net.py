@@ -68,8 +68,8 @@ class DeltaNet(_DeltaMixer):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters q_proj, k_proj, v_proj, b_proj, o_proj, q_conv1d,
-        k_conv1d, v_conv1d and o_norm, with a gate also g_proj: names and shapes as in fla.
+        Parameters q_proj, k_proj, v_proj, b_proj, o_proj, q_conv1d, k_conv1d, v_conv1d and o_norm,
+        with a gate also g_proj: names and shapes as in fla.
 
     Reference:
         Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, arXiv 2406.06484.
@@ -112,8 +112,8 @@ class GatedDeltaNet(_DeltaMixer):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters as in DeltaNet, a_proj (Hv, dim), A_log and dt_bias
-        (Hv): names and shapes as in fla.
+        Parameters as in DeltaNet, a_proj (Hv, dim), A_log and dt_bias (Hv): names and shapes as in
+        fla.
 
     Reference:
         Yang, Kautz, Hatamizadeh, Gated Delta Networks, 2024, arXiv 2412.06464.
@@ -166,8 +166,8 @@ class KimiDeltaAttention(_DeltaMixer):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters as in DeltaNet, f_proj and g_proj of two layers each,
-        A_log (Hv) and dt_bias (Hv K): names and shapes as in fla.
+        Parameters as in DeltaNet, f_proj and g_proj of two layers each, A_log (Hv) and dt_bias
+        (Hv K): names and shapes as in fla.
 
     Reference:
         Kimi Team, Kimi Linear, 2025, arXiv 2510.26692.

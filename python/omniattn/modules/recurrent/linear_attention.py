@@ -157,9 +157,9 @@ class DeltaAttention(LinearAttention):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters q_proj, k_proj, v_proj, o_proj, g_weight and b_weight
-        (H, K', K), or (H, K', dim) for gates computed from x, g_bias and b_bias (H, K'); K' is the
-        number of key features, or 1 for gates per head.
+        Parameters q_proj, k_proj, v_proj, o_proj, g_weight and b_weight (H, K', K), or (H, K', dim)
+        for gates computed from x, g_bias and b_bias (H, K'); K' is the number of key features, or 1
+        for gates per head.
 
     Reference:
         Katharopoulos et al., Transformers are RNNs, 2020, arXiv 2006.16236, for the state; the
@@ -253,9 +253,9 @@ class GatedLinearAttention(RecurrentMixer):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters q_proj, k_proj, v_proj, g_proj, o_proj, gk_proj of two
-        layers, o_norm, and with convolutions q_conv1d, k_conv1d, v_conv1d: names and shapes as in
-        fla, whose g_norm_swish_gate is o_norm here.
+        Parameters q_proj, k_proj, v_proj, g_proj, o_proj, gk_proj of two layers, o_norm, and with
+        convolutions q_conv1d, k_conv1d, v_conv1d: names and shapes as in fla, whose
+        g_norm_swish_gate is o_norm here.
 
     Reference:
         Yang et al., Gated Linear Attention Transformers, 2023, arXiv 2312.06635.
@@ -315,9 +315,8 @@ class MultiScaleRetention(RecurrentMixer):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters q_proj, k_proj, v_proj, g_proj, o_proj, o_norm, and
-        with convolutions q_conv1d, k_conv1d, v_conv1d: names and shapes as in fla, whose
-        g_norm_swish_gate is o_norm here.
+        Parameters q_proj, k_proj, v_proj, g_proj, o_proj, o_norm, and with convolutions q_conv1d,
+        k_conv1d, v_conv1d: names and shapes as in fla, whose g_norm_swish_gate is o_norm here.
 
     Reference:
         Sun et al., Retentive Network, 2023, arXiv 2307.08621.

@@ -66,10 +66,10 @@ class Mamba(StateMixer):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters in_proj (2 inner, dim), conv1d (inner, 1, d_conv),
-        x_proj (rank + 2 N, inner), dt_proj (inner, rank), A_log (inner, N), D (inner) and out_proj
-        (dim, inner): names and shapes as in mamba-ssm and transformers; with `norm_eps` also
-        Jamba's dt_layernorm, b_layernorm and c_layernorm.
+        Parameters in_proj (2 inner, dim), conv1d (inner, 1, d_conv), x_proj (rank + 2 N, inner),
+        dt_proj (inner, rank), A_log (inner, N), D (inner) and out_proj (dim, inner): names and
+        shapes as in mamba-ssm and transformers; with `norm_eps` also Jamba's dt_layernorm,
+        b_layernorm and c_layernorm.
 
     Reference:
         Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,

@@ -42,8 +42,8 @@ class Mamba2(StateMixer):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters in_proj, conv1d, dt_bias, A_log, D, norm and out_proj:
-        names and shapes as in mamba-ssm and transformers.
+        Parameters in_proj, conv1d, dt_bias, A_log, D, norm and out_proj: names and shapes as in
+        mamba-ssm and transformers.
 
     Reference:
         Dao and Gu, Transformers are SSMs, 2024, arXiv 2405.21060.

@@ -35,8 +35,8 @@ class Performer(StateMixer):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters q_proj, k_proj, v_proj, o_proj; random, untrained buffer projection
-        (features, head_dim).
+        Parameters q_proj, k_proj, v_proj, o_proj; random, untrained buffer projection (features,
+        head_dim).
 
     Reference:
         Choromanski et al., Rethinking Attention with Performers, 2020, arXiv 2009.14794.

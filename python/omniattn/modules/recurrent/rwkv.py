@@ -215,8 +215,8 @@ class RWKV4TimeMix(TimeMix):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters time_decay, time_first (dim), x_k, x_v, x_r
-        (1, 1, dim), receptance, key, value, output.
+        Parameters time_decay, time_first (dim), x_k, x_v, x_r (1, 1, dim), receptance, key, value,
+        output.
 
     Reference:
         Peng et al., RWKV: Reinventing RNNs for the Transformer Era, 2023, arXiv 2305.13048.

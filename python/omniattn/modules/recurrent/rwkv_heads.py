@@ -95,8 +95,8 @@ class RWKV5TimeMix(_HeadsTimeMix):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters time_decay, time_faaaa (heads, head_dim), x_k, x_v,
-        x_r, x_g (1, 1, dim), receptance, key, value, gate, output, ln_x.
+        Parameters time_decay, time_faaaa (heads, head_dim), x_k, x_v, x_r, x_g (1, 1, dim),
+        receptance, key, value, gate, output, ln_x.
 
     Reference:
         Peng et al., Eagle and Finch, 2024, arXiv 2404.05892.
@@ -155,11 +155,11 @@ class RWKV6TimeMix(_HeadsTimeMix):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters time_maa_x, time_maa_w, time_maa_k, time_maa_v,
-        time_maa_r, time_maa_g (1, 1, dim), time_maa_w1 (dim, 5 mix_rank), time_maa_w2
-        (5, mix_rank, dim), time_decay (1, 1, dim), time_decay_w1 (dim, decay_rank), time_decay_w2
-        (decay_rank, dim), time_faaaa (heads, head_dim), receptance, key, value, gate, output, ln_x:
-        names and shapes as in BlinkDL's code.
+        Parameters time_maa_x, time_maa_w, time_maa_k, time_maa_v, time_maa_r, time_maa_g (1, 1,
+        dim), time_maa_w1 (dim, 5 mix_rank), time_maa_w2 (5, mix_rank, dim), time_decay (1, 1, dim),
+        time_decay_w1 (dim, decay_rank), time_decay_w2 (decay_rank, dim), time_faaaa (heads,
+        head_dim), receptance, key, value, gate, output, ln_x: names and shapes as in BlinkDL's
+        code.
 
     Reference:
         Peng et al., Eagle and Finch, 2024, arXiv 2404.05892.
@@ -278,10 +278,9 @@ class RWKV7TimeMix(_HeadsTimeMix):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters x_r, x_w, x_k, x_v, x_a, x_g, w0, a0, v0, k_k, k_a
-        (1, 1, dim), w1, a1, v1, g1 (dim, rank), w2, a2, v2, g2 (rank, dim), r_k (heads, head_dim),
-        receptance, key, value, output, ln_x: names and shapes as in BlinkDL's code. The first layer
-        has no v0, v1, v2.
+        Parameters x_r, x_w, x_k, x_v, x_a, x_g, w0, a0, v0, k_k, k_a (1, 1, dim), w1, a1, v1, g1
+        (dim, rank), w2, a2, v2, g2 (rank, dim), r_k (heads, head_dim), receptance, key, value,
+        output, ln_x: names and shapes as in BlinkDL's code. The first layer has no v0, v1, v2.
 
     Reference:
         Peng et al., RWKV-7 "Goose", 2025, arXiv 2503.14456.

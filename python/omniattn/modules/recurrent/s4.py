@@ -155,8 +155,8 @@ class S4D(_SSM):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters log_dt (dim), log_A_real, A_imag (dim, N / 2),
-        C (dim, N / 2, 2), D (dim), out_proj.
+        Parameters log_dt (dim), log_A_real, A_imag (dim, N / 2), C (dim, N / 2, 2), D (dim),
+        out_proj.
 
     Reference:
         Gu et al., On the Parameterization and Initialization of Diagonal State Space Models, 2022,
@@ -228,8 +228,8 @@ class S4(_SSM):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters log_dt (dim), log_A_real, A_imag (dim, N / 2), P, B, C
-        (dim, N / 2, 2), D (dim), out_proj.
+        Parameters log_dt (dim), log_A_real, A_imag (dim, N / 2), P, B, C (dim, N / 2, 2), D (dim),
+        out_proj.
 
     Note:
         torch.export specialises on T, on which the matrix powers depend; S4D exports a dynamic T.

@@ -36,8 +36,7 @@ class SimpleSelectiveSSM(StateMixer):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters b_proj, c_proj (N, dim), a (N) or a_proj (N, dim), and
-        mlp.
+        Parameters b_proj, c_proj (N, dim), a (N) or a_proj (N, dim), and mlp.
 
     Reference:
         Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,

@@ -138,8 +138,8 @@ class MLSTM(_XLSTM):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters proj_up, q_proj, k_proj, v_proj, conv1d, igate, fgate,
-        norm_weight, learnable_skip, proj_down.
+        Parameters proj_up, q_proj, k_proj, v_proj, conv1d, igate, fgate, norm_weight,
+        learnable_skip, proj_down.
 
     Reference:
         Beck et al., xLSTM: Extended Long Short-Term Memory, 2024, arXiv 2405.04517.
@@ -254,8 +254,8 @@ class SLSTM(_XLSTM):
 
     Shape:
         x (B, T, dim) -> the same shape.
-        Parameters conv1d, igate, fgate, zgate, ogate (block-diagonal),
-        recurrent (4, H, D, D) and bias (4, H, D) of the gates i, f, z, o, and norm_weight.
+        Parameters conv1d, igate, fgate, zgate, ogate (block-diagonal), recurrent (4, H, D, D) and
+        bias (4, H, D) of the gates i, f, z, o, and norm_weight.
 
     Reference:
         Beck et al., xLSTM: Extended Long Short-Term Memory, 2024, arXiv 2405.04517.

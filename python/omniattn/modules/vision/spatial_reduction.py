@@ -28,8 +28,7 @@ class SpatialReductionAttention(Layer):
 
     Shape:
         x (B, height, width, dim) -> the same shape.
-        Parameters, named as in the release: q, kv, sr, norm
-        (both only with sr_ratio > 1), proj.
+        Parameters, named as in the release: q, kv, sr, norm (both only with sr_ratio > 1), proj.
 
     Reference:
         Wang et al., Pyramid Vision Transformer, 2021, arXiv 2102.12122.

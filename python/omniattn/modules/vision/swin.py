@@ -32,8 +32,8 @@ class WindowAttention(Layer):
 
     Shape:
         x (B, height, width, dim) -> the same shape.
-        Parameters, named as in Microsoft's release: qkv,
-        proj, relative_position_bias_table ((2 M - 1)^2, num_heads).
+        Parameters, named as in Microsoft's release: qkv, proj, relative_position_bias_table ((2 M -
+        1)^2, num_heads).
 
     Reference:
         Liu et al., Swin Transformer, 2021, arXiv 2103.14030.
