@@ -218,7 +218,7 @@ def test_crop():
     cache = new_cache(H2O(3, 3))
     run(cache, qkv, (4,))
     cache.crop(4)
-    with pytest.raises(ValueError, match=r"have chosen what is kept.*length=3"):
+    with pytest.raises(ValueError, match=r"have determined which tokens are kept.*length=3"):
         cache.crop(3)
     with pytest.raises(ValueError, match="length=5"):
         cache.crop(5)

@@ -375,8 +375,9 @@ class EvictingCache(Cache):
             )
         if 0 < length < self._settled:
             raise ValueError(
-                f"EvictingCache: tokens before position {self._settled} have chosen what is kept "
-                f"and cannot be cropped, continue from a copy.deepcopy, got length={length}"
+                f"EvictingCache: tokens before position {self._settled} have determined which "
+                "tokens are kept and cannot be cropped; continue from a copy.deepcopy, got "
+                f"length={length}"
             )
         self.length = length
         positions = self._first(self._used).positions

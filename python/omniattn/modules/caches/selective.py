@@ -53,8 +53,8 @@ class SelectiveCache(KVCache):
         require_int("SelectiveCache", "length", length)
         if length not in (0, self.length):
             raise ValueError(
-                "SelectiveCache: the penalties of other tokens count those that would be cropped, "
-                f"continue from a copy.deepcopy; length must be 0 or {self.length}, "
+                "SelectiveCache: tokens that contributed to the penalties of others cannot be "
+                f"cropped, continue from a copy.deepcopy; length must be 0 or {self.length}, "
                 f"got length={length}"
             )
         super().crop(length)
