@@ -61,10 +61,7 @@ class MLP(_FeedForward):
     """Computes y = dropout(act(x W_up + b_up)) W_down + b_down.
 
     Args:
-        config: sizes and options; `activation` is one of those of `omniattn.functional.mlp`;
-            `out_init_std` is the standard deviation of `down_proj` (models scale it by
-            1 / sqrt(2 layers)); with `recompute` no tensor of the hidden size is saved for the
-            backward pass.
+        config: sizes and options.
         device, dtype: device and dtype of the parameters.
 
     Shape:
@@ -80,7 +77,18 @@ class MLP(_FeedForward):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Sizes and options of the layer."""
+        """Sizes and options.
+
+        Args:
+            dim, hidden_dim: width of x and y, inner width.
+            activation: one of those of `omniattn.functional.mlp`.
+            bias: True to add biases to both projections.
+            init_std, out_init_std: standard deviations of the weights of up_proj and down_proj;
+                models scale the latter by 1 / sqrt(2 layers).
+            backend: backend of all ops of the layer.
+            dropout_p: dropout probability of the activations.
+            recompute: True to save no tensor of the hidden size for the backward pass.
+        """
 
         activations: ClassVar[Mapping[str, Any]] = ACTIVATIONS
 
@@ -150,8 +158,7 @@ class GatedMLP(_FeedForward):
     """Computes y = dropout(act(x W_gate) * (x W_up)) W_down.
 
     Args:
-        config: as in MLP; `activation` is one of swiglu, geglu, geglu_tanh, reglu, glu, bilinear,
-            clamped_swiglu; `clamp` is (alpha, limit) of clamped_swiglu (gpt-oss).
+        config: sizes and options.
         device, dtype: device and dtype of the parameters.
 
     Shape:
@@ -168,7 +175,12 @@ class GatedMLP(_FeedForward):
 
     @dataclass(frozen=True)
     class Config(MLP.Config):
-        """Sizes and options of the layer."""
+        """Sizes and options, as in MLP.
+
+        Args:
+            activation: swiglu, geglu, geglu_tanh, reglu, glu, bilinear or clamped_swiglu.
+            clamp: (alpha, limit) of clamped_swiglu (gpt-oss).
+        """
 
         activations = GATED_ACTIVATIONS
 

@@ -38,7 +38,15 @@ class RMSNorm(Norm, nn.RMSNorm):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Size and options of the norm."""
+        """Size and options of the norm.
+
+        Args:
+            dim: size of the last dimension.
+            eps: added to the mean square.
+            offset: added to the weight.
+            casting: where half-precision inputs are rounded, see functional.rms_norm.
+            backend: backend of the op.
+        """
 
         dim: Size
         eps: Epsilon = 1e-6
@@ -100,7 +108,14 @@ class LayerNorm(Norm, nn.LayerNorm):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Size and options of the norm."""
+        """Size and options of the norm.
+
+        Args:
+            dim: size of the last dimension.
+            eps: added to the variance.
+            bias: True to add a bias.
+            backend: backend of the op.
+        """
 
         dim: Size
         eps: Epsilon = 1e-5
@@ -157,7 +172,16 @@ class GroupNorm(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Size and options; with center=False the heads are RMS-normalised (RetNet)."""
+        """Size and options of the norm.
+
+        Args:
+            dim: size of the last dimension.
+            num_groups: number of heads, a divisor of dim.
+            eps: added to the variance, or to the mean square.
+            center: True to subtract the mean; False for RMS-normalised heads (RetNet).
+            affine: True for a weight, and with `center` a bias, per channel.
+            backend: backend of the op.
+        """
 
         dim: Size
         num_groups: Size

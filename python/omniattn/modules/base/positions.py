@@ -66,7 +66,13 @@ class SinusoidalPositional(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Width and form of the table."""
+        """Width and form of the table.
+
+        Args:
+            dim: width of x.
+            layout, freqs, base: see functional.sinusoidal.
+            scale_input: True to multiply x by sqrt(dim).
+        """
 
         dim: Size
         layout: str = "interleaved"
@@ -117,7 +123,13 @@ class SinCosPositional2d(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Width, prefix tokens and order of the halves."""
+        """Width, prefix tokens and order of the halves.
+
+        Args:
+            dim: width of x.
+            prefix: number of tokens before the grid, which get zeros.
+            order, base: see functional.sincos_2d.
+        """
 
         dim: Size
         prefix: int = 0
@@ -185,7 +197,12 @@ class LearnedPositional(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Size and initialisation of the table."""
+        """Size and initialisation of the table.
+
+        Args:
+            max_positions, dim: number and width of the rows.
+            init_std: standard deviation of the initial table.
+        """
 
         max_positions: Size
         dim: Size
@@ -274,7 +291,14 @@ class ALiBi(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Number of heads and options; `form` as in functional.alibi_bias."""
+        """Number of heads and options.
+
+        Args:
+            num_heads: number of attention heads.
+            max_exponent: see functional.alibi_slopes.
+            trainable: True for trainable slopes.
+            form: see functional.alibi_bias.
+        """
 
         num_heads: Size
         max_exponent: Positive = 8.0

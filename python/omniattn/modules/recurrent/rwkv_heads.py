@@ -173,7 +173,11 @@ class RWKV6TimeMix(_HeadsTimeMix):
 
     @dataclass(frozen=True)
     class Config(RWKVHeadsConfig):
-        """Sizes and options, as in RWKVHeadsConfig."""
+        """Sizes and options, as in RWKVHeadsConfig.
+
+        Args:
+            mix_rank, decay_rank: inner widths of the low-rank projections W_1 W_2 and A B.
+        """
 
         mix_rank: Size = 32
         decay_rank: Size = 64
