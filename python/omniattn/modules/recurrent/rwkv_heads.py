@@ -270,8 +270,8 @@ class RWKV7TimeMix(_HeadsTimeMix):
     """Delta rule with a decay and a learning rate per channel.
 
     ``y = W_o ((norm(o) + (sum over a head of r * k * r_k) v) * g)`` with o of
-    :func:`functional.rwkv7`. The state removes along the unit vector kk = k k_k / |k k_k|. Its
-    decay is ``w = -exp(-1/2) sigmoid(w0 + tanh(x_w w1) w2)``, its learning rate
+    :func:`functional.rwkv7`. The state forgets along kk, which is k k_k scaled to unit length. The
+    log decay is ``w = -exp(-1/2) sigmoid(w0 + tanh(x_w w1) w2)``, the learning rate
     ``alpha = sigmoid(a0 + x_a a1 a2)``; k is multiplied by 1 + (alpha - 1) k_a, and
     ``g = sigmoid(x_g g1) g2``. Layers after the first interpolate v towards the first layer's
     values by ``sigmoid(v0 + x_v v1 v2)``.
