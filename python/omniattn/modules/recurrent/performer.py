@@ -86,7 +86,7 @@ class Performer(StateMixer):
                 self._require_multiple("dim", "num_heads")
             if self.causal and self.feature_eps > 0:
                 raise ValueError(
-                    "Performer: feature_eps must be 0 if causal=True, "
+                    "Performer: feature_eps must be 0 where causal=True, "
                     f"got feature_eps={self.feature_eps}"
                 )
 

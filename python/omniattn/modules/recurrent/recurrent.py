@@ -70,7 +70,7 @@ class RecurrentConfig(LayerConfig):
         parts = self.num_heads * self.shrink
         if self.head_dim is None and self.dim % parts:
             raise ValueError(
-                f"{op}: dim must be a multiple of {parts} if head_dim is None, "
+                f"{op}: dim must be a multiple of {parts} where head_dim is None, "
                 f"got dim={self.dim}, num_heads={self.num_heads}"
             )
         if self.v_heads % self.num_heads:
