@@ -242,7 +242,7 @@ class StatePair:
 
     @property
     def parts(self) -> tuple[State, ...]:
-        """Both states."""
+        """States of the mixer and of the channel mixer."""
         return self.mixer, self.mlp
 
     @property

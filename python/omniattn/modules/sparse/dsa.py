@@ -40,7 +40,7 @@ class DSAState:
 
     @property
     def parts(self) -> tuple[Cache, ...]:
-        """Both caches."""
+        """Caches of latents and of the indexer's keys."""
         return self.latents, self.index
 
     def append(self, k: Tensor, v: Tensor, k_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
