@@ -196,7 +196,7 @@ class DecoderBlock(Layer, Stateful):
         return self._branch(self.mlp(y, **after), self.mlp_output_norm), residual
 
     def _branch(self, y: torch.Tensor, norm: torch.nn.Module | None) -> torch.Tensor:
-        """A layer's result as it is added to the residual."""
+        """Applies the output norm, if any, and dropout to a layer's result."""
         return self.dropout(y if norm is None else norm(y))
 
 

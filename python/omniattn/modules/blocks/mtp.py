@@ -164,7 +164,13 @@ class MultiTokenPredictor(Layer):
         return logits
 
     def join(self, depth: nn.ModuleDict, chain: Tensor, embedded: Tensor) -> Tensor:
-        """Returns the input of a depth's block: of the depth before it, and of later tokens."""
+        """Computes the input of a depth's block.
+
+        Args:
+            depth: one of `depths`.
+            chain: hidden states (B, T, dim) of the previous depth.
+            embedded: embeddings (B, T, dim) of the tokens that the depth adds.
+        """
         pair = [depth["hidden_norm"](chain), depth["embedding_norm"](embedded)]
         if self.config.concat == "embedding_first":
             pair.reverse()
