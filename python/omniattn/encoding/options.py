@@ -266,7 +266,7 @@ def transform_of(options: Options) -> tuple[str, float] | None:
 
 
 #: Advice for an unknown option that names padding.
-_PADDING = " masks.KeyPadding(real) is one of the keys that are no padding, (B, Tk)"
+_PADDING = " masks.KeyPadding(real) hides padding; real (B, Tk) is True for real keys"
 
 
 def pack(op: str, options: Mapping[str, object], names: type = AttentionOptions) -> Options:
