@@ -1,7 +1,7 @@
 // Runs CUDA kernels on the CPU: one fiber per thread, one block at a time, one launch at a time.
 //
-// Threads of a warp that meet in a warp operation (a collective) leave their operands; the last
-// operands; the last thread computes the results of all. Every synchronising operation knows its
+// Threads of a warp that meet in a warp operation (a collective) leave their operands there; the
+// last thread computes the results of all. Every synchronising operation knows its
 // source position, so that divergence and deadlocks are reported with it. docs/cuda.md lists what
 // the emulator cannot find.
 #pragma once

@@ -32,8 +32,8 @@ class SharedMemory {
   const SharedArray& array(const void* key, const char* name, size_t bytes);
   // Fills everything with poison.
   void poison();
-  // An array whose padding was overwritten, or null. Only arrays whose size is no multiple of the
-  // alignment have padding.
+  // An array whose padding was overwritten, or null. Only arrays whose size is not a multiple of
+  // the alignment have padding.
   const SharedArray* overrun() const;
 
   const std::deque<SharedArray>& arrays() const { return arrays_; }

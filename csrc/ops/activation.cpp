@@ -1,4 +1,4 @@
-// glu, and the activation op that mlp is composed of.
+// glu and activate; mlp is composed of activate.
 #include "ops/activation.h"
 
 #include "kernels/activation/activation.h"
@@ -22,7 +22,7 @@ struct Problem {
   const void* up = nullptr;
   int64_t up_stride = 0;
 
-  // The activation of x, without a product.
+  // Activation of x alone, without a product.
   Problem(const char* op_, const char* name, const Tensor& x, int64_t act_)
       : op(op_),
         dtype(dtype_of(op, name, x)),

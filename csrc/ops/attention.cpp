@@ -120,7 +120,7 @@ Attended attention(const OpCall& op, const Heads& x, const Side& side, const See
   const Tensor lse = empty_tensor(call.lse_sizes, accumulator(p.dtype));
   const Output lse_tail(op.saves, call.lse_sizes, accumulator(p.dtype));
   if (lse.numel() == 0) return {out, lse, lse_tail};
-  // Rows of a sequence without keys see nothing, nor does any row where there are no keys.
+  // Kernels do not write rows of packed sequences without keys, and do not run without work.
   if (call.is_packed || !has_work(p)) {
     fill(out, 0);
     fill(lse, is_softmax(p.score) ? -INFINITY : 0);

@@ -111,9 +111,9 @@ struct Written {
 
 // Checks the table that a step refers to.
 void require_table(const char* op, const ScoreProgram& p, int64_t n, bool gathered) {
-  require(n >= 0 && n < p.table_count, op, "a program must read tables it has, got ", n);
+  require(n >= 0 && n < p.table_count, op, "a program must read existing tables, got ", n);
   const bool is_gathered = p.tables[n].kind == ProgramTableKind::gathered;
-  require(is_gathered == gathered, op, "a program must read table ", n, " as what it is");
+  require(is_gathered == gathered, op, "a program must read table ", n, " by an op for its kind");
 }
 
 ProgramStep read_step(const char* op, Reader& code, const DecodedProgram& x, int32_t registers,
@@ -137,7 +137,7 @@ ProgramStep read_step(const char* op, Reader& code, const DecodedProgram& x, int
     case ProgramOp::number:
     case ProgramOp::integer:
       require(s.a >= 0 && s.a < static_cast<int64_t>(x.constants.size()), op,
-              "a program must read constants it has, got ", s.a);
+              "a program must read existing constants, got ", s.a);
       break;
     case ProgramOp::read:
       require_table(op, x.program, s.a, false);
@@ -145,7 +145,7 @@ ProgramStep read_step(const char* op, Reader& code, const DecodedProgram& x, int
     case ProgramOp::place:
       require_table(op, x.program, s.c < 0 ? -1 : s.c / kMaxProgramDims, true);
       require(s.c % kMaxProgramDims < x.program.tables[s.c / kMaxProgramDims].dims, op,
-              "a program must index dimensions that there are, got ", s.c);
+              "a program must index existing dimensions, got ", s.c);
       break;
     case ProgramOp::gather:
       require_table(op, x.program, s.b, true);
@@ -159,7 +159,7 @@ ProgramStep read_step(const char* op, Reader& code, const DecodedProgram& x, int
     default:
       break;
   }
-  require(s.to >= 0 && s.to < registers, op, "a program must write registers it has, got ", s.to);
+  require(s.to >= 0 && s.to < registers, op, "a program must write existing registers, got ", s.to);
   written.registers[static_cast<size_t>(s.to)] = true;
   return s;
 }

@@ -78,7 +78,7 @@ struct Problem : SequenceProblem {
   }
 };
 
-// View (..., D, K) of a result (..., K, D); an unwanted result is returned as it is.
+// View (..., D, K) of a result (..., K, D); an unwanted result is returned unchanged.
 Tensor channels_first(const Output& result) {
   const Tensor t = result.tensor();
   return t.dim() < 2 ? t : torch::stable::transpose(t, t.dim() - 2, t.dim() - 1);

@@ -37,7 +37,7 @@ struct Problem {
             "z must be given where there is a gate and only there, got gate=", given.gate);
     require(act == Activation::silu || act == Activation::sigmoid, op,
             "act must be silu or sigmoid, got act=", given.act);
-    // All divide an empty dimension, which is one group: kernels count groups, not columns.
+    // Every number divides an empty dimension, but only 1 group is valid: kernels count groups.
     require(groups > 0 && groups <= std::max<int64_t>(x.cols, 1) && x.cols % groups == 0, op,
             "groups must divide the last dimension, got groups=", groups, " for ", x.cols);
     cols = x.cols / groups;

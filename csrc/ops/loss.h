@@ -36,8 +36,8 @@ struct Problem {
   // The losses (...) in the compute dtype, reduced if there is a reduction.
   Tensor reduced(const Tensor& losses) const;
   // Weights (...) of the rows in a gradient: grad, of shape (...), or () with a reduction, times
-  // the reduction's weight of a row. Without grad, as for a gradient of 1. With `divides` false a
-  // mean counts as a sum.
+  // the reduction's weight of a row. Without grad, the gradient is taken as 1. If `divides` is
+  // false, a mean is treated as a sum.
   Tensor row_weights(const OptTensor& grad, bool divides = true) const;
 };
 

@@ -25,7 +25,7 @@ struct Problem : SequenceProblem {
   Recurrence recurrence{};
   Sizes key_sizes;               // of q, k, a and b
   std::array<int64_t, 4> sizes;  // of v
-  std::vector<Tensor> copies;    // of arguments that kernels cannot read as they are
+  std::vector<Tensor> copies;    // of arguments that kernels cannot read in place
 
   Problem(const OpCall& call, const Inputs& in, const SequenceArguments& given, const Options& x)
       : SequenceProblem(call.op, "q", in.q, 4, given.cu_seqlens), key_sizes(in.q.sizes()) {

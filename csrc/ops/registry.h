@@ -162,7 +162,7 @@ class Registry {
   }
 
   // Sets the public functions of an op that has another name than its function. They also name
-  // `<op>_` and `<op>_backward`. Comes before these are added.
+  // `<op>_` and `<op>_backward`. Must be called before they are added.
   void name(const char* op, std::vector<PublicFunction> functions);
 
   // Sets a number that shapes of results depend on, such as the tokens of a chunk, for the fakes in

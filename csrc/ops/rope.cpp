@@ -51,7 +51,8 @@ struct Problem {
             " batch entries or 1, got ", cos.size(0));
     require(2 * half <= dim, op, "cos must have at most D / 2 columns, got ", half, " for D=", dim);
     require(place.start >= 0 && place.start <= dim - 2 * half, op, "start must be in [0, ",
-            dim - 2 * half, "], so that what turns lies within D=", dim, ", got ", place.start);
+            dim - 2 * half, "], so that the rotated part lies within D=", dim, ", got ",
+            place.start);
     params.dtype = dtype;
     params.tokens = x.size(1);
     params.dim = dim;
@@ -163,10 +164,10 @@ Rotated rope(const OpCall& call, const Heads& x, const Tables& tables, const Pla
 void require_writable(const char* op, const char* name, const Tensor& x) {
   if (x.numel() == 0) return;  // strides of an empty tensor mean nothing
   require(has_unit_last_stride(x), op, name, " must have unit stride in its last dimension to be ",
-          "turned in place, got ", x.stride(3));
+          "rotated in place, got ", x.stride(3));
   for (int64_t i = 0; i < 3; ++i) {
     require(x.size(i) <= 1 || x.stride(i) != 0, op, name,
-            " must not be an expanded tensor to be turned in place");
+            " must not be an expanded tensor to be rotated in place");
   }
 }
 
@@ -183,7 +184,7 @@ void rope_inplace(const OpCall& call, const WrittenHeads& x, const Tables& table
     p.require_like_first("k", *k);
     require_writable(p.op, "k", *k);
     require(k->const_data_ptr() != q.const_data_ptr() || k->numel() == 0, p.op,
-            "q and k must not share memory to be turned in place");
+            "q and k must not share memory to be rotated in place");
     p.add(*k, *k);
   }
   run(p);

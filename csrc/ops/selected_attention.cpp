@@ -25,7 +25,7 @@ OMNIATTN_FIELDS(SelectedOptions, SymInt block_size, query_block; bool causal;
 template <class I>
 int64_t wrong_entry(const Tensor& indices, int64_t blocks) {
   const auto* const data = static_cast<const I*>(indices.const_data_ptr());
-  const int64_t entries = indices.size(3);  // a call that a loop does not hoist
+  const int64_t entries = indices.size(3);  // size() is a call, which the loop would repeat
   const auto count = [&](int64_t dim) { return indices.stride(dim) == 0 ? 1 : indices.size(dim); };
   for (int64_t b = 0; b < count(0); ++b) {
     for (int64_t h = 0; h < count(1); ++h) {

@@ -11,7 +11,7 @@
 namespace omniattn {
 
 // ISAs of this machine that this binary was built with, up to `isa`, one bit each. There may be
-// gaps: levels that were not built, or that a library for tests emulates the next ones without.
+// gaps: levels that were not built, or that the machine lacks below an emulated one (tests).
 uint32_t levels_up_to(Isa isa);
 bool has_isa(Isa isa);
 // True if the machine has a built level. If it has none, no function below may be called.

@@ -86,7 +86,7 @@ struct TileBlock {
   }
 };
 
-// One block of C and its operands. If the last terms are no whole step, their B is `tail`. A step
+// One block of C and its operands. If the last terms fill no whole step, their B is `tail`. A step
 // of A has kPieces steps of tiles, which are multiplied with the same B (tile_pieces.h).
 //
 // Operands are passed by reference. To copy one, the compiler loads several of its members at once,

@@ -10,7 +10,7 @@ namespace omniattn {
 // Numbered as in python/omniattn/ops/recurrence.py. Each slope is computed from the map's value.
 enum class FeatureMap : int32_t {
   identity = 0,
-  elu1 = 1,  // elu(x) + 1: e^x up to 0, x + 1 from there on
+  elu1 = 1,  // elu(x) + 1: e^x for x <= 0, else x + 1
   relu = 2,
   squared_relu = 3,
   exp = 4,

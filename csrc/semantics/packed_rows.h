@@ -7,9 +7,9 @@
 
 namespace omniattn {
 
-// Whether sequence n of `count`, rows `begin` to `begin` + `length`, lies in `rows` rows, the first
-// one at their start and the last one at their end. If all of them do and each starts where the one
-// before it ends, each row is in a sequence.
+// True if sequence n of `count`, rows [begin, begin + length), lies within `rows` rows, starts at
+// row 0 if it is the first and ends at the last row if it is the last. If all sequences do, and
+// each starts where the previous one ends, every row belongs to a sequence.
 OMNIATTN_FN bool fits_rows(int64_t n, int64_t count, int64_t begin, int64_t length, int64_t rows) {
   const bool inside = begin >= 0 && length >= 0 && begin + length <= rows;
   return inside && (n > 0 || begin == 0) && (n + 1 < count || begin + length == rows);

@@ -2,10 +2,10 @@
 //
 //   dgate = dy * up * act'(gate)      dup = dy * act(gate)
 //
-// Without up (null) y = act(gate) and dgate = dy * act'(gate). The gradients may
-// overwrite dy. The backward recomputes act from the gate, so that only the inputs are
-// saved. Gate and up are two tensors or the two halves of one packed row; only their
-// strides differ. A work item is a block of
+// Without up (null) y = act(gate) and dgate = dy * act'(gate). Gradients may overwrite dy. The
+// backward recomputes act from the gate, so that only the inputs are saved. Gate and up are two
+// tensors or the two halves of one packed row; only their strides differ. A work item is a block of
+// kGluBlock columns of one row.
 //
 // Clamped (gpt-oss, arXiv 2508.10925): y = g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = up
 // within [-limit, limit]; a clamped input has no gradient.

@@ -61,7 +61,7 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& ro
     const T* const out = row_of<T>(params.out, x.b, x.queries.begin + r, x.h);
     const auto [shift, exponent] = softmax_backward_shift(p.score, Lse<A>{lse[r], tail[r]});
     const A factor = exp2(V(exponent)).v[0];
-    const A kept = kSplits<operand_t<T>> ? factor : A(1);  // by dO, which would be rounded
+    const A kept = kSplits<operand_t<T>> ? factor : A(1);  // folding it into dO would round
     auto* const grad = rows.grad_out(row);
     pack_rows<T>(row_of<T>(params.grad_out, x.b, x.queries.begin + r, x.h), 0, 1, p.dv,
                  kSplits<operand_t<T>> ? A(1) : factor, grad);

@@ -35,7 +35,7 @@ struct IndexerLossParams {
   HeadView attention_q;             // (B, Tq, Hq, attention_d)
   HeadView attention_k;             // (B, Tk, Hkv, attention_d)
   const void* lse;                  // (B, Hq, Tq) in the compute type
-  const int32_t* indices;           // (B, Tq, count), entries that are no key are skipped; or null
+  const int32_t* indices;           // (B, Tq, count), invalid entries are skipped; or null
   int64_t count;
   const uint8_t* real;  // (B, Tk), 0: no key; null: all are keys
   int64_t real_stride;

@@ -183,7 +183,7 @@ void dispatch_place(const P& p, const F& f) {
       case GatePlace::after:
         return f.template operator()<T, GatePlace::after>();
     }
-    OMNIATTN_FAIL("a gate is at none of the places that kernels know");
+    OMNIATTN_FAIL("the place of a gate is unknown");
   });
 }
 

@@ -20,7 +20,7 @@ OMNIATTN_INLINE void dispatch_storage(DType dtype, const F& f) {
   if (dtype == kComputed<C>) return f(C{});
   dispatch(dtype, [&]<class T>(T x) {
     if constexpr (std::is_same_v<compute_t<T>, C> && !std::is_same_v<T, C>) return f(x);
-    OMNIATTN_FAIL("rows of a dtype that is computed in another type");
+    OMNIATTN_FAIL("the dtype of rows has another compute type");
   });
 }
 
@@ -125,7 +125,7 @@ template <class C>
     case FeatureMap::exp:
       return each([](Vec<C> y) { return exp(y); });
   }
-  OMNIATTN_FAIL("a feature map is none of those that kernels have");
+  OMNIATTN_FAIL("a feature map is unknown to the kernels");
 }
 // Turns d, the gradient of features x, into the gradient of the features' inputs.
 template <class C>
@@ -153,7 +153,7 @@ template <class C>
     case FeatureMap::exp:
       return each([](Vec<C> y) { return y; });
   }
-  OMNIATTN_FAIL("a feature map is none of those that kernels have");
+  OMNIATTN_FAIL("a feature map is unknown to the kernels");
 }
 
 // Divides a row by a number: multiplies by the inverse, unless the number is so large

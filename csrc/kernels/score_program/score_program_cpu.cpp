@@ -170,7 +170,7 @@ void Interpreter<A>::take(const ProgramStep& s) const {
     case ProgramOp::give_at:
       return give_at(s);
   }
-  OMNIATTN_FAIL("a step of a program is none of its ops");
+  OMNIATTN_FAIL("a step of a program has an unknown op");
 }
 
 template <class A>

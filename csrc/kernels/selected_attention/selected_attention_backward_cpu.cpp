@@ -189,7 +189,7 @@ void start_rows(const AttentionBackwardParams& params, const SelectedItem& item,
                      static_cast<const A*>(params.lse_tail)[stat]};
     const auto [shift, exponent] = softmax_backward_shift(p.score, lse);
     const A factor = exp2(V(exponent)).v[0];
-    const A kept = kSplits<operand_t<T>> ? factor : A(1);  // by dO, which would be rounded
+    const A kept = kSplits<operand_t<T>> ? factor : A(1);  // folding it into dO would round
     auto* const grad = rows.item.grad_out + r * rows.row_o;
     pack_rows<T>(row_of<T>(params.grad_out, item.b, query, h), 0, 1, p.dv,
                  kSplits<operand_t<T>> ? A(1) : factor, grad);

@@ -98,7 +98,7 @@ def test_in_place_refuses_what_it_would_spoil():
     with pytest.raises(RuntimeError, match="unit stride"):
         strided = torch.randn(2, 5, 3, 16)[..., ::2]
         F.apply_rotary(strided, None, COS[:5], SIN[:5], inplace=True)
-    with pytest.raises(RuntimeError, match="q and k must not share memory to be turned in place"):
+    with pytest.raises(RuntimeError, match="q and k must not share memory to be rotated in place"):
         F.apply_rotary(q, q, COS[:5], SIN[:5], inplace=True)
     with pytest.raises(RuntimeError, match="leaf"):
         F.apply_rotary(q.requires_grad_(), None, COS[:5], SIN[:5], inplace=True)
