@@ -38,7 +38,7 @@ struct OwnedMask {
       MaskRule& rule = mask.rules[n];
       rule = {static_cast<MaskKind>(code[0]), code[1], code[2], nullptr, nullptr, 0, 0, 0, 0};
       if (!is_mask_kind(code[0]) || !mask_parameters_fit(rule.kind, rule.a, rule.b))
-        throw py::value_error("mask: invalid parameters");
+        throw py::value_error("mask: parameters without a meaning");
       const SideTensor kind = mask_side_tensor(rule.kind);
       if (kind == SideTensor::none) continue;
       const py::array& tensor = side.at(static_cast<size_t>(code[3]));
