@@ -23,14 +23,18 @@ def pair(config, dtype=torch.float64, std=0.2):
     return ours, theirs
 
 
-def assert_same_gradients(ours, theirs):
+#: Error of gradients relative to the largest; theirs computes delta rules in fp32.
+ROUNDING = {"qwen3-next": 1e-4}
+
+
+def assert_same_gradients(ours, theirs, rounding):
     for model in (ours, theirs):
         for parameter in model.parameters():
             parameter.data = parameter.grad
     for own, other in ours.config.counterpart.pairs(ours, theirs):
         got, want = (torch.cat([t.flatten() for t in side]) for side in (own, other))
         scale = want.abs().max().item()
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * scale)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=rounding * scale)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -48,7 +52,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name):
     torch.testing.assert_close(loss, out.loss.double(), rtol=1e-5, atol=1e-5)
     loss.backward()
     out.loss.backward()
-    assert_same_gradients(ours, theirs)
+    assert_same_gradients(ours, theirs, ROUNDING.get(name, 1e-5))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -91,6 +95,8 @@ def test_options_that_transformers_lacks_are_named():
             config.to_hf()
     with pytest.raises(NotImplementedError, match="norm_eps must be 1e-06, got norm_eps=1e-05"):
         replace(FAMILIES["deepseek-v2"], norm_eps=1e-5).to_hf()
+    with pytest.raises(ValueError, match="Qwen3NextConfig: schedule must be kinds of layers"):
+        replace(FAMILIES["qwen3-next"], schedule=("swa",))
     with pytest.raises(ValueError, match="Qwen2Config: window must be given for layers of kind"):
         replace(FAMILIES["qwen2"], schedule=("swa",))
 

@@ -16,6 +16,7 @@ from omniattn.models.families.qwen import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from omniattn.models.families.qwen_next import Qwen3NextConfig
 from omniattn.models.generation import generate, sample, stream
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.hybrid import HybridLayer, hybrid_schedule
@@ -63,6 +64,7 @@ __all__ = [
     "Qwen2MoeConfig",
     "Qwen3Config",
     "Qwen3MoeConfig",
+    "Qwen3NextConfig",
     "Routers",
     "Swin",
     "SwinConfig",

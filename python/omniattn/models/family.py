@@ -6,13 +6,13 @@ An architecture of the family is a Config that defines the attention and feed-fo
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from omniattn.models.blocks import layer_schedule
 from omniattn.models.decoder import Decoder
-from omniattn.models.hf import Conversion, Counterpart
+from omniattn.models.hf import Conversion, Counterpart, Renames
 from omniattn.modules import (
     Attention,
     DecoderBlock,
@@ -54,7 +54,11 @@ class LlamaFamilyConfig(Decoder.Config):
 
     @abstractmethod
     def attention(self, layer: int) -> RotaryAttention:
+        """Returns the config of a layer's attention."""
+
+    def mixer(self, layer: int) -> LayerConfig:
         """Returns the config of a layer's token mixer."""
+        return self.attention(layer)
 
     @abstractmethod
     def feed_forward(self, layer: int) -> LayerConfig:
@@ -71,7 +75,7 @@ class LlamaFamilyConfig(Decoder.Config):
 
     def block(self, layer: int) -> DecoderBlock.Config:
         return DecoderBlock.Config(
-            self.attention(layer),
+            self.mixer(layer),
             self.feed_forward(layer),
             self.norm,
             dropout_p=self.dropout_p,
@@ -138,9 +142,13 @@ def llama_counterpart(
     options: Mapping[str, str],
     fixed: Mapping[str, Any],
     *conversions: Conversion,
-    weights: Sequence[tuple[str, str]] = (),
+    weights: Renames = (),
+    **more: Any,
 ) -> Counterpart:
-    """Returns an architecture's counterpart; arguments extend those shared by the family."""
+    """Returns an architecture's counterpart; arguments extend those shared by the family.
+
+    `more`: further fields of Counterpart.
+    """
     return Counterpart(
         model,
         {
@@ -158,11 +166,12 @@ def llama_counterpart(
         # As in transformers, rotary pairs are half-split, but interleaved in latent attention.
         (*weights, (r"^(?!lm_head)", "model."), (r"mixer", "self_attn")),
         fixed={"hidden_act": "silu", "attention_dropout": 0.0, **fixed},
-        conversions=(Conversion(_rope_to_hf, _rope_from_hf), *conversions),
+        conversions=(Conversion(rope_to_hf, _rope_from_hf), *conversions),
+        **more,
     )
 
 
-def _rope_to_hf(ours: LlamaFamilyConfig) -> dict[str, Any]:
+def rope_to_hf(ours: LlamaFamilyConfig) -> dict[str, Any]:
     rope = scaling_to_hf(ours.rope_scaling) | {"rope_theta": ours.rope_base}
     return {"rope_parameters": rope}
 

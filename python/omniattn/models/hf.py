@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ class Conversion:
     from_hf: Callable[[PreTrainedConfig], dict[str, Any]]
 
 
+#: Pairs of a pattern and a replacement for `re.sub`.
+Renames: TypeAlias = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
+
+
 @dataclass(frozen=True)
 class Counterpart:
     """Correspondence between an architecture and its transformers model.
@@ -42,6 +46,10 @@ class Counterpart:
         weights: (pattern, replacement) pairs for `re.sub`, applied in order to our weight names.
             Our weights that map to the same name are stacked into one of theirs. A name with
             `{a,b}` stands for two of their weights.
+        layer_weights: computes the pairs that depend on our config, applied before `weights`.
+        interleaved: pattern of their weights -> function that computes a number of groups from our
+            config. Such a weight holds for each group, in turn, that group's rows of each of our
+            weights that map to it, such as the queries, keys and values of a head.
         transposed: pattern of their weights that are stored as (in, out).
         fixed: their other options, with the value that our model implies or a function that
             computes it from our config.
@@ -50,10 +58,12 @@ class Counterpart:
 
     model: str
     options: Mapping[str, str]
-    weights: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
+    weights: Renames
     transposed: str = "^$"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     conversions: Sequence[Conversion] = ()
+    interleaved: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
+    layer_weights: Callable[[Any], Renames] = lambda ours: ()
 
     @property
     def config_class(self) -> Any:
@@ -94,11 +104,13 @@ class Counterpart:
 
     def groups(self, ours: nn.Module, theirs: nn.Module) -> list[tuple[list[str], list[Tensor]]]:
         """Returns `pairs` with the names of our weights in place of the weights."""
+        config: Any = ours.config
         our_state, their_state = ours.state_dict(), theirs.state_dict()
+        pairs = (*self.layer_weights(config), *self.weights)
         names: dict[str, list[str]] = {}
         for name in our_state:
             renamed = name
-            for pattern, replacement in self.weights:
+            for pattern, replacement in pairs:
                 renamed = re.sub(pattern, replacement, renamed)
             names.setdefault(renamed, []).append(name)
         known = {their_state[n].data_ptr() for renamed in names for n in _alternatives(renamed)}
@@ -111,10 +123,21 @@ class Counterpart:
             weight = their_state[name]
             return weight.T if re.search(self.transposed, name) else weight
 
-        return [
-            (our_names, [oriented(n) for n in _alternatives(renamed)])
-            for renamed, our_names in names.items()
-        ]
+        found: list[tuple[list[str], list[Tensor]]] = []
+        for renamed, our_names in names.items():
+            parts = [oriented(name) for name in _alternatives(renamed)]
+            if (count := self._groups_of(renamed, config)) is None:
+                found.append((our_names, parts))
+                continue
+            sizes = [our_state[name].shape[0] // count for name in our_names]
+            rows = parts[0].unflatten(0, (count, -1)).split(sizes, 1)
+            found += [([name], [part]) for name, part in zip(our_names, rows, strict=True)]
+        return found
+
+    def _groups_of(self, name: str, config: Any) -> int | None:
+        """Returns the number of groups of an interleaved weight of theirs, else None."""
+        counts = self.interleaved.items()
+        return next((count(config) for key, count in counts if re.search(key, name)), None)
 
 
 @torch.no_grad()

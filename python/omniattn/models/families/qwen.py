@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from omniattn.models.family import HEAD_DIM, WINDOWS, WindowedConfig, llama_counterpart
+from omniattn.models.family import (
+    HEAD_DIM,
+    WINDOWS,
+    GroupedConfig,
+    WindowedConfig,
+    llama_counterpart,
+)
 from omniattn.models.hf import Conversion
 from omniattn.modules import Attention, GatedMLP, MoE
 from omniattn.modules.base.fields import Epsilon, Size, SizeOrZero
@@ -13,7 +19,7 @@ from omniattn.modules.base.fields import Epsilon, Size, SizeOrZero
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_GROUPED = {"num_kv_heads": "num_key_value_heads"}
+GROUPED = {"num_kv_heads": "num_key_value_heads"}
 _WINDOWED = {"use_sliding_window": lambda c: c.window is not None}
 
 
@@ -31,7 +37,7 @@ class Qwen2Config(WindowedConfig):
     """
 
     architecture = "qwen2"
-    hf = llama_counterpart("Qwen2ForCausalLM", _GROUPED, _WINDOWED, HEAD_DIM, WINDOWS)
+    hf = llama_counterpart("Qwen2ForCausalLM", GROUPED, _WINDOWED, HEAD_DIM, WINDOWS)
 
     norm_eps: Epsilon = 1e-6
 
@@ -52,7 +58,7 @@ class Qwen3Config(WindowedConfig):
 
     architecture = "qwen3"
     hf = llama_counterpart(
-        "Qwen3ForCausalLM", _GROUPED, {"attention_bias": False, **_WINDOWED}, HEAD_DIM, WINDOWS
+        "Qwen3ForCausalLM", GROUPED, {"attention_bias": False, **_WINDOWED}, HEAD_DIM, WINDOWS
     )
 
     norm_eps: Epsilon = 1e-6
@@ -61,7 +67,7 @@ class Qwen3Config(WindowedConfig):
         return replace(super().attention(layer), qk_norm="rms", qk_norm_eps=self.norm_eps)
 
 
-_EXPERTS = {
+EXPERTS = {
     "experts": "num_experts",
     "top_k": "num_experts_per_tok",
     "expert_dim": "moe_intermediate_size",
@@ -78,36 +84,22 @@ def _dense_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
     return {"dense_layers": tuple(theirs.mlp_only_layers)}
 
 
-_DENSE = Conversion(_dense_to_hf, _dense_from_hf)
+DENSE = Conversion(_dense_to_hf, _dense_from_hf)
 
 
 @dataclass(frozen=True)
-class Qwen2MoeConfig(Qwen2Config):
-    """Config of a Qwen1.5-MoE or Qwen2-MoE: experts, and a shared expert with a sigmoid gate.
+class QwenExpertsConfig(GroupedConfig):
+    """Sizes and options of layers with experts, and a shared expert with a sigmoid gate.
 
     Args:
-        num_kv_heads, head_dim, window, schedule: as in Qwen2Config.
+        num_kv_heads, head_dim: as in LlamaConfig.
         experts, top_k: number of experts of a layer, and of experts per token.
         expert_dim, shared_dim: hidden sizes of an expert and of the shared expert, 0 for no shared
             expert.
         renormalize: divide the weights of a token's experts by their sum.
         expert_period, dense_layers: layers i have experts where i + 1 is a multiple of the period
             and i is not in `dense_layers`; the others have a SwiGLU of `hidden_dim`.
-
-    Reference:
-        Qwen Team, "Qwen2 Technical Report", 2024, arXiv 2407.10671.
     """
-
-    architecture = "qwen2-moe"
-    hf = llama_counterpart(
-        "Qwen2MoeForCausalLM",
-        {**_GROUPED, **_EXPERTS, "shared_dim": "shared_expert_intermediate_size"},
-        {"qkv_bias": True, **_WINDOWED},
-        HEAD_DIM,
-        WINDOWS,
-        _DENSE,
-        weights=((r"shared_experts", "shared_expert"),),
-    )
 
     experts: Size = 8
     top_k: Size = 2
@@ -132,6 +124,31 @@ class Qwen2MoeConfig(Qwen2Config):
         )
 
 
+@dataclass(frozen=True)
+class Qwen2MoeConfig(QwenExpertsConfig, Qwen2Config):
+    """Config of a Qwen1.5-MoE or Qwen2-MoE: experts, and a shared expert with a sigmoid gate.
+
+    Args:
+        num_kv_heads, head_dim, window, schedule: as in Qwen2Config.
+        experts, top_k, expert_dim, shared_dim, renormalize, expert_period, dense_layers: as in
+            QwenExpertsConfig.
+
+    Reference:
+        Qwen Team, "Qwen2 Technical Report", 2024, arXiv 2407.10671.
+    """
+
+    architecture = "qwen2-moe"
+    hf = llama_counterpart(
+        "Qwen2MoeForCausalLM",
+        {**GROUPED, **EXPERTS, "shared_dim": "shared_expert_intermediate_size"},
+        {"qkv_bias": True, **_WINDOWED},
+        HEAD_DIM,
+        WINDOWS,
+        DENSE,
+        weights=((r"shared_experts", "shared_expert"),),
+    )
+
+
 def _neither_window_nor_shared(ours: Qwen3MoeConfig) -> dict[str, Any]:
     for name, plain in (("window", None), ("shared_dim", 0)):
         if getattr(ours, name) != plain:
@@ -149,7 +166,7 @@ class Qwen3MoeConfig(Qwen2MoeConfig):
     Args:
         num_kv_heads, head_dim, window, schedule: as in Qwen2Config.
         experts, top_k, expert_dim, shared_dim, renormalize, expert_period, dense_layers: as in
-            Qwen2MoeConfig.
+            QwenExpertsConfig.
 
     Reference:
         Qwen Team, "Qwen3 Technical Report", 2025, arXiv 2505.09388.
@@ -158,11 +175,11 @@ class Qwen3MoeConfig(Qwen2MoeConfig):
     architecture = "qwen3-moe"
     hf = llama_counterpart(
         "Qwen3MoeForCausalLM",
-        {**_GROUPED, **_EXPERTS},
+        {**GROUPED, **EXPERTS},
         {"attention_bias": False, "use_sliding_window": False},
         HEAD_DIM,
         Conversion(_neither_window_nor_shared, lambda theirs: {}),
-        _DENSE,
+        DENSE,
     )
 
     shared_dim: SizeOrZero = 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 from omniattn.models.deepseek import DeepSeekConfig, DeepSeekV2Config
 from omniattn.models.experts import MixtralConfig
 from omniattn.models.families.qwen import Qwen2MoeConfig, Qwen3MoeConfig
+from omniattn.models.families.qwen_next import Qwen3NextConfig
 from omniattn.models.jamba import JambaConfig
 from omniattn.models.model import ModelConfig
 from omniattn.reference import YarnScaling
@@ -94,6 +95,25 @@ EXPERTS: dict[str, ModelConfig] = {
     "qwen3-30b-a3b": _QWEN3_MOE,
     "qwen3-235b-a22b": replace(
         _QWEN3_MOE, dim=4096, num_layers=94, num_heads=64, hidden_dim=12288, expert_dim=1536
+    ),
+    "qwen3-next-80b-a3b": Qwen3NextConfig(
+        vocab_size=151936,
+        dim=2048,
+        num_layers=48,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        hidden_dim=5120,
+        max_positions=262144,
+        rope_base=1e7,
+        experts=512,
+        top_k=10,
+        expert_dim=512,
+        shared_dim=512,
+        linear_heads=16,
+        linear_v_heads=32,
+        linear_head_dim=128,
+        linear_v_head_dim=128,
     ),
     "jamba-v0.1": JambaConfig(
         vocab_size=65536,
