@@ -50,6 +50,7 @@ CONTENTS = {
         "finetune",
         "deploy",
         "state_space",
+        "generation",
         "caches",
         "distributed",
         "export",

@@ -77,6 +77,34 @@ def train(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "\n".join(("models:", *families))
 
 
+def generate(parser: argparse.ArgumentParser) -> None:
+    """Continue a text with a trained model, and print it while it is generated.
+
+    MODEL is a file of `omniattn train` or of save_model, a run's folder, or a folder of
+    transformers' save_pretrained. Files read and write bytes of UTF-8; folders of transformers
+    bring their tokenizer. An encoder-decoder reads the prompt as its source.
+    """
+    add = parser.add_argument
+    add("model", type=_path, metavar="MODEL", help="checkpoint, or folder")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    prompt.add_argument("--tokens", metavar="IDS", help="token ids to continue, such as 5,17,3")
+    add("--max-new-tokens", type=_not_negative, default=100, help="default: 100")
+    add("--temperature", type=float, help="default: 0.8, with --num-beams 0, which is greedy")
+    add("--top-k", type=_not_negative, default=0, help="keep the k most probable tokens")
+    add("--top-p", type=float, default=0.95, help="keep this much probability (default: 0.95)")
+    add("--min-p", type=float, default=0.0, help="keep tokens above this share of the best one")
+    add("--repetition-penalty", type=float, default=1.0, help="above 1 avoids repetitions")
+    add("--num-beams", type=_positive, default=1, help="beam search (default: 1, none)")
+    add("--length-penalty", type=float, default=1.0, help="of beam search (default: 1)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end here; may be repeated")
+    add("--num-draft-tokens", type=_not_negative, default=0, help="drafts of the model's own")
+    add("--seed", type=_seed, default=0, help="seed of the draws (default: 0)")
+    add("--dtype", choices=["float32", "bfloat16"], help="default: that of the weights")
+    add("--device", default="cpu", help="cpu (default) or cuda")
+    add("--backend", choices=["cpu", "cuda", "reference"], help="force the backend of all ops")
+
+
 def check(parser: argparse.ArgumentParser) -> None:
     """Check every op on this machine: errors against fp64, speed against the definition.
 
@@ -125,7 +153,7 @@ def hub(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
-    f.__name__: f for f in (train, check, info, hub)
+    f.__name__: f for f in (train, generate, check, info, hub)
 }
 
 
