@@ -1,5 +1,7 @@
 """torch.jit.trace of layers and models in training: values and gradients, also of other inputs.
 
+The trace is made with its own check, which traces again without gradients and compares the graphs.
+
 A program must hold ops. Python functions, which autograd calls for eager calls, would keep the
 inputs of the trace as constants, and could not be saved.
 """
@@ -49,7 +51,7 @@ def gradients(module, inputs, parameters):
 def check_trace(module, inputs, others):
     """Traces the module; runs the program often enough for TorchScript to optimize it."""
     file = io.BytesIO()
-    torch.jit.save(torch.jit.trace(module, inputs, check_trace=False), file)
+    torch.jit.save(torch.jit.trace(module, inputs), file)
     file.seek(0)
     program = torch.jit.load(file)
     named, loaded = (dict(m.named_parameters()) for m in (module, program))
@@ -85,6 +87,7 @@ def check_model(name):
         refuses_a_trace(module, tuple(inputs.values()), COMPLEX[name])
     else:
         check_trace(module, tuple(inputs.values()), tuple(t.flip(0) for t in inputs.values()))
+        torch.jit.trace(module.eval(), tuple(inputs.values()))
 
 
 def refuses_a_trace(module, inputs, names):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._C import _is_tracing as is_tracing
 from torch.compiler import is_compiling
 
 from omniattn.config import CPU_ISAS
@@ -181,7 +182,7 @@ def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
     # the number of rows varies: compare only if it matters.
     if choice.native and bool(choice.least <= x.numel() * weight.shape[0] <= choice.most):
         return True
-    if is_compiling():
+    if is_compiling() or is_tracing():
         return False
     if is_grad_enabled() and (may_need_gradient(x) or may_need_gradient(weight)):
         return False

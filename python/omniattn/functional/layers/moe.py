@@ -20,6 +20,7 @@ from omniattn.checks.arguments import (
     require_shape,
     require_tensor,
 )
+from omniattn.checks.tracing import may_train
 from omniattn.compositions.moe import moe_of_weighed_inputs
 from omniattn.ops import moe as ops
 from omniattn.ops._precision import split_bf16_of
@@ -117,7 +118,7 @@ def moe_experts(
     require_bool(op, "weigh_inputs", weigh_inputs)
     require_bool(op, "recompute", recompute)
     tensors = (x, weights, up, up_bias, down, down_bias)
-    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    trains = may_train() and any(t is not None and t.requires_grad for t in tensors)
     tokens, slots = math.prod(x.shape[:-1]), index.shape[-1]
     arguments = (
         x.reshape(tokens, x.shape[-1]),

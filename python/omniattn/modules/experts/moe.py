@@ -10,6 +10,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.checks.arguments import require_float, shown
+from omniattn.checks.tracing import may_train
 from omniattn.functional.routing import BALANCE_LOSSES, Routing
 from omniattn.functional.routing._checks import require_mask
 from omniattn.modules.base.forms import ByConfig, either
@@ -339,7 +340,7 @@ class MoE(ChannelMixer):
         """Computes balance and z-loss, times their coefficients, before assignments are dropped."""
         c = self.config
         balance_loss = z_loss = routing.scores.new_zeros(())
-        if not (self.training or torch.is_grad_enabled()):
+        if not (self.training or may_train()):
             return balance_loss, z_loss
         if c.balance_coefficient:
             balance_loss = c.balance_coefficient * self._imbalance(routing, load, token_mask)

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.checks.arguments import require_choice, shown
+from omniattn.checks.tracing import may_train
 from omniattn.functional.masks import Mask
 from omniattn.modules.attention.mla import MultiHeadLatentAttention
 from omniattn.modules.base.fields import Size
@@ -310,7 +311,7 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
         else:
             q = self._to_latents(q)
         out, lse = self._attend_to(q, k, v, index)
-        if self.training and torch.is_grad_enabled() and c.index_weight > 0:
+        if self.training and may_train() and c.index_weight > 0:
             losses.append(self._loss(q_idx, k_idx, w, q, k, lse, index))
         return self._from_latents(out) if few or not every else out
 

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.checks.arguments import shown
+from omniattn.checks.tracing import may_train
 from omniattn.functional.masks import Mask
 from omniattn.modules.base.fields import Backend, Probability, Signed, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
@@ -55,7 +56,7 @@ class Compression(nn.Module):
         """Maps (B, T, Hkv, D) to (B, whole windows in T, Hkv, D)."""
         c = self.config
         short, learned = x.shape[1] < c.compress_size, c.compress == "mlp"
-        if short and not (learned and torch.is_grad_enabled()):
+        if short and not (learned and may_train()):
             return x[:, :0]
         if not learned:
             return x.unfold(1, c.compress_size, c.compress_stride).mean(-1)

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.checks.arguments import require_choice, widen
+from omniattn.checks.tracing import may_train
 from omniattn.functional.masks import Mask
 from omniattn.modules.base.fields import Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
@@ -138,7 +139,7 @@ class RoutedBlockAttention(SparseAttention, AuxiliaryLoss):
         if c.decode == "full" and q.shape[1] < k.shape[1]:
             return functional.attention(q, k, v, causal=True, **options)
         grad = c.router_grad
-        distils = grad == "distill" and self.training and torch.is_grad_enabled()
+        distils = grad == "distill" and self.training and may_train()
         if grad == "distill" and not distils:
             grad = "none"
         means = _means(q, c.query_block), _means(k, c.block_size)
