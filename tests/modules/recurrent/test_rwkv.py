@@ -1,5 +1,6 @@
 """The layers of RWKV: their formulas, steps, older parameter names, the layers of transformers."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -275,6 +276,16 @@ def test_weights_of_rwkv_are_saved_as_they_were_loaded(version):
     saved = layer.state_dict()
     assert saved.keys() == theirs.keys()
     assert all(torch.equal(saved[name], weight) for name, weight in theirs.items())
+
+
+def test_first_layer_of_rwkv7_drops_what_it_never_reads():
+    """RWKV-LM makes and saves v0, v1 and v2 in all layers."""
+    theirs = {name: torch.randn(size) for name, size in rwkv_lm("7").items()}
+    layer = dataclasses.replace(OF_RWKV["7"], layer_idx=0).build(dtype=torch.float32)
+    layer.load_state_dict(dict(theirs))
+    saved = layer.state_dict()
+    assert theirs.keys() - saved.keys() == {"v0", "v1", "v2"}
+    assert all(torch.equal(theirs[name], weight) for name, weight in saved.items())
 
 
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n != "7"])

@@ -247,6 +247,12 @@ def _reshape_decay(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_
         state_dict[f"{prefix}time_decay"] = decay.view_as(like)
 
 
+def _drop_unused(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Drops v0, v1 and v2, which RWKV-LM saves with the first layer of RWKV-7 and never reads."""
+    for name in ("v0", "v1", "v2"):
+        state_dict.pop(prefix + name, None)
+
+
 def _reset_decay_and_bonus(layer: _HeadsTimeMix) -> None:
     c, n = layer.config, ramp(layer.config.dim, last=True)
     decay = -6 + 5 * n ** (0.7 + 1.3 * c.depth)
@@ -331,6 +337,7 @@ class RWKV7TimeMix(_HeadsTimeMix):
         }
         if c.layer_idx == 0:
             del ranks["v"]
+            self.register_load_state_dict_pre_hook(_drop_unused)
         sizes = {"k_k": (1, 1, c.dim), "k_a": (1, 1, c.dim), "r_k": (c.heads, c.head_dim)}
         for part, rank in ranks.items():
             sizes |= {f"{part}1": (c.dim, rank), f"{part}2": (rank, c.dim)}
