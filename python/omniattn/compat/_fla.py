@@ -55,9 +55,10 @@ def fla_function(
             call, tensors = choose(*args, **kwargs)
             for name, value in given.items():
                 if name not in taken and value is not None and value is not False:
+                    near = "" if name in _NOT_SUPPORTED else did_you_mean(name, named)
                     raise NotImplementedError(
                         f"{choose.__name__}: {name} is not supported, "
-                        f"got {name}={shown(value)}{did_you_mean(name, named.keys() - {name})}"
+                        f"got {name}={shown(value)}{near}"
                     )
             return run(choose.__name__, call, tensors, given)
 
