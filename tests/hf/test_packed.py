@@ -246,6 +246,23 @@ def test_compiled(kind, backend, what):
     assert_equal(gradients(ours, y), gradients(model, expected))
 
 
+def test_compiled_with_what_packed_sequences_exclude():
+    """A graph does not know whether positions separate sequences: it tells when it runs."""
+    ids, one = tokens(), torch.arange(sum(SIZES[0])).expand(2, -1)
+    model = made("lfm3").eval()
+    compiled = torch.compile(patched(model), backend="eager")
+    with torch.no_grad():
+        output = compiled(ids, position_ids=one, use_cache=True)
+        expected = model(ids, position_ids=one, use_cache=True)
+        torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        assert output.past_key_values.get_seq_length() == ids.shape[1]
+        with pytest.raises(RuntimeError, match="use_cache=False and without a cache"):
+            compiled(ids, position_ids=positions(), use_cache=True)
+        bounds = torch.tensor([0, 3, ids.shape[1] - 1])
+        with pytest.raises(RuntimeError, match="cu_seq_lens_q must grow from 0 to the number of"):
+            compiled(ids[:1], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
+
+
 def test_threads_and_pickles():
     model, ids = made("lfm3"), tokens()
     ours = pickle.loads(pickle.dumps(patched(model)))

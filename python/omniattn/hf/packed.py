@@ -185,6 +185,9 @@ def marked_starts(
 
 def _require_all_tokens(name: str, bounds: Tensor, length: int) -> None:
     if torch.compiler.is_compiling():
+        covered = (bounds[0] == 0) & (bounds[-1] == length) & (bounds.diff() >= 0).all()
+        words = f"omniattn.hf: {name} must grow from 0 to the number of tokens"
+        torch._assert_async(covered, words)
         return
     grows = bounds.ndim == 1 and len(bounds) > 1 and bool((bounds.diff() >= 0).all())
     if not grows or bounds[0] != 0 or bounds[-1] != length:
@@ -243,9 +246,16 @@ def _find(model: Any, given: Mapping[str, Any]) -> Packing | None:
             counted = _starts(document_ids(positions.expand(batch, -1)))
     starts = counted if marked is None else marked if counted is None else counted | marked
     packing = _packing(starts, batch)
-    if packing is not None:
-        _check(model, given, packing, counted)
-    return packing
+    why_not = None if packing is None else _why_not(model, given, packing, counted)
+    if why_not is None:
+        return packing
+    error, text = why_not
+    if marked is None and torch.compiler.is_compiling():
+        # Positions have no values yet; most calls have one sequence in each row.
+        assert starts is not None
+        torch._assert_async(starts.sum() == batch, text)
+        return None
+    raise error(text)
 
 
 def _require_one_sequence(model: Any, positions: Tensor, marked: Tensor | None) -> None:
@@ -275,18 +285,21 @@ def _cache(given: Mapping[str, Any]) -> Any:
     return next((given[name] for name in names if given.get(name) is not None), None)
 
 
-def _check(model: Any, given: Mapping[str, Any], packing: Packing, counted: Tensor | None) -> None:
-    """Raises for a packed call in which a layer of the model would mix sequences."""
+def _why_not(
+    model: Any, given: Mapping[str, Any], packing: Packing, counted: Tensor | None
+) -> tuple[type[Exception], str] | None:
+    """Returns the error of a packed call in which a layer of the model would mix sequences, and its
+    text."""
     kind = type(model).__name__
     if given.get("use_cache") or _cache(given) is not None:
-        raise ValueError(
+        return ValueError, (
             f"omniattn.hf: {kind} must be called with use_cache=False and without a cache if "
             "sequences are packed, as a cache has one state per row"
         )
     layers = list(model.modules())
     other = next((m for m in layers if type(m).__name__ in OTHER_MIXERS), None)
     if other is not None:
-        raise NotImplementedError(
+        return NotImplementedError, (
             f"omniattn.hf: {kind} takes no packed sequences, as {type(other).__name__} mixes "
             "tokens in its own code; pass each sequence as a separate row"
         )
@@ -294,14 +307,15 @@ def _check(model: Any, given: Mapping[str, Any], packing: Packing, counted: Tens
     without = any(type(m).__name__ in _MASKS_WITHOUT_POSITIONS for m in layers)
     told = None if without else counted
     if told is not None and (torch.compiler.is_compiling() or torch.equal(told, packing.starts)):
-        return
+        return None
     for layer in filter(asks_for_attention, layers):
         how = getattr(getattr(layer, "config", None), "_attn_implementation", None)
         if how != "omniattn":
-            raise NotImplementedError(
+            return NotImplementedError, (
                 f"omniattn.hf: {type(layer).__name__} gets a mask that does not keep these packed "
                 'sequences apart; use attn_implementation="omniattn", or patch with attention=True'
             )
+    return None
 
 
 #: Layers that have run packed sequences with gradients.
