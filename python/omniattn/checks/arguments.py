@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_compiling
 from typing_extensions import TypeIs
 
 from omniattn.ops import _library
@@ -168,7 +171,8 @@ def require_decaying(op: str, name: str, A: Tensor) -> None:
     require_strided(op, name, A)
     if not A.is_cpu or is_traced() or A.numel() == 0:
         return
-    real = (A.real if A.is_complex() else A).detach()
+    real = A.detach() if A.requires_grad else A
+    real = real.real if A.is_complex() else real
     if not real.max().item() <= 0 and (real > 0).any():
         largest = float(real[real > 0].max())
         part = f"Re {name}" if A.is_complex() else name
@@ -206,17 +210,17 @@ def require_range(
 def is_traced() -> bool:
     """Returns True inside a trace or a torch.func transform."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        is_compiling()
+        or _get_tracing_state() is not None
+        or _len_torch_dispatch_stack() > 0
+        or peek_interpreter_stack() is not None
     )
 
 
 def require_derivative(op: str, **complex_terms: Tensor | None) -> None:
     """No gradient of complex arithmetic may be wanted in a program of torch.jit.trace, since
     TorchScript takes derivatives of real numbers for it."""
-    if torch.compiler.is_compiling() or not torch._C._is_tracing() or not torch.is_grad_enabled():
+    if is_compiling() or not torch._C._is_tracing() or not torch.is_grad_enabled():
         return
     for name, t in complex_terms.items():
         if t is not None and t.requires_grad:
@@ -239,7 +243,7 @@ def makes_graph() -> bool:
     """
     modes = torch._C._TorchDispatchModeKey
     return (
-        torch.compiler.is_compiling()
+        is_compiling()
         or torch._C._get_tracing_state() is not None
         or any(torch._C._get_dispatch_mode(key) for key in (modes.PROXY, modes.FAKE))
     )
@@ -357,7 +361,7 @@ def require_number(
 
 def _fits_64_bits(value: Any) -> bool:
     """Returns True if torch can represent an int; symbols can, and comparing them adds a guard."""
-    if not isinstance(value, int) or torch.compiler.is_compiling():
+    if not isinstance(value, int) or is_compiling():
         return True
     return -(2**63) <= value < 2**63
 

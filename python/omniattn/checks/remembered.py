@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: Immutable classes of cached options. Tensors are excluded because their values change, symbols of
 #: a graph because comparing them would add guards.
-_VALUES = frozenset((bool, int, float, str, type(None), torch.dtype))
+VALUES = frozenset((bool, int, float, str, type(None), torch.dtype))
 
 
 def remembered(function: F) -> F:
@@ -25,7 +25,7 @@ def remembered(function: F) -> F:
 
     @lru_cache(maxsize=1024, typed=True)
     def kept(*args: Any) -> Any:
-        if not _VALUES.issuperset(map(type, args)):
+        if not VALUES.issuperset(map(type, args)):
             raise TypeError  # nothing is kept; the key of a kept result has the classes, too
         return function(*args)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -22,18 +22,18 @@ from omniattn.checks.arguments import (
     require_shape,
     shown,
 )
-from omniattn.checks.remembered import remembered
+from omniattn.checks.remembered import VALUES, remembered
 from omniattn.checks.tracing import may_train
 from omniattn.encoding.attention import Codes, after_layout, encode
 from omniattn.encoding.masks import BLOCK, MAX_RULES, MaskKind, Rule, Sizes
 from omniattn.encoding.options import (
-    DEFAULTS,
     NORMALIZERS,
     PLAIN_OPTIONS,
     TRANSFORMS,
     Options,
     ScoreKind,
     ScoreRule,
+    pack,
     transform_of,
 )
 from omniattn.functional.attention._common import (
@@ -97,19 +97,25 @@ def attempt(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    options: Options,
+    options: Mapping[str, Any],
     return_lse: bool,
     layout: Rule | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Returns O and lse of a call of plain tensors and plain options, or None if the call has
     others, or something that `run` must name in an error."""
-    others = options is not DEFAULTS and not all(map(is_, options[PLAIN_OPTIONS:], _NO_TENSORS))
-    if others or q.ndim != 4:
+    if q.ndim != 4:
         return None
-    settings = _settings_of(op, q, options)
+    of_call: Callable[..., Settings | None] = _settings_of_call
+    for value in options.values():
+        if type(value) is tuple:  # the window
+            of_call = _new_settings_of_call
+        elif type(value) not in VALUES:
+            return None
+    is_double = q.dtype == torch.float64
+    settings = of_call(op, q.shape[-1], is_double, *options, *options.values())
+    if settings is None or settings.dropout_p > 0:
+        return None
     if type(return_lse) is not bool or (return_lse and settings.normalizer):
-        return None
-    if settings.dropout_p > 0:
         return None
     mask: Sequence[int] | None
     score: Sequence[int] | None
@@ -124,11 +130,23 @@ def attempt(
     return found
 
 
-def _settings_of(op: str, q: Tensor, options: Options) -> Settings:
+def _new_settings_of_call(op: str, dim: int, is_double: bool, *given: Any) -> Settings | None:
+    """Returns the settings of a call whose options are `given`, first all names and then all
+    values; None if it has options that are no plain values."""
+    count = len(given) // 2
+    options = pack(op, dict(zip(given[:count], given[count:], strict=True)))
+    if not all(map(is_, options[PLAIN_OPTIONS:], _NO_TENSORS)):
+        return None
+    return _settings_of(op, dim, is_double, options)
+
+
+_settings_of_call = remembered(_new_settings_of_call)
+
+
+def _settings_of(op: str, dim: int, is_double: bool, options: Options) -> Settings:
     window = options.window_size
     if type(window) is not tuple or len(window) != 2:
         require_pair(op, "window_size", window, -1, LONGEST)
-    dim, is_double = q.shape[-1], q.dtype == torch.float64
     return _settings(op, dim, is_double, *window, *options[1:PLAIN_OPTIONS])
 
 
@@ -136,7 +154,7 @@ def checked_codes(
     op: str, q: Tensor, full: tuple[int, ...], options: Options, layout: Rule | None = None
 ) -> Codes:
     """Encodes the options for the op."""
-    settings = _settings_of(op, q, options)
+    settings = _settings_of(op, q.shape[-1], q.dtype == torch.float64, options)
     if all(map(is_, options[PLAIN_OPTIONS:-1], _NO_TENSORS)):
         mask, score, params = settings.codes
         if layout is None:

@@ -167,11 +167,11 @@ def attention(
     op = "attention"
     if is_jagged(q):
         return _attention_of_jagged(q, k, v, return_lse, backend, options)
-    packed = pack(op, options)
     if backend is None and is_plain(q, k, v):
-        found = attempt(op, q, k, v, packed, return_lse)
+        found = attempt(op, q, k, v, options, return_lse)
         if found is not None:
             return found if return_lse else found[0]
+    packed = pack(op, options)
     q, k, v = autocast(op, q, k, v)
     full = check_shapes(op, q, k, v)
     out, lse = run(op, q, k, v, full, packed, return_lse, backend)

@@ -231,12 +231,12 @@ def attention_cached(
         tensor([2., 4.])
     """
     op = "attention_cached"
-    packed = pack(op, options)
     if backend is None and block_table is None and is_plain(q, k, v, cache_seqlens):
         rule: Rule = (MaskKind.CACHED, 0, 0, (cache_seqlens,))
-        found = attempt(op, q, k, v, packed, return_lse, rule)
+        found = attempt(op, q, k, v, options, return_lse, rule)
         if found is not None:
             return found if return_lse else found[0]
+    packed = pack(op, options)
     q, k, v = autocast(op, q, k, v)
     batch, heads, tq, tk = check_shapes(op, q, k, v, paged=block_table is not None)
     require_int32_or_int64(op, "cache_seqlens", cache_seqlens, q)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -25,10 +29,12 @@ from omniattn.checks.packed import require_all_tokens
 from omniattn.encoding.sequences import Sequences
 from omniattn.ops import norm as norms
 from omniattn.ops import recurrence as ops
-from omniattn.ops._autograd import PLAIN, are_alike
+from omniattn.ops._autograd import PLAIN, are_alike, is_plain
 from omniattn.reference.precision import compute_dtype
 
 _L2_EPS = 1e-6
+#: Numbers of dimensions of log-decays, one for all channels of a head or one for each; 0 for none.
+NO_DECAY, OF_HEADS, OF_CHANNELS = 0, 3, 4
 #: Number of key heads that keeps the threads of a backward busy.
 _KEY_HEADS = 16
 
@@ -100,6 +106,52 @@ def log_decays(
     return g
 
 
+def attempt(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float | None,
+    sequences: Sequences,
+    decays: tuple[int, ...],
+    beta: Tensor | None = None,
+    delta: bool = False,
+    l2norm: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    """Runs a recurrence of plain tensors in the dtypes of the op.
+
+    Returns None for other calls, and for those that the checks must name in an error. `decays` has
+    the numbers of dimensions that g may have."""
+    initial_state, cu_seqlens, backend = sequences
+    if backend is not None or cu_seqlens is not None or type(l2norm) is not bool:
+        return None
+    if not is_plain(q, k, v, g, beta, initial_state) or q.ndim != 4:
+        return None
+    wide = compute_dtype(q)
+    for t in (g, beta, initial_state):
+        if t is not None and t.dtype != wide:
+            return None
+    if (NO_DECAY if g is None else g.ndim) not in decays:
+        return None
+    width = q.shape[-1]
+    if scale is None:
+        scale = width**-0.5 if width > 0 else 1.0
+    elif type(scale) is not float or not math.isfinite(scale):
+        return None
+    if l2norm and width > 0:
+        q, k = unit_rows(norms.norm.attempt, q, k)
+        if q is None or k is None:
+            return None
+    found: tuple[Tensor, Tensor] | None = ops.recurrence.attempt(
+        *(q, k, v, g, beta, None, None, None, None, None),
+        *(initial_state, None, scale, delta, 0, False, 0.0, False),
+    )
+    if found is not None and g is not None:
+        require_range(op, "g", g, most=0.0)
+    return found
+
+
 def delta(
     op: str,
     q: Tensor,
@@ -110,14 +162,22 @@ def delta(
     scale: float | None,
     l2norm: bool,
     sequences: Sequences,
+    decays: int = NO_DECAY,
 ) -> tuple[Tensor, Tensor]:
-    """Runs a delta rule; g is already checked."""
+    """Runs a delta rule, whose g has `decays` dimensions."""
+    found = attempt(op, q, k, v, g, scale, sequences, (decays,), beta, True, l2norm)
+    if found is not None:
+        return found
+    k, v = require_heads(op, q, k, v)
+    if decays != NO_DECAY:
+        shape = (*v.shape[:3], q.shape[-1])[:decays]
+        g = log_decays(op, "g", cast(Tensor, g), v, (shape,))
     backend = sequences.backend
     beta = widened(op, "beta", beta, v, (tuple(v.shape[:3]),))
     require_bool(op, "l2norm", l2norm)
     use_reference(op, backend, q)  # checks backend, before the norm does
     if l2norm and q.shape[-1] > 0:
-        q, k = unit_rows(backend, q, k)
+        q, k = unit_rows(implementation("rms_norm", backend, q, norms.norm), q, k)
     return run(op, q, k, v, g, scale, sequences, beta=beta, delta=True)
 
 
@@ -140,14 +200,13 @@ def low_rank(
     return run(op, q, k, v, g, scale, sequences, a=a, b=b, q_name=q_name)
 
 
-def unit_rows(backend: str | None, *tensors: Tensor) -> list[Tensor]:
+def unit_rows(norm: Callable[..., Any], *tensors: Tensor) -> list[Any]:
     """Returns x / sqrt(sum x^2 + 1e-6) for tensors of equal size and dtype.
 
-    Computed as an RMS norm whose weight K^-0.5 is passed exactly, as an offset.
+    Computed as an RMS norm, by `norm`, whose weight K^-0.5 is passed exactly, as an offset.
     """
     size = tensors[0].shape[-1]
     zeros = tensors[0].new_zeros(size)
-    norm = implementation("rms_norm", backend, tensors[0], norms.norm)
     return [norm(x, zeros, None, False, _L2_EPS / size, size**-0.5, False) for x in tensors]
 
 

@@ -7,7 +7,14 @@ from typing_extensions import Unpack
 
 from omniattn.checks.jagged import over_sequences
 from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_out
-from omniattn.functional.recurrences._common import delta, log_decays, low_rank, require_heads
+from omniattn.functional.recurrences._common import (
+    OF_CHANNELS,
+    OF_HEADS,
+    delta,
+    log_decays,
+    low_rank,
+    require_heads,
+)
 
 __all__ = ["delta_rule", "dplr_delta_rule", "gated_delta_rule", "kimi_delta_attention"]
 
@@ -51,9 +58,7 @@ def delta_rule(
         tensor([2., 5.])
     """
     op = "delta_rule"
-    sequences = sequences_of(op, options)
-    k, v = require_heads(op, q, k, v)
-    return delta(op, q, k, v, beta, None, scale, l2norm, sequences)
+    return delta(op, q, k, v, beta, None, scale, l2norm, sequences_of(op, options))
 
 
 @over_sequences("q", "k", "v", "g", "beta")
@@ -95,10 +100,7 @@ def gated_delta_rule(
         tensor([0.5000, 0.6250])
     """
     op = "gated_delta_rule"
-    sequences = sequences_of(op, options)
-    k, v = require_heads(op, q, k, v)
-    g = log_decays(op, "g", g, v, (v.shape[:3],))
-    return delta(op, q, k, v, beta, g, scale, l2norm, sequences)
+    return delta(op, q, k, v, beta, g, scale, l2norm, sequences_of(op, options), OF_HEADS)
 
 
 @over_sequences("q", "k", "v", "g", "beta")
@@ -140,10 +142,7 @@ def kimi_delta_attention(
         tensor([0.5000, 0.6250])
     """
     op = "kimi_delta_attention"
-    sequences = sequences_of(op, options)
-    k, v = require_heads(op, q, k, v)
-    g = log_decays(op, "g", g, v, ((*v.shape[:3], q.shape[-1]),))
-    return delta(op, q, k, v, beta, g, scale, l2norm, sequences)
+    return delta(op, q, k, v, beta, g, scale, l2norm, sequences_of(op, options), OF_CHANNELS)
 
 
 @over_sequences("q", "k", "v", "a", "b", "g")

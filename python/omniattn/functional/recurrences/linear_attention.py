@@ -21,6 +21,9 @@ from omniattn.checks.arguments import (
 from omniattn.checks.jagged import over_sequences
 from omniattn.encoding.sequences import SequenceOptions, Sequences, sequences_of, spelled_out
 from omniattn.functional.recurrences._common import (
+    OF_CHANNELS,
+    OF_HEADS,
+    attempt,
     log_decays,
     repeated,
     require_heads,
@@ -229,6 +232,9 @@ def gated_linear_attention(
     """
     op = "gated_linear_attention"
     sequences = sequences_of(op, options)
+    found = attempt(op, q, k, v, g, scale, sequences, (OF_HEADS, OF_CHANNELS))
+    if found is not None:
+        return found
     k, v = require_heads(op, q, k, v)
     g = log_decays(op, "g", g, v, (v.shape[:3], (*v.shape[:3], q.shape[-1])))
     return run(op, q, k, v, g, scale, sequences)
