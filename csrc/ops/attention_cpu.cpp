@@ -112,11 +112,9 @@ void run_paths_of_level(const Table& table, std::span<Params> problems, const F&
   }
 }
 
-// Runs problems of any level, one level after the other. Takes a copy, which it reorders: callers
-// add gradients up in their own order.
+// Runs problems of any level, one level after the other, and reorders them.
 template <class Table, class Params, class F>
-void run_paths(const Table& table, std::vector<Params> all, const F& heads) {
-  std::span<Params> problems(all);
+void run_paths(const Table& table, std::span<Params> problems, const F& heads) {
   while (!problems.empty()) {
     const Isa isa = isa_of(problems[0].problem);
     const auto rest = std::stable_partition(problems.begin(), problems.end(), [&](const Params& x) {
@@ -136,15 +134,17 @@ std::vector<Params> problems_of(const Params& x, const Sequences& sequences) {
   for (const Sequence& s : sequences.list()) {
     if (s.tq > 0) problems.push_back(of_sequence(x, s));
   }
-  std::stable_sort(problems.begin(), problems.end(), [](const Params& a, const Params& b) {
-    return a.problem.tq * a.problem.tk > b.problem.tq * b.problem.tk;
-  });
+  if (problems.size() > 1) {  // a sort allocates memory even for one
+    std::stable_sort(problems.begin(), problems.end(), [](const Params& a, const Params& b) {
+      return a.problem.tq * a.problem.tk > b.problem.tq * b.problem.tk;
+    });
+  }
   return problems;
 }
 
-// Expands the table term into the returned memory and points `relative` to it.
-Tensor expand_table(AttentionProblem& p) {
-  if (p.table.kind == ScoreKind::none) return buffer(0, p.dtype);
+// Expands the table term, if there is one, into the returned memory and points `relative` to it.
+OptTensor expand_table(AttentionProblem& p) {
+  if (p.table.kind == ScoreKind::none) return std::nullopt;
   const bool relative = is_relative(p.table.kind);
   const int64_t plane = plane_elements(p);
   const Tensor memory = buffer(table_heads(p) * plane, p.dtype);
@@ -306,26 +306,27 @@ void decode_seed(Call& call, const Tensor& seed) { read_seed(call, seed); }
 
 void run_forward(AttentionForwardParams f, const Sequences& sequences) {
   set_interpreter(f.problem);
-  const Tensor table = expand_table(f.problem);
+  const OptTensor table = expand_table(f.problem);
   auto problems = problems_of(f, sequences);
   Tensors gathered;
   for (Forward& x : problems) {
     const bool reads_pages = takes_decode_path_cpu(x.problem);
     if (x.problem.pages.table != nullptr && !reads_pages) gather_pages(x.problem, gathered);
   }
-  run_paths(kForwardPaths, problems, kv_heads);
+  run_paths(kForwardPaths, std::span(problems), kv_heads);
   for (const Forward& x : problems) fit_tail(x, gathered);
 }
 
 void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
   set_interpreter(x.problem);
-  const Tensor table = expand_table(x.problem);
+  const OptTensor table = expand_table(x.problem);
   auto problems = problems_of(x, sequences);
   const int64_t owners = total(problems, owners_of);
   for (Backward& b : problems) b.splits = backward_splits(b, owners);
   const GradientParts parts(x, problems);
+  // Runs a copy: gradients are added up in the order of `problems`.
   const auto run = [](std::vector<Backward> some) {
-    run_paths(kBackwardPaths, std::move(some), owners_of);
+    run_paths(kBackwardPaths, std::span(some), owners_of);
   };
   // Sequences that add to a shared gradient run one by one.
   const bool shares_bias = x.grad_bias != nullptr && x.grad_bias_stride_b == 0;
@@ -339,13 +340,13 @@ void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
 
 void run_weights(AttentionWeightsParams w) {
   set_interpreter(w.problem);
-  const Tensor table = expand_table(w.problem);
+  const OptTensor table = expand_table(w.problem);
   kWeightsPaths.first(w.problem).run(w);
 }
 
 void run_select(AttentionSelectParams x) {
   set_interpreter(x.problem);
-  const Tensor table = expand_table(x.problem);
+  const OptTensor table = expand_table(x.problem);
   run<AttentionSelectParams>(
       attention_select_kernels_on(isa_of(x.problem), x.problem.dtype).select, {&x, 1},
       [](const AttentionSelectParams& y) { return forward_items(y.problem); },

@@ -57,9 +57,9 @@ inline ScalarType scalar_type(DType dtype) {
 
 // The name that torch prints, without "torch.".
 inline const char* name_of(ScalarType type) {
-  constexpr const char* kNames[] = {"uint8",     "int8",      "int16",      "int32",
-                                    "int64",     "float16",   "float32",    "float64",
-                                    "complex32", "complex64", "complex128", "bool"};
+  static constexpr const char* kNames[] = {"uint8",     "int8",      "int16",      "int32",
+                                           "int64",     "float16",   "float32",    "float64",
+                                           "complex32", "complex64", "complex128", "bool"};
   const auto number = static_cast<size_t>(type);
   if (number < std::size(kNames)) return kNames[number];
   return type == ScalarType::BFloat16 ? "bfloat16" : "another dtype";
