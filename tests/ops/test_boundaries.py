@@ -129,3 +129,45 @@ def test_functions_without_a_spec(call, ends, missed):
 def test_documents_of_boundaries_start_at_zero():
     with pytest.raises(ValueError, match="Documents: cu_seqlens must grow from 0"):
         masks.Documents.from_cu_seqlens(torch.tensor([3, 10]))
+
+
+def keys_of_a_cache(x, lengths):
+    x = x.view(2, 5, 1, 3)
+    return functional.attention_cached(x, x, x, lengths, causal=True, backend="reference")
+
+
+def experts(x, index):
+    up, down = torch.ones(4, 6, 3), torch.ones(4, 3, 3)
+    weights = torch.ones(index.shape)
+    return functional.moe_experts(x[:, 0], index, weights, up, down, backend="reference")
+
+
+class Defined(torch.nn.Module):
+    """A function of two tensors, for torch.export."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x, numbers):
+        return self.function(x, numbers)
+
+
+@pytest.mark.parametrize(
+    ("function", "numbers", "wrong"),
+    [
+        (lambda x, cu: packed_attention(x, cu, causal=True, backend="reference"), [0, 4, 10], 9),
+        (keys_of_a_cache, [3, 5], 6),
+        (experts, [[0, 3]] * 10, 4),
+    ],
+    ids=["attention_varlen", "attention_cached", "moe_experts"],
+)
+def test_definitions_that_read_values_are_exported_and_compiled(function, numbers, wrong):
+    call = torch.randn(10, 1, 3), torch.tensor(numbers)
+    want, outside = function(*call), call[1].clone()
+    outside.view(-1)[-1] = wrong
+    program = torch.export.export(Defined(function), call).module()
+    for graph in (program, torch.compile(function, dynamic=True, backend="eager")):
+        torch.testing.assert_close(graph(*call), want)
+        with pytest.raises(RuntimeError, match=r"must (grow from 0 to|lie in|be in)"):
+            graph(call[0], outside)

@@ -171,10 +171,17 @@ def cut(t: Tensor, n: int, rows: int, columns: int) -> Tensor:
     return t[..., :columns] if t.shape[3] > 1 else t
 
 
+def known(kind: int) -> MaskKind:
+    """Returns the kind as a constant: torch.compile may have it as a symbol, which is never equal
+    to a member of an enum."""
+    return MaskKind(kind)
+
+
 def of_sequence(rules: Sequence[Rule], n: int, tq: int, tk: int) -> list[Rule]:
     """Returns the rules for sequence n, of lengths tq and tk, in a packed or cached batch."""
-    found = []
-    for kind, a, b, side in rules:
+    found: list[Rule] = []
+    for code, a, b, side in rules:
+        kind = known(code)
         if kind == MaskKind.TENSOR:
             side = (cut(side[0], n, tq, tk),)
         elif kind == MaskKind.BLOCKS:
@@ -197,7 +204,7 @@ def visible(rules: Sequence[Rule], sizes: Sizes, queries: tuple[int, int] | None
     k = torch.arange(sizes.tk, device=sizes.device)[None, :]
     allowed = torch.ones(q.shape[0], sizes.tk, dtype=torch.bool, device=sizes.device)
     for kind, a, b, side in rules:
-        allowed = allowed & _visible(kind, a, b, side, q, k, sizes, rows)
+        allowed = allowed & _visible(known(kind), a, b, side, q, k, sizes, rows)
     return allowed
 
 

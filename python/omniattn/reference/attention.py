@@ -306,7 +306,8 @@ def softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     if sinks is not None:
         s = torch.cat((s, sinks[:, None, None].expand(*s.shape[:-1], 1)), -1)
     # In a fully masked row, finite values replace maximum and sum: gradients are 0, not NaN.
-    top = s.detach().amax(-1, keepdim=True) if s.shape[-1] > 0 else s.new_zeros(*s.shape[:-1], 1)
+    # The added column is the maximum of no keys, whose number a graph may not know.
+    top = torch.nn.functional.pad(s.detach(), (0, 1), value=-math.inf).amax(-1, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0)
     p = torch.exp(s - top)
     total = p.sum(-1, keepdim=True)

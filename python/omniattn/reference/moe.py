@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from omniattn.reference.activation import clamped_swiglu
 from omniattn.reference.empty import nothing_of
 from omniattn.reference.precision import widen
+from omniattn.reference.values import require_values
 from omniattn.reference.vmap import require_not_mapped
 
 _GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -60,12 +61,12 @@ def moe_experts(
     With `weigh_inputs` the weights multiply x instead of the experts' outputs.
     """
     require_not_mapped("moe_experts", "index", index)
-    outside = index[(index < -1) | (index >= up.shape[0])]
-    if outside.numel() > 0:
-        raise RuntimeError(
-            f"moe_experts: index must be in [0, {up.shape[0]}) or -1 for none, "
-            f"got index={int(outside[0])}"
-        )
+    outside = (index < -1) | (index >= up.shape[0])
+    error = f"moe_experts: index must be in [0, {up.shape[0]}) or -1 for none"
+    if torch.compiler.is_compiling():
+        require_values(error, ~outside)
+    elif outside.any():
+        raise RuntimeError(f"{error}, got index={int(index[outside][0])}")
     y = experts_in_dtype(
         widen(x),
         index,
