@@ -55,8 +55,13 @@ CONTENTS = {
         "distributed",
         "export",
         "precision",
+        "calculators",
+        "worked_numbers",
     ],
-    "API": ["functional", "masks", "modules", "models", "training", "hf", "compat", "reference"],
+    "API": [
+        *("functional", "masks", "modules", "models", "training", "calculate", "hf", "compat"),
+        "reference",
+    ],
     "Support and speed": [
         *("ops", "variants", "benchmarks", "hf_models", "goals", "accuracy", "cuda"),
         "cuda_resources",

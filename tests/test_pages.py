@@ -38,13 +38,19 @@ def test_distributed():
 
 
 @pytest.mark.parametrize(
-    "page", ["caches", "deploy", "export", "fast", "hybrids", "own_variant", "state_space"]
+    "page",
+    [
+        *("caches", "calculators", "deploy", "export", "fast", "hybrids", "own_variant"),
+        "state_space",
+    ],
 )
 def test_pages_of_layers(page, one_thread):
     run_page(f"docs/{page}.md")
 
 
-@pytest.mark.parametrize("package", ["functional", "modules", "models", "training", "hf"])
+@pytest.mark.parametrize(
+    "package", ["functional", "modules", "models", "training", "calculate", "hf"]
+)
 def test_api_reference_lists_every_public_name(package):
     text = (ROOT / f"docs/api/{package}.rst").read_text(encoding="utf-8")
     public = importlib.import_module(f"omniattn.{package}").__all__

@@ -19,6 +19,7 @@ if _config.LIBRARY_DIR is not None:
     __path__.insert(0, str(_config.LIBRARY_DIR))
 
 if TYPE_CHECKING:
+    from omniattn import calculate as calculate
     from omniattn import compat as compat
     from omniattn import functional as functional
     from omniattn import hf as hf
@@ -31,7 +32,7 @@ __version__ = "0.1.0"
 __all__ = ["functional", "models", "modules", "reference", "training"]
 
 _EAGER = ("functional", "reference")
-_LAZY = ("compat", "hf", "models", "modules", "testing", "training")
+_LAZY = ("calculate", "compat", "hf", "models", "modules", "testing", "training")
 
 
 @functools.cache

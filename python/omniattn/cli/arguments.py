@@ -152,8 +152,40 @@ def hub(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def calc(parser: argparse.ArgumentParser) -> None:
+    """Calculate parameters, operations, memory and times of models, without running them.
+
+    A model is a preset of omniattn.models, such as llama-3-8b, a Hugging Face config.json or its
+    folder, or FILE.py:NAME, the config NAME of a Python file, which is executed. Operations count a
+    multiply-add as two and attention by its visible pairs. Times are the least that the given
+    ceilings allow: all weights and caches are read once.
+    """
+    add = parser.add_argument
+    add("models", nargs="*", metavar="model", help="preset, config.json, folder or FILE.py:NAME")
+    add(
+        "--compare",
+        nargs="+",
+        default=[],
+        metavar="MODEL",
+        help="further models, side by side",
+    )
+    add("--context", type=_positive, help="tokens of a sequence (default: 2048, or all positions)")
+    add("--batch", type=_positive, default=1, help="sequences (default: 1)")
+    add(
+        "--dtype",
+        choices=["bf16", "fp16", "fp32", "fp64"],
+        default="bf16",
+        help="of weights, caches and scores (default: bf16)",
+    )
+    add("--peak", type=_rate, metavar="TFLOPS", help="operations per second, in 10^12")
+    add("--bandwidth", type=_rate, metavar="GBS", help="bytes per second, in 10^9")
+    add("--patterns", action="store_true", help="count the pairs of sparse patterns")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--plot", type=_path, metavar="FILE", help="draw the models, for example calc.png")
+
+
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
-    f.__name__: f for f in (train, generate, check, info, hub)
+    f.__name__: f for f in (train, generate, check, info, calc, hub)
 }
 
 
@@ -198,6 +230,16 @@ def _not_negative(text: str) -> int:
     value = _integer(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
+    return value
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be finite and > 0, got {text}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Plots of a training run."""
+"""Plots of a training run, and the figures of all plots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def _figure(**options: Any) -> Figure:
+def new_figure(**options: Any) -> Figure:
+    """Returns an empty figure that needs no display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -22,7 +23,8 @@ def _figure(**options: Any) -> Figure:
     return pyplot.figure(layout="constrained", **options)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes and closes a figure."""
     from matplotlib import pyplot
 
     figure.savefig(path, dpi=120)
@@ -31,7 +33,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 def plot_losses(trainer: Trainer, reference: Trainer | None, path: Path) -> None:
     """Plots the training, held-out and reference losses over steps."""
-    figure = _figure(figsize=(8, 5))
+    figure = new_figure(figsize=(8, 5))
     axes = figure.subplots()
     axes.plot(trainer.losses, lw=1, color="tab:blue", label="training")
     points = [(point["step"], point["loss"]) for point in trainer.held_out]
@@ -49,7 +51,7 @@ def plot_losses(trainer: Trainer, reference: Trainer | None, path: Path) -> None
     axes.set_ylabel(f"loss ({trainer.task.unit})")
     axes.grid(alpha=0.3)
     axes.legend()
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_load(trainer: Trainer, path: Path) -> None:
@@ -57,7 +59,7 @@ def plot_load(trainer: Trainer, path: Path) -> None:
     loads = torch.stack(trainer.routers.loads).double().permute(1, 2, 0)
     relative = (loads / loads.mean(1, keepdim=True)).numpy()  # (layers, experts, steps)
     layers = len(relative)
-    figure = _figure(figsize=(8, 2 + 1.4 * layers))
+    figure = new_figure(figsize=(8, 2 + 1.4 * layers))
     *pictures, axes = figure.subplots(layers + 1, sharex=True)
     for layer, picture in enumerate(pictures):
         shown = picture.imshow(
@@ -70,4 +72,4 @@ def plot_load(trainer: Trainer, path: Path) -> None:
     axes.legend(ncols=4, fontsize="small")
     axes.grid(alpha=0.3)
     pictures[0].set_title(f"{trainer.config.model}: load of the experts of each MoE layer")
-    _save(figure, path)
+    save_figure(figure, path)

@@ -58,11 +58,11 @@ def from_hf(
     from transformers import AutoConfig
 
     theirs = AutoConfig.from_pretrained(folder, local_files_only=True)
-    config = replace(_kind(theirs).from_hf(theirs), backend=backend)
+    config = replace(kind_of_hf(theirs).from_hf(theirs), backend=backend)
     return _filled(config, _loaded(config.counterpart.model, folder))
 
 
-def _kind(theirs: PreTrainedConfig) -> type[ModelConfig]:
+def kind_of_hf(theirs: PreTrainedConfig) -> type[ModelConfig]:
     """Returns the config class for a config, by the name of its model if it has one."""
     if theirs.architectures:
         return config_of_hf(theirs.architectures[0])
