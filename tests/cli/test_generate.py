@@ -92,6 +92,9 @@ def test_an_encoder_decoder_reads_the_prompt(tmp_path, capsys):
             "temperature must be 0 with num_beams=2",
         ),
         (["{path}", "--prompt", "a", "--num-draft-tokens", "1"], "must be at most 0"),
+        (["{path}", "--prompt", "a", "--device", "tpu"], "cannot use --device tpu: "),
+        (["{path}", "--prompt", "a", "--device", "meta"], "device meta: it must be cpu or cuda"),
+        (["{path}", "--prompt", "a", "--backend", "cuda"], "--backend cuda with --device cpu"),
     ],
 )
 def test_errors_are_one_line(checkpoint, capsys, arguments, message):

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from omniattn.cli.device import require_device
 from omniattn.cli.errors import CommandError, require
 from omniattn.models import CheckpointError, Model, from_hf, generate, load_model, stream
 from omniattn.models.generation import Generator
@@ -87,6 +88,7 @@ class Printer:
 def run(args: argparse.Namespace) -> int:
     """Generates and prints the text; the speed goes to stderr."""
     require("safetensors")
+    require_device(args.device, args.backend)
     path = _path(args.model)
     tokenizer = _tokenizer(path, args.tokens)
     prompt = _ids(tokenizer, args.tokens if args.prompt is None else args.prompt, prompt=True)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from omniattn.cli.config_file import read_config
+from omniattn.cli.device import require_device
 from omniattn.cli.errors import CommandError, require, writing
 from omniattn.cli.plots import plot_load, plot_losses
 from omniattn.models import CheckpointError, ModelConfig
@@ -197,14 +198,8 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
     except (ImportError, ValueError) as error:
         raise CommandError(f"{source}: {error}") from error
 
-    try:
-        if torch.device(args.device).type not in ("cpu", "cuda"):
-            raise CommandError(f"cannot use --device {args.device}: it must be cpu or cuda")
-        trainer = Trainer(config, task, device=args.device, backend=args.backend)
-    except (RuntimeError, AssertionError) as error:  # torch's message for a device that it lacks
-        raise CommandError(f"cannot use --device {args.device}: {error}") from error
-    if args.backend not in (None, "reference", torch.device(trainer.device).type):
-        raise CommandError(f"cannot use --backend {args.backend} with --device {args.device}")
+    require_device(args.device, args.backend)
+    trainer = Trainer(config, task, device=args.device, backend=args.backend)
     with writing(checkpoint.parent):
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
         probe = checkpoint.with_name(f".probe-{os.getpid()}")
