@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_presets import FAMILIES, SMALL
 
-from omniattn.models import CheckpointError, Model, from_hf, generate
+from omniattn.models import BlocksConfig, CheckpointError, Model, from_hf, generate
+from omniattn.modules import Attention, DecoderBlock, LayerNorm, RWKV4TimeMix, RWKVChannelMix
 
 
 def pair(config, dtype=torch.float64, std=0.2):
@@ -33,7 +34,7 @@ def assert_same_gradients(ours, theirs, rounding):
             parameter.data = parameter.grad
     for own, other in ours.config.counterpart.pairs(ours, theirs):
         got, want = (torch.cat([t.flatten() for t in side]) for side in (own, other))
-        scale = want.abs().max().item()
+        scale = max(want.abs().max().item(), 1e-4)  # those of keys' biases are 0
         torch.testing.assert_close(got, want, rtol=1e-4, atol=rounding * scale)
 
 
@@ -76,6 +77,8 @@ def test_tokens_are_those_of_transformers_and_of_the_full_forward(name):
         ("qwen3-moe", "use_sliding_window", True),
         ("deepseek-v2", "topk_method", "noaux_tc"),
         ("deepseek-v2", "rms_norm_eps", 1e-5),
+        ("bloom", "apply_residual_connection_post_layernorm", True),
+        ("mpt", "expansion_ratio", 2),
         ("gemma2", "hidden_activation", "silu"),
         ("gemma2", "attention_bias", True),
         ("gemma2", "use_bidirectional_attention", True),
@@ -86,6 +89,17 @@ def test_options_that_are_absent_here_are_named(name, option, value):
     setattr(config, option, value)
     with pytest.raises(NotImplementedError, match=f"{option} must be .*, got {option}={value!r}"):
         type(FAMILIES[name]).from_hf(config)
+
+
+def test_options_of_attention_are_named():
+    config = FAMILIES["mpt"].to_hf()
+    config.attn_config.clip_qkv = 8.0
+    with pytest.raises(NotImplementedError, match="clip_qkv of attn_config must be None, got clip"):
+        type(FAMILIES["mpt"]).from_hf(config)
+    with pytest.raises(ValueError, match="Attention: alibi must be None with cross=True"):
+        Attention.Config(8, 2, causal=False, cross=True, alibi=8.0)
+    with pytest.raises(ValueError, match="alibi_slopes must be None, as the config has alibi=8"):
+        Attention(8, 2, alibi=8.0)(torch.ones(1, 3, 8), alibi_slopes=torch.ones(2))
 
 
 def test_options_that_transformers_lacks_are_named():
@@ -99,6 +113,32 @@ def test_options_that_transformers_lacks_are_named():
         replace(FAMILIES["qwen3-next"], schedule=("swa",))
     with pytest.raises(ValueError, match="Qwen2Config: window must be given for layers of kind"):
         replace(FAMILIES["qwen2"], schedule=("swa",))
+
+
+@torch.no_grad()
+def test_a_norm_of_the_embeddings_is_what_the_first_block_reads():
+    torch.manual_seed(0)
+    norm = LayerNorm.Config(24)
+    mixer, mlp = RWKV4TimeMix.Config(24, 0, 1), RWKVChannelMix.Config(24, 0, 1, receptance=True)
+    blocks = (DecoderBlock.Config(mixer, mlp, norm),)
+    config = BlocksConfig(dim=24, num_layers=1, blocks=blocks, embedding_norm=norm)
+    assert BlocksConfig.from_dict(config.to_dict()) == config
+    model, tokens = config.build(dtype=torch.float64), torch.randint(256, (2, 9))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    plain = replace(config, embedding_norm=None).build(dtype=torch.float64)
+    state = model.state_dict()
+    first = model.embed_norm(state["embed_tokens.weight"])
+    weights = {n: t for n, t in state.items() if not n.startswith("embed_norm")}
+    plain.load_state_dict(weights | {"embed_tokens.weight": first})
+    torch.testing.assert_close(model(tokens), plain(tokens))
+    states = model.new_state(2, 9)
+    steps = [model(part, state=states) for part in tokens.split([5, 1, 3], 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), model(tokens))
+    with pytest.raises(
+        TypeError, match="BlocksConfig: embedding_norm must be the Config of LayerNorm"
+    ):
+        replace(config, embedding_norm=mlp)
 
 
 FOLDERS = ("mistral", "qwen2-moe", "gemma2", "gpt2", "t5", "bert-classifier", "mamba2", "deepseek")

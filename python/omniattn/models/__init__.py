@@ -8,6 +8,7 @@ from omniattn.models.decoder import Decoder
 from omniattn.models.deepseek import DeepSeekConfig, DeepSeekV2Config, MLAConfig
 from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
+from omniattn.models.families.alibi import BloomConfig, MPTConfig
 from omniattn.models.families.gemma import Gemma2Config
 from omniattn.models.families.mistral import MistralConfig
 from omniattn.models.families.qwen import (
@@ -41,6 +42,7 @@ __all__ = [
     "BertClassifierConfig",
     "BertConfig",
     "BlocksConfig",
+    "BloomConfig",
     "CheckpointError",
     "Decoder",
     "DeepSeekConfig",
@@ -54,6 +56,7 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "MLAConfig",
+    "MPTConfig",
     "Mamba2Config",
     "MambaConfig",
     "MistralConfig",

@@ -10,6 +10,7 @@ from omniattn.checks.arguments import shown
 from omniattn.models.decoder import Decoder
 from omniattn.modules import DecoderBlock, LearnedPositional, RotaryEmbedding
 from omniattn.modules.base.layer import LayerConfig
+from omniattn.modules.base.mixer import Norm
 
 #: Named patterns of layers with sliding-window ("swa") or full attention, repeated from the first
 #: layer on. gpt3: Brown et al. 2020, arXiv 2005.14165; gemma2: Gemma Team 2024, arXiv 2408.00118;
@@ -66,6 +67,7 @@ class BlocksConfig(Decoder.Config):
         positions: position embedding added to the token embedding.
         schedule: chooses between two blocks, the first for "swa" and the second for "full", by a
             name, a ratio or a list: see :func:`layer_schedule`.
+        embedding_norm: norm of the embeddings, which the first block reads (RWKV's ln0).
 
     Example:
         >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
@@ -86,11 +88,14 @@ class BlocksConfig(Decoder.Config):
     rope: RotaryEmbedding.Config | None = None
     positions: LearnedPositional.Config | None = None
     schedule: str | tuple[str, ...] | None = None
+    embedding_norm: LayerConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.blocks:
             raise ValueError("BlocksConfig: blocks must not be empty, got blocks=()")
+        if self.embedding_norm is not None:
+            Norm.require_config("BlocksConfig", "embedding_norm", self.embedding_norm)
         for block in self.blocks:
             if not isinstance(block, DecoderBlock.Config):
                 raise TypeError(

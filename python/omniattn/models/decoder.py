@@ -99,6 +99,11 @@ class Decoder(Model, Stateful):
             return None
 
         @property
+        def embedding_norm(self) -> LayerConfig | None:
+            """Config of the norm of the embeddings, or None without one."""
+            return None
+
+        @property
         def embedding_scale(self) -> float:
             """Factor of the token embeddings."""
             return 1.0
@@ -151,6 +156,9 @@ class Decoder(Model, Stateful):
             if c.positions is None
             else LearnedPositional(c.positions, device=device, dtype=dtype)
         )
+        self.embed_norm: nn.Module | None = None
+        if c.embedding_norm is not None:
+            self.embed_norm = c.embedding_norm.build(device=device, dtype=dtype)
         self.dropout = Dropout(c.dropout_p)
         self.rotary = None if c.rope is None else RotaryEmbedding(c.rope)
         self.layers = nn.ModuleList(self._blocks(device=device, dtype=dtype))
@@ -251,6 +259,8 @@ class Decoder(Model, Stateful):
         x, residual = self.embed_tokens(tokens), None
         if self.embed_positions is not None:
             x = self.embed_positions(x, positions)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
         x = sequences.restored(self.dropout(x))
         recompute = self.config.gradient_checkpointing and state is None and torch.is_grad_enabled()
         shared = {"embeddings": x}

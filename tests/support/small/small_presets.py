@@ -5,6 +5,7 @@ import math
 from omniattn.models import (
     BertClassifierConfig,
     BertConfig,
+    BloomConfig,
     DeepSeekConfig,
     DeepSeekV2Config,
     FalconMambaConfig,
@@ -15,6 +16,7 @@ from omniattn.models import (
     MambaConfig,
     MistralConfig,
     MixtralConfig,
+    MPTConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -147,6 +149,9 @@ FAMILIES = {
         linear_head_dim=8,
         linear_v_head_dim=12,
     ),
+    "bloom": BloomConfig(**_SIZES, norm_eps=1e-6),
+    "bloom-untied": BloomConfig(**_SIZES | {"num_heads": 3}, tie_embeddings=False),
+    "mpt": MPTConfig(**_SIZES | {"num_heads": 6}),
     "deepseek-v2": DeepSeekV2Config(
         **_SIZES,
         **_LATENT,

@@ -5,13 +5,36 @@ from __future__ import annotations
 from dataclasses import replace
 
 from omniattn.models.bert import BertConfig
+from omniattn.models.blocks import BlocksConfig
+from omniattn.models.families.alibi import BloomConfig, MPTConfig
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.mamba import MambaConfig
 from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import ModelConfig
 from omniattn.models.t5 import T5Config
 from omniattn.models.vision import SwinConfig, ViTConfig
+from omniattn.modules import DecoderBlock, LayerNorm, RWKV4TimeMix, RWKVChannelMix
 
+
+def _rwkv4(dim: int, num_layers: int) -> BlocksConfig:
+    """Returns an RWKV-4 of the Pile's vocabulary."""
+    norm = LayerNorm.Config(dim)
+    blocks = []
+    for layer in range(num_layers):
+        place = dim, layer, num_layers
+        mlp = RWKVChannelMix.Config(*place, receptance=True)
+        blocks.append(DecoderBlock.Config(RWKV4TimeMix.Config(*place), mlp, norm))
+    return BlocksConfig(
+        vocab_size=50277,
+        dim=dim,
+        num_layers=num_layers,
+        blocks=tuple(blocks),
+        embedding_norm=norm,
+    )
+
+
+_BLOOM = BloomConfig(vocab_size=250880, dim=1024, num_layers=24, num_heads=16)
+_MPT = MPTConfig(vocab_size=50432, dim=4096, num_layers=32, num_heads=32)
 _GPT2 = GPT2Config(vocab_size=50257, dim=768, num_layers=12, num_heads=12, dropout_p=0.1)
 _BERT = BertConfig(
     vocab_size=30522, dim=768, num_layers=12, num_heads=12, hidden_dim=3072, dropout_p=0.1
@@ -57,6 +80,20 @@ OTHERS: dict[str, ModelConfig] = {
     "gpt2-medium": replace(_GPT2, dim=1024, num_layers=24, num_heads=16),
     "gpt2-large": replace(_GPT2, dim=1280, num_layers=36, num_heads=20),
     "gpt2-xl": replace(_GPT2, dim=1600, num_layers=48, num_heads=25),
+    "bloom-560m": _BLOOM,
+    "bloom-1b1": replace(_BLOOM, dim=1536),
+    "bloom-1b7": replace(_BLOOM, dim=2048),
+    "bloom-3b": replace(_BLOOM, dim=2560, num_layers=30, num_heads=32),
+    "bloom-7b1": replace(_BLOOM, dim=4096, num_layers=30, num_heads=32),
+    "bloom": replace(_BLOOM, dim=14336, num_layers=70, num_heads=112),
+    "mpt-7b": _MPT,
+    "mpt-30b": replace(_MPT, dim=7168, num_layers=48, num_heads=64),
+    "rwkv-4-169m": _rwkv4(768, 12),
+    "rwkv-4-430m": _rwkv4(1024, 24),
+    "rwkv-4-1b5": _rwkv4(2048, 24),
+    "rwkv-4-3b": _rwkv4(2560, 32),
+    "rwkv-4-7b": _rwkv4(4096, 32),
+    "rwkv-4-14b": _rwkv4(5120, 40),
     "bert-base": _BERT,
     "bert-large": replace(_BERT, dim=1024, num_layers=24, num_heads=16, hidden_dim=4096),
     "t5-small": _T5,

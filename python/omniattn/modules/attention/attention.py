@@ -13,7 +13,15 @@ from omniattn.checks.arguments import clamp, require_number, shown
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
-from omniattn.modules.base.fields import Backend, Epsilon, Probability, Signed, Size, WindowSize
+from omniattn.modules.base.fields import (
+    Backend,
+    Epsilon,
+    Positive,
+    Probability,
+    Signed,
+    Size,
+    WindowSize,
+)
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.heads import HeadsConfig
 from omniattn.modules.base.jagged import Sequences, sequences_of
@@ -101,6 +109,7 @@ class Attention(Mixer):
             normalizer: "softmax", or elementwise "sigmoid" with a bias of -ln n.
             norm_n: n of "sigmoid"; 1 for no bias; None for the number of keys, for which decoding
                 would be inexact and raises an error.
+            alibi: largest exponent of ALiBi's slopes, 8 in its paper; None for no ALiBi.
         """
 
         causal: bool = True
@@ -126,6 +135,7 @@ class Attention(Mixer):
         qk_norm_offset: float = 0.0
         normalizer: str = "softmax"
         norm_n: Size | None = None
+        alibi: Positive | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -151,6 +161,10 @@ class Attention(Mixer):
                 raise ValueError(
                     'Attention: qk_norm_offset needs qk_norm "rms" or "rms_full", '
                     f"got qk_norm={shown(self.qk_norm)}, qk_norm_offset={self.qk_norm_offset}"
+                )
+            if self.cross and self.alibi is not None:
+                raise ValueError(
+                    f"Attention: alibi must be None with cross=True, got alibi={self.alibi}"
                 )
             if self.normalizer == "softmax" and self.norm_n is not None:
                 raise ValueError(f"Attention: norm_n needs sigmoid, got norm_n={self.norm_n}")
@@ -319,6 +333,8 @@ class Attention(Mixer):
                 sequence, including the tokens in `state`; in cross-attention, rows of x and source.
         """
         c = self.config
+        if c.alibi is not None:
+            alibi_slopes = self._alibi(c.alibi, alibi_slopes, x)
         cache = require_cache("Attention", state)
         x, sequences = sequences_of("Attention", "x", x, state=cache)
         require_tokens("Attention", x, c.dim)
@@ -368,6 +384,15 @@ class Attention(Mixer):
             backend=c.backend,
         )
         return sequences.restored(self.o_proj(self._gated(out, x).flatten(-2)))
+
+    def _alibi(self, exponent: float, given: Tensor | None, x: Tensor) -> Tensor:
+        """Returns the slopes of the heads, which are no buffer, so that no dtype rounds them."""
+        if given is not None:
+            raise ValueError(
+                f"Attention: alibi_slopes must be None, as the config has alibi={exponent}"
+            )
+        heads = self.config.num_heads
+        return functional.alibi_slopes(heads, max_exponent=exponent, device=x.device)
 
     def _sigmoid_bias(self, q: Tensor, k: Tensor, keys: Sequences, cache: Cache | None) -> Tensor:
         """Computes -ln n of shape (N | 1, 1, 1, 1), in the scores' precision."""
