@@ -328,6 +328,23 @@ def test_decays_of_the_wrong_sign_are_refused(call, message):
         call(torch.full((2,), -2.0))
 
 
+@pytest.mark.parametrize("missing", ["beta", "g"])
+def test_a_missing_factor_is_no_call_of_another_recurrence(missing):
+    q, k, v = (t.float() for t in qkv())
+    factor = torch.zeros(2, 70, 2)
+    with pytest.raises(TypeError, match=f"gated_delta_rule: {missing} must be a torch.Tensor"):
+        F.gated_delta_rule(q, k, v, **{"g": factor, "beta": factor, missing: None})
+
+
+def test_decays_of_channels_are_not_those_of_heads():
+    q, k, v = (t.float() for t in qkv())
+    of_heads, of_channels = torch.zeros(2, 70, 2), torch.zeros(2, 70, 2, 8)
+    with pytest.raises(ValueError, match="gated_delta_rule: g must have shape"):
+        F.gated_delta_rule(q, k, v, of_channels, of_heads)
+    with pytest.raises(ValueError, match="kimi_delta_attention: g must have shape"):
+        F.kimi_delta_attention(q, k, v, of_heads, of_heads)
+
+
 def test_values_are_not_read_while_a_call_is_traced():
     """Neither under a transform nor by a compiler; its own graph must hold no such branch."""
     g = torch.full((1, 3, 2), 0.25)
