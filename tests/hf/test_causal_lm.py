@@ -10,7 +10,7 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
-from small_presets import SMALL
+from small_presets import FAMILIES, SMALL
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -60,6 +60,7 @@ CONFIGS = {
     "hybrid": CONFIG,
     "latent": replace(CONFIG, blocks=(LATENT,)),
     **{name: c for name, c in SMALL.items() if isinstance(c, Decoder.Config)},
+    **{name: FAMILIES[name] for name in ("gemma2", "bloom")},  # capped logits, normed embeddings
 }
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
