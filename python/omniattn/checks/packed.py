@@ -30,7 +30,7 @@ def require_all_tokens(
 ) -> None:
     """Requires that cu_seqlens (N + 1,) grows from 0 to `total`; None accepts any last value.
 
-    Kernels check it if its values cannot be read here.
+    Kernels and definitions check it if its values cannot be read here.
     """
     if not cu_seqlens.is_cpu or type(cu_seqlens) is not Tensor or is_traced():
         return

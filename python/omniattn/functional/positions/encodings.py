@@ -165,7 +165,7 @@ def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
 
     Args:
         cu_seqlens: (N + 1,), any integer dtype: where the sequences start, and the end of the last;
-            starts at 0 and never decreases. Its values are checked on the CPU only.
+            starts at 0 and never decreases.
         total: number of tokens, the last entry of cu_seqlens.
 
     Returns:
@@ -173,7 +173,8 @@ def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
 
     Raises:
         TypeError: cu_seqlens that are no integers.
-        ValueError: a shape or value is invalid.
+        ValueError: a shape or value is invalid, or RuntimeError if values cannot be read at once,
+            as in a graph or on a GPU.
 
     Example:
         >>> packed_positions(torch.tensor([0, 2, 5], dtype=torch.int32), 5)
