@@ -112,7 +112,7 @@ def attention_forward(
     if query.shape[0] == 1:
         query = query.expand(key.shape[0], -1, -1, -1)
     q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, :keys], value[:, :, :keys]))
-    options |= {"mask": mask, "bias": bias}
+    options |= {"bias": bias, **_as_options(mask)}
     if not output_attentions:
         return functional.attention(q, k, v, dropout_p=dropout, **options), None
     out, lse = functional.attention(q, k, v, dropout_p=dropout, return_lse=True, **options)
@@ -212,6 +212,17 @@ def _mask_and_bias(
     else:
         bias = bias + attention_mask
     return mask, None if bias is None else bias[..., :keys], keys
+
+
+def _as_options(mask: masks.Mask | None) -> dict[str, Any]:
+    """Returns the options of `functional.attention` for a mask; plain values are encoded once."""
+    if isinstance(mask, masks.All) and len(mask.masks) == 1:
+        (mask,) = mask.masks
+    if type(mask) is masks.Causal:
+        return {"causal": True}
+    if type(mask) is masks.SlidingWindow and not mask.top_left:
+        return {"window_size": (mask.left, mask.right)}
+    return {"mask": mask}
 
 
 def _remedy(mask: RuleMask) -> str:
