@@ -17,7 +17,8 @@ from torch.compiler import is_compiling
 from typing_extensions import TypeIs
 
 from omniattn.ops import _library
-from omniattn.ops._autograd import PLAIN, Op
+from omniattn.ops._autograd import Op
+from omniattn.ops._plain import PLAIN
 from omniattn.reference.limits import clamp as clamp
 from omniattn.reference.philox import new_seed as new_seed
 from omniattn.reference.precision import widen as widen

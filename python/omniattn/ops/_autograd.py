@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _is_any_autocast_enabled
 from torch._C import _is_tracing as is_tracing
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
@@ -34,13 +33,12 @@ from omniattn.ops._backward import Backward, BackwardOp, Plan, private_op
 from omniattn.ops._compile import assume_constant_result
 from omniattn.ops._library import register_fake
 from omniattn.ops._names import Rules, Schema, call_by_name, outputs_like, picker
+from omniattn.ops._plain import any_dual
 from omniattn.ops._vmap import Fold, Layout, flatten, map_batch, unflatten
 
-__all__ = ["PLAIN", "DifferentiableOp", "Op", "are_alike", "is_plain"]
+__all__ = ["DifferentiableOp", "Op"]
 
 Arguments = tuple[Any, ...]
-#: Classes whose tensors always have values; checked first, since isinstance costs 0.1 us a class.
-PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 class Op:
@@ -213,7 +211,7 @@ class DifferentiableOp(Op):
             if self.higher_derivatives and _inside_jvp():
                 return self._call_formula(args)
             return self._public(self._transformed(args))
-        if forward_ad._current_level >= 0 and _any_dual(args):
+        if forward_ad._current_level >= 0 and any_dual(args):
             return self._call_formula(args)
         return self._call_plain(args)
 
@@ -414,56 +412,6 @@ def _flat(ctx: Any, derive: Callable[..., Any], grads: Sequence[Tensor | None]) 
     op: DifferentiableOp = ctx.op
     needs = op._inputs(unflatten(ctx.layout, ctx.needs_input_grad[3:]))
     return tuple(flatten(ctx.layout, op._spread((*derive(ctx, needs, grads), None))))
-
-
-def _any_dual(args: Arguments) -> bool:
-    unpack = forward_ad.unpack_dual
-    flat = (t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)))
-    return any(isinstance(t, Tensor) and unpack(t).tangent is not None for t in flat)
-
-
-def is_transformed(*args: Any) -> bool:
-    """Returns True if a call is compiled, under a functorch transform or has tangents."""
-    return (
-        is_compiling()
-        or peek_interpreter_stack() is not None
-        or (forward_ad._current_level >= 0 and _any_dual(args))
-    )
-
-
-def is_plain(x: Tensor | None, *others: Tensor | None) -> bool:
-    """True for tensors of torch's own classes on the CPU in an eager call without autocast, modes
-    and transforms. Native ops check all else that their memory accesses depend on."""
-    tensors = (x, *others)
-    if (
-        is_compiling()
-        or _is_any_autocast_enabled()
-        or peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or has_torch_function(tensors)
-        or x is None
-    ):
-        return False
-    for t in tensors:
-        if t is not None and not (type(t) in PLAIN and t.is_cpu and not t.is_nested):
-            return False
-    return True
-
-
-def are_alike(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """True for strided CPU tensors of this dtype and of torch's own classes, in less time than the
-    checks that name the one which is not."""
-    for t in tensors:
-        if type(t) not in PLAIN or t.dtype != dtype or t.is_nested:
-            return False
-        if not t.is_cpu or t.layout != torch.strided:
-            return False
-    return True
-
-
-def may_need_gradient(t: Tensor) -> bool:
-    """Returns True if a gradient of `t` may be requested; unknown inside vmap."""
-    return t.requires_grad or peek_interpreter_stack() is not None
 
 
 def _transforms() -> list[Any]:

@@ -24,8 +24,8 @@ from torch.compiler import is_compiling
 
 from omniattn.config import CPU_ISAS
 from omniattn.ops import _library as _library  # loads the ops
-from omniattn.ops._autograd import may_need_gradient
 from omniattn.ops._cpu import cpu_family, cpuinfo, record_of_family
+from omniattn.ops._plain import may_need_gradient
 
 __all__ = ["CHOICE", "RECORDS", "describe", "native_is_faster"]
 

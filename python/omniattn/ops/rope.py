@@ -10,8 +10,9 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp, is_transformed
+from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._names import like
+from omniattn.ops._plain import is_transformed
 from omniattn.ops._vmap import Fold
 from omniattn.reference.vmap import is_mapped
 

@@ -18,7 +18,7 @@ from omniattn.encoding.options import AttentionOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention._options import attempt, run
 from omniattn.functional.attention.varlen import attention_varlen as attention_varlen
-from omniattn.ops._autograd import is_plain
+from omniattn.ops._plain import is_plain
 
 __all__ = ["attention"]
 

@@ -17,7 +17,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import token_wise
 from omniattn.ops import gemm as ops
-from omniattn.ops._autograd import is_plain
+from omniattn.ops._plain import is_plain
 from omniattn.ops._precision import split_bf16_of
 from omniattn.ops.gemm_choice import native_is_faster
 

@@ -29,7 +29,7 @@ from omniattn.checks.packed import require_all_tokens
 from omniattn.encoding.sequences import Sequences
 from omniattn.ops import norm as norms
 from omniattn.ops import recurrence as ops
-from omniattn.ops._autograd import PLAIN, are_alike, is_plain
+from omniattn.ops._plain import PLAIN, are_alike, is_plain
 from omniattn.reference.precision import compute_dtype
 
 _L2_EPS = 1e-6
