@@ -17,10 +17,11 @@ from omniattn.models.generation.options import (
     Beams,
     Generation,
     GenerationOptions,
+    check_beams,
     checked,
-    checked_beams,
 )
-from omniattn.models.generation.run import Endings, Generator, Run
+from omniattn.models.generation.protocol import Generator
+from omniattn.models.generation.run import Endings, Run
 from omniattn.models.generation.sampling import penalized, sample
 
 
@@ -109,7 +110,7 @@ def stream(
         >>> [new.shape[1] for new in stream(model, torch.zeros(1, 4, dtype=torch.long), 3)]
         [1, 1, 1]
     """
-    rules = checked("stream", model.config.vocab_size, tokens, max_new_tokens, dict(options))
+    rules = checked("stream", model, tokens, max_new_tokens, options)
     return _streamed(model, tokens.long(), max_new_tokens, rules)
 
 
@@ -168,10 +169,9 @@ def generate(
         >>> generate(model, torch.zeros(1, 4, dtype=torch.long), 3).shape
         torch.Size([1, 7])
     """
-    op, vocab = "generate", model.config.vocab_size
-    rules = checked(op, vocab, tokens, max_new_tokens, dict(options))
+    rules = checked("generate", model, tokens, max_new_tokens, options)
     beams = Beams(num_beams, length_penalty, early_stopping)
-    checked_beams(op, beams, rules, vocab)
+    check_beams("generate", beams, rules, model.config.vocab_size)
     tokens = tokens.long()
     with _evaluating(model):
         if num_beams == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from omniattn.checks.arguments import (
     shown,
 )
 from omniattn.encoding.records import packed
+from omniattn.models.generation.protocol import Generator
 from omniattn.modules.caches.eviction import Eviction
 
 
@@ -67,10 +68,11 @@ class Beams(NamedTuple):
 
 
 def checked(
-    op: str, vocab: int, tokens: Tensor, max_new_tokens: int, options: dict[str, Any]
+    op: str, model: Generator, tokens: Tensor, max_new_tokens: int, options: Mapping[str, Any]
 ) -> Generation:
-    """Packs the options of a call of `op`, after checks of all its arguments."""
+    """Packs the options of a call of `op` and checks them with its other arguments."""
     rules = packed(op, Generation, options)
+    vocab = model.config.vocab_size
     require_integers(op, "tokens", tokens)
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise ValueError(
@@ -102,7 +104,7 @@ def _require_stops(op: str, stop: Any, vocab: int) -> None:
             require_int(op, "stop", token, 0, vocab - 1)
 
 
-def checked_beams(op: str, beams: Beams, rules: Generation, vocab: int) -> Beams:
+def check_beams(op: str, beams: Beams, rules: Generation, vocab: int) -> None:
     """Checks the options of beam search, which does not draw and does not draft."""
     require_int(op, "num_beams", beams.num_beams, 1, vocab)
     require_number(op, "length_penalty", beams.length_penalty)
@@ -119,4 +121,3 @@ def checked_beams(op: str, beams: Beams, rules: Generation, vocab: int) -> Beams
             f"{op}: length_penalty and early_stopping need num_beams > 1, got num_beams=1, "
             f"length_penalty={beams.length_penalty}, early_stopping={beams.early_stopping}"
         )
-    return beams
