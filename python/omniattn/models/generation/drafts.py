@@ -61,11 +61,11 @@ class Drafts:
         choose(logits (B, V), position) returns a token (B,). There is no draft before `read`, nor
         of the last token, which the model gives anyway.
         """
-        count = 0 if self._inputs[:1] in ([], [None]) else min(self._count, self._longest - end - 1)
-        c = None if self._predictor is None else self._predictor.config
+        if self._count == 0 or self._inputs[0] is None:
+            return 0
+        count, c = min(self._count, self._longest - end - 1), self._predictor.config
         for d in range(1, count + 1):
             depth, state, chain = self._depths[d - 1], self._states[d - 1], self._inputs[d - 1]
-            assert c is not None
             assert chain is not None
             first, x = state.length, chain
             if not c.parallel:
