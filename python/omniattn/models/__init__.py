@@ -26,6 +26,7 @@ from omniattn.models.llama import Llama, LlamaConfig
 from omniattn.models.mamba import FalconMambaConfig, MambaConfig
 from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import Model, ModelConfig
+from omniattn.models.pooling import pool_kv_heads
 from omniattn.models.presets import PRESETS
 from omniattn.models.pretrained import from_hf
 from omniattn.models.routers import Routers
@@ -82,6 +83,7 @@ __all__ = [
     "hybrid_schedule",
     "layer_schedule",
     "load_model",
+    "pool_kv_heads",
     "sample",
     "save_model",
     "stream",
