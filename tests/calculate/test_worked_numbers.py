@@ -14,7 +14,7 @@ ROWS = ROW.findall(PAGE.read_text(encoding="utf-8"))
 
 @functools.cache
 def names() -> dict[str, Any]:
-    """What the code of the page defines."""
+    """Names that the code of the page defines."""
     found: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
         exec(block, found)

@@ -1,4 +1,4 @@
-"""What follows from the wiring of a model: receptive field, and capacity of experts."""
+"""Receptive field of a model, and capacity of its experts."""
 
 from __future__ import annotations
 

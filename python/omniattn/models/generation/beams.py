@@ -75,7 +75,7 @@ def beam_search(
     among the K most probable of the step. This is the rule of transformers' `num_beams`.
     """
     (batch, start), k = tokens.shape, beams.num_beams
-    endings = Endings(options, start)
+    endings = Endings(options, tokens)
     out = torch.cat([tokens, tokens.new_zeros(batch, max_new_tokens)], 1)
     out = out[:, None].repeat(1, k, 1)
     # The beams of a prompt are equal at first: all but one count as impossible.

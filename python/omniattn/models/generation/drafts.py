@@ -56,7 +56,7 @@ class Drafts:
         self._inputs[depth] = chain if known is None else torch.cat([known, chain], 1)
 
     def propose(self, out: Tensor, end: int, choose: Callable[[Tensor, int], Tensor]) -> int:
-        """Writes drafts into out[:, end:], behind the `end` known tokens; returns their number.
+        """Writes drafts into out[:, end:], after the `end` known tokens; returns their number.
 
         choose(logits (B, V), position) returns a token (B,). There is no draft before `read`, nor
         of the last token, which the model gives anyway.

@@ -57,7 +57,7 @@ def _steps(
     batch, start = tokens.shape
     run = Run(model, batch, start + max_new_tokens, rules)
     drafts = Drafts(run, batch, start + max_new_tokens, rules.num_draft_tokens)
-    endings = Endings(rules, start)
+    endings = Endings(rules, tokens)
     out = torch.cat([tokens, tokens.new_zeros(batch, max_new_tokens)], 1)
     ended = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
     end = start
@@ -146,8 +146,8 @@ def generate(
         stop: sequences of tokens that end a row that has generated one of them as a whole. A row
             that has ended repeats its last token up to the common length.
         num_draft_tokens: number of tokens that the model's own multi-token predictor drafts and
-            the model then checks in one step; at most its depths. The tokens are those of
-            generation without drafts.
+            the model then checks in one step; at most its depths. Drafting does not change the
+            tokens, whether greedy or drawn.
         seed: seed of the uniform numbers, which depend only on (seed, step, row).
         source: (B, S) int, input of the encoder, if the model has one.
         eviction: eviction policy of the caches, if the model's `new_state` accepts it.

@@ -76,16 +76,18 @@ class Endings:
 
     Args:
         options: options of the call.
-        start: length of the prompts, which are not searched for `stop`.
+        prompts: (B, T) int64, which are not searched for `stop`.
     """
 
-    def __init__(self, options: Generation, start: int) -> None:
-        self._eos, self._stop, self._start = options.ends, options.stop, start
+    def __init__(self, options: Generation, prompts: Tensor) -> None:
+        self._start = prompts.shape[1]
+        self._eos = prompts.new_tensor(options.ends)
+        self._stop = [prompts.new_tensor(sequence) for sequence in options.stop]
 
     def hits(self, tokens: Tensor) -> Tensor:
         """Returns for tokens (..., T) whether their last one ends the sequence: (...) bool."""
-        hit = torch.isin(tokens[..., -1], tokens.new_tensor(self._eos))
+        hit = torch.isin(tokens[..., -1], self._eos)
         for stop in self._stop:
             if tokens.shape[-1] - self._start >= len(stop):
-                hit |= (tokens[..., -len(stop) :] == tokens.new_tensor(stop)).all(-1)
+                hit |= (tokens[..., -len(stop) :] == stop).all(-1)
         return hit
