@@ -53,6 +53,21 @@ def test_torch_counts_the_same_operations_in_eager_models(name, one_thread):
     assert found.backward == 2 * found.forward
 
 
+@pytest.mark.parametrize("name", COUNTED)
+def test_torch_counts_the_same_operations_in_backwards(name, one_thread):
+    """Of the first products only the gradient of the weight is needed; images need no other."""
+    model = replace(COUNTED[name], backend="reference").build()
+    inputs = inputs_of(COUNTED[name])
+    with FlopCounterMode(display=False) as forward:
+        y = model(*inputs)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    found = calculate.flops(COUNTED[name], TOKENS, batch=2, pairs="dense")
+    assert found.forward == forward.get_total_flops()
+    unneeded = forward.get_flop_counts().get("ViT.embed_patches", {})
+    assert found.backward == backward.get_total_flops() + sum(unneeded.values())
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_preset_has_all_numbers(name):
     config = PRESETS[name]
@@ -149,6 +164,19 @@ def test_cross_attention_keeps_its_source():
     found = calculate.cache_bytes(c, 10, dtype="fp32", source_tokens=7)
     assert found.layers == (17 * one,) * c.num_layers
     assert found.per_token == c.num_layers * one
+
+
+def test_the_length_of_the_source_counts_in_a_report():
+    c = SMALL["t5"]
+    short, long = (calculate.report(c, 10, source_tokens=n) for n in (7, 14))
+    assert (short["source"], calculate.report(c, 10)["source"]) == (7, 10)
+    more = calculate.flops(c, 10, source_tokens=14).forward
+    assert long["flops"]["forward"] == more > short["flops"]["forward"]
+    numbers = 7 * 2 * c.num_layers * c.num_heads * c.head_dim
+    assert long["cache"]["total"] - short["cache"]["total"] == 2 * numbers
+    assert long["scores"]["largest"] == 14**2 * c.num_heads * 2
+    with pytest.raises(ValueError, match=r"source_tokens must be None .*got source_tokens=7"):
+        calculate.report("llama", 10, source_tokens=7)
 
 
 def test_scores_and_receptive_field_of_windows():

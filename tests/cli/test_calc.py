@@ -28,6 +28,13 @@ def test_models_side_by_side(capsys, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_length_of_the_source(capsys):
+    assert main(["calc", "t5", "--context", "16", "--source", "48"]) == 0
+    assert re.search(r"^source +48 tokens$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["calc", "llama", "--context", "16", "--source", "48"]) == 1
+    assert "llama: report: source_tokens must be None" in capsys.readouterr().err
+
+
 def test_json_with_ceilings_and_patterns(capsys):
     options = ["--peak", "1", "--bandwidth", "100", "--context", "64", "--patterns", "--json"]
     assert main(["calc", "llama-tiny", *options]) == 0

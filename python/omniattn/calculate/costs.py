@@ -139,8 +139,8 @@ def step_cost(config: Source, step: int, *, batch: int = 1) -> StepCost:
 
 @functools.lru_cache(maxsize=16)
 def _step_calls(config: ModelConfig, step: int, batch: int) -> tuple[Call, ...]:
-    model = decoder_of("step_cost", config)
-    states: list[Any] = model.new_state(batch, step + 1)  # type: ignore[operator]
+    model = meta_model(config)
+    states = new_states("step_cost", model, batch, step + 1)
     tokens, token = (torch.zeros(batch, n, dtype=torch.long, device="meta") for n in (step, 1))
     if step:
         with torch.no_grad():
@@ -148,11 +148,11 @@ def _step_calls(config: ModelConfig, step: int, batch: int) -> tuple[Call, ...]:
     return tuple(trace(model, lambda: model(token, state=states)))
 
 
-def decoder_of(op: str, config: ModelConfig, dtype: torch.dtype = torch.float32) -> Model:
-    """Returns the model of a config on the meta device, which must keep states."""
-    model = meta_model(config, dtype)
+def new_states(op: str, model: Model, batch: int, max_length: int) -> list[Any]:
+    """Returns the states of a model's layers before the first token."""
     if not isinstance(model, Stateful):
         raise NotImplementedError(
-            f"{op}: config must be of a model that generates, got {type(config).__name__}"
+            f"{op}: config must be of a model that generates, got {type(model.config).__name__}"
         )
-    return model
+    states: list[Any] = model.new_state(batch, max_length)
+    return states

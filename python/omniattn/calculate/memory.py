@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from omniattn.calculate.costs import decoder_of
+from omniattn.calculate.costs import new_states
 from omniattn.calculate.sources import Source, config_of, dtype_of, require_sizes
-from omniattn.calculate.trace import forward_calls
+from omniattn.calculate.trace import forward_calls, meta_model
+from omniattn.models import Model
 from omniattn.modules import Attention
 
 
@@ -57,7 +57,7 @@ def cache_bytes(
     """
     require_sizes("cache_bytes", tokens=tokens, batch=batch)
     found, storage = config_of(config), dtype_of(dtype)
-    model = decoder_of("cache_bytes", found, storage)
+    model = meta_model(found, storage)
     source = tokens if source_tokens is None else source_tokens
     require_sizes("cache_bytes", source_tokens=source)
     layers = tuple(_layer_bytes(model, tokens, batch, source))
@@ -77,9 +77,9 @@ def kv_bytes(
     return cache_bytes(config, tokens, batch=batch, dtype=dtype).total
 
 
-def _layer_bytes(model: nn.Module, tokens: int, batch: int, source: int) -> Iterator[int]:
+def _layer_bytes(model: Model, tokens: int, batch: int, source: int) -> Iterator[int]:
     """Yields the bytes of each layer; windows keep no more tokens than they see."""
-    states: list[Any] = model.new_state(batch, tokens)  # type: ignore[operator]
+    states = new_states("cache_bytes", model, batch, tokens)
     blocks = _blocks(model, len(states))
     for state, block in zip(states, blocks, strict=True):
         parts = state if isinstance(state, tuple) else (state,)

@@ -14,7 +14,8 @@ from omniattn.calculate.parameters import parameters
 from omniattn.calculate.roofline import Roofline, decode, prefill
 from omniattn.calculate.sources import Source, config_of, dtype_of, require_sizes
 from omniattn.calculate.structure import capacity, receptive_field
-from omniattn.calculate.trace import meta_model
+from omniattn.calculate.trace import meta_model, reads_source
+from omniattn.checks.arguments import shown
 from omniattn.models import ModelConfig
 from omniattn.models.vision import VisionConfig
 from omniattn.modules.base.state import Stateful
@@ -28,6 +29,7 @@ def report(
     context: int | None = None,
     *,
     batch: int = 1,
+    source_tokens: int | None = None,
     dtype: torch.dtype | str = "bf16",
     peak_flops: float | None = None,
     bandwidth: float | None = None,
@@ -38,6 +40,7 @@ def report(
         config: a config, the name of a preset, or the path of a Hugging Face config.json.
         context: tokens of a sequence, default 2048 or the number of the model's positions.
         batch: number of sequences.
+        source_tokens: tokens of the encoder's sequence in models with a source, default `context`.
         dtype: dtype of weights, caches and scores.
         peak_flops, bandwidth: ceilings for the times, operations and bytes per second; both or
             none.
@@ -55,9 +58,10 @@ def report(
             "report: peak_flops and bandwidth must be given together, "
             f"got peak_flops={peak_flops}, bandwidth={bandwidth}"
         )
+    source = _source_tokens(found, context, source_tokens)
     counts = parameters(found)
-    costs = flops(found, context, batch=batch)
-    scores = score_bytes(found, context, batch=batch, dtype=storage)
+    costs = flops(found, context, batch=batch, source_tokens=source)
+    scores = score_bytes(found, context, batch=batch, dtype=storage, source_tokens=source)
     result: dict[str, Any] = {
         "architecture": found.architecture,
         "context": context,
@@ -76,9 +80,11 @@ def report(
         },
         "scores": {"largest": scores.largest, "total": scores.total},
     }
+    if source is not None:
+        result["source"] = source
     if not isinstance(found, VisionConfig):
         result["receptive_field"] = receptive_field(found, context).tokens
-    result |= _generation(found, context, batch, storage)
+    result |= _generation(found, context, batch, source, storage)
     loads = capacity(found, batch * context)
     if loads:
         name, load = next(iter(loads.items()))
@@ -89,18 +95,30 @@ def report(
     return result
 
 
+def _source_tokens(config: ModelConfig, context: int, given: int | None) -> int | None:
+    """Returns the tokens of the encoder's sequence, or None for a model without a source."""
+    if reads_source(meta_model(config)):
+        return context if given is None else given
+    if given is not None:
+        raise ValueError(
+            "report: source_tokens must be None for a model without an encoder of a source, "
+            f"got source_tokens={shown(given)}"
+        )
+    return None
+
+
 def _is_decoder(config: ModelConfig) -> bool:
     model = meta_model(config)
     return isinstance(model, Stateful) and not hasattr(model, "encoder")
 
 
 def _generation(
-    config: ModelConfig, context: int, batch: int, dtype: torch.dtype
+    config: ModelConfig, context: int, batch: int, source: int | None, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Returns what only models that generate have: caches, and costs of a step."""
+    """Returns the numbers that only models that generate have: caches, and costs of a step."""
     if not isinstance(meta_model(config), Stateful):
         return {}
-    cache = cache_bytes(config, context, batch=batch, dtype=dtype)
+    cache = cache_bytes(config, context, batch=batch, dtype=dtype, source_tokens=source)
     found: dict[str, Any] = {"cache": dict(vars(cache))}
     if _is_decoder(config):
         step = step_cost(config, context - 1, batch=batch)
@@ -128,6 +146,8 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields the rows (name, value) of a `report`."""
     counts, costs = found["parameters"], found["flops"]
     yield "architecture", found["architecture"]
+    if "source" in found:
+        yield "source", f"{found['source']:,} tokens"
     yield "parameters", f"{counts['total']:,} ({scaled(counts['total'])})"
     if counts["active"] != counts["total"]:
         yield "  active", f"{counts['active']:,} ({scaled(counts['active'])})"

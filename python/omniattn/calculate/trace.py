@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -243,6 +243,23 @@ def _replayed(model: nn.Module, names: Sequence[str], recorder: _Recorder) -> It
             del block.forward
 
 
+class _OfImages(Protocol):
+    """Config of a model of square images."""
+
+    @property
+    def image(self) -> int:
+        """Side of an image."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of an image."""
+
+
+def reads_source(model: Model) -> bool:
+    """True if a model is an encoder-decoder, whose encoder reads a source."""
+    return "source" in inspect.signature(model.forward).parameters
+
+
 def inputs_of(
     config: ModelConfig, model: Model, batch: int, tokens: int, source_tokens: int | None
 ) -> list[Tensor]:
@@ -262,8 +279,8 @@ def inputs_of(
         if parameter.default is not parameter.empty:
             break
         if name == "images":
-            side = config.image  # type: ignore[attr-defined]
-            shape = (batch, config.channels, side, side)  # type: ignore[attr-defined]
+            sizes = cast(_OfImages, config)
+            shape = (batch, sizes.channels, sizes.image, sizes.image)
             inputs.append(torch.empty(shape, device="meta", dtype=next(model.parameters()).dtype))
         elif name in ("tokens", "source"):
             length = source_tokens if name == "source" and source_tokens is not None else tokens

@@ -170,6 +170,7 @@ def calc(parser: argparse.ArgumentParser) -> None:
         help="further models, side by side",
     )
     add("--context", type=_positive, help="tokens of a sequence (default: 2048, or all positions)")
+    add("--source", type=_positive, help="tokens of an encoder-decoder's source (default: context)")
     add("--batch", type=_positive, default=1, help="sequences (default: 1)")
     add(
         "--dtype",

@@ -48,7 +48,14 @@ def _report(name: str, args: argparse.Namespace) -> dict[str, Any]:
         found = read_config(Path(path), variable)
         source = found.model_config if isinstance(found, TrainConfig) else found
     try:
-        return report(source, args.context, batch=args.batch, dtype=args.dtype, **ceilings)
+        return report(
+            source,
+            args.context,
+            batch=args.batch,
+            source_tokens=args.source,
+            dtype=args.dtype,
+            **ceilings,
+        )
     except (ValueError, NotImplementedError) as error:
         raise CommandError(f"{name}: {error}") from error
 
