@@ -79,6 +79,9 @@ def test_tokens_are_those_of_transformers_and_of_the_full_forward(name):
         ("deepseek-v2", "rms_norm_eps", 1e-5),
         ("bloom", "apply_residual_connection_post_layernorm", True),
         ("mpt", "expansion_ratio", 2),
+        ("falcon-7b", "hidden_dropout", 0.1),
+        ("falcon-7b", "num_ln_in_parallel_attn", 2),
+        ("falcon-40b", "parallel_attn", False),
         ("gemma2", "hidden_activation", "silu"),
         ("gemma2", "attention_bias", True),
         ("gemma2", "use_bidirectional_attention", True),
@@ -109,6 +112,15 @@ def test_options_that_transformers_lacks_are_named():
             config.to_hf()
     with pytest.raises(NotImplementedError, match="norm_eps must be 1e-06, got norm_eps=1e-05"):
         replace(FAMILIES["deepseek-v2"], norm_eps=1e-5).to_hf()
+    with pytest.raises(NotImplementedError, match="num_kv_heads must be 1 or num_heads, got num_k"):
+        replace(FAMILIES["falcon-40b"], placement="pre").to_hf()
+    with pytest.raises(ValueError, match=r"FalconConfig: placement must be .*'sandwich'"):
+        replace(FAMILIES["falcon-40b"], placement="sandwich")
+    block = FAMILIES["falcon-40b"].block(0)
+    with pytest.raises(ValueError, match="placement='parallel_norms' needs mlp and no cross"):
+        replace(block, mlp=None)
+    with pytest.raises(ValueError, match=r"alibi_scale needs alibi, got alibi_scale=2\.0"):
+        replace(block.mixer, alibi_scale=2.0)
     with pytest.raises(ValueError, match="Qwen3NextConfig: schedule must be kinds of layers"):
         replace(FAMILIES["qwen3-next"], schedule=("swa",))
     with pytest.raises(ValueError, match="Qwen2Config: window must be given for layers of kind"):

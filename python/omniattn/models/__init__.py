@@ -9,6 +9,7 @@ from omniattn.models.deepseek import DeepSeekConfig, DeepSeekV2Config, MLAConfig
 from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.families.alibi import BloomConfig, MPTConfig
+from omniattn.models.families.falcon import FalconConfig
 from omniattn.models.families.gemma import Gemma2Config
 from omniattn.models.families.mistral import MistralConfig
 from omniattn.models.families.qwen import (
@@ -49,6 +50,7 @@ __all__ = [
     "DeepSeekConfig",
     "DeepSeekV2Config",
     "DifferentialConfig",
+    "FalconConfig",
     "FalconMambaConfig",
     "GPT2Config",
     "Gemma2Config",

@@ -166,17 +166,17 @@ def llama_counterpart(
         # As in transformers, rotary pairs are half-split, but interleaved in latent attention.
         (*weights, (r"^(?!lm_head)", "model."), (r"mixer", "self_attn")),
         fixed={"hidden_act": "silu", "attention_dropout": 0.0, **fixed},
-        conversions=(Conversion(rope_to_hf, _rope_from_hf), *conversions),
+        conversions=(Conversion(rope_to_hf, rope_from_hf), *conversions),
         **more,
     )
 
 
-def rope_to_hf(ours: LlamaFamilyConfig) -> dict[str, Any]:
+def rope_to_hf(ours: Any) -> dict[str, Any]:
     rope = scaling_to_hf(ours.rope_scaling) | {"rope_theta": ours.rope_base}
     return {"rope_parameters": rope}
 
 
-def _rope_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
+def rope_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
     rope = theirs.rope_parameters
     scaling = scaling_from_hf(rope, max_positions=theirs.max_position_embeddings)
     return {"rope_base": rope["rope_theta"], "rope_scaling": scaling}

@@ -8,6 +8,7 @@ from omniattn.models import (
     BloomConfig,
     DeepSeekConfig,
     DeepSeekV2Config,
+    FalconConfig,
     FalconMambaConfig,
     Gemma2Config,
     GPT2Config,
@@ -152,6 +153,12 @@ FAMILIES = {
     "bloom": BloomConfig(**_SIZES, norm_eps=1e-6),
     "bloom-untied": BloomConfig(**_SIZES | {"num_heads": 3}, tie_embeddings=False),
     "mpt": MPTConfig(**_SIZES | {"num_heads": 6}),
+    "falcon-7b": FalconConfig(**_SIZES, hidden_dim=40),
+    "falcon-40b": FalconConfig(**_GROUPED, placement="parallel_norms", rope_base=500.0),
+    "falcon-11b": FalconConfig(**_GROUPED, tie_embeddings=False, bias=True),
+    "falcon-rw": FalconConfig(
+        **_GROUPED | {"num_kv_heads": 4}, placement="pre", alibi=True, bias=True
+    ),
     "deepseek-v2": DeepSeekV2Config(
         **_SIZES,
         **_LATENT,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from omniattn.models.bert import BertConfig
 from omniattn.models.blocks import BlocksConfig
 from omniattn.models.families.alibi import BloomConfig, MPTConfig
+from omniattn.models.families.falcon import FalconConfig
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.mamba import MambaConfig
 from omniattn.models.mamba2 import Mamba2Config
@@ -35,6 +36,28 @@ def _rwkv4(dim: int, num_layers: int) -> BlocksConfig:
 
 _BLOOM = BloomConfig(vocab_size=250880, dim=1024, num_layers=24, num_heads=16)
 _MPT = MPTConfig(vocab_size=50432, dim=4096, num_layers=32, num_heads=32)
+_FALCON = FalconConfig(vocab_size=65024, dim=4544, num_layers=32, num_heads=71, hidden_dim=18176)
+_FALCON_RW = replace(
+    _FALCON,
+    vocab_size=50304,
+    dim=2048,
+    num_layers=24,
+    num_heads=32,
+    num_kv_heads=32,
+    hidden_dim=8192,
+    placement="pre",
+    alibi=True,
+    bias=True,
+)
+_FALCON_40B = replace(
+    _FALCON,
+    dim=8192,
+    num_layers=60,
+    num_heads=128,
+    num_kv_heads=8,
+    hidden_dim=32768,
+    placement="parallel_norms",
+)
 _GPT2 = GPT2Config(vocab_size=50257, dim=768, num_layers=12, num_heads=12, dropout_p=0.1)
 _BERT = BertConfig(
     vocab_size=30522, dim=768, num_layers=12, num_heads=12, hidden_dim=3072, dropout_p=0.1
@@ -88,6 +111,30 @@ OTHERS: dict[str, ModelConfig] = {
     "bloom": replace(_BLOOM, dim=14336, num_layers=70, num_heads=112),
     "mpt-7b": _MPT,
     "mpt-30b": replace(_MPT, dim=7168, num_layers=48, num_heads=64),
+    "falcon-7b": _FALCON,
+    "falcon-40b": _FALCON_40B,
+    "falcon-180b": replace(_FALCON_40B, dim=14848, num_layers=80, num_heads=232, hidden_dim=59392),
+    "falcon-11b": replace(
+        _FALCON,
+        dim=4096,
+        num_layers=60,
+        num_heads=32,
+        num_kv_heads=8,
+        hidden_dim=16384,
+        rope_base=500042.0,
+        max_positions=8192,
+        tie_embeddings=False,
+    ),
+    "falcon-rw-1b": _FALCON_RW,
+    "falcon-rw-7b": replace(
+        _FALCON_RW,
+        vocab_size=65024,
+        dim=4096,
+        num_layers=36,
+        num_heads=64,
+        num_kv_heads=64,
+        hidden_dim=16384,
+    ),
     "rwkv-4-169m": _rwkv4(768, 12),
     "rwkv-4-430m": _rwkv4(1024, 24),
     "rwkv-4-1b5": _rwkv4(2048, 24),

@@ -110,6 +110,7 @@ class Attention(Mixer):
             norm_n: n of "sigmoid"; 1 for no bias; None for the number of keys, for which decoding
                 would be inexact and raises an error.
             alibi: largest exponent of ALiBi's slopes, 8 in its paper; None for no ALiBi.
+            alibi_scale: factor of the slopes; Falcon's is 1 / sqrt(head_dim).
         """
 
         causal: bool = True
@@ -136,6 +137,7 @@ class Attention(Mixer):
         normalizer: str = "softmax"
         norm_n: Size | None = None
         alibi: Positive | None = None
+        alibi_scale: Positive = 1.0
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -165,6 +167,10 @@ class Attention(Mixer):
             if self.cross and self.alibi is not None:
                 raise ValueError(
                     f"Attention: alibi must be None with cross=True, got alibi={self.alibi}"
+                )
+            if self.alibi is None and self.alibi_scale != 1.0:
+                raise ValueError(
+                    f"Attention: alibi_scale needs alibi, got alibi_scale={self.alibi_scale}"
                 )
             if self.normalizer == "softmax" and self.norm_n is not None:
                 raise ValueError(f"Attention: norm_n needs sigmoid, got norm_n={self.norm_n}")
@@ -391,8 +397,9 @@ class Attention(Mixer):
             raise ValueError(
                 f"Attention: alibi_slopes must be None, as the config has alibi={exponent}"
             )
-        heads = self.config.num_heads
-        return functional.alibi_slopes(heads, max_exponent=exponent, device=x.device)
+        c = self.config
+        slopes = functional.alibi_slopes(c.num_heads, max_exponent=exponent, device=x.device)
+        return slopes if c.alibi_scale == 1.0 else slopes * c.alibi_scale
 
     def _sigmoid_bias(self, q: Tensor, k: Tensor, keys: Sequences, cache: Cache | None) -> Tensor:
         """Computes -ln n of shape (N | 1, 1, 1, 1), in the scores' precision."""

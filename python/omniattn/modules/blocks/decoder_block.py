@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from omniattn.checks.arguments import require_choice, widen
+from omniattn.checks.arguments import require_choice, shown, widen
 from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import ScoreMod
 from omniattn.modules.attention.attention import Attention
@@ -28,11 +28,15 @@ from omniattn.modules.base.state import (
 )
 from omniattn.modules.caches.eviction import Eviction
 
+_PLACEMENTS = ("pre", "sandwich", "parallel", "parallel_norms")
+
 
 class DecoderBlock(Layer, Stateful):
     """Computes h = h + Mixer(Norm(h)), then h = h + MLP(Norm(h)).
 
     With placement="sandwich" each layer is also followed by a norm: h = h + Norm(Mixer(Norm(h))).
+    With "parallel" both layers read one norm, h = h + Mixer(Norm(h)) + MLP(Norm(h)), and with
+    "parallel_norms" each has its own.
     With `cross`, h = h + Cross(Norm(h), memory) comes between the two. A mixer with causal=False
     makes it an encoder block. The norm after each addition also computes the addition, in one pass
     over memory. The block therefore takes and returns a pair (x, residual) whose sum is h; the norm
@@ -45,9 +49,9 @@ class DecoderBlock(Layer, Stateful):
     Shape:
         x, residual (B, T, dim) -> x, residual (B, T, dim).
         Parameters input_layernorm, mixer, cross_attention_layernorm, cross_attn,
-        post_attention_layernorm, mlp; with "sandwich" also mixer_output_norm,
-        cross_attn_output_norm, mlp_output_norm. `load_state_dict` also accepts self_attn, the
-        former name of mixer.
+        post_attention_layernorm (absent with "parallel"), mlp; with "sandwich" also
+        mixer_output_norm, cross_attn_output_norm, mlp_output_norm. `load_state_dict` also accepts
+        self_attn, the former name of mixer.
 
     Example:
         >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
@@ -71,7 +75,9 @@ class DecoderBlock(Layer, Stateful):
             dropout_p: dropout probability of each layer's output.
             residual_in_fp32: True to keep the residual in float32 if x is half precision; under
                 autocast it always is.
-            placement: "pre", or "sandwich" for norms before and after each layer (Gemma 2).
+            placement: "pre"; "sandwich" for norms before and after each layer (Gemma 2);
+                "parallel" (GPT-J, Falcon-7B) or "parallel_norms" (Falcon-40B) for a sum of both
+                layers, which read one norm or one each.
         """
 
         mixer: LayerConfig
@@ -88,7 +94,17 @@ class DecoderBlock(Layer, Stateful):
             if self.mlp is not None:
                 ChannelMixer.require_config("DecoderBlock", "mlp", self.mlp)
             Norm.require_config("DecoderBlock", "norm", self.norm)
-            require_choice("DecoderBlock", "placement", self.placement, ("pre", "sandwich"))
+            require_choice("DecoderBlock", "placement", self.placement, _PLACEMENTS)
+            if self.is_parallel and (self.mlp is None or self.cross is not None):
+                raise ValueError(
+                    f"DecoderBlock: placement={self.placement!r} needs mlp and no cross, "
+                    f"got mlp={shown(self.mlp)}, cross={shown(self.cross)}"
+                )
+
+        @property
+        def is_parallel(self) -> bool:
+            """True if mixer and mlp read the same input."""
+            return self.placement.startswith("parallel")
 
     class _Fields(Config, OnDevice): ...
 
@@ -104,7 +120,7 @@ class DecoderBlock(Layer, Stateful):
         self.config = config
 
         def output_norm() -> torch.nn.Module | None:
-            if config.placement == "pre":
+            if config.placement != "sandwich":
                 return None
             return config.norm.build(device=device, dtype=dtype)
 
@@ -118,7 +134,8 @@ class DecoderBlock(Layer, Stateful):
             self.cross_attn_output_norm = output_norm()
         self.mlp: torch.nn.Module | None = None
         if config.mlp is not None:
-            self.post_attention_layernorm = config.norm.build(device=device, dtype=dtype)
+            if config.placement != "parallel":
+                self.post_attention_layernorm = config.norm.build(device=device, dtype=dtype)
             self.mlp = config.mlp.build(device=device, dtype=dtype)
             self.mlp_output_norm = output_norm()
         self.dropout = Dropout(config.dropout_p)
@@ -185,6 +202,11 @@ class DecoderBlock(Layer, Stateful):
         if self.mixer.shares:
             more["shared"] = shared
         x = self.mixer(y, state=state, rope=rope, mask=mask, **more)
+        if self.config.is_parallel:
+            assert self.mlp is not None
+            if self.config.placement == "parallel_norms":
+                y = self.post_attention_layernorm(residual.to(y.dtype))
+            return self.dropout(x + self.mlp(y, **after)), residual
         x = self._branch(x, self.mixer_output_norm)
         if self.cross_attn is not None:
             y, residual = self.cross_attention_layernorm(x, residual)
