@@ -333,7 +333,8 @@ void column_sums(const T* x, int64_t stride, int64_t rows, T* out, int64_t begin
 
 void column_sums_any(DType dtype, const void* x, int64_t stride, int64_t rows, void* out,
                      int64_t begin, int64_t end) {
-  OMNIATTN_ASSERT_ITEMS(begin, end, rows > 1 ? stride : end);
+  OMNIATTN_ASSERT(0 <= begin && begin <= end);
+  OMNIATTN_ASSERT_ROWS(x, stride, rows, end);
   dispatch(dtype, [&]<class T>(T) {
     column_sums(static_cast<const T*>(x), stride, rows, static_cast<T*>(out), begin, end);
   });

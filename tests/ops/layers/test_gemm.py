@@ -133,6 +133,13 @@ def test_a_free_choice_compiles_into_one_graph(monkeypatch, recorded):
     torch.testing.assert_close(compiled(x, weight, bias), linear(x, weight, bias))
 
 
+def test_repeated_rows_of_a_gradient_are_read_in_place():
+    x, weight, grad = torch.randn(130, 33), torch.randn(1, 33), torch.randn(1).expand(130, 1)
+    grads = torch.ops.omniattn.linear_backward(grad, x, weight, 0, True, True, True)
+    for actual, expected in zip(grads, (grad @ weight, grad.mT @ x, grad.sum(0)), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_autocast_casts_like_torch():
     x, weight, bias = inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
