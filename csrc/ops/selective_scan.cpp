@@ -8,6 +8,7 @@
 #include "ops/registry.h"
 #include "ops/scan.h"
 #include "ops/stage.h"
+#include "runtime/dispatch.h"
 
 namespace omniattn::ops::selective_scan {
 namespace {
@@ -145,6 +146,21 @@ void run_step(const Problem& p, void* state, void* y) {
   }
 }
 
+// Saves the state before a single step as the scan does: (B, N, D) from (B, D, N).
+void save_before_step(const Problem& p, void* states) {
+  const int64_t of_entry = p.channels * p.states;
+  dispatch_compute(p.acc, [&]<class A>(A) {
+    const A* before = static_cast<const A*>(data_or_null(p.initial_state));
+    parallel_ranges(p.batch, grain_of(of_entry), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin * of_entry; i < end * of_entry; ++i) {
+        const int64_t entry = i / of_entry, n = i / p.channels % p.states, d = i % p.channels;
+        const int64_t from = (entry * p.channels + d) * p.states + n;
+        static_cast<A*>(states)[i] = before == nullptr ? A(0) : before[from];
+      }
+    });
+  });
+}
+
 // A block of the forward keeps its tables in L1. The backward adds sums over channels later, so its
 // block must be the same for any number of threads.
 constexpr int64_t kForwardBlock = 256, kBackwardBlock = 128;
@@ -161,8 +177,9 @@ Results selective_scan(const OpCall& call, const Inputs& in, const SequenceArgum
   const Output y(true, p.u.tensor.sizes(), p.dtype);
   const Output final_state(true, {p.sequences, p.channels, p.states}, p.acc);
   const Output states(call.saves, {scan_slots(scan.rows), p.states, p.channels}, p.acc);
-  if (!call.saves && is_step(p)) {
+  if (is_step(p)) {
     run_step(p, final_state.data(), y.data());
+    if (call.saves) save_before_step(p, states.data());
     return {y, final_state, states};
   }
   const SelectiveParams params{

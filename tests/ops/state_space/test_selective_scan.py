@@ -122,9 +122,15 @@ def test_a_step_gives_the_states_of_the_scan(isa, dtype):
             zeros = F.selective_scan(
                 **made, delta_softplus=True, initial_state=torch.zeros_like(start)
             )
+            trained = F.selective_scan(
+                **made | {"u": made["u"].clone().requires_grad_()},
+                delta_softplus=True,
+                initial_state=start,
+            )
         assert torch.equal(after, last) and torch.equal(state, after) and torch.equal(found, y)
         torch.testing.assert_close(y.transpose(0, 1), expected)
         assert torch.equal(fresh, zeros[0]) and torch.equal(begun, zeros[1])
+        assert torch.equal(trained[0], y) and torch.equal(trained[1], after)
 
 
 @pytest.mark.parametrize("edges", [(0, 20, 20, 65, 70), (0, 0, 20, 65, 70)])

@@ -302,6 +302,8 @@ def _of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
         parts = {"A": A_imag, "B": B_imag, "C": C_imag, "initial_state": initial_state_imag}
         for name, part in parts.items():
             if part is not None:
+                if given.get(name) is None:
+                    raise ValueError(f"{name}_imag must come with {name}, got None")
                 given[name] = torch.complex(widen(given[name]), widen(part))
         y, state = function(*args, **given)
         return y, torch.view_as_real(state) if state.is_complex() else state
