@@ -58,6 +58,11 @@ def _like(flags: Tensor, x: Tensor) -> Tensor:
     return flags.view(-1, *[1] * (x.dim() - 1))
 
 
+def _newest_maximum(past: Tensor, now: Tensor) -> Tensor:
+    """The maximum, whose gradient goes to `now` alone where both are equal, as in the kernels."""
+    return torch.where(past > now, past, now)
+
+
 def rwkv4(
     w: Tensor,
     u: Tensor,
@@ -83,7 +88,7 @@ def rwkv4(
         most = torch.maximum(top, u + k)
         past, now = (top - most).exp(), (u + k - most).exp()
         y = (past * num + now * v) / (past * den + now)
-        most = torch.maximum(top - w, k)
+        most = _newest_maximum(top - w, k)
         past, now = (top - w - most).exp(), (k - most).exp()
         return (y,), (past * num + now * v, past * den + now, most)
 
@@ -142,7 +147,7 @@ def rwkv_recurrent(
 
     def step(state: State, score: Tensor, v: Tensor) -> tuple[State, State]:
         s, n, top = state
-        most = torch.maximum(top - w, score)
+        most = _newest_maximum(top - w, score)
         past, now = (top - w - most).exp(), (score - most).exp()
         s, n = past * s + now * v, past * n + now
         return (s / n,), (s, n, most)

@@ -306,7 +306,9 @@ def _of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
                     raise ValueError(f"{name}_imag must come with {name}, got None")
                 given[name] = torch.complex(widen(given[name]), widen(part))
         y, state = function(*args, **given)
-        return y, torch.view_as_real(state) if state.is_complex() else state
+        if state.is_complex():  # view_as_real refuses some strides of an empty gradient
+            state = torch.stack((state.real, state.imag), -1)
+        return y, state
 
     return run
 
