@@ -57,9 +57,21 @@ CONTENTS = {
         "precision",
         "calculators",
         "worked_numbers",
+        "compare",
+        "choose",
     ],
     "API": [
-        *("functional", "masks", "modules", "models", "training", "calculate", "hf", "compat"),
+        *(
+            "functional",
+            "masks",
+            "modules",
+            "models",
+            "training",
+            "calculate",
+            "compare",
+            "hf",
+            "compat",
+        ),
         "reference",
     ],
     "Support and speed": [

@@ -40,7 +40,7 @@ def test_distributed():
 @pytest.mark.parametrize(
     "page",
     [
-        *("caches", "calculators", "deploy", "export", "fast", "hybrids", "own_variant"),
+        *("caches", "calculators", "compare", "deploy", "export", "fast", "hybrids", "own_variant"),
         "state_space",
     ],
 )
@@ -49,7 +49,7 @@ def test_pages_of_layers(page, one_thread):
 
 
 @pytest.mark.parametrize(
-    "package", ["functional", "modules", "models", "training", "calculate", "hf"]
+    "package", ["functional", "modules", "models", "training", "calculate", "compare", "hf"]
 )
 def test_api_reference_lists_every_public_name(package):
     text = (ROOT / f"docs/api/{package}.rst").read_text(encoding="utf-8")

@@ -8,14 +8,14 @@ from types import FunctionType
 import pytest
 import torch
 
-from omniattn import compat, functional, hf, models, modules, training
+from omniattn import compare, compat, functional, hf, models, modules, training
 from omniattn.functional import masks, scores
 from omniattn.models import PRESETS, ModelConfig
 from omniattn.modules.base.layer import Layer
 from omniattn.suggestions import did_you_mean
 from omniattn.training import TrainConfig
 
-PACKAGES = (functional, masks, scores, compat, models, modules, training, hf)
+PACKAGES = (functional, masks, scores, compare, compat, models, modules, training, hf)
 PLACES = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 

@@ -1,8 +1,9 @@
 """omniattn: token mixers and channel mixers as native PyTorch ops, trainable on CPU and CUDA.
 
 `functional` has the ops, `reference` their eager definitions, `modules` and `models` build on them,
-`training` trains the models, `hf` runs Hugging Face transformers on the ops, `compat` has the ops
-with the names and arguments of other packages, `testing` compares them with their definitions.
+`training` trains the models, `compare` compares them under one budget, `hf` runs Hugging Face
+transformers on the ops, `compat` has the ops with the names and arguments of other packages,
+`testing` compares them with their definitions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if _config.LIBRARY_DIR is not None:
 
 if TYPE_CHECKING:
     from omniattn import calculate as calculate
+    from omniattn import compare as compare
     from omniattn import compat as compat
     from omniattn import functional as functional
     from omniattn import hf as hf
@@ -32,7 +34,7 @@ __version__ = "0.1.0"
 __all__ = ["functional", "models", "modules", "reference", "training"]
 
 _EAGER = ("functional", "reference")
-_LAZY = ("calculate", "compat", "hf", "models", "modules", "testing", "training")
+_LAZY = ("calculate", "compare", "compat", "hf", "models", "modules", "testing", "training")
 
 
 @functools.cache

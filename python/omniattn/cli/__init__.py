@@ -1,4 +1,4 @@
-"""The command line: omniattn {train, generate, check, info, calc, hub}, or python -m omniattn.
+"""The command line: omniattn {train, generate, check, info, calc, compare, hub}, or python -m ...
 
 Arguments are parsed without importing torch, so that --help and usage errors are immediate.
 """

@@ -30,6 +30,25 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "vision": ("vit", "swin"),
 }
 
+#: Names of `compare --models`: mixers of omniattn.compare.KINDS.
+COMPARED: dict[str, tuple[str, ...]] = {
+    "softmax attention": ("llama", "mla", "differential", "selective"),
+    "sparse attention": (
+        *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),
+        *("nsa", "moba", "routed-blocks"),
+    ),
+    "linear attention and delta rules": (
+        *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
+        "kda",
+    ),
+    "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "mlstm", "slstm"),
+    "state-space models": ("s4", "s4d", "mamba", "mamba2"),
+    "torch.nn": ("rnn", "lstm", "gru"),
+}
+#: Names of `compare --parts` and `--tasks`.
+PARTS = ("loss", "decode", "recall", "positions", "norms")
+TASKS = ("needle", "associative recall", "multi-hop", "selective copy")
+
 
 def train(parser: argparse.ArgumentParser) -> None:
     """Train a small model, by default a byte-level decoder on Python's standard library.
@@ -71,10 +90,7 @@ def train(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="repeat the first N steps with the reference, 0 for none (default: 20)",
     )
-    wrap = textwrap.TextWrapper(88, initial_indent="    ", subsequent_indent="    ")
-    wrap.break_on_hyphens = False
-    families = (f"  {family}:\n{wrap.fill(', '.join(n))}" for family, n in FAMILIES.items())
-    parser.epilog = "\n".join(("models:", *families))
+    parser.epilog = _listed(FAMILIES)
 
 
 def generate(parser: argparse.ArgumentParser) -> None:
@@ -185,9 +201,63 @@ def calc(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=_path, metavar="FILE", help="draw the models, for example calc.png")
 
 
+def compare(parser: argparse.ArgumentParser) -> None:
+    """Train several mixers under one budget on the same data, and write a report.
+
+    The models are decoders that differ in their mixers; the hidden width of their MLPs is solved so
+    that parameters or operations are equal within 2 %. The output folder gets compare.md,
+    compare.png and cells/, the results one by one: a further call with the same options continues,
+    and one with more models, parts or repeats computes what is missing. The defaults take about 10
+    minutes on two cores.
+    """
+    add = parser.add_argument
+    add("--models", type=_models, metavar="A,B", help="see below; default: a choice of them")
+    add("--parts", type=_among(PARTS), metavar="A,B", help=f"default: {','.join(PARTS)}")
+    add("--tasks", type=_among(TASKS), metavar="A,B", help="recall tasks; default: all")
+    add("--budget", choices=["params", "flops"], help="what is equal (default: params)")
+    add("--size", type=_positive, metavar="N", help="parameters, or operations per token")
+    add("--dim", type=_positive, help="largest width (default: 64)")
+    add("--layers", type=_positive, help="default: 4")
+    add("--heads", type=_positive, help="default: 2")
+    add("--steps", type=_positive, help="optimizer steps on text (default: 200)")
+    add("--batch", type=_positive, help="sequences per step (default: 8)")
+    add("--length", type=_positive, help="tokens of a sequence of text (default: 128)")
+    add("--recall-steps", type=_positive, metavar="N", help="largest number (default: 300)")
+    add("--recall-length", type=_positive, metavar="N", help="tokens of a task (default: 32)")
+    add("--ratios", type=_ratios, metavar="N:M,..", help="of hybrids in recall (3:1,1:1)")
+    add("--norm-steps", type=_positive, metavar="N", help="default: 60")
+    add("--norm-layers", type=_positive, metavar="N", help="default: 8")
+    add("--decode-lengths", type=_lengths, metavar="N,..", help="default: 128,512,2048")
+    add("--test-lengths", type=_lengths, metavar="N,..", help="of positions, as multiples")
+    add("--lr", type=_rate, help="peak learning rate (default: 0.003)")
+    add("--repeats", type=_positive, help="seeds (default: 1)")
+    add("--seed", type=_not_negative, help="first seed (default: 0)")
+    add("--data", type=_path, metavar="PATH", help="text file, or folder of text files")
+    add(
+        "--out",
+        type=_path,
+        metavar="DIR",
+        default=Path("runs/compare"),
+        help="default: runs/compare",
+    )
+    parser.epilog = (
+        f"{_listed(COMPARED)}\n  hybrids:\n    NAME@n:m, n layers of a mixer and m of llama\n"
+        "  yours:\n    FILE.py:NAME, a Mixer, its Config, the config of a decoder, or a class\n"
+        "    that makes a module (B, T, dim) -> (B, T, dim) from dim; the file is executed"
+    )
+
+
 COMMANDS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
-    f.__name__: f for f in (train, generate, check, info, calc, hub)
+    f.__name__: f for f in (train, generate, check, info, calc, compare, hub)
 }
+
+
+def _listed(families: dict[str, tuple[str, ...]]) -> str:
+    """Returns the names of models, family by family, for the end of a help text."""
+    wrap = textwrap.TextWrapper(88, initial_indent="    ", subsequent_indent="    ")
+    wrap.break_on_hyphens = False
+    lines = (f"  {family}:\n{wrap.fill(', '.join(n))}" for family, n in families.items())
+    return "\n".join(("models:", *lines))
 
 
 def _path(text: str) -> Path:
@@ -211,6 +281,45 @@ def _reference(text: str) -> tuple[Path, str]:
             f"must be a Python file and a name in it, such as file.py:CONFIG, got {text!r}"
         )
     return _path(path), name
+
+
+def _models(text: str) -> list[str | tuple[Path, str]]:
+    names = [name for family in COMPARED.values() for name in family]
+    found: list[str | tuple[Path, str]] = []
+    for model in text.split(","):
+        if ".py:" in model:
+            found.append(_reference(model))
+            continue
+        base = model.partition("@")[0]
+        if base not in names:
+            hint = did_you_mean(base, names)
+            raise argparse.ArgumentTypeError(
+                f"must be among {', '.join(names)}, NAME@n:m or FILE.py:NAME, got {model!r}{hint}"
+            )
+        found.append(model)
+    return found
+
+
+def _among(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def names(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise argparse.ArgumentTypeError(
+                    f"must be among {', '.join(known)}, got {name!r}{hint}"
+                )
+        return found
+
+    return names
+
+
+def _ratios(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(map(_positive, text.split(",")))
 
 
 def _integer(text: str) -> int:

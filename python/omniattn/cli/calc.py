@@ -11,7 +11,7 @@ from omniattn.calculate.patterns import pattern_counts
 from omniattn.calculate.table import DEFAULT_CONTEXT, binary, report, rows, scaled
 from omniattn.cli.config_file import read_config
 from omniattn.cli.errors import CommandError, require, writing
-from omniattn.cli.plots import new_figure, save_figure
+from omniattn.figures import new_figure, save_figure
 from omniattn.models import ModelConfig
 from omniattn.training import TrainConfig
 

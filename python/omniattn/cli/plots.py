@@ -1,34 +1,13 @@
-"""Plots of a training run, and the figures of all plots."""
+"""Plots of a training run."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omniattn.figures import new_figure, save_figure
 from omniattn.training import Trainer
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-def new_figure(**options: Any) -> Figure:
-    """Returns an empty figure that needs no display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot.figure(layout="constrained", **options)
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Writes and closes a figure."""
-    from matplotlib import pyplot
-
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def plot_losses(trainer: Trainer, reference: Trainer | None, path: Path) -> None:

@@ -1,0 +1,243 @@
+"""Mixers by name, and decoders that differ in their mixer alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from omniattn.compare.baselines import TorchRecurrence
+from omniattn.models import BlocksConfig
+from omniattn.modules import (
+    MLSTM,
+    NSA,
+    S4,
+    S4D,
+    SLSTM,
+    Attention,
+    BigBirdAttention,
+    DecoderBlock,
+    DeltaAttention,
+    DeltaNet,
+    DeterministicSparseAttention,
+    DifferentialAttention,
+    DualChunkAttention,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    GatedMLP,
+    HubSpokeAttention,
+    KimiDeltaAttention,
+    LayerConfig,
+    LinearAttention,
+    LocalStridedAttention,
+    LongformerAttention,
+    Mamba,
+    Mamba2,
+    MoBA,
+    MultiHeadLatentAttention,
+    MultiScaleRetention,
+    Performer,
+    RMSNorm,
+    RotaryEmbedding,
+    RoutedBlockAttention,
+    RWKV4TimeMix,
+    RWKV5TimeMix,
+    RWKV6TimeMix,
+    RWKV7TimeMix,
+    RWKVChannelMix,
+    SelectiveAttention,
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Width and place of a layer, from which the config of its mixer follows."""
+
+    dim: int
+    heads: int
+    layer: int
+    layers: int
+
+    @property
+    def head(self) -> int:
+        """Width of a head."""
+        return self.dim // self.heads
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Mixer by name.
+
+    Args:
+        mixer: returns the config of a layer's mixer.
+        rotates: True if it uses the rotary embedding.
+        recurrent: True if its state does not grow with the sequence.
+        rwkv: True for RWKV's channel mixer instead of the gated MLP.
+    """
+
+    mixer: Callable[[Place], LayerConfig]
+    rotates: bool = False
+    recurrent: bool = False
+    rwkv: bool = False
+
+
+def _heads(config: Callable[..., LayerConfig], **options: Any) -> Callable[[Place], LayerConfig]:
+    return lambda p: config(p.dim, p.heads, **options)
+
+
+def _width(config: Callable[..., LayerConfig], **options: Any) -> Callable[[Place], LayerConfig]:
+    return lambda p: config(p.dim, **options)
+
+
+def _attention(config: Callable[..., LayerConfig], **options: Any) -> Kind:
+    return Kind(_heads(config, **options), rotates=True)
+
+
+def _recurrence(config: Callable[..., LayerConfig], **options: Any) -> Kind:
+    return Kind(_heads(config, **options), recurrent=True)
+
+
+def _space(config: Callable[..., LayerConfig], **options: Any) -> Kind:
+    return Kind(_width(config, **options), recurrent=True)
+
+
+def _rwkv(config: Callable[..., LayerConfig], *, sized: bool = True) -> Kind:
+    def mixer(p: Place) -> LayerConfig:
+        return config(p.dim, p.layer, p.layers, **({"head_dim": p.head} if sized else {}))
+
+    return Kind(mixer, recurrent=True, rwkv=True)
+
+
+def _mla(p: Place) -> LayerConfig:
+    return MultiHeadLatentAttention.Config(
+        p.dim, p.heads, None, p.dim // 2, p.head, p.head, p.head, rope_interleaved=False
+    )
+
+
+def _placed(config: Callable[..., LayerConfig]) -> Kind:
+    return Kind(lambda p: config(p.dim, p.heads, p.layer, p.layers), recurrent=True)
+
+
+#: Mixers by the names of `--models`, small enough for sequences of a hundred tokens.
+KINDS: dict[str, Kind] = {
+    "llama": _attention(Attention.Config),
+    "mla": Kind(_mla, rotates=True),
+    "differential": Kind(
+        lambda p: DifferentialAttention.Config(
+            p.dim, p.heads // 2, p.layer, rope_interleaved=False
+        ),
+        rotates=True,
+    ),
+    "selective": _attention(SelectiveAttention.Config),
+    "window": _attention(Attention.Config, window_size=(31, 0)),
+    "longformer": _attention(LongformerAttention.Config, window=32, global_index=(0,), causal=True),
+    "bigbird": _attention(
+        BigBirdAttention.Config, block=8, n_random=1, causal=True, max_length=16384
+    ),
+    "hub-spoke": _attention(HubSpokeAttention.Config, window=15, global_every=16, dual="disjoint"),
+    "detsa": _attention(DeterministicSparseAttention.Config, window=15, stride=8),
+    "dual-chunk": Kind(_heads(DualChunkAttention.Config, chunk_size=48, local_window=16)),
+    "local-strided": _attention(LocalStridedAttention.Config, window=16, stride=8),
+    "nsa": _attention(
+        NSA.Config,
+        compress_size=8,
+        compress_stride=4,
+        block_size=8,
+        topk=4,
+        window=16,
+        compress_dim=32,
+    ),
+    "moba": _attention(MoBA.Config, block_size=8, topk=4, decode="moba"),
+    "routed-blocks": _attention(RoutedBlockAttention.Config, block_size=8, topk=4, router_dim=16),
+    "linear": _recurrence(LinearAttention.Config),
+    "delta-attention": _recurrence(DeltaAttention.Config),
+    "performer": _recurrence(Performer.Config),
+    "gla": _recurrence(GatedLinearAttention.Config),
+    "retnet": replace(_recurrence(MultiScaleRetention.Config), rotates=True),
+    "deltanet": _recurrence(DeltaNet.Config),
+    "gated-deltanet": _recurrence(GatedDeltaNet.Config),
+    "kda": _recurrence(KimiDeltaAttention.Config),
+    "rwkv4": _rwkv(RWKV4TimeMix.Config, sized=False),
+    "rwkv5": _rwkv(RWKV5TimeMix.Config),
+    "rwkv6": _rwkv(RWKV6TimeMix.Config),
+    "rwkv7": _rwkv(RWKV7TimeMix.Config),
+    "mlstm": _placed(MLSTM.Config),
+    "slstm": _placed(SLSTM.Config),
+    "s4": _space(S4.Config, state_size=16),
+    "s4d": _space(S4D.Config, state_size=16),
+    "mamba": _space(Mamba.Config),
+    "mamba2": Kind(lambda p: Mamba2.Config(p.dim, d_state=32, headdim=p.head), recurrent=True),
+    "rnn": _space(TorchRecurrence.Config, cell="rnn"),
+    "lstm": _space(TorchRecurrence.Config, cell="lstm"),
+    "gru": _space(TorchRecurrence.Config, cell="gru"),
+}
+#: Attention layers in hybrids.
+FULL = KINDS["llama"]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Sizes that the models of a comparison share.
+
+    Args:
+        dim, layers, heads: width, number of layers and of heads.
+        vocab: number of tokens.
+    """
+
+    dim: int = 64
+    layers: int = 4
+    heads: int = 2
+    vocab: int = 256
+
+    def place(self, layer: int) -> Place:
+        """Returns the place of a layer."""
+        return Place(self.dim, self.heads, layer, self.layers)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Model of a comparison: a decoder whose layers have the mixers of `kinds` in turn.
+
+    Args:
+        name: name in the report.
+        kinds: mixers, repeated over the layers.
+        version: identifies the code of a user's mixer.
+    """
+
+    name: str
+    kinds: tuple[Kind, ...]
+    version: str = ""
+
+    def config(self, frame: Frame, hidden: int) -> BlocksConfig:
+        """Returns the decoder with channel mixers of this hidden width."""
+        std = frame.dim**-0.5
+        norm = RMSNorm.Config(frame.dim)
+        blocks = []
+        for layer in range(frame.layers):
+            kind, place = self.kinds[layer % len(self.kinds)], frame.place(layer)
+            mlp: LayerConfig = GatedMLP.Config(frame.dim, hidden)
+            if kind.rwkv:
+                mlp = RWKVChannelMix.Config(
+                    *(frame.dim, layer, frame.layers), hidden_dim=hidden, receptance=False
+                )
+            blocks.append(
+                DecoderBlock.Config(_drawn(kind.mixer(place), std), _drawn(mlp, std), norm)
+            )
+        rotates = any(kind.rotates for kind in self.kinds)
+        return BlocksConfig(
+            vocab_size=frame.vocab,
+            dim=frame.dim,
+            num_layers=frame.layers,
+            blocks=tuple(blocks),
+            rope=RotaryEmbedding.Config(frame.dim // frame.heads) if rotates else None,
+            init_std=std,
+        )
+
+
+def _drawn(config: Any, std: float) -> Any:
+    """Sets the standard deviations of initial weights that a config has.
+
+    The default, 0.02, is for wide layers; narrow ones would start to learn late.
+    """
+    known = {field.name for field in fields(config)}
+    return replace(config, **{name: std for name in ("init_std", "out_init_std") if name in known})
