@@ -18,7 +18,7 @@ from omniattn.modules.base.fields import Size
 from omniattn.modules.base.mixer import require_no_mask, require_tokens
 from omniattn.modules.base.state import Storage, takes_cache
 
-_CELLS: dict[str, type[nn.RNNBase]] = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
+_CELLS: dict[str, Callable[..., nn.RNNBase]] = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
 
 
 class TorchRecurrence(Mixer):
@@ -60,13 +60,17 @@ class TorchRecurrence(Mixer):
         self.cell = _CELLS[c.cell](c.dim, c.dim, batch_first=True, device=device, dtype=dtype)
         self.o_proj = Linear(c.dim, c.dim, init_std=c.init_std, device=device, dtype=dtype)
 
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Names of the tensors of the state."""
+        return ("h", "c") if self.config.cell == "lstm" else ("h",)
+
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
         """Creates zeros `h`, and for an LSTM also `c`."""
         like = self.o_proj.weight
         device, dtype = storage.get("device") or like.device, storage.get("dtype") or like.dtype
-        names = ("h", "c") if self.config.cell == "lstm" else ("h",)
         shape = (batch, self.config.dim)
-        zeros = {name: torch.zeros(shape, device=device, dtype=dtype) for name in names}
+        zeros = {name: torch.zeros(shape, device=device, dtype=dtype) for name in self._names}
         return RecurrentState(**zeros)
 
     @takes_cache
@@ -87,14 +91,13 @@ class TorchRecurrence(Mixer):
                 raise TypeError(
                     f"TorchRecurrence: state must be a RecurrentState, got state={shown(state)}"
                 )
-            names = ("h", "c") if self.config.cell == "lstm" else ("h",)
-            tensors = tuple(state[name][None].to(x.dtype) for name in names)
+            tensors = tuple(state[name][None].to(x.dtype) for name in self._names)
             before = tensors if len(tensors) == 2 else tensors[0]
         h, after = self.cell(x, before)
         if isinstance(state, RecurrentState):
             last = after if isinstance(after, tuple) else (after,)
-            names = ("h", "c")[: len(last)]
-            state.advance(x.shape[1], **{n: t[0] for n, t in zip(names, last, strict=True)})
+            named = zip(self._names, last, strict=True)
+            state.advance(x.shape[1], **{name: t[0] for name, t in named})
         y: Tensor = self.o_proj(h)
         return y
 

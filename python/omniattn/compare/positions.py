@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,7 +118,8 @@ class SinusoidalConfig(BlocksConfig):
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Decoder:
         model = super().build(device=device, dtype=dtype)
-        model.embed_positions = SinusoidalPositional(SinusoidalPositional.Config(self.dim))
+        added: Any = SinusoidalPositional(SinusoidalPositional.Config(self.dim))
+        model.embed_positions = added
         return model
 
 
@@ -140,22 +141,25 @@ class Encoding:
 def _decoder(
     frame: Frame,
     kind: type[BlocksConfig] = BlocksConfig,
-    mixer: Callable[[int], LayerConfig] | None = None,
+    mixers: Sequence[LayerConfig] = (),
+    alibi: float | None = None,
     **options: Any,
 ) -> BlocksConfig:
+    """Returns a decoder with attention, or with the given mixers of its layers."""
     std = frame.dim**-0.5
     drawn = {"init_std": std, "out_init_std": std}
-    if mixer is None:
-        alibi = options.pop("alibi", None)
-        same = Attention.Config(frame.dim, frame.heads, alibi=alibi, **drawn)
-        mlp = GatedMLP.Config(frame.dim, round(8 / 3 * frame.dim), **drawn)
-        blocks = [DecoderBlock.Config(same, mlp, RMSNorm.Config(frame.dim))]
-    else:
-        mlp = GatedMLP.Config(frame.dim, round(8 / 3 * frame.dim), **drawn)
-        norm = RMSNorm.Config(frame.dim)
-        blocks = [DecoderBlock.Config(mixer(i), mlp, norm) for i in range(frame.layers)]
-    sizes = {"vocab_size": frame.vocab, "dim": frame.dim, "num_layers": frame.layers}
-    return kind(**sizes, blocks=tuple(blocks), init_std=std, **options)
+    mlp = GatedMLP.Config(frame.dim, round(8 / 3 * frame.dim), **drawn)
+    norm = RMSNorm.Config(frame.dim)
+    same = Attention.Config(frame.dim, frame.heads, alibi=alibi, **drawn)
+    blocks = [DecoderBlock.Config(mixer, mlp, norm) for mixer in mixers or (same,)]
+    return kind(
+        vocab_size=frame.vocab,
+        dim=frame.dim,
+        num_layers=frame.layers,
+        blocks=tuple(blocks),
+        init_std=std,
+        **options,
+    )
 
 
 def _rope(frame: Frame, length: int) -> BlocksConfig:
@@ -171,7 +175,8 @@ def _t5(frame: Frame, length: int) -> BlocksConfig:
     std = frame.dim**-0.5
     attention = Attention.Config(frame.dim, frame.heads, init_std=std, out_init_std=std)
     table = T5RelativeBias.Config(frame.heads, bidirectional=False, init_std=std)
-    return _decoder(frame, mixer=lambda i: T5Attention.Config(attention, table if i == 0 else None))
+    mixers = [T5Attention.Config(attention, None if i else table) for i in range(frame.layers)]
+    return _decoder(frame, mixers=mixers)
 
 
 def _stretched(model: Decoder, trained: int, length: int) -> None:
