@@ -58,7 +58,6 @@ CONTENTS = {
         "calculators",
         "worked_numbers",
         "compare",
-
     ],
     "API": [
         *(
@@ -84,6 +83,7 @@ CONTENTS = {
     ],
 }
 
+
 def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
     """Appends the contents of the site to the README, which is its first page."""
     if page == root_doc:
@@ -91,6 +91,7 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
             folder = "docs/api" if title == "API" else "docs"
             entries = "\n".join(p if p.startswith("/") else f"{folder}/{p}" for p in pages)
             source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n"
+
 
 class Functions(SphinxDirective):
     """`.. functions:: norm conv`: the public names of modules of omniattn.functional."""
@@ -106,6 +107,7 @@ class Functions(SphinxDirective):
                 kind = "autoclass" if isclass(getattr(found, name)) else "autofunction"
                 lines += ["", f".. {kind}:: {name}"]
         return self.parse_text_to_nodes("\n".join(lines))
+
 
 def setup(app: Sphinx) -> None:
     app.add_directive("functions", Functions)
