@@ -48,6 +48,7 @@ CONTENTS = {
         "own_variant",
         "fast",
         "finetune",
+        "recipes",
         "deploy",
         "state_space",
         "generation",

@@ -68,6 +68,12 @@ def test_hf(one_thread):
     assert names["swapped"]["linear"] == 8
 
 
+def test_recipes(one_thread, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    run_page("docs/recipes.md")
+
+
 def test_finetune():
     """LoRA and packing with TRL, on a patched model."""
     for package in ("datasets", "peft", "trl"):

@@ -74,6 +74,8 @@ def train(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=_positive, help="examples per step (default: 8)")
     add("--length", type=_positive, help="tokens per example of text (default: 256)")
     add("--dtype", choices=["float32", "bfloat16"], help="default: float32")
+    add("--accumulate", type=_positive, help="parts of a batch, one after another (default: 1)")
+    add("--recompute", action="store_true", default=None, help="save memory, recompute blocks")
     add("--seed", type=_seed, help="seed of weights, data order and sample (default: 0)")
     add("--device", default="cpu", help="cpu (default) or cuda")
     add("--backend", choices=["cpu", "cuda", "reference"], help="force the backend of all ops")

@@ -27,6 +27,7 @@ class Routers:
         self.loads: list[Tensor] = []
         self.dropped: list[Tensor] = []
         self.losses: list[float] = []
+        self._parts: list[tuple[Tensor, Tensor, float]] = []  # of a step that is not finished
 
     def _states(self) -> list[RouterState]:
         return [layer.state for layer in self.layers if layer.state is not None]
@@ -42,19 +43,40 @@ class Routers:
     def step(self, group: torch.distributed.ProcessGroup | None = None) -> None:
         """Updates biases and default vectors after a training step, and records this rank's load.
 
-        The biases depend on the counts of all ranks of `group`.
+        The biases depend on the counts of all ranks of `group`, and of all forwards since the last
+        step for which `add` was called; without such a call, of the last forward. Default vectors
+        follow the last forward.
         """
         if not self.layers:
             return
-        for layer in self.layers:
+        if not self._parts:
+            self.add()
+        counts = torch.stack([part[0] for part in self._parts]).sum(0)
+        for layer, count in zip(self.layers, counts, strict=True):
             if layer.config.gate.router == "sigmoid":
-                layer.update_bias(group=group)
+                layer.update_bias(group=group, counts=count)
             if layer.config.gate.router_grad == "default_vector":
                 layer.update_default_vectors()
+        self.loads.append(counts.cpu())
+        self.dropped.append(torch.stack([part[1] for part in self._parts]).sum(0).cpu())
+        self.losses.append(sum(part[2] for part in self._parts))
+        self._parts = []
+
+    @torch.no_grad()
+    def add(self, share: float = 1.0) -> None:
+        """Counts the last forward as a part of the next step, with this share of its loss.
+
+        Gradient accumulation calls it after each forward.
+        """
         states = self._states()
-        self.loads.append(torch.stack([state.counts for state in states]).cpu())
-        self.dropped.append(torch.stack([state.dropped for state in states]).cpu())
-        self.losses.append(float(self.loss()))
+        if states:
+            counts = torch.stack([state.counts for state in states])
+            dropped = torch.stack([state.dropped for state in states])
+            self._parts.append((counts, dropped, share * float(self.loss())))
+
+    def discard(self) -> None:
+        """Forgets the forwards since the last step, such as those of a failed one."""
+        self._parts = []
 
     def status(self) -> str:
         """Describes the last step: relative load of the busiest expert, and share dropped."""

@@ -1,8 +1,16 @@
-"""Training: tasks with their data, recipes and the trainer."""
+"""Training: tasks with their data, parts of recipes, fine-tuning and the trainer."""
 
 from omniattn.functional._keywords import explain_keywords
-from omniattn.training.optimizer import WarmupCosine, parameter_groups, warmup_cosine
+from omniattn.training.instructions import InstructionCollator
+from omniattn.training.master import MasterAdamW
+from omniattn.training.optimizer import (
+    WarmupCosine,
+    clip_gradients,
+    parameter_groups,
+    warmup_cosine,
+)
 from omniattn.training.recipes import Recipe, recipe_of
+from omniattn.training.recompute import recompute_blocks
 from omniattn.training.tasks import (
     Batch,
     Digits,
@@ -22,8 +30,10 @@ from omniattn.training.trainer import (
 __all__ = [
     "Batch",
     "Digits",
+    "InstructionCollator",
     "LanguageModeling",
     "MaskedLanguageModeling",
+    "MasterAdamW",
     "Recipe",
     "SpanCorruption",
     "Task",
@@ -31,9 +41,11 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "WarmupCosine",
+    "clip_gradients",
     "learning_rate",
     "parameter_groups",
     "recipe_of",
+    "recompute_blocks",
     "saved_config",
     "warmup_cosine",
 ]

@@ -1,14 +1,15 @@
-"""Parameter groups and learning rate schedule of the trainer, also for other training loops."""
+"""Parameter groups, schedule and clipping of the trainer, also for other training loops."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from omniattn.checks.arguments import require_number
 from omniattn.modules import LearnedPositional, T5RelativeBias, WindowAttention
 
 
@@ -81,14 +82,23 @@ def _tables(model: nn.Module) -> Iterator[torch.Tensor]:
         elif isinstance(module, WindowAttention):
             yield module.relative_position_bias_table
         for name in getattr(module, "undecayed", ()):
-            yield module.get_parameter(name)
+            parameter = getattr(module, name)
+            if parameter is not None:
+                yield parameter
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Returns parameter groups for torch.optim.AdamW, with weight decay on matrices only.
 
-    Vectors (norms, biases), embeddings and the time scales of state-space models have no decay.
-    Works for any module; parameters that do not require gradients are left out.
+    Without decay are vectors (norms, biases, dt_bias, D), embeddings, tables of positions, the time
+    scales A of state-space models, and all parameters of RWKV outside its linear layers: its
+    decays, bonuses, shifts and their low-rank factors. Parameters that do not require gradients are
+    left out. Any module will do; a layer lists further parameters without decay by their names in
+    its attribute `undecayed`.
+
+    Args:
+        model: any module.
+        weight_decay: weight decay of the first group; that of the second one is 0.
 
     Reference:
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2017, arXiv 1711.05101.
@@ -101,3 +111,41 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scales all gradients by ``min(1, max_norm / (norm + 1e-6))`` and returns their norm.
+
+    The norm is that of all gradients together. It is computed in float32, or in float64 for such
+    gradients, so that gradients in bfloat16 have the norm of their values. torch's own function
+    rounds the norm of each tensor to the dtype of its gradient.
+
+    Args:
+        parameters: parameters, whose gradients are scaled in place; those without one are skipped.
+        max_norm: largest norm, which may be infinite.
+
+    Returns:
+        The norm () before scaling, in float32 or float64.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_gradients([weight], max_norm=1.0), weight.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
+    """
+    if max_norm != math.inf:
+        require_number("clip_gradients", "max_norm", max_norm, 0)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    norms = [
+        torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
+        for g in gradients
+    ]
+    device = norms[0].device
+    norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device))
+    return norm

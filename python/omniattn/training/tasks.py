@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 Batch = tuple[Tensor, ...]
 
+
+def targets_of(batch: Batch) -> int:
+    """Returns the number of targets of a batch, without the ignored ones (-100)."""
+    return int(batch[-1].ne(-100).sum())
+
+
 _HELD_OUT_SEED = 0x48454C44
 
 
@@ -65,6 +71,11 @@ class Task(ABC):
     @abstractmethod
     def held_out_batch(self, size: int) -> Batch:
         """Returns about `size` fixed examples of the held-out split."""
+
+    def parts(self, batch: Batch, count: int) -> list[Batch]:
+        """Splits a batch into up to `count` batches of nearly equal sizes."""
+        split = (t.tensor_split(min(count, len(t))) for t in batch)
+        return [batch] if count == 1 else list(zip(*split, strict=True))
 
     def metrics(self, model: Model, batch: Batch) -> dict[str, float]:
         """Returns the metrics of a batch, other than the loss, by name."""

@@ -4,12 +4,12 @@ import json
 import math
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from omniattn.checks.arguments import require_choice, shown
 from omniattn.models.checkpoint import (
@@ -25,8 +25,9 @@ from omniattn.models.routers import Routers
 from omniattn.modules.base.fields import Fields, Limit, SignedInt, Size
 from omniattn.modules.base.layer import check_fields
 from omniattn.suggestions import did_you_mean
-from omniattn.training.optimizer import parameter_groups, warmup_cosine
-from omniattn.training.tasks import Batch, Task
+from omniattn.training.optimizer import clip_gradients, parameter_groups, warmup_cosine
+from omniattn.training.recompute import recompute_blocks
+from omniattn.training.tasks import Batch, Task, targets_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -44,6 +45,9 @@ class TrainConfig(Fields):
         decay_steps: step at which the final learning rate is reached; None: the last.
         betas, eps, weight_decay: options of AdamW.
         clip: maximum norm of the gradient, which may be infinite.
+        accumulate: parts of a batch that run one after another and make one step; the gradient is
+            that of the whole batch, except for losses of routers, which see the parts.
+        recompute: keep only the input of each block for the backward, see `recompute_blocks`.
         data: path of a file or folder; None: data found on every machine.
     """
 
@@ -61,6 +65,8 @@ class TrainConfig(Fields):
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: Limit = 1.0
+    accumulate: Size = 1
+    recompute: bool = False
     data: str | None = None
 
     def __post_init__(self) -> None:
@@ -71,6 +77,11 @@ class TrainConfig(Fields):
             )
         check_fields(self)
         require_choice("TrainConfig", "dtype", self.dtype, tuple(DTYPES))
+        if self.accumulate > self.batch:
+            raise ValueError(
+                "TrainConfig: accumulate must be at most batch, "
+                f"got accumulate={self.accumulate}, batch={self.batch}"
+            )
 
     @property
     def model_config(self) -> ModelConfig:
@@ -147,22 +158,39 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, c)
         self.model.zero_grad()  # optimizer.zero_grad imports torch._dynamo: 4 s at the first step
-        with self._autocast():
-            loss = self.model(*self._on_device(self.task.batch(c.batch, c.seed, self.step)))
-        value = loss.item()
-        if not math.isfinite(value):
-            raise FloatingPointError(f"the loss of step {self.step} is {value}")
-        torch.autograd.backward(loss + self.model.auxiliary_loss() + self.routers.loss())
-        nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
+        parts = self.task.parts(self.task.batch(c.batch, c.seed, self.step), c.accumulate)
+        kept = [targets_of(part) for part in parts]
+        value = 0.0
+        further: dict[str, float] = {}
+        for part, count in zip(parts, kept, strict=True):
+            share = count / max(1, sum(kept)) if len(parts) > 1 else 1.0
+            value += share * self._backward(part, share)
+            for name, loss in self.model.further_losses().items():
+                further[name] = further.get(name, 0.0) + share * loss
+        clip_gradients(self.model.parameters(), c.clip)
         self.optimizer.step()
         self.routers.step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.step += 1
         self.losses.append(value)
-        for name, further in self.model.further_losses().items():
-            self.further.setdefault(name, []).append(further)
+        for name, loss in further.items():
+            self.further.setdefault(name, []).append(loss)
         self.seconds.append(time.perf_counter() - start)
+        return value
+
+    def _backward(self, batch: Batch, share: float) -> float:
+        """Adds the gradient of a part, times its share of the batch, and returns its loss."""
+        recompute = recompute_blocks(self.model) if self.config.recompute else nullcontext()
+        with self._autocast(), recompute:
+            loss = self.model(*self._on_device(batch))
+        value: float = loss.item()
+        if not math.isfinite(value):
+            self.routers.discard()
+            raise FloatingPointError(f"the loss of step {self.step} is {value}")
+        total = loss + self.model.auxiliary_loss() + self.routers.loss()
+        torch.autograd.backward(total if share == 1.0 else share * total)
+        self.routers.add(share)
         return value
 
     @torch.no_grad()

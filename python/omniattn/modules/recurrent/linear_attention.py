@@ -170,6 +170,9 @@ class DeltaAttention(LinearAttention):
         torch.Size([1, 5, 8])
     """
 
+    #: Biases by head, without weight decay.
+    undecayed: ClassVar[tuple[str, ...]] = ("g_bias", "b_bias")
+
     @dataclass(frozen=True)
     class Config(LinearAttention.Config):
         """Sizes and options, as in LinearAttention; causal only.

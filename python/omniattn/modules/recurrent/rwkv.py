@@ -80,6 +80,11 @@ class Shifted(nn.Module):
 
         def __getattr__(self, name: str) -> Any: ...
 
+    @property
+    def undecayed(self) -> tuple[str, ...]:
+        """Parameters without weight decay: all but the weights of linear layers, as in RWKV-LM."""
+        return tuple(name for name, _ in self.named_parameters(recurse=False))
+
     def _add_shifts(self, device: Device, dtype: torch.dtype | None) -> None:
         for part in self.parts:
             mu = torch.empty(1, 1, self.config.dim, device=device, dtype=dtype)

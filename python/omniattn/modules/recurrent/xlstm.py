@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -264,6 +264,9 @@ class SLSTM(_XLSTM):
         >>> SLSTM(dim=8, num_heads=2)(torch.ones(1, 5, 8)).shape
         torch.Size([1, 5, 8])
     """
+
+    #: Biases by gate and head, without weight decay.
+    undecayed: ClassVar[tuple[str, ...]] = ("bias",)
 
     @dataclass(frozen=True)
     class Config(XLSTMConfig):

@@ -31,6 +31,11 @@ class Compression(nn.Module):
     w are the concatenated vectors of a window plus learned position vectors.
     """
 
+    @property
+    def undecayed(self) -> tuple[str, ...]:
+        """Position vectors, which have no weight decay."""
+        return ("position",) if self.config.compress == "mlp" else ()
+
     def __init__(self, config: Any, device: Any, dtype: Any) -> None:
         super().__init__()
         self.config = c = config
