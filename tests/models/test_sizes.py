@@ -67,6 +67,14 @@ COUNTS = {
     "t5-base": 222_903_552,
     "t5-large": 737_668_096,
     "t5-v1.1-base": 247_577_856,
+    "switch-base-8": 222_903_552 + 12 * (7 * 2 * 768 * 3072 + 8 * 768),
+    "switch-c-2048": 1_571_308_972_448,  # the paper rounds to 1,571 billion
+    "transformer-base": 63_045_632,  # of 37,000 tokens; the paper rounds to 65 and 213 million
+    "transformer-big": 214_171_648,
+    "bart-base": 139_420_416,
+    "bart-large": 406_291_456,
+    "mbart-large": 610_851_840,
+    "transformer-xl-wt103": 151_106_305,
     "mamba-130m": 129_135_360,
     "mamba-2.8b": 2_768_345_600,
     "mamba2-130m": 128_989_632,

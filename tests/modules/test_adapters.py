@@ -14,7 +14,7 @@ from small_presets import SMALL
 from torch import nn
 
 from omniattn import modules
-from omniattn.models import BertClassifierConfig, BlocksConfig, T5Config
+from omniattn.models import BertClassifierConfig, BlocksConfig, EncoderDecoder
 from omniattn.models.vision import VisionConfig
 from omniattn.modules import (
     MLP,
@@ -151,7 +151,9 @@ def _inputs(config) -> tuple[torch.Tensor, ...]:
     tokens = torch.randint(97, (2, 9))
     if isinstance(config, BertClassifierConfig):
         return tokens, torch.tensor([0, 1])
-    return (tokens, tokens, tokens) if isinstance(config, T5Config) else (tokens, tokens)
+    return (
+        (tokens, tokens, tokens) if isinstance(config, EncoderDecoder.Config) else (tokens, tokens)
+    )
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -26,7 +26,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "xlstm"),
     "state-space models": ("s4d", "mamba", "mamba2"),
     "hybrids": ("jamba", "samba", "zamba2"),
-    "encoders and encoder-decoders": ("bert", "t5"),
+    "encoders and encoder-decoders": ("bert", "t5", "transformer"),
     "vision": ("vit", "swin"),
 }
 

@@ -101,8 +101,9 @@ def run(args: argparse.Namespace) -> int:
     if args.num_beams > 1:
         options |= {"num_beams": args.num_beams, "length_penalty": args.length_penalty}
     tokens = torch.tensor([prompt], device=args.device)
-    if hasattr(model, "encode"):  # the prompt is the source, and the decoder starts with padding
-        options["source"], tokens = tokens, torch.zeros_like(tokens[:, :1])
+    if hasattr(model, "encode"):  # the prompt is the source
+        start = dict(model.config.token_ids).get("decoder_start_token_id") or 0
+        options["source"], tokens = tokens, torch.full_like(tokens[:, :1], start)
     try:
         _print(model, tokens, args.max_new_tokens, options, tokenizer)
     except ValueError as error:

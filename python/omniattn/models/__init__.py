@@ -7,8 +7,10 @@ from omniattn.models.checkpoint import CheckpointError, load_model, save_model
 from omniattn.models.decoder import Decoder
 from omniattn.models.deepseek import DeepSeekConfig, DeepSeekV2Config, MLAConfig
 from omniattn.models.differential import DifferentialConfig
+from omniattn.models.encoder_decoder import EncoderDecoder
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.families.alibi import BloomConfig, MPTConfig
+from omniattn.models.families.bart import BartConfig, MBartConfig, TransformerConfig
 from omniattn.models.families.falcon import FalconConfig
 from omniattn.models.families.gemma import Gemma2Config
 from omniattn.models.families.mistral import MistralConfig
@@ -19,6 +21,7 @@ from omniattn.models.families.qwen import (
     Qwen3MoeConfig,
 )
 from omniattn.models.families.qwen_next import Qwen3NextConfig
+from omniattn.models.families.switch import SwitchTransformerConfig
 from omniattn.models.generation import generate, sample, stream
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.hybrid import HybridLayer, hybrid_schedule
@@ -32,6 +35,7 @@ from omniattn.models.presets import PRESETS
 from omniattn.models.pretrained import from_hf
 from omniattn.models.routers import Routers
 from omniattn.models.t5 import T5, T5Config
+from omniattn.models.transformer_xl import TransformerXL, TransformerXLConfig
 from omniattn.models.vision import Swin, SwinConfig, ViT, ViTConfig
 from omniattn.models.zamba2 import Zamba2, Zamba2Config
 
@@ -39,6 +43,7 @@ __all__ = [
     "PRESETS",
     "SCHEDULES",
     "T5",
+    "BartConfig",
     "Bert",
     "BertClassifier",
     "BertClassifierConfig",
@@ -50,6 +55,7 @@ __all__ = [
     "DeepSeekConfig",
     "DeepSeekV2Config",
     "DifferentialConfig",
+    "EncoderDecoder",
     "FalconConfig",
     "FalconMambaConfig",
     "GPT2Config",
@@ -58,6 +64,7 @@ __all__ = [
     "JambaConfig",
     "Llama",
     "LlamaConfig",
+    "MBartConfig",
     "MLAConfig",
     "MPTConfig",
     "Mamba2Config",
@@ -75,7 +82,11 @@ __all__ = [
     "Swin",
     "SwinConfig",
     "SwitchConfig",
+    "SwitchTransformerConfig",
     "T5Config",
+    "TransformerConfig",
+    "TransformerXL",
+    "TransformerXLConfig",
     "ViT",
     "ViTConfig",
     "Zamba2",

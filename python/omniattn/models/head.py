@@ -21,25 +21,35 @@ class WithHead(Protocol):
         """Weight (vocab_size, dim) of the head."""
 
 
-def head_logits(model: WithHead, x: Tensor) -> Tensor:
-    """Maps hidden states (..., dim) to logits (..., vocab_size)."""
+def head_logits(model: WithHead, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Maps hidden states (..., dim) to logits (..., vocab_size), plus `bias` (vocab_size,)."""
     if model.lm_head is None:
-        logits = functional.linear(x, model.head_weight, backend=model.config.backend)
+        logits = functional.linear(x, model.head_weight, bias, backend=model.config.backend)
     else:
-        logits = model.lm_head(x)
+        logits = _of_layer(model, x, bias)
     cap: float = model.config.logit_softcap
     return cap * (logits / cap).tanh() if cap else logits
 
 
-def head_loss(model: WithHead, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
+def _of_layer(model: WithHead, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the logits of an untied head."""
+    logits: Tensor = model.lm_head(x)
+    return logits if bias is None else logits + bias
+
+
+def head_loss(
+    model: WithHead, x: Tensor, targets: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
     """Returns the loss of states (B, T, dim); options of `functional.linear_cross_entropy`.
 
-    A head that is an adapter or has hooks is called and computes logits.
+    `bias` is as in `head_logits`. A head that is an adapter or has hooks is called and computes
+    logits.
     """
     backend = model.config.backend
     options["softcap"] = model.config.logit_softcap
     if model.lm_head is not None and not is_plain(model.lm_head):
-        return functional.cross_entropy(model.lm_head(x), targets, backend=backend, **options)
+        logits = _of_layer(model, x, bias)
+        return functional.cross_entropy(logits, targets, backend=backend, **options)
     return functional.linear_cross_entropy(
-        x, model.head_weight, targets, backend=backend, **options
+        x, model.head_weight, targets, bias=bias, backend=backend, **options
     )

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omniattn.models import BertConfig, Decoder, ModelConfig, T5Config
+from omniattn.models import (
+    BertConfig,
+    Decoder,
+    EncoderDecoder,
+    ModelConfig,
+    TransformerXLConfig,
+)
 from omniattn.models.vision import VisionConfig
 from omniattn.training.tasks import (
     Digits,
@@ -32,7 +38,8 @@ class Recipe:
 
 _RECIPES: dict[type, Recipe] = {
     Decoder.Config: Recipe(LanguageModeling),
-    T5Config: Recipe(SpanCorruption),
+    TransformerXLConfig: Recipe(LanguageModeling),
+    EncoderDecoder.Config: Recipe(SpanCorruption),
     BertConfig: Recipe(MaskedLanguageModeling),
     VisionConfig: Recipe(Digits, {"batch": 64}),
 }

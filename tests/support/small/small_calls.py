@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from omniattn import modules
 from omniattn.functional import Routing
-from omniattn.models import ModelConfig, SwinConfig, T5Config, ViTConfig
+from omniattn.models import EncoderDecoder, ModelConfig, SwinConfig, ViTConfig
 from omniattn.models.presets import TRAINED
 from omniattn.modules import RotaryEmbedding
 
@@ -88,7 +88,7 @@ def inputs_of(config: ModelConfig) -> list[Tensor]:
     if isinstance(config, ViTConfig | SwinConfig):
         return [random(BATCH, config.channels, config.image, config.image)]
     tokens = torch.arange(BATCH * 37).view(BATCH, -1) % 90
-    return [tokens, tokens[:, :33]] if isinstance(config, T5Config) else [tokens]
+    return [tokens, tokens[:, :33]] if isinstance(config, EncoderDecoder.Config) else [tokens]
 
 
 def model_call(name: str) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -129,8 +129,8 @@ def generate(
     """Continues each row of tokens.
 
     Args:
-        model: a Decoder, a T5 with a source, or any other model with the methods of Generator. It
-            runs in eval mode; its mode is restored afterwards.
+        model: a Decoder, an EncoderDecoder with a source, or any other model with the methods of
+            Generator. It runs in eval mode; its mode is restored afterwards.
         tokens: (B, T) int, the prompts, T > 0.
         max_new_tokens: maximum number of new tokens; generation stops when all rows have ended.
         num_beams: number of beams, K: the K most probable continuations are kept at each step, and
@@ -151,6 +151,7 @@ def generate(
         seed: seed of the uniform numbers, which depend only on (seed, step, row).
         source: (B, S) int, input of the encoder, if the model has one.
         eviction: eviction policy of the caches, if the model's `new_state` accepts it.
+        source_mask: (B, S) bool, False for padding of the source.
 
     Returns:
         (B, T + n) int64 with n <= max_new_tokens.

@@ -16,6 +16,7 @@ from omniattn.checks.arguments import (
     shown,
 )
 from omniattn.encoding.records import packed
+from omniattn.functional.masks.base import require_bool_mask
 from omniattn.models.generation.protocol import Generator
 from omniattn.modules.caches.eviction import Eviction
 
@@ -34,6 +35,7 @@ class GenerationOptions(TypedDict, total=False):
     seed: int
     source: Tensor | None
     eviction: Eviction | Sequence[Eviction] | None
+    source_mask: Tensor | None
 
 
 class Generation(NamedTuple):
@@ -50,6 +52,7 @@ class Generation(NamedTuple):
     seed: int = 0
     source: Tensor | None = None
     eviction: Eviction | Sequence[Eviction] | None = None
+    source_mask: Tensor | None = None
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -90,7 +93,22 @@ def checked(
         require_int(op, "eos", end, 0, vocab - 1)
     _require_stops(op, rules.stop, vocab)
     require_rows(op, "tokens", tokens.cpu(), vocab)
+    _require_source_mask(op, rules)
     return rules
+
+
+def _require_source_mask(op: str, rules: Generation) -> None:
+    mask, source = rules.source_mask, rules.source
+    if mask is None:
+        return
+    if source is None:
+        raise ValueError(f"{op}: source_mask needs a source, got source=None")
+    require_bool_mask(op, "source_mask", mask)
+    if mask.shape != source.shape[:2]:
+        raise ValueError(
+            f"{op}: source_mask must have shape (B, S) of source, "
+            f"got source_mask.shape={tuple(mask.shape)}, source.shape={tuple(source.shape)}"
+        )
 
 
 def _require_stops(op: str, stop: Any, vocab: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn.functional.masks import KeyPadding
 from omniattn.models.generation.options import Generation
 from omniattn.models.generation.protocol import Generator
 from omniattn.modules.base.state import State, parts_of
@@ -28,15 +29,19 @@ class Run:
         more = {} if options.eviction is None else {"eviction": options.eviction}
         self._state = new_state(batch, max_length, **more)
         self._memory: tuple[Tensor, ...] = ()
+        self._real: Tensor | None = None  # which tokens of the source are no padding
         if options.source is not None:
-            self._memory = (_encoder(model)(options.source),)
+            self._real = options.source_mask
+            given = {} if self._real is None else {"mask": KeyPadding(self._real)}
+            self._memory = (_encoder(model)(options.source, **given),)
         #: Number of tokens that the states have read.
         self.length = 0
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """Feeds tokens (B, T) and returns their hidden states (B, T, dim)."""
         self.length += tokens.shape[1]
-        return self.model.hidden(tokens, *self._memory, state=self._state)
+        more = {} if self._real is None else {"memory_mask": KeyPadding(self._real)}
+        return self.model.hidden(tokens, *self._memory, state=self._state, **more)
 
     @property
     def states(self) -> list[State]:
@@ -50,6 +55,7 @@ class Run:
     def reorder(self, index: Tensor) -> None:
         """Replaces sequence b by sequence index[b]; index (B',) int repeats or drops sequences."""
         self._memory = tuple(m[index] for m in self._memory)
+        self._real = None if self._real is None else self._real[index]
         for entry in self._state:
             for state in entry if isinstance(entry, tuple) else (entry,):
                 state.reorder(index)
@@ -62,8 +68,8 @@ class Run:
         self.length = length
 
 
-def _encoder(model: Generator) -> Callable[[Tensor], Tensor]:
-    encode: Callable[[Tensor], Tensor] | None = getattr(model, "encode", None)
+def _encoder(model: Generator) -> Callable[..., Tensor]:
+    encode: Callable[..., Tensor] | None = getattr(model, "encode", None)
     if encode is None:
         raise ValueError(
             f"generate: source must be None, since {type(model).__name__} has no encoder"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from omniattn.checks.arguments import shown
 from omniattn.models.model import ModelConfig
 from omniattn.models.presets.dense import DENSE
+from omniattn.models.presets.encoder_decoders import ENCODER_DECODERS
 from omniattn.models.presets.experts import EXPERTS
 from omniattn.models.presets.others import OTHERS
 from omniattn.models.presets.trained import TRAINED
@@ -22,4 +23,4 @@ class _Presets(dict[str, ModelConfig]):
 
 
 #: Models by name.
-PRESETS: dict[str, ModelConfig] = _Presets(TRAINED | DENSE | EXPERTS | OTHERS)
+PRESETS: dict[str, ModelConfig] = _Presets(TRAINED | DENSE | EXPERTS | ENCODER_DECODERS | OTHERS)

@@ -12,7 +12,7 @@ from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.mamba import MambaConfig
 from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import ModelConfig
-from omniattn.models.t5 import T5Config
+from omniattn.models.transformer_xl import TransformerXLConfig
 from omniattn.models.vision import SwinConfig, ViTConfig
 from omniattn.modules import DecoderBlock, LayerNorm, RWKV4TimeMix, RWKVChannelMix
 
@@ -62,16 +62,6 @@ _GPT2 = GPT2Config(vocab_size=50257, dim=768, num_layers=12, num_heads=12, dropo
 _BERT = BertConfig(
     vocab_size=30522, dim=768, num_layers=12, num_heads=12, hidden_dim=3072, dropout_p=0.1
 )
-_T5 = T5Config(
-    vocab_size=32128,
-    dim=512,
-    num_layers=6,
-    num_heads=8,
-    head_dim=64,
-    hidden_dim=2048,
-    dropout_p=0.1,
-)
-_T5_BASE = replace(_T5, dim=768, num_layers=12, num_heads=12, hidden_dim=3072)
 _MAMBA = MambaConfig(
     vocab_size=50280,
     dim=768,
@@ -143,10 +133,15 @@ OTHERS: dict[str, ModelConfig] = {
     "rwkv-4-14b": _rwkv4(5120, 40),
     "bert-base": _BERT,
     "bert-large": replace(_BERT, dim=1024, num_layers=24, num_heads=16, hidden_dim=4096),
-    "t5-small": _T5,
-    "t5-base": _T5_BASE,
-    "t5-large": replace(_T5, dim=1024, num_layers=24, num_heads=16, hidden_dim=4096),
-    "t5-v1.1-base": replace(_T5_BASE, hidden_dim=2048, gated=True),
+    "transformer-xl-wt103": TransformerXLConfig(
+        vocab_size=267735,
+        dim=410,
+        num_layers=16,
+        num_heads=10,
+        hidden_dim=2100,
+        memory_length=150,
+        dropout_p=0.1,
+    ),
     "mamba-130m": _MAMBA,
     "mamba-370m": replace(_MAMBA, dim=1024, num_layers=48),
     "mamba-790m": replace(_MAMBA, dim=1536, num_layers=48),

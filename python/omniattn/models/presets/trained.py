@@ -10,6 +10,7 @@ from omniattn.models.blocks import BlocksConfig
 from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
 from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
+from omniattn.models.families.bart import TransformerConfig
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.hybrid import hybrid_schedule
 from omniattn.models.jamba import JambaConfig
@@ -208,6 +209,7 @@ TRAINED: dict[str, ModelConfig] = {
     ),
     "mamba": MambaConfig(num_layers=8),
     "t5": T5Config(),
+    "transformer": TransformerConfig(),
     "bert": BertConfig(),
     # The published 0.02 is for layers ten times as wide; small layers would start to learn late.
     "vit": ViTConfig(init_std=0.1),

@@ -1,4 +1,4 @@
-"""Pre-norm block of a token mixer and a channel mixer on a residual stream."""
+"""Block of a token mixer and a channel mixer on a residual stream."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from typing_extensions import Unpack
 
 from omniattn.checks.arguments import require_choice, shown, widen
+from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import ScoreMod
 from omniattn.modules.attention.attention import Attention
@@ -28,7 +29,7 @@ from omniattn.modules.base.state import (
 )
 from omniattn.modules.caches.eviction import Eviction
 
-_PLACEMENTS = ("pre", "sandwich", "parallel", "parallel_norms")
+_PLACEMENTS = ("pre", "sandwich", "parallel", "parallel_norms", "post")
 
 
 class DecoderBlock(Layer, Stateful):
@@ -36,11 +37,12 @@ class DecoderBlock(Layer, Stateful):
 
     With placement="sandwich" each layer is also followed by a norm: h = h + Norm(Mixer(Norm(h))).
     With "parallel" both layers read one norm, h = h + Mixer(Norm(h)) + MLP(Norm(h)), and with
-    "parallel_norms" each has its own.
+    "parallel_norms" each has its own. With "post" the norms follow the additions,
+    h = Norm(h + Mixer(h)).
     With `cross`, h = h + Cross(Norm(h), memory) comes between the two. A mixer with causal=False
     makes it an encoder block. The norm after each addition also computes the addition, in one pass
     over memory. The block therefore takes and returns a pair (x, residual) whose sum is h; the norm
-    after the last block adds them.
+    after the last block adds them. With "post" x is h, and the returned residual is None.
 
     Args:
         config: configs of the layers and norms.
@@ -50,8 +52,8 @@ class DecoderBlock(Layer, Stateful):
         x, residual (B, T, dim) -> x, residual (B, T, dim).
         Parameters input_layernorm, mixer, cross_attention_layernorm, cross_attn,
         post_attention_layernorm (absent with "parallel"), mlp; with "sandwich" also
-        mixer_output_norm, cross_attn_output_norm, mlp_output_norm. `load_state_dict` also accepts
-        self_attn, the former name of mixer.
+        mixer_output_norm, cross_attn_output_norm, mlp_output_norm, with "post" these in place of
+        the others. `load_state_dict` also accepts self_attn, the former name of mixer.
 
     Example:
         >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
@@ -70,14 +72,15 @@ class DecoderBlock(Layer, Stateful):
         Args:
             mixer: config of a Mixer.
             mlp: config of a ChannelMixer, or None for a block with only a mixer, such as mLSTM's.
-            norm: config of a Norm, used before each layer.
+            norm: config of a Norm, used where `placement` says.
             cross: config of the cross-attention between mixer and mlp, None for none.
             dropout_p: dropout probability of each layer's output.
             residual_in_fp32: True to keep the residual in float32 if x is half precision; under
                 autocast it always is.
             placement: "pre"; "sandwich" for norms before and after each layer (Gemma 2);
                 "parallel" (GPT-J, Falcon-7B) or "parallel_norms" (Falcon-40B) for a sum of both
-                layers, which read one norm or one each.
+                layers, which read one norm or one each; "post" for norms after each addition
+                (Transformer of 2017, BART).
         """
 
         mixer: LayerConfig
@@ -100,6 +103,11 @@ class DecoderBlock(Layer, Stateful):
                     f"DecoderBlock: placement={self.placement!r} needs mlp and no cross, "
                     f"got mlp={shown(self.mlp)}, cross={shown(self.cross)}"
                 )
+            if self.residual_in_fp32 and self.placement == "post":
+                raise ValueError(
+                    "DecoderBlock: residual_in_fp32 must be False if a norm's output is the "
+                    "stream, got placement='post'"
+                )
 
         @property
         def is_parallel(self) -> bool:
@@ -119,25 +127,26 @@ class DecoderBlock(Layer, Stateful):
         super().__init__()
         self.config = config
 
-        def output_norm() -> torch.nn.Module | None:
-            if config.placement != "sandwich":
+        def norm(*placements: str) -> torch.nn.Module | None:
+            if config.placement not in placements:
                 return None
-            return config.norm.build(device=device, dtype=dtype)
+            built: torch.nn.Module = config.norm.build(device=device, dtype=dtype)
+            return built
 
-        self.input_layernorm = config.norm.build(device=device, dtype=dtype)
+        before, after = ("pre", "sandwich", "parallel_norms"), ("sandwich", "post")
+        self.input_layernorm = norm(*before, "parallel")
         self.mixer = config.mixer.build(device=device, dtype=dtype)
-        self.mixer_output_norm = output_norm()
+        self.mixer_output_norm = norm(*after)
         self.cross_attn: Attention | None = None
         if config.cross is not None:
-            self.cross_attention_layernorm = config.norm.build(device=device, dtype=dtype)
+            self.cross_attention_layernorm = norm(*before)
             self.cross_attn = Attention(config.cross, device=device, dtype=dtype)
-            self.cross_attn_output_norm = output_norm()
+            self.cross_attn_output_norm = norm(*after)
         self.mlp: torch.nn.Module | None = None
         if config.mlp is not None:
-            if config.placement != "parallel":
-                self.post_attention_layernorm = config.norm.build(device=device, dtype=dtype)
+            self.post_attention_layernorm = norm(*before)
             self.mlp = config.mlp.build(device=device, dtype=dtype)
-            self.mlp_output_norm = output_norm()
+            self.mlp_output_norm = norm(*after)
         self.dropout = Dropout(config.dropout_p)
         self.register_load_state_dict_pre_hook(_rename_self_attn)
 
@@ -180,46 +189,62 @@ class DecoderBlock(Layer, Stateful):
         memory: torch.Tensor | None = None,
         memory_state: State | None = None,
         shared: dict[str, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        memory_mask: torch.Tensor | Mask | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Computes the block; `residual` is None in the first block.
 
-        `memory` and `memory_state` are source and state of the cross-attention. Other arguments are
-        as in Mixer; `relative` and `score_mod` require a mixer that accepts them.
+        `memory`, `memory_state` and `memory_mask` are source, state and mask of the
+        cross-attention. Other arguments are as in Mixer; `relative` and `score_mod` require a mixer
+        that accepts them.
         """
         after: dict[str, Any] = {}
         if isinstance(state, StatePair):
             after["state"], state = state.mlp, state.mixer
         if mask is not None and isinstance(self.mlp, Stateful):
             after["mask"] = mask
-        if residual is None:
-            y, residual = self.input_layernorm(x), x
-            if self.config.residual_in_fp32:
-                residual = widen(x)
-        else:
-            y, residual = self.input_layernorm(x, residual)
         given = {"relative": relative, "score_mod": score_mod}
         more: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
         if self.mixer.shares:
             more["shared"] = shared
+        y, h = self._input(self.input_layernorm, x, residual)
         x = self.mixer(y, state=state, rope=rope, mask=mask, **more)
         if self.config.is_parallel:
             assert self.mlp is not None
-            if self.config.placement == "parallel_norms":
-                y = self.post_attention_layernorm(residual.to(y.dtype))
-            return self.dropout(x + self.mlp(y, **after)), residual
-        x = self._branch(x, self.mixer_output_norm)
+            if self.post_attention_layernorm is not None:
+                y = self.post_attention_layernorm(h.to(y.dtype))
+            return self.dropout(x + self.mlp(y, **after)), h
+        x, residual = self._output(x, self.mixer_output_norm, h)
         if self.cross_attn is not None:
-            y, residual = self.cross_attention_layernorm(x, residual)
-            x = self.cross_attn(y, memory, state=memory_state)
-            x = self._branch(x, self.cross_attn_output_norm)
+            y, h = self._input(self.cross_attention_layernorm, x, residual)
+            y = self.cross_attn(y, memory, state=memory_state, mask=memory_mask)
+            x, residual = self._output(y, self.cross_attn_output_norm, h)
         if self.mlp is None:
             return x, residual
-        y, residual = self.post_attention_layernorm(x, residual)
-        return self._branch(self.mlp(y, **after), self.mlp_output_norm), residual
+        y, h = self._input(self.post_attention_layernorm, x, residual)
+        return self._output(self.mlp(y, **after), self.mlp_output_norm, h)
 
-    def _branch(self, y: torch.Tensor, norm: torch.nn.Module | None) -> torch.Tensor:
-        """Applies the output norm, if any, and dropout to a layer's result."""
-        return self.dropout(y if norm is None else norm(y))
+    def _input(
+        self, norm: torch.nn.Module | None, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a layer's input, and h = x + residual."""
+        if norm is None:
+            h = x if residual is None else x + residual
+            return h, h
+        if residual is None:
+            return norm(x), widen(x) if self.config.residual_in_fp32 else x
+        y, h = norm(x, residual)
+        return y, h
+
+    def _output(
+        self, y: torch.Tensor, norm: torch.nn.Module | None, h: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns x and residual after a layer with input from h and result y."""
+        if norm is None:
+            return self.dropout(y), h
+        if self.config.placement == "sandwich":
+            return self.dropout(norm(y)), h
+        x, _ = norm(self.dropout(y).to(h.dtype), h)  # keeps the stream's dtype under autocast
+        return x, None
 
 
 def _rename_self_attn(
