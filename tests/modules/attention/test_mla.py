@@ -8,8 +8,8 @@ import transformers
 from layer_checks import assert_same_gradients
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from omniattn.modules import DeepSeekSparseAttention, RotaryEmbedding
 from omniattn.modules import MultiHeadLatentAttention as MLA
-from omniattn.modules import RotaryEmbedding
 
 CONFIG = MLA.Config(
     dim=48,
@@ -30,6 +30,11 @@ OPTIONS = {
     "query-rope-from-x": {"q_rope_from": "x"},
     "no-rope": {"qk_rope_dim": 0},
     "window": {"window_size": (3, 0)},
+    "shared-up": {"share_up": True},
+    "shared-up-of-two-latents": {"share_up": True, "separate_kv_latents": True},
+    "fused": {"fuse_up": True, "latent_norm": False},
+    "fused-of-two-latents": {"fuse_up": True, "latent_norm": False, "separate_kv_latents": True},
+    "fused-shared-up": {"fuse_up": True, "latent_norm": False, "share_up": True},
 }
 
 
@@ -118,12 +123,42 @@ def test_without_norm_and_rope_it_is_low_rank_attention():
     torch.testing.assert_close(layer(x), layer.o_proj(out.transpose(1, 2).flatten(2)))
 
 
+def test_a_shared_projection_is_that_of_heads_with_equal_weights():
+    shared = MLA(replace(CONFIG, share_up=True), dtype=torch.float64)
+    assert shared.kv_b_proj.weight.shape == (18, 16)
+    layer = MLA(CONFIG, dtype=torch.float64)
+    state = shared.state_dict()
+    state["kv_b_proj.weight"] = state["kv_b_proj.weight"].repeat(4, 1)
+    layer.load_state_dict(state)
+    x = torch.randn(2, 7, 48, dtype=torch.float64)
+    torch.testing.assert_close(shared(x, rope=rope(layer, 7)), layer(x, rope=rope(layer, 7)))
+
+
+def test_fused_projections_change_no_result():
+    x = torch.randn(2, 7, 48, dtype=torch.float64, requires_grad=True)
+    layers = [
+        MLA(replace(CONFIG, fuse_up=fuse, latent_norm=False), dtype=torch.float64)
+        for fuse in (True, False)
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    fused, apart = (layer(x, rope=rope(layer, 7)) for layer in layers)
+    torch.testing.assert_close(fused, apart)
+    inputs = ([x, *layer.parameters()] for layer in layers)
+    assert_same_gradients(fused, apart, *inputs)
+
+
 def test_names_what_is_wrong():
     x = torch.randn(1, 2, 48)
     with pytest.raises(ValueError, match="got qk_rope_dim=4, rope=None"):
         MLA(CONFIG)(x)
     with pytest.raises(ValueError, match="got qk_rope_dim=0, rope=given"):
         MLA(replace(CONFIG, qk_rope_dim=0))(x, rope=(x, x))
+    with pytest.raises(ValueError, match="fuse_up must be False if a norm is between the proj"):
+        replace(CONFIG, fuse_up=True)
+    with pytest.raises(ValueError, match="DeepSeekSparseAttention: fuse_up must be False, as the"):
+        DeepSeekSparseAttention.Config(
+            **vars(replace(CONFIG, fuse_up=True, latent_norm=False)), index_heads=2
+        )
     with pytest.raises(ValueError, match="qk_rope_dim=3"):
         replace(CONFIG, qk_rope_dim=3)
     with pytest.raises(ValueError, match="'k'"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -85,6 +85,11 @@ class MultiHeadLatentAttention(Mixer):
             absorb_max: largest number of new tokens for which the absorbed form is used with a
                 state.
             norm_eps, dropout_p, init_std, out_init_std, backend: as in Attention.
+            share_up: True if all heads share one projection from the latents to keys and values,
+                which then differ between heads only in their queries.
+            fuse_up: True to multiply the projections to and from the latents first where there is
+                no state, so that keys and values come from x by one product, of the same result;
+                needs latent_norm=False.
         """
 
         dim: Size
@@ -107,6 +112,8 @@ class MultiHeadLatentAttention(Mixer):
         init_std: float = 0.02
         out_init_std: float = 0.02
         backend: Backend = None
+        share_up: bool = field(default=False, kw_only=True)
+        fuse_up: bool = field(default=False, kw_only=True)
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -120,11 +127,21 @@ class MultiHeadLatentAttention(Mixer):
                     "MultiHeadLatentAttention: qk_rope_dim must be even, "
                     f"got qk_rope_dim={self.qk_rope_dim}"
                 )
+            if self.fuse_up and self.latent_norm:
+                raise ValueError(
+                    "MultiHeadLatentAttention: fuse_up must be False if a norm is between the "
+                    "projections, got fuse_up=True, latent_norm=True"
+                )
 
         @property
         def scale(self) -> float:
             """Factor of the scores."""
             return (self.qk_nope_dim + self.qk_rope_dim) ** -0.5 * self.mscale**2
+
+        @property
+        def up_heads(self) -> int:
+            """Number of heads of the projection from the latents."""
+            return 1 if self.share_up else self.num_heads
 
         @property
         def rotary_dim(self) -> int:
@@ -171,10 +188,10 @@ class MultiHeadLatentAttention(Mixer):
             if c.separate_kv_latents:
                 self.v_a_layernorm = norm(c.kv_lora_rank)
         if c.separate_kv_latents:
-            self.k_b_proj = linear(c.kv_lora_rank, c.num_heads * c.qk_nope_dim)
-            self.v_b_proj = linear(c.kv_lora_rank, c.num_heads * c.v_dim)
+            self.k_b_proj = linear(c.kv_lora_rank, c.up_heads * c.qk_nope_dim)
+            self.v_b_proj = linear(c.kv_lora_rank, c.up_heads * c.v_dim)
         else:  # rows of each head's key, then of its value
-            self.kv_b_proj = linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_dim + c.v_dim))
+            self.kv_b_proj = linear(c.kv_lora_rank, c.up_heads * (c.qk_nope_dim + c.v_dim))
         self.o_proj = linear(c.num_heads * c.v_dim, c.dim, c.out_init_std)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
@@ -225,23 +242,23 @@ class MultiHeadLatentAttention(Mixer):
         return latents[0], latents[-1], rope
 
     def _up_weights(self) -> tuple[Tensor, Tensor]:
-        """Returns the projections from latents: to keys (H, qk_nope_dim, rank), to values (H,
-        v_dim, rank)."""
+        """Returns the projections from latents: to keys (up_heads, qk_nope_dim, rank), to values
+        (up_heads, v_dim, rank)."""
         c = self.config
         if c.separate_kv_latents:
             k, v = weight_of(self.k_b_proj), weight_of(self.v_b_proj)
-            return k.unflatten(0, (c.num_heads, -1)), v.unflatten(0, (c.num_heads, -1))
-        both = weight_of(self.kv_b_proj).unflatten(0, (c.num_heads, -1))
+            return k.unflatten(0, (c.up_heads, -1)), v.unflatten(0, (c.up_heads, -1))
+        both = weight_of(self.kv_b_proj).unflatten(0, (c.up_heads, -1))
         k, v = both.split([c.qk_nope_dim, c.v_dim], 1)
         return k, v
 
     def _expand(self, k_latent: Tensor, v_latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps latents (B, S, rank) to keys (B, S, H, qk_nope_dim), values (B, S, H, v_dim)."""
+        """Maps latents (B, S, rank) to keys and values (B, S, up_heads, qk_nope_dim or v_dim)."""
         c = self.config
         if c.separate_kv_latents:
             k, v = self.k_b_proj(k_latent), self.v_b_proj(v_latent)
-            return k.unflatten(-1, (c.num_heads, -1)), v.unflatten(-1, (c.num_heads, -1))
-        both = self.kv_b_proj(k_latent).unflatten(-1, (c.num_heads, -1))
+            return k.unflatten(-1, (c.up_heads, -1)), v.unflatten(-1, (c.up_heads, -1))
+        both = self.kv_b_proj(k_latent).unflatten(-1, (c.up_heads, -1))
         k, v = both.split([c.qk_nope_dim, c.v_dim], -1)
         return k, v
 
@@ -265,19 +282,38 @@ class MultiHeadLatentAttention(Mixer):
         """Computes queries (B, T, H, rank + rope_dim) of the absorbed form."""
         c = self.config
         q_nope, q_rope = q.split([c.qk_nope_dim, c.qk_rope_dim], -1)
-        q_nope = torch.einsum("bthd,hdr->bthr", q_nope, self._up_weights()[0])
+        up = self._up_weights()[0].expand(c.num_heads, -1, -1)
+        q_nope = torch.einsum("bthd,hdr->bthr", q_nope, up)
         return torch.cat([q_nope, q_rope], -1)
 
     def _from_latents(self, out: Tensor) -> Tensor:
         """Maps the absorbed form's output (B, T, H, rank) to values (B, T, H, v_dim)."""
-        return torch.einsum("bthr,hvr->bthv", out, self._up_weights()[1])
+        up = self._up_weights()[1].expand(self.config.num_heads, -1, -1)
+        return torch.einsum("bthr,hvr->bthv", out, up)
 
     def _expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Computes keys and values of all heads from the latents."""
         c = self.config
         k_latent, k_rope = k.split([c.kv_lora_rank, c.qk_rope_dim], -1)
         k_nope, v = self._expand(k_latent[:, :, 0], v[:, :, 0])
-        return torch.cat([k_nope, k_rope.expand(-1, -1, c.num_heads, -1)], -1), v
+        return torch.cat([k_nope, k_rope.expand(-1, -1, c.up_heads, -1)], -1), v
+
+    def _fused(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Computes keys and values of all heads from x by the product of both projections."""
+        c = self.config
+        down = weight_of(self.kv_a_proj_with_mqa)
+        *latents, rotary = down.split(
+            [c.kv_lora_rank] * (1 + c.separate_kv_latents) + [c.qk_rope_dim]
+        )
+        k_up, v_up = self._up_weights()
+        weights = (k_up @ latents[0]).flatten(0, 1), (v_up @ latents[-1]).flatten(0, 1), rotary
+        both = functional.linear(x, torch.cat(weights), backend=c.backend)
+        k, v, k_rope = both.split([len(weight) for weight in weights], -1)
+        k_rope = k_rope[:, :, None].expand(-1, -1, c.up_heads, -1)
+        k = torch.cat([k.unflatten(-1, (c.up_heads, -1)), k_rope], -1)
+        if rope is not None:
+            k = self._rotate(k, c.qk_nope_dim, rope)
+        return k, v.unflatten(-1, (c.up_heads, -1))
 
     def _require_rope(self, rope: tuple[Tensor, Tensor] | None) -> None:
         size = self.config.qk_rope_dim
@@ -315,6 +351,10 @@ class MultiHeadLatentAttention(Mixer):
         self._require_rope(rope)
         attend = sequences.attention()
         q = self._queries(self._query_latent(x), x)
+        if c.fuse_up and cache is None and not absorb:
+            q = q if rope is None else self._rotate(q, c.qk_nope_dim, rope)
+            out = self._attend(attend, q, *self._fused(x, rope), mask, score_mod)
+            return sequences.restored(self.o_proj(out.flatten(-2)))
         q, k, v = self._rotated(q, *self._latents(x), rope)
         if cache is not None:
             k, v, mask, score_mod, attend = cache.extend(k, v, attend, mask, score_mod)

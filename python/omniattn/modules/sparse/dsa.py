@@ -185,6 +185,11 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
             require_choice(op, "indexer", self.indexer, ("lightning", "single"))
             require_choice(op, "index_tie", self.index_tie, ("first", "recent"))
             require_choice(op, "stage", self.stage, ("dense", "sparse"))
+            if self.fuse_up:
+                raise ValueError(
+                    f"{op}: fuse_up must be False, as the selected keys are latents, "
+                    "got fuse_up=True"
+                )
             if self.index_activation not in (None, "relu"):
                 raise ValueError(
                     f'{op}: index_activation must be "relu" or None, '
