@@ -59,9 +59,10 @@ class Smoothed(nn.Module):
 
 
 def test_all_parts(tmp_path, text):
-    models = ["llama", "gated-deltanet", "lstm", Average, Smoothed]
-    report = run(models, tmp_path, text, repeats=2)
-    names = ["llama", "gated-deltanet", "lstm", "Average", "Smoothed"]
+    models = ["llama", "gated-deltanet", Average, Smoothed]
+    options = {"repeats": 2, "tasks": ["needle", "multi-hop"], "norm_layers": 1}
+    report = run(models, tmp_path, text, **options)
+    names = ["llama", "gated-deltanet", "Average", "Smoothed"]
     columns = {name: [row[0] for row in table.rows] for name, table in report.tables.items()}
     assert columns["models"] == columns["loss"] == columns["decode"] == names
     assert columns["recall"] == [*names, "gated-deltanet@1:1", "chance"]
@@ -73,7 +74,7 @@ def test_all_parts(tmp_path, text):
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     before = {f: f.stat().st_mtime_ns for f in (tmp_path / "cells").iterdir()}
     assert len(before) == len(report.results)
-    again = run(models, tmp_path, text, repeats=2)
+    again = run(models, tmp_path, text, **options)
     assert again.markdown == report.markdown
     assert {f: f.stat().st_mtime_ns for f in (tmp_path / "cells").iterdir()} == before
 
@@ -215,6 +216,7 @@ def test_placement_of_norms(placement):
         ({"step": 3}, TypeError, "unknown option 'step'; did you mean 'steps'"),
         ({"data": "/no/such/file"}, OSError, "no/such/file"),
         ({"recall_length": 8}, ValueError, "MultiHop: length must be >= 28"),
+        ({"length": 10**8, "data": __file__}, ValueError, "compare: the text must have at least"),
         ({"size": 10}, compare.BudgetError, "llama cannot have 10 parameters"),
     ],
 )
@@ -246,6 +248,7 @@ def test_usage_errors(arguments, text, capsys):
         (["--models", "none.py:Mine"], "compare: cannot read none.py"),
         (["--data", "none.txt"], "compare: cannot use none.txt: No such file"),
         (["--dim", "20"], "dim a multiple of 4 heads"),
+        (["--recall-length", "9"], "recall_length is invalid: MultiHop: length must be >= 28"),
     ],
 )
 def test_errors_of_the_command(arguments, text, capsys, tmp_path, monkeypatch):

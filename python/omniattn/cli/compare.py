@@ -31,8 +31,11 @@ def run(args: argparse.Namespace) -> int:
         with writing(args.out):
             args.out.mkdir(parents=True, exist_ok=True)
         report = compare.run(_models(args), out=args.out, settings=settings, **options)
-    except (ValueError, TypeError) as error:
-        raise CommandError(str(error).removeprefix("compare: ")) from error
+    except (ValueError, TypeError, FloatingPointError) as error:
+        ours, _, text = str(error).partition(": ")
+        if ours not in ("compare", "Settings"):  # an error inside a user's module
+            raise
+        raise CommandError(text) from error
     except OSError as error:
         raise CommandError(f"cannot use {error.filename}: {error.strerror or error}") from error
     except KeyboardInterrupt:

@@ -146,7 +146,7 @@ class ModuleMixer(Mixer):
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
             raise ValueError(
-                f"{_name(self.config.make)}: the output must be a tensor of the shape of x, "
+                f"compare: {_name(self.config.make)}: the output must have the shape of x, "
                 f"{tuple(x.shape)}, got {got}"
             )
         return y

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,11 +97,12 @@ def complete(
     assert len(set(names)) == len(names), "names of cells must differ"
     found = [read(folder, cell) for cell in cells]  # first, so that errors come before the work
     missing = [place for place, result in enumerate(found) if result is None]
-    # disable=None: no bar if stderr is not a terminal; each cell prints a line instead
+    # disable=None: no bar if stdout is not a terminal; each cell prints a line instead
     with tqdm(
         total=len(cells),
         initial=len(cells) - len(missing),
         unit="cell",
+        file=sys.stdout,
         disable=None if progress else True,
     ) as bar:
         for place in missing:
@@ -108,7 +110,12 @@ def complete(
             bar.set_description_str(str(cell))
             if progress and bar.disable:
                 print(f"{place + 1}/{len(cells)}: {cell}", flush=True)
-            result = json.loads(json.dumps(cell.compute()))
+            try:
+                result = json.loads(json.dumps(cell.compute()))
+            except FloatingPointError as error:
+                raise FloatingPointError(
+                    f"compare: {cell}: {error}; a lower lr may help"
+                ) from error
             write(folder, cell, result)
             found[place] = result
             bar.update()

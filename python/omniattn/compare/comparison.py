@@ -67,7 +67,7 @@ def run(
         OSError: a file cannot be read or written.
     """
     settings = _settings(settings, options)
-    parts = tuple(part for part in PARTS if part in parts) if _known(parts) else ()
+    parts = require_parts(parts)
     found = candidates(models)
     recalled = _tasks(tasks, settings)
     frame = Frame(settings.dim, settings.layers, settings.heads)
@@ -96,13 +96,6 @@ def _settings(settings: Settings | None, options: dict[str, Any]) -> Settings:
     return settings
 
 
-def _known(parts: Sequence[str]) -> bool:
-    if isinstance(parts, str):
-        raise TypeError(f"compare: parts must be a list, got parts={shown(parts)}")
-    require_parts(tuple(parts))
-    return True
-
-
 def _tasks(names: Sequence[str], settings: Settings) -> list[RecallTask]:
     for name in names:
         if name not in TASKS:
@@ -110,7 +103,17 @@ def _tasks(names: Sequence[str], settings: Settings) -> list[RecallTask]:
                 f"compare: tasks must be among {', '.join(TASKS)}, "
                 f"got {shown(name)}{did_you_mean(name, TASKS)}"
             )
-    return [TASKS[name](settings.recall_length) for name in names]
+    try:
+        return [TASKS[name](settings.recall_length) for name in names]
+    except ValueError as error:  # too short
+        raise ValueError(f"compare: recall_length is invalid: {error}") from error
+
+
+def _texts(text: bytes, length: int) -> LanguageModeling:
+    try:
+        return LanguageModeling(text, length)
+    except ValueError as error:
+        raise ValueError(f"compare: {error}") from error
 
 
 def _cells(
@@ -123,7 +126,7 @@ def _cells(
     text: bytes,
 ) -> Iterator[Cell]:
     if "loss" in parts:
-        yield from losses.cells(sized, settings, LanguageModeling(text, settings.length))
+        yield from losses.cells(sized, settings, _texts(text, settings.length))
     if "decode" in parts:
         yield from decoding.cells(sized, settings)
     if "recall" in parts:
@@ -137,6 +140,6 @@ def _cells(
         ]
         yield from answers.cells(pairs, settings)
     if "positions" in parts:
-        yield from positions.cells(frame, settings, lambda n: LanguageModeling(text, n))
+        yield from positions.cells(frame, settings, lambda n: _texts(text, n))
     if "norms" in parts:
-        yield from norms.cells(frame, settings, LanguageModeling(text, settings.length))
+        yield from norms.cells(frame, settings, _texts(text, settings.length))

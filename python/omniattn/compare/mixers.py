@@ -189,6 +189,22 @@ class Frame:
     heads: int = 2
     vocab: int = 256
 
+    @property
+    def init_std(self) -> float:
+        """Standard deviation of initial weights; that of wide layers would learn late."""
+        return float(self.dim**-0.5)
+
+    @property
+    def out_init_std(self) -> float:
+        """Standard deviation of projections onto the residual stream."""
+        return float(self.init_std / (2 * self.layers) ** 0.5)
+
+    def drawn(self, config: Any) -> Any:
+        """Sets the standard deviations that the config of a layer has."""
+        known = {field.name for field in fields(config)}
+        values = {name: getattr(self, name) for name in ("init_std", "out_init_std")}
+        return replace(config, **{n: value for n, value in values.items() if n in known})
+
     def place(self, layer: int) -> Place:
         """Returns the place of a layer."""
         return Place(self.dim, self.heads, layer, self.layers)
@@ -210,19 +226,17 @@ class Candidate:
 
     def config(self, frame: Frame, hidden: int) -> BlocksConfig:
         """Returns the decoder with channel mixers of this hidden width."""
-        std = frame.dim**-0.5
         norm = RMSNorm.Config(frame.dim)
         blocks = []
         for layer in range(frame.layers):
-            kind, place = self.kinds[layer % len(self.kinds)], frame.place(layer)
+            kind = self.kinds[layer % len(self.kinds)]
             mlp: LayerConfig = GatedMLP.Config(frame.dim, hidden)
             if kind.rwkv:
                 mlp = RWKVChannelMix.Config(
                     *(frame.dim, layer, frame.layers), hidden_dim=hidden, receptance=False
                 )
-            blocks.append(
-                DecoderBlock.Config(_drawn(kind.mixer(place), std), _drawn(mlp, std), norm)
-            )
+            mixer = frame.drawn(kind.mixer(frame.place(layer)))
+            blocks.append(DecoderBlock.Config(mixer, frame.drawn(mlp), norm))
         rotates = any(kind.rotates for kind in self.kinds)
         return BlocksConfig(
             vocab_size=frame.vocab,
@@ -230,14 +244,5 @@ class Candidate:
             num_layers=frame.layers,
             blocks=tuple(blocks),
             rope=RotaryEmbedding.Config(frame.dim // frame.heads) if rotates else None,
-            init_std=std,
+            init_std=frame.init_std,
         )
-
-
-def _drawn(config: Any, std: float) -> Any:
-    """Sets the standard deviations of initial weights that a config has.
-
-    The default, 0.02, is for wide layers; narrow ones would start to learn late.
-    """
-    known = {field.name for field in fields(config)}
-    return replace(config, **{name: std for name in ("init_std", "out_init_std") if name in known})

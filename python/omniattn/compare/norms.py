@@ -98,11 +98,9 @@ class PlacedConfig(BlocksConfig):
 
 def placed_config(frame: Frame, placement: str) -> PlacedConfig:
     """Returns a decoder with rotary attention, gated MLPs and LayerNorm."""
-    std = frame.dim**-0.5
-    drawn = {"init_std": std, "out_init_std": std}
     block = DecoderBlock.Config(
-        Attention.Config(frame.dim, frame.heads, **drawn),
-        GatedMLP.Config(frame.dim, round(8 / 3 * frame.dim), **drawn),
+        frame.drawn(Attention.Config(frame.dim, frame.heads)),
+        frame.drawn(GatedMLP.Config(frame.dim, round(8 / 3 * frame.dim))),
         LayerNorm.Config(frame.dim),
     )
     return PlacedConfig(
@@ -111,7 +109,7 @@ def placed_config(frame: Frame, placement: str) -> PlacedConfig:
         num_layers=frame.layers,
         blocks=(block,),
         rope=RotaryEmbedding.Config(frame.dim // frame.heads),
-        init_std=std,
+        init_std=frame.init_std,
         placement=placement,
     )
 

@@ -146,18 +146,16 @@ def _decoder(
     **options: Any,
 ) -> BlocksConfig:
     """Returns a decoder with attention, or with the given mixers of its layers."""
-    std = frame.dim**-0.5
-    drawn = {"init_std": std, "out_init_std": std}
-    mlp = GatedMLP.Config(frame.dim, round(8 / 3 * frame.dim), **drawn)
+    mlp = frame.drawn(GatedMLP.Config(frame.dim, round(8 / 3 * frame.dim)))
     norm = RMSNorm.Config(frame.dim)
-    same = Attention.Config(frame.dim, frame.heads, alibi=alibi, **drawn)
+    same = frame.drawn(Attention.Config(frame.dim, frame.heads, alibi=alibi))
     blocks = [DecoderBlock.Config(mixer, mlp, norm) for mixer in mixers or (same,)]
     return kind(
         vocab_size=frame.vocab,
         dim=frame.dim,
         num_layers=frame.layers,
         blocks=tuple(blocks),
-        init_std=std,
+        init_std=frame.init_std,
         **options,
     )
 
@@ -167,14 +165,12 @@ def _rope(frame: Frame, length: int) -> BlocksConfig:
 
 
 def _learned(frame: Frame, length: int) -> BlocksConfig:
-    std = frame.dim**-0.5
-    return _decoder(frame, positions=LearnedPositional.Config(length, frame.dim, std))
+    return _decoder(frame, positions=LearnedPositional.Config(length, frame.dim, frame.init_std))
 
 
 def _t5(frame: Frame, length: int) -> BlocksConfig:
-    std = frame.dim**-0.5
-    attention = Attention.Config(frame.dim, frame.heads, init_std=std, out_init_std=std)
-    table = T5RelativeBias.Config(frame.heads, bidirectional=False, init_std=std)
+    attention = frame.drawn(Attention.Config(frame.dim, frame.heads))
+    table = frame.drawn(T5RelativeBias.Config(frame.heads, bidirectional=False))
     mixers = [T5Attention.Config(attention, None if i else table) for i in range(frame.layers)]
     return _decoder(frame, mixers=mixers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omniattn.checks.arguments import require_choice, require_int, shown
@@ -39,12 +40,12 @@ class Settings(Fields):
     dim: Size = 64
     layers: Size = 4
     heads: Size = 2
-    steps: Size = 200
+    steps: Size = 150
     batch: Size = 8
     length: Size = 128
     recall_steps: Size = 300
     recall_length: Size = 32
-    norm_steps: Size = 60
+    norm_steps: Size = 40
     norm_layers: Size = 8
     decode_lengths: tuple[int, ...] = (128, 512, 2048)
     test_lengths: tuple[int, ...] = (1, 2, 4, 8)
@@ -82,8 +83,10 @@ class Settings(Fields):
         return range(self.seed, self.seed + self.repeats)
 
 
-def require_parts(parts: tuple[str, ...]) -> None:
-    """Raises ValueError unless these are parts of a report."""
+def require_parts(parts: Sequence[str]) -> tuple[str, ...]:
+    """Returns parts of a report in its order."""
+    if isinstance(parts, str):
+        raise TypeError(f"compare: parts must be a list, got parts={shown(parts)}")
     for part in parts:
         if part not in PARTS:
             raise ValueError(
@@ -92,3 +95,4 @@ def require_parts(parts: tuple[str, ...]) -> None:
             )
     if not parts:
         raise ValueError("compare: parts must not be empty")
+    return tuple(part for part in PARTS if part in parts)
