@@ -14,7 +14,15 @@ from omniattn.calculate import op_costs
 from omniattn.calculate.trace import forward_calls, meta_model, trace
 from omniattn.calculate.trace import inputs_of as trace_inputs
 from omniattn.functional import expert_capacity
-from omniattn.models import PRESETS, BlocksConfig, GPT2Config, LlamaConfig, T5Config, ViTConfig
+from omniattn.models import (
+    PRESETS,
+    BlocksConfig,
+    EncoderDecoder,
+    GPT2Config,
+    LlamaConfig,
+    T5Config,
+    ViTConfig,
+)
 from omniattn.models.presets import TRAINED
 from omniattn.modules import Attention, DecoderBlock, GatedMLP, RMSNorm
 from omniattn.modules.base.state import Stateful, parts_of
@@ -79,7 +87,10 @@ def test_every_preset_has_all_numbers(name):
     assert costs.forward == sum(costs.modules.values())
     if name not in ("vit", "swin"):
         assert 0 < calculate.receptive_field(name, 192).tokens <= 192
-    if name not in ("vit", "swin", "bert", "t5"):
+    if isinstance(config, EncoderDecoder.Config):
+        with pytest.raises(NotImplementedError, match="config must be of a decoder alone, got"):
+            calculate.step_cost(name, 191)
+    elif name not in ("vit", "swin", "bert"):
         assert calculate.step_cost(name, 191).ratio > 1
 
 

@@ -12,7 +12,7 @@ import torch
 from omniattn.calculate.sources import Source, config_of, require_sizes
 from omniattn.calculate.trace import Call, forward_calls, meta_model, trace
 from omniattn.checks.arguments import require_choice, require_int
-from omniattn.models import Model, ModelConfig
+from omniattn.models import EncoderDecoder, Model, ModelConfig
 from omniattn.modules.base.state import Stateful
 
 
@@ -140,6 +140,10 @@ def step_cost(config: Source, step: int, *, batch: int = 1) -> StepCost:
 @functools.lru_cache(maxsize=16)
 def _step_calls(config: ModelConfig, step: int, batch: int) -> tuple[Call, ...]:
     model = meta_model(config)
+    if isinstance(model, EncoderDecoder):
+        raise NotImplementedError(
+            f"step_cost: config must be of a decoder alone, got {type(config).__name__}"
+        )
     states = new_states("step_cost", model, batch, step + 1)
     tokens, token = (torch.zeros(batch, n, dtype=torch.long, device="meta") for n in (step, 1))
     if step:
