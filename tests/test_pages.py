@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import shlex
 from pathlib import Path
 
 import byte_llama
@@ -10,6 +11,8 @@ import libraries
 import pytest
 import torch
 from processes import main, run
+
+from omniattn import cli
 
 ROOT = Path(__file__).parents[1]
 
@@ -106,6 +109,31 @@ def test_readme(one_thread):
     assert names["out"].shape == names["q"].shape == names["q"].grad.shape
     assert names["y"].shape == names["h"].shape
     assert names["model"].config._attn_implementation == "omniattn"
+    assert list(names["trained"]) == ["llama", "gated-deltanet", "mamba2"]
+
+
+#: Options after those of the README that make a command take a second.
+SMALL_RUN = {
+    "train": "--steps 2 --batch 2 --length 32 --compare 0",
+    "compare": "--dim 16 --layers 1 --steps 2 --batch 2 --length 16 --decode-lengths 8",
+    "generate": "--max-new-tokens 4",
+}
+
+
+def test_quick_start(one_thread, tmp_path, monkeypatch, capsys):
+    """The commands of the README train, compare and generate; each finds what the others wrote."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^python -m omniattn (.+)$", text, re.MULTILINE)
+    names = [command.split()[0] for command in commands]
+    assert names == ["train", "train", "train", "compare", "generate"]
+    data = ["--data", str(ROOT / "README.md")]
+    for command, name in zip(commands, names, strict=True):
+        more = [] if name == "generate" else data
+        assert cli.main([*shlex.split(command), *SMALL_RUN[name].split(), *more]) == 0, command
+    printed = capsys.readouterr().out
+    assert printed.count("held-out loss") == 3 and "def " in printed
+    assert (tmp_path / "runs/compare/compare.md").is_file()
 
 
 if __name__ == "__main__":
