@@ -1,14 +1,20 @@
 """Gated and per-head norms as modules, and placements on the residual stream."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from omniattn.modules import (
+    MLP,
+    Attention,
+    DecoderBlock,
     DropPath,
     GroupNorm,
     LayerNorm,
+    LayerScale,
     ParallelResidual,
     Residual,
     RMSNorm,
@@ -111,6 +117,24 @@ def test_drop_path_keeps_or_drops_whole_samples():
     assert drop.eval()(x) is x
 
 
+@torch.no_grad()
+def test_blocks_scale_and_drop_their_branches():
+    config = DecoderBlock.Config(
+        Attention.Config(8, 2), MLP.Config(8, 16), LayerNorm.Config(8), layer_scale=0.25
+    )
+    block, x = DecoderBlock(config).double(), torch.randn(50, 3, 8, dtype=torch.float64)
+    block.mixer_scale.weight.copy_(torch.arange(8.0))
+    assert block.mlp_scale.weight.tolist() == [0.25] * 8
+    h = x + torch.arange(8) * block.mixer(block.input_layernorm(x))
+    want = h + block.mlp(block.post_attention_layernorm(h)) / 4
+    torch.testing.assert_close(sum(block(x)), want)
+    dropping = DecoderBlock(replace(config, drop_path_p=0.5)).double()
+    dropping.load_state_dict(block.state_dict())
+    torch.testing.assert_close(sum(dropping.eval()(x)), want)
+    same = (sum(dropping.train()(x)) == x).all(-1).all(-1)
+    assert 2 <= same.sum() <= 25  # both branches left out: a quarter
+
+
 def test_residual_dropout_acts_on_the_branch_only():
     config = Residual.Config(RMSNorm.Config(8), dropout_p=0.5, drop_path_p=0.5)
     block, x = Residual(Layer(), config), torch.zeros(3, 8)
@@ -129,6 +153,15 @@ def test_residual_dropout_acts_on_the_branch_only():
             "residual_in_fp32 must be False",
         ),
         (lambda: RMSNormGated.Config(4, activation="relu"), "activation must be one of"),
+        (lambda: LayerScale(2, 0.0), "LayerScale: value must be a finite number > 0, got value=0"),
+        (
+            lambda: DecoderBlock.Config(
+                *(Attention.Config(8, 2), MLP.Config(8, 16), LayerNorm.Config(8)),
+                placement="parallel",
+                layer_scale=0.1,
+            ),
+            "layer_scale must be None with placement='parallel', got layer_scale=0.1",
+        ),
         (lambda: DropPath(1.0), "p must be a finite number >= 0 and < 1, got p=1.0"),
     ],
 )

@@ -154,7 +154,8 @@ def adopted(sources: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def copy_weights(sources: list[Tensor], targets: list[Tensor]) -> None:
     """Copies one side of a pair of `Counterpart.pairs` to the other."""
-    for target, part in zip(targets, torch.cat(sources).chunk(len(targets)), strict=True):
+    stacked = torch.cat([torch.atleast_1d(source) for source in sources])
+    for target, part in zip(targets, stacked.chunk(len(targets)), strict=True):
         target.copy_(part.reshape(target.shape))
 
 

@@ -76,6 +76,12 @@ class Model(nn.Module):
         """Returns the last forward's further loss terms in training, without router losses."""
         return 0.0
 
+    def before_step(self, done: float) -> None:
+        """Changes gradients before an optimizer step; `done` is the finished share of training."""
+
+    def after_step(self, done: float) -> None:
+        """Changes the state after an optimizer step; `done` is the finished share of training."""
+
     def further_losses(self) -> dict[str, float]:
         """Returns the unweighted parts of the auxiliary loss by name, for display."""
         return {}

@@ -23,7 +23,7 @@ from omniattn.modules.base.positions import (
     SinCosPositional2d,
     SinusoidalPositional,
 )
-from omniattn.modules.base.residual import DropPath, ParallelResidual, Residual
+from omniattn.modules.base.residual import DropPath, LayerScale, ParallelResidual, Residual
 from omniattn.modules.base.rope import RotaryEmbedding
 from omniattn.modules.base.short_conv import ShortConvolution
 from omniattn.modules.base.state import RecurrentState, State
@@ -124,6 +124,7 @@ __all__ = [
     "LatentCache",
     "LayerConfig",
     "LayerNorm",
+    "LayerScale",
     "LearnedPositional",
     "Linear",
     "LinearAttention",

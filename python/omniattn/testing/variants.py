@@ -68,6 +68,11 @@ VARIANTS = (
         "Xiong et al. 2020, arXiv 2002.04745",
     ),
     Variant(
+        "trained factors of a layer's output per channel",
+        ("LayerScale",),
+        "Touvron et al. 2021, arXiv 2103.17239",
+    ),
+    Variant(
         "Mamba-attention hybrids: periodic (Jamba), alternating (Samba)",
         ("Mamba", "Attention", "DecoderBlock"),
         "Lieber et al. 2024, arXiv 2403.19887",

@@ -7,6 +7,7 @@ from omniattn.models.model import ModelConfig
 from omniattn.models.presets.dense import DENSE
 from omniattn.models.presets.encoder_decoders import ENCODER_DECODERS
 from omniattn.models.presets.experts import EXPERTS
+from omniattn.models.presets.images import IMAGES
 from omniattn.models.presets.others import OTHERS
 from omniattn.models.presets.trained import TRAINED
 from omniattn.suggestions import did_you_mean
@@ -23,4 +24,6 @@ class _Presets(dict[str, ModelConfig]):
 
 
 #: Models by name.
-PRESETS: dict[str, ModelConfig] = _Presets(TRAINED | DENSE | EXPERTS | ENCODER_DECODERS | OTHERS)
+PRESETS: dict[str, ModelConfig] = _Presets(
+    TRAINED | DENSE | EXPERTS | ENCODER_DECODERS | OTHERS | IMAGES
+)

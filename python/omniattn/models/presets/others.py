@@ -13,7 +13,6 @@ from omniattn.models.mamba import MambaConfig
 from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import ModelConfig
 from omniattn.models.transformer_xl import TransformerXLConfig
-from omniattn.models.vision import SwinConfig, ViTConfig
 from omniattn.modules import DecoderBlock, LayerNorm, RWKV4TimeMix, RWKVChannelMix
 
 
@@ -72,20 +71,6 @@ _MAMBA = MambaConfig(
 )
 _MAMBA2 = Mamba2Config(
     vocab_size=50288, dim=768, num_layers=24, residual_in_fp32=True, tie_embeddings=True
-)
-_VIT = ViTConfig(
-    classes=1000, channels=3, image=224, patch=16, dim=768, num_layers=12, num_heads=12
-)
-_SWIN = SwinConfig(
-    classes=1000,
-    channels=3,
-    image=224,
-    patch=4,
-    dim=96,
-    depths=(2, 2, 6, 2),
-    heads=(3, 6, 12, 24),
-    window=7,
-    drop_path_p=0.2,
 )
 
 OTHERS: dict[str, ModelConfig] = {
@@ -152,10 +137,4 @@ OTHERS: dict[str, ModelConfig] = {
     "mamba2-780m": replace(_MAMBA2, dim=1536, num_layers=48),
     "mamba2-1.3b": replace(_MAMBA2, dim=2048, num_layers=48),
     "mamba2-2.7b": replace(_MAMBA2, dim=2560, num_layers=64),
-    "vit-b-16": _VIT,
-    "vit-l-16": replace(_VIT, dim=1024, num_layers=24, num_heads=16),
-    "vit-h-14": replace(_VIT, patch=14, dim=1280, num_layers=32, num_heads=16),
-    "swin-t": _SWIN,
-    "swin-s": replace(_SWIN, depths=(2, 2, 18, 2), drop_path_p=0.3),
-    "swin-b": replace(_SWIN, dim=128, depths=(2, 2, 18, 2), heads=(4, 8, 16, 32), drop_path_p=0.5),
 }

@@ -226,6 +226,8 @@ class LearnedPositional(Layer):
 
     def reset_parameters(self) -> None:
         """Draws the table from N(0, init_std^2)."""
+        if self.drawn_outside:
+            return
         nn.init.normal_(self.weight, std=self.config.init_std)
 
     def forward(self, x: Tensor, positions: Tensor | int = 0) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.checks.arguments import require_number, shown, widen
+from omniattn.checks.arguments import require_int, require_number, shown, widen
 from omniattn.modules.base.dropout import Dropout
 from omniattn.modules.base.fields import Probability
 from omniattn.modules.base.forms import C, ConfigAlone, OnDevice, either
@@ -55,6 +55,53 @@ class DropPath(nn.Module):
     def extra_repr(self) -> str:
         """Returns the probability, for print(module)."""
         return f"p={self.p}"
+
+
+class LayerScale(nn.Module):
+    """Computes x * weight with a trained factor per channel, which starts at `value`.
+
+    Args:
+        dim: width of x.
+        value: initial factor.
+        device, dtype: device and dtype of the parameters.
+
+    Shape:
+        x (..., dim) -> (..., dim).
+
+    Reference:
+        Touvron et al., "Going deeper with Image Transformers", 2021, arXiv 2103.17239.
+
+    Example:
+        >>> LayerScale(2, 0.1)(torch.ones(1, 2))
+        tensor([[0.1000, 0.1000]], grad_fn=...)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        value: float = 1e-5,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require_int("LayerScale", "dim", dim, 1)
+        require_number("LayerScale", "value", value, above=0)
+        self.value = value
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets all factors to the initial one."""
+        nn.init.constant_(self.weight, self.value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps x (..., dim) to (..., dim)."""
+        return x * self.weight.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Returns the width and the initial factor, for print(module)."""
+        return f"{self.weight.shape[0]}, value={self.value}"
 
 
 class _OfLayer(OnDevice):

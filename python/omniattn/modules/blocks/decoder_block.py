@@ -15,10 +15,11 @@ from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import ScoreMod
 from omniattn.modules.attention.attention import Attention
 from omniattn.modules.base.dropout import Dropout
-from omniattn.modules.base.fields import Probability
+from omniattn.modules.base.fields import Positive, Probability
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.mixer import ChannelMixer, Mixer, Norm
+from omniattn.modules.base.residual import DropPath, LayerScale
 from omniattn.modules.base.state import (
     RecurrentState,
     State,
@@ -53,7 +54,8 @@ class DecoderBlock(Layer, Stateful):
         Parameters input_layernorm, mixer, cross_attention_layernorm, cross_attn,
         post_attention_layernorm (absent with "parallel"), mlp; with "sandwich" also
         mixer_output_norm, cross_attn_output_norm, mlp_output_norm, with "post" these in place of
-        the others. `load_state_dict` also accepts self_attn, the former name of mixer.
+        the others; with layer_scale mixer_scale, cross_attn_scale, mlp_scale. `load_state_dict`
+        also accepts self_attn, the former name of mixer.
 
     Example:
         >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
@@ -81,6 +83,8 @@ class DecoderBlock(Layer, Stateful):
                 "parallel" (GPT-J, Falcon-7B) or "parallel_norms" (Falcon-40B) for a sum of both
                 layers, which read one norm or one each; "post" for norms after each addition
                 (Transformer of 2017, BART).
+            drop_path_p: stochastic depth: probability to leave out a sample's branch in training.
+            layer_scale: initial factor per channel of each layer's output, None for no factors.
         """
 
         mixer: LayerConfig
@@ -90,6 +94,8 @@ class DecoderBlock(Layer, Stateful):
         dropout_p: Probability = 0.0
         residual_in_fp32: bool = False
         placement: str = "pre"
+        drop_path_p: Probability = 0.0
+        layer_scale: Positive | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -107,6 +113,11 @@ class DecoderBlock(Layer, Stateful):
                 raise ValueError(
                     "DecoderBlock: residual_in_fp32 must be False if a norm's output is the "
                     "stream, got placement='post'"
+                )
+            if self.is_parallel and self.layer_scale is not None:
+                raise ValueError(
+                    f"DecoderBlock: layer_scale must be None with placement={self.placement!r}, "
+                    f"got layer_scale={self.layer_scale}"
                 )
 
         @property
@@ -133,21 +144,31 @@ class DecoderBlock(Layer, Stateful):
             built: torch.nn.Module = config.norm.build(device=device, dtype=dtype)
             return built
 
+        def scale() -> LayerScale | None:
+            if config.layer_scale is None:
+                return None
+            dim: int = config.norm.dim  # type: ignore[attr-defined]
+            return LayerScale(dim, config.layer_scale, device=device, dtype=dtype)
+
         before, after = ("pre", "sandwich", "parallel_norms"), ("sandwich", "post")
         self.input_layernorm = norm(*before, "parallel")
         self.mixer = config.mixer.build(device=device, dtype=dtype)
         self.mixer_output_norm = norm(*after)
+        self.mixer_scale = scale()
         self.cross_attn: Attention | None = None
         if config.cross is not None:
             self.cross_attention_layernorm = norm(*before)
             self.cross_attn = Attention(config.cross, device=device, dtype=dtype)
             self.cross_attn_output_norm = norm(*after)
+            self.cross_attn_scale = scale()
         self.mlp: torch.nn.Module | None = None
         if config.mlp is not None:
             self.post_attention_layernorm = norm(*before)
             self.mlp = config.mlp.build(device=device, dtype=dtype)
             self.mlp_output_norm = norm(*after)
+            self.mlp_scale = scale()
         self.dropout = Dropout(config.dropout_p)
+        self.drop_path = DropPath(config.drop_path_p) if config.drop_path_p else None
         self.register_load_state_dict_pre_hook(_rename_self_attn)
 
     def new_state(
@@ -212,16 +233,16 @@ class DecoderBlock(Layer, Stateful):
             assert self.mlp is not None
             if self.post_attention_layernorm is not None:
                 y = self.post_attention_layernorm(h.to(y.dtype))
-            return self.dropout(x + self.mlp(y, **after)), h
-        x, residual = self._output(x, self.mixer_output_norm, h)
+            return self._output(x + self.mlp(y, **after), None, None, h)
+        x, residual = self._output(x, self.mixer_output_norm, self.mixer_scale, h)
         if self.cross_attn is not None:
             y, h = self._input(self.cross_attention_layernorm, x, residual)
             y = self.cross_attn(y, memory, state=memory_state, mask=memory_mask)
-            x, residual = self._output(y, self.cross_attn_output_norm, h)
+            x, residual = self._output(y, self.cross_attn_output_norm, self.cross_attn_scale, h)
         if self.mlp is None:
             return x, residual
         y, h = self._input(self.post_attention_layernorm, x, residual)
-        return self._output(self.mlp(y, **after), self.mlp_output_norm, h)
+        return self._output(self.mlp(y, **after), self.mlp_output_norm, self.mlp_scale, h)
 
     def _input(
         self, norm: torch.nn.Module | None, x: torch.Tensor, residual: torch.Tensor | None
@@ -236,14 +257,21 @@ class DecoderBlock(Layer, Stateful):
         return y, h
 
     def _output(
-        self, y: torch.Tensor, norm: torch.nn.Module | None, h: torch.Tensor
+        self,
+        y: torch.Tensor,
+        norm: torch.nn.Module | None,
+        scale: LayerScale | None,
+        h: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns x and residual after a layer with input from h and result y."""
+        if norm is not None and self.config.placement == "sandwich":
+            y, norm = norm(y), None
+        y = self.dropout(y if scale is None else scale(y))
+        if self.drop_path is not None:
+            y = self.drop_path(y)
         if norm is None:
-            return self.dropout(y), h
-        if self.config.placement == "sandwich":
-            return self.dropout(norm(y)), h
-        x, _ = norm(self.dropout(y).to(h.dtype), h)  # keeps the stream's dtype under autocast
+            return y, h
+        x, _ = norm(y.to(h.dtype), h)  # keeps the stream's dtype under autocast
         return x, None
 
 

@@ -1,0 +1,39 @@
+"""Models of images."""
+
+from omniattn.models.vision.classifier import Classifier, VisionConfig
+from omniattn.models.vision.clip import CLIP, CLIPConfig
+from omniattn.models.vision.deit import DeiT, DeiTConfig
+from omniattn.models.vision.dino import DINO, DINOConfig
+from omniattn.models.vision.dinov2 import (
+    Dinov2ClassifierConfig,
+    Dinov2Config,
+    Dinov2RegistersClassifierConfig,
+    Dinov2RegistersConfig,
+)
+from omniattn.models.vision.mae import MAE, MAEConfig
+from omniattn.models.vision.pvt import PVT, PVTConfig
+from omniattn.models.vision.swin import Swin, SwinConfig
+from omniattn.models.vision.vit import ViT, ViTConfig
+
+__all__ = [
+    "CLIP",
+    "DINO",
+    "MAE",
+    "PVT",
+    "CLIPConfig",
+    "Classifier",
+    "DINOConfig",
+    "DeiT",
+    "DeiTConfig",
+    "Dinov2ClassifierConfig",
+    "Dinov2Config",
+    "Dinov2RegistersClassifierConfig",
+    "Dinov2RegistersConfig",
+    "MAEConfig",
+    "PVTConfig",
+    "Swin",
+    "SwinConfig",
+    "ViT",
+    "ViTConfig",
+    "VisionConfig",
+]
