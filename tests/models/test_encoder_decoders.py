@@ -1,6 +1,7 @@
 """Encoder-decoders compute what transformers and torch compute: values, gradients, tokens."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,12 +13,13 @@ from omniattn.models import (
     EncoderDecoder,
     MBartConfig,
     Model,
+    Routers,
     SwitchTransformerConfig,
     T5Config,
     TransformerConfig,
     generate,
 )
-from omniattn.modules import MLP, Attention, DecoderBlock, LayerNorm
+from omniattn.modules import MLP, Attention, DecoderBlock, LayerNorm, MoE
 
 _SIZES = {"vocab_size": 97, "dim": 48, "num_layers": 2, "num_heads": 4, "hidden_dim": 40}
 CONFIGS = {
@@ -171,6 +173,24 @@ def test_the_transformer_of_2017(placement):
     states, memory = model.new_state(2, 16), model.encode(source)
     steps = [model.hidden(part, memory, state=states) for part in tokens.split([5, 1, 10], 1)]
     torch.testing.assert_close(model.head(torch.cat(steps, 1)), model(source, tokens))
+
+
+def test_experts_in_training():
+    """Half of an even share of 66 tokens is 9 for each expert; GShard uses two for a token."""
+    for top_k in (1, 2):
+        config = replace(CONFIGS["switch"], capacity=None, capacity_factor=0.5, top_k=top_k)
+        torch.manual_seed(0)
+        model = config.build()
+        routers = Routers(model)
+        assert [type(layer.mlp) for layer in model.encoder.layers] == [MLP, MoE]
+        source, tokens, targets = inputs()
+        model(source, tokens, targets).backward()
+        assert routers.loss().item() > 0
+        moe = model.encoder.layers[1].mlp
+        assert moe.state.counts.sum() == 66 * top_k
+        capacity = math.ceil(0.5 * top_k * 66 / 4)
+        assert moe.state.dropped == (moe.state.counts - capacity).clamp(min=0).sum()
+        assert moe.gate.weight.grad.abs().max() > 0
 
 
 def test_labels_are_smoothed_in_training():

@@ -73,6 +73,7 @@ COUNTS = {
     "transformer-big": 214_171_648,
     "bart-base": 139_420_416,
     "bart-large": 406_291_456,
+    "vit-gpt2": 239_195_904 - 768 * 769,  # transformers counts a pooler without effect
     "mbart-large": 610_851_840,
     "transformer-xl-wt103": 151_106_305,
     "mamba-130m": 129_135_360,

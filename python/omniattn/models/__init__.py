@@ -25,6 +25,7 @@ from omniattn.models.families.switch import SwitchTransformerConfig
 from omniattn.models.generation import generate, sample, stream
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.hybrid import HybridLayer, hybrid_schedule
+from omniattn.models.image_to_text import ImageToText, ImageToTextConfig
 from omniattn.models.jamba import JambaConfig
 from omniattn.models.llama import Llama, LlamaConfig
 from omniattn.models.mamba import FalconMambaConfig, MambaConfig
@@ -92,11 +93,13 @@ __all__ = [
     "GPT2Config",
     "Gemma2Config",
     "HybridLayer",
+    "ImageToText",
+    "ImageToTextConfig",
     "JambaConfig",
     "Llama",
     "LlamaConfig",
-    "MBartConfig",
     "MAEConfig",
+    "MBartConfig",
     "MLAConfig",
     "MPTConfig",
     "Mamba2Config",

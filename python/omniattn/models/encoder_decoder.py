@@ -228,7 +228,7 @@ class EncoderDecoder(Model, Stateful):
             device=device,
             dtype=dtype,
         )
-        self.encoder = Stack(c, decoder=False, device=device, dtype=dtype)
+        self.encoder: Any = self._new_encoder(device=device, dtype=dtype)
         self.decoder = Stack(c, decoder=True, device=device, dtype=dtype)
         head = Linear.Config(c.dim, c.vocab_size, init_std=c.head_std, backend=c.backend)
         self.lm_head = None if c.tied else Linear(head, device=device, dtype=dtype)
@@ -240,6 +240,10 @@ class EncoderDecoder(Model, Stateful):
         """Sets the bias of the logits to 0."""
         if self.head_bias is not None:
             nn.init.zeros_(self.head_bias)
+
+    def _new_encoder(self, **factory: Any) -> nn.Module:
+        """Builds the encoder; `factory`: device and dtype."""
+        return Stack(self.config, decoder=False, **factory)
 
     def _require_ids(self, name: str, tokens: Tensor, past: int = 0) -> None:
         """Requires integers (B, T), not more than the model has positions."""

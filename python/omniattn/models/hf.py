@@ -46,6 +46,7 @@ class Counterpart:
         weights: (pattern, replacement) pairs for `re.sub`, applied in order to our weight names.
             Our weights that map to the same name are stacked into one of theirs. A name with
             `{a,b}` stands for two of their weights.
+        unused: pattern of their weights that do not affect the outputs of our model.
         layer_weights: computes the pairs that depend on our config, applied before `weights`.
         interleaved: pattern of their weights -> function that computes a number of groups from our
             config. Such a weight holds for each group, in turn, that group's rows of each of our
@@ -63,6 +64,7 @@ class Counterpart:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     conversions: Sequence[Conversion] = ()
     interleaved: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
+    unused: str = "^$"
     layer_weights: Callable[[Any], Renames] = lambda ours: ()
 
     @property
@@ -115,7 +117,11 @@ class Counterpart:
             names.setdefault(renamed, []).append(name)
         known = {their_state[n].data_ptr() for renamed in names for n in _alternatives(renamed)}
         # Tied weights share one address under two names.
-        further = [name for name, t in their_state.items() if t.data_ptr() not in known]
+        further = [
+            name
+            for name, t in their_state.items()
+            if t.data_ptr() not in known and not re.search(self.unused, name)
+        ]
         if further:
             raise NotImplementedError(f"{self.model}: weights must be known, got {further}")
 

@@ -273,6 +273,8 @@ def _plain(value: Any) -> Any:
         return tuple(map(_plain, value))
     if isinstance(value, LayerConfig):
         kind = next(name for name, layer in Layer.layers.items() if layer is value.layer)
+    elif isinstance(value, ModelConfig):
+        return value.to_dict() | {"type": value.architecture}
     elif isinstance(value, RopeScaling):
         kind = type(value).__name__
     else:
@@ -285,6 +287,9 @@ def _value(value: Any) -> Any:
     if isinstance(value, dict):
         kinds = {kind.__name__: kind for kind in RopeScaling.__subclasses__()}
         kinds |= {name: layer.Config for name, layer in Layer.layers.items()}
+        if value.get("type") in ModelConfig.architectures:
+            rest = {name: v for name, v in value.items() if name != "type"}
+            return ModelConfig.architectures[value["type"]].from_dict(rest)
         if value.get("type") not in kinds:
             raise UnknownLayer(value.get("type"))
         options = {name: _value(v) for name, v in value.items() if name != "type"}

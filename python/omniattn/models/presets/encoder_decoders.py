@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from omniattn.models.families.bart import BartConfig, MBartConfig, TransformerConfig
 from omniattn.models.families.switch import SwitchTransformerConfig
+from omniattn.models.image_to_text import ImageToTextConfig
 from omniattn.models.model import ModelConfig
 from omniattn.models.t5 import T5Config
+from omniattn.models.vision import ViTConfig
 
 #: About as many tokens as the paper's byte-pair encoding of English and German.
 _TRANSFORMER = TransformerConfig(
@@ -94,6 +96,18 @@ ENCODER_DECODERS: dict[str, ModelConfig] = {
         hidden_dim=4096,
         attention_dropout_p=0.1,
         activation_dropout_p=0.1,
+    ),
+    "vit-gpt2": ImageToTextConfig(
+        vocab_size=50257,
+        dim=768,
+        num_layers=12,
+        num_heads=12,
+        hidden_dim=3072,
+        dropout_p=0.1,
+        attention_dropout_p=0.1,
+        vision=ViTConfig(
+            classes=0, channels=3, image=224, patch=16, dim=768, num_layers=12, num_heads=12
+        ),
     ),
     "mbart-large": MBartConfig(
         vocab_size=250027,
