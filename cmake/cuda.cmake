@@ -51,8 +51,7 @@ endif()
 # Torch-free kernels.
 add_library(kernels_cuda OBJECT ${OMNIATTN_CUDA_KERNELS})
 target_include_directories(kernels_cuda PRIVATE csrc)
-# 128: code after `if constexpr` is unreachable in some instances.
-target_compile_options(kernels_cuda PRIVATE -Xptxas=-warn-spills -diag-suppress=128
+target_compile_options(kernels_cuda PRIVATE -Xptxas=-warn-spills
   $<$<BOOL:${OMNIATTN_WERROR}>:-Werror=all-warnings -Xptxas=-Werror>)
 set_target_properties(kernels_cuda PROPERTIES
   CUDA_ARCHITECTURES "${OMNIATTN_CUDA_ARCHS}" CUDA_VISIBILITY_PRESET hidden)
