@@ -34,6 +34,7 @@ _T5 = T5Config(
     dropout_p=0.1,
 )
 _T5_BASE = replace(_T5, dim=768, num_layers=12, num_heads=12, hidden_dim=3072)
+_T5_3B = replace(_T5, dim=1024, num_layers=24, num_heads=32, head_dim=128, hidden_dim=16384)
 #: Releases in transformers, which limit experts to 64 tokens of a sequence.
 _SWITCH = SwitchTransformerConfig(
     vocab_size=32128,
@@ -53,7 +54,17 @@ ENCODER_DECODERS: dict[str, ModelConfig] = {
     "t5-small": _T5,
     "t5-base": _T5_BASE,
     "t5-large": replace(_T5, dim=1024, num_layers=24, num_heads=16, hidden_dim=4096),
+    "t5-3b": _T5_3B,
+    "t5-11b": replace(_T5_3B, num_heads=128, hidden_dim=65536),
+    "t5-v1.1-small": replace(
+        _T5_BASE, dim=512, num_layers=8, num_heads=6, hidden_dim=1024, gated=True
+    ),
     "t5-v1.1-base": replace(_T5_BASE, hidden_dim=2048, gated=True),
+    "t5-v1.1-large": replace(_T5_3B, num_heads=16, head_dim=64, hidden_dim=2816, gated=True),
+    "t5-v1.1-xl": replace(_T5_3B, dim=2048, head_dim=64, hidden_dim=5120, gated=True),
+    "t5-v1.1-xxl": replace(
+        _T5_3B, dim=4096, num_heads=64, head_dim=64, hidden_dim=10240, gated=True
+    ),
     **{f"switch-base-{n}": replace(_SWITCH, experts=n) for n in (8, 16, 32, 64, 128, 256)},
     "switch-large-128": replace(
         _SWITCH, dim=1024, num_layers=24, num_heads=16, hidden_dim=4096, experts=128
