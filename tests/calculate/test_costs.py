@@ -63,7 +63,7 @@ def test_torch_counts_the_same_operations_in_eager_models(name, one_thread):
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_torch_counts_the_same_operations_in_backwards(name, one_thread):
-    """Of the first products only the gradient of the weight is needed; images need no other."""
+    """Images need no gradient, so that the first product of a ViT has only that of its weight."""
     model = replace(COUNTED[name], backend="reference").build()
     inputs = inputs_of(COUNTED[name])
     with FlopCounterMode(display=False) as forward:

@@ -79,7 +79,7 @@ def test_the_norm_of_half_gradients_is_that_of_their_values():
         clip_gradients(ours, -1)
 
 
-def quarter(model, tokens, optimizer, parts=1):
+def stepped(model, tokens, optimizer, parts=1):
     """One step of a loop as in docs/recipes.md, in `parts` parts."""
     for part in tokens.tensor_split(parts):
         (model(part[:, :-1], part[:, 1:]) / parts).backward()
@@ -148,14 +148,14 @@ def test_a_loop_stops_and_goes_on_with_the_same_bits(dtype):
         if step == 3:
             parts = (model, optimizer, schedule)
             saved = copy.deepcopy([part.state_dict() for part in parts])
-        quarter(model, tokens, optimizer, parts=2)
+        stepped(model, tokens, optimizer, parts=2)
         schedule.step()
     torch.manual_seed(99)
     again, second, later = begin(dtype, 1e-2)
     for part, state in zip((again, second, later), saved, strict=True):
         part.load_state_dict(state)
     for tokens in batches[3:]:
-        quarter(again, tokens, second, parts=2)
+        stepped(again, tokens, second, parts=2)
         later.step()
     assert later.get_last_lr() == schedule.get_last_lr()
     for name, tensor in again.state_dict().items():

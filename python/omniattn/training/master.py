@@ -23,8 +23,8 @@ class MasterAdamW(torch.optim.AdamW):
         params, options: as in torch.optim.AdamW; `params` may be those of :func:`parameter_groups`.
 
     Notes:
-        `state_dict` includes the master weights, so that a run resumes with the same bits. Under
-        autocast a model in float32 needs this class as little as one that is trained in float32.
+        `state_dict` includes the master weights, so that a run resumes with the same bits. A model
+        in float32 does not need this class, under autocast neither.
 
     Reference:
         Micikevicius et al., "Mixed Precision Training", 2017, arXiv 1710.03740.
