@@ -32,7 +32,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 #: Names of `compare --models`: mixers of omniattn.compare.KINDS.
 COMPARED: dict[str, tuple[str, ...]] = {
-    "softmax attention": ("llama", "mla", "differential", "selective"),
+    "softmax attention": ("llama", "mqa", "mla", "differential", "selective"),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),
         *("nsa", "moba", "routed-blocks"),

@@ -121,6 +121,7 @@ def _placed(config: Callable[..., LayerConfig]) -> Kind:
 #: Mixers by the names of `--models`, small enough for sequences of a hundred tokens.
 KINDS: dict[str, Kind] = {
     "llama": _attention(Attention.Config),
+    "mqa": _attention(Attention.Config, num_kv_heads=1),
     "mla": Kind(_mla, rotates=True),
     "differential": Kind(
         lambda p: DifferentialAttention.Config(

@@ -179,8 +179,8 @@ def _decode(found: Found, settings: Settings) -> dict[str, Table]:
         )
     table = Table(
         "Memory and decoding",
-        "KiB of the states of one sequence, and tokens per second of one sequence, after so many "
-        "tokens.",
+        "KiB of the states of one sequence, and tokens per second of one sequence (the fastest of "
+        "some tokens), after so many tokens.",
         ("model", *(f"KiB, {n}" for n in lengths), *(f"tokens/s, {n}" for n in lengths)),
         tuple(rows),
     )
