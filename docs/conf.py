@@ -59,6 +59,7 @@ CONTENTS = {
         "calculators",
         "worked_numbers",
         "compare",
+        "choose",
     ],
     "API": [
         *(
