@@ -63,8 +63,12 @@ OMNIATTN_INLINE void fetch_ahead(const AttentionProblem& p, const Rows& rows, co
     for (int64_t c = 0; c < cols; c += int64_t{64 / sizeof(T)}) __builtin_prefetch(row + c, 0, 2);
   };
   const int64_t heads = rows.heads.end - rows.heads.begin;
-  for (int64_t i = first; i < first + kKeys; ++i) {
-    const int64_t t = key + i / heads, h = rows.heads.begin + i % heads;
+  int64_t t = key + first / heads, h = rows.heads.begin + first % heads;
+  for (int i = 0; i < kKeys; ++i, ++h) {
+    if (h == rows.heads.end) {
+      h = rows.heads.begin;
+      ++t;
+    }
     if (t >= p.tk) return;
     fetch(static_cast<const T*>(p.k.data) + at.k[t - at.first] + h * p.k.stride_h, p.d);
     fetch(static_cast<const T*>(p.v.data) + at.v[t - at.first] + h * p.v.stride_h, p.dv);
