@@ -27,7 +27,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "state-space models": ("s4d", "mamba", "mamba2"),
     "hybrids": ("jamba", "samba", "zamba2"),
     "encoders and encoder-decoders": ("bert", "t5", "transformer"),
-    "vision": ("vit", "swin"),
+    "vision": ("vit", "swin", "deit", "mae", "clip", "dino"),
 }
 
 #: Names of `compare --models`: mixers of omniattn.compare.KINDS.
@@ -77,6 +77,12 @@ def train(parser: argparse.ArgumentParser) -> None:
     add("--accumulate", type=_positive, help="parts of a batch, one after another (default: 1)")
     add("--recompute", action="store_true", default=None, help="save memory, recompute blocks")
     add("--seed", type=_seed, help="seed of weights, data order and sample (default: 0)")
+    add(
+        "--augment",
+        type=lambda text: tuple(text.split(",")),
+        metavar="NAMES",
+        help="mixup,cutmix,randaugment: augmentations by torchvision, for vit and swin",
+    )
     add("--device", default="cpu", help="cpu (default) or cuda")
     add("--backend", choices=["cpu", "cuda", "reference"], help="force the backend of all ops")
     add("--out", type=_path, metavar="DIR", help="output folder (default: the next runs/train-N)")

@@ -11,7 +11,7 @@ from omniattn.training import Trainer
 
 
 def plot_losses(trainer: Trainer, reference: Trainer | None, path: Path) -> None:
-    """Plots the training, held-out and reference losses over steps."""
+    """Plots the training, held-out and reference losses and the metrics over steps."""
     figure = new_figure(figsize=(8, 5))
     axes = figure.subplots()
     axes.plot(trainer.losses, lw=1, color="tab:blue", label="training")
@@ -29,7 +29,16 @@ def plot_losses(trainer: Trainer, reference: Trainer | None, path: Path) -> None
     axes.set_xlabel(f"step of {c.batch * trainer.task.items_per_example:,} {trainer.task.items}")
     axes.set_ylabel(f"loss ({trainer.task.unit})")
     axes.grid(alpha=0.3)
-    axes.legend()
+    names = [name for name in trainer.held_out[-1] if name not in ("step", "loss")]
+    if names:
+        shares = axes.twinx()
+        for name in names:
+            steps = [point for point in trainer.held_out if name in point]
+            line = [(point["step"], 100 * point[name]) for point in steps]
+            shares.plot(*zip(*line, strict=True), "s:", ms=4, label=name)
+        shares.set(ylabel="held out, in percent", ylim=(0, 105))
+        shares.legend(loc="center right")
+    axes.legend(loc="upper right")
     save_figure(figure, path)
 
 

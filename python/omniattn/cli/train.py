@@ -183,9 +183,10 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
     config = _config(args, start, saved)
 
     model, name = config.model_config, config.model_name
-    if args.length is not None and not issubclass(recipe_of(model).task, TextTask):
+    reads_text = issubclass(recipe_of(model).task, TextTask)
+    if args.length is not None and not reads_text:
         raise CommandError(f"{name} trains on images, which have no --length")
-    if model.longest is not None and config.length > model.longest:
+    if reads_text and model.longest is not None and config.length > model.longest:
         raise CommandError(
             f"{name} has positions for {model.longest} tokens, got --length {config.length}"
         )
@@ -199,7 +200,10 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
         raise CommandError(f"{source}: {error}") from error
 
     require_device(args.device, args.backend)
-    trainer = Trainer(config, task, device=args.device, backend=args.backend)
+    try:
+        trainer = Trainer(config, task, device=args.device, backend=args.backend)
+    except (ImportError, ValueError) as error:  # augmentations
+        raise CommandError(str(error)) from error
     with writing(checkpoint.parent):
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
         probe = checkpoint.with_name(f".probe-{os.getpid()}")

@@ -1,6 +1,9 @@
 """Training: tasks with their data, parts of recipes, fine-tuning and the trainer."""
 
 from omniattn.functional._keywords import explain_keywords
+from omniattn.training.augment import Augment
+from omniattn.training.captions import CaptionedShapes
+from omniattn.training.images import CroppedDigits, DistilledDigits, MaskedDigits
 from omniattn.training.instructions import InstructionCollator
 from omniattn.training.master import MasterAdamW
 from omniattn.training.optimizer import (
@@ -9,6 +12,7 @@ from omniattn.training.optimizer import (
     parameter_groups,
     warmup_cosine,
 )
+from omniattn.training.probes import linear_probe, nearest_neighbors
 from omniattn.training.recipes import Recipe, recipe_of
 from omniattn.training.recompute import recompute_blocks
 from omniattn.training.tasks import (
@@ -28,10 +32,15 @@ from omniattn.training.trainer import (
 )
 
 __all__ = [
+    "Augment",
     "Batch",
+    "CaptionedShapes",
+    "CroppedDigits",
     "Digits",
+    "DistilledDigits",
     "InstructionCollator",
     "LanguageModeling",
+    "MaskedDigits",
     "MaskedLanguageModeling",
     "MasterAdamW",
     "Recipe",
@@ -43,6 +52,8 @@ __all__ = [
     "WarmupCosine",
     "clip_gradients",
     "learning_rate",
+    "linear_probe",
+    "nearest_neighbors",
     "parameter_groups",
     "recipe_of",
     "recompute_blocks",

@@ -13,7 +13,9 @@ from omniattn.models import (
     ModelConfig,
     TransformerXLConfig,
 )
-from omniattn.models.vision import VisionConfig
+from omniattn.models.vision import CLIPConfig, DeiTConfig, DINOConfig, MAEConfig, VisionConfig
+from omniattn.training.captions import CaptionedShapes
+from omniattn.training.images import CroppedDigits, DistilledDigits, MaskedDigits
 from omniattn.training.tasks import (
     Digits,
     LanguageModeling,
@@ -42,6 +44,10 @@ _RECIPES: dict[type, Recipe] = {
     EncoderDecoder.Config: Recipe(SpanCorruption),
     BertConfig: Recipe(MaskedLanguageModeling),
     VisionConfig: Recipe(Digits, {"batch": 64}),
+    DeiTConfig: Recipe(DistilledDigits, {"batch": 64}),
+    MAEConfig: Recipe(MaskedDigits, {"batch": 128, "steps": 600}),
+    CLIPConfig: Recipe(CaptionedShapes, {"batch": 64, "steps": 300}),
+    DINOConfig: Recipe(CroppedDigits, {"batch": 64, "steps": 400, "clip": 3.0, "clip_each": True}),
 }
 
 

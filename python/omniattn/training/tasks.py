@@ -33,7 +33,8 @@ def targets_of(batch: Batch) -> int:
     return int(batch[-1].ne(-100).sum())
 
 
-_HELD_OUT_SEED = 0x48454C44
+#: Seed of draws for held-out batches.
+HELD_OUT_SEED = 0x48454C44
 
 
 class Task(ABC):
@@ -43,6 +44,8 @@ class Task(ABC):
     unit: ClassVar[str]
     #: Name of an example's items (tokens, images) in displayed speeds.
     items: ClassVar[str]
+    #: True if the loss compares the examples of a batch, which has no parts then.
+    compares: ClassVar[bool] = False
     #: Number of items in an example.
     items_per_example: int
     #: Identifies the data in checkpoints.
@@ -176,7 +179,7 @@ class MaskedLanguageModeling(TextTask):
         return self._mask(self.data.windows(size, seed, step)[:, :-1], seed, step)
 
     def held_out_batch(self, size: int) -> Batch:
-        return self._mask(self.data.held_out_windows(size)[:, :-1], _HELD_OUT_SEED, 0)
+        return self._mask(self.data.held_out_windows(size)[:, :-1], HELD_OUT_SEED, 0)
 
     def sample(self, model: Model, seed: int) -> str:
         """Returns a held-out text with the predicted bytes in brackets."""
@@ -256,7 +259,7 @@ class SpanCorruption(TextTask):
         return self._corrupt(self.data.windows(size, seed, step)[:, :-1], seed, step)
 
     def held_out_batch(self, size: int) -> Batch:
-        return self._corrupt(self.data.held_out_windows(size)[:, :-1], _HELD_OUT_SEED, 0)
+        return self._corrupt(self.data.held_out_windows(size)[:, :-1], HELD_OUT_SEED, 0)
 
     def sample(self, model: Model, seed: int) -> str:
         """Returns a held-out text with the generated spans in brackets."""
@@ -320,9 +323,13 @@ class Digits(Task):
             raise ValueError("this model trains on the digits of scikit-learn, not on other data")
         return cls()
 
-    def batch(self, size: int, seed: int, step: int) -> Batch:
+    def chosen(self, size: int, seed: int, step: int) -> Tensor:
+        """Returns the indices of the training examples of a step."""
         words = philox.elementwise_words(size, torch.tensor([seed, step]))
-        index = (words * len(self.train[0])) >> 32
+        return (words * len(self.train[0])) >> 32
+
+    def batch(self, size: int, seed: int, step: int) -> Batch:
+        index = self.chosen(size, seed, step)
         return self.train[0][index], self.train[1][index]
 
     def held_out_batch(self, size: int) -> Batch:

@@ -25,9 +25,10 @@ from omniattn.models.routers import Routers
 from omniattn.modules.base.fields import Fields, Limit, SignedInt, Size
 from omniattn.modules.base.layer import check_fields
 from omniattn.suggestions import did_you_mean
+from omniattn.training.augment import Augment
 from omniattn.training.optimizer import clip_gradients, parameter_groups, warmup_cosine
 from omniattn.training.recompute import recompute_blocks
-from omniattn.training.tasks import Batch, Task, targets_of
+from omniattn.training.tasks import Batch, Digits, Task, targets_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,6 +46,8 @@ class TrainConfig(Fields):
         decay_steps: step at which the final learning rate is reached; None: the last.
         betas, eps, weight_decay: options of AdamW.
         clip: maximum norm of the gradient, which may be infinite.
+        clip_each: True to limit the norm of each parameter's gradient instead of the whole (DINO).
+        augment: "mixup", "cutmix" and "randaugment" of torchvision, for classes of images.
         accumulate: parts of a batch that run one after another and make one step; the gradient is
             that of the whole batch, except for losses of routers, which see the parts.
         recompute: keep only the input of each block for the backward, see `recompute_blocks`.
@@ -65,6 +68,8 @@ class TrainConfig(Fields):
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: Limit = 1.0
+    clip_each: bool = False
+    augment: tuple[str, ...] = ()
     accumulate: Size = 1
     recompute: bool = False
     data: str | None = None
@@ -98,6 +103,11 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     """Returns :func:`warmup_cosine` of a run at a step."""
     end = config.steps if config.decay_steps is None else config.decay_steps
     return warmup_cosine(step, lr=config.lr, min_lr=config.min_lr, warmup=config.warmup, steps=end)
+
+
+def loss_of(found: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor:
+    """Returns the loss of a model's result, which is the loss or (loss, outputs)."""
+    return found[0] if isinstance(found, tuple) else found
 
 
 class Trainer:
@@ -135,6 +145,19 @@ class Trainer:
             eps=config.eps,
             fused=True,
         )
+        if task.compares and config.accumulate > 1:
+            raise ValueError(
+                "Trainer: accumulate must be 1, as the loss compares the examples of a batch, "
+                f"got accumulate={config.accumulate}"
+            )
+        self.augment: Augment | None = None
+        if config.augment:
+            if type(task) is not Digits:
+                raise ValueError(
+                    "Trainer: augment needs a task of images and their classes, "
+                    f"got {type(task).__name__}, augment={config.augment}"
+                )
+            self.augment = Augment(*config.augment, classes=self.model.config.classes)
         self.step = 0
         self.losses: list[float] = []
         self.further: dict[str, list[float]] = {}
@@ -148,6 +171,12 @@ class Trainer:
     def _on_device(self, batch: Batch) -> Batch:
         return tuple(t.to(self.device) for t in batch)
 
+    def _batch(self) -> Batch:
+        """Returns the training examples of this step."""
+        c, step = self.config, self.step
+        batch = self.task.batch(c.batch, c.seed, step)
+        return batch if self.augment is None else self.augment(*batch, c.seed % 2**32, step)
+
     def train_step(self) -> float:
         """Runs one optimizer step and returns its loss.
 
@@ -158,7 +187,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, c)
         self.model.zero_grad()  # optimizer.zero_grad imports torch._dynamo: 4 s at the first step
-        parts = self.task.parts(self.task.batch(c.batch, c.seed, self.step), c.accumulate)
+        parts = self.task.parts(self._batch(), c.accumulate)
         kept = [targets_of(part) for part in parts]
         value = 0.0
         further: dict[str, float] = {}
@@ -167,8 +196,13 @@ class Trainer:
             value += share * self._backward(part, share)
             for name, loss in self.model.further_losses().items():
                 further[name] = further.get(name, 0.0) + share * loss
-        clip_gradients(self.model.parameters(), c.clip)
+        parameters = list(self.model.parameters())
+        for limited in [[p] for p in parameters] if c.clip_each else [parameters]:
+            clip_gradients(limited, c.clip)
+        done = self.step / max(1, c.steps if c.decay_steps is None else c.decay_steps)
+        self.model.before_step(done)
         self.optimizer.step()
+        self.model.after_step(done)
         self.routers.step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -183,7 +217,7 @@ class Trainer:
         """Adds the gradient of a part, times its share of the batch, and returns its loss."""
         recompute = recompute_blocks(self.model) if self.config.recompute else nullcontext()
         with self._autocast(), recompute:
-            loss = self.model(*self._on_device(batch))
+            loss = loss_of(self.model(*self._on_device(batch)))
         value: float = loss.item()
         if not math.isfinite(value):
             self.routers.discard()
@@ -199,7 +233,7 @@ class Trainer:
         batch = self._on_device(self.task.held_out_batch(2 * self.config.batch))
         self.model.eval()
         with self._autocast():
-            loss: float = self.model(*batch).item()
+            loss: float = loss_of(self.model(*batch)).item()
             metrics = self.task.metrics(self.model, batch)
         self.model.train()
         self.held_out.append({"step": self.step, "loss": loss, **metrics})
@@ -274,6 +308,11 @@ def _run_of(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     return run
 
 
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the lists of JSON as tuples."""
+    return {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+
+
 def saved_config(path: Path) -> TrainConfig:
     """Returns the config of the run that wrote a checkpoint.
 
@@ -286,7 +325,7 @@ def saved_config(path: Path) -> TrainConfig:
         raise CheckpointError(f"checkpoint: {path} is of an unknown model {values['model']!r}")
     model = values.get("model") or config_of(metadata)
     try:
-        return TrainConfig(**values | {"betas": tuple(values["betas"]), "model": model})
+        return TrainConfig(**values | _tuples(values) | {"model": model})
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint: {path} is of another version of omniattn ({error})"

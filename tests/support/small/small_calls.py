@@ -20,6 +20,8 @@ from omniattn.modules import RotaryEmbedding
 
 BATCH, TOKENS = 2, 133
 PRESETS = {**TRAINED, **{f"{name}-small": config for name, config in SMALL.items()}}
+for _name in ("mae", "clip", "dino"):
+    del PRESETS[_name]  # return (loss, outputs)
 del PRESETS["llama-medium"]  # takes as long as ten others and has no layer of its own
 #: Layers without gradients, or of models that are presets.
 WITHOUT = {

@@ -19,7 +19,14 @@ from omniattn.models.mamba import MambaConfig
 from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import ModelConfig
 from omniattn.models.t5 import T5Config
-from omniattn.models.vision import SwinConfig, ViTConfig
+from omniattn.models.vision import (
+    CLIPConfig,
+    DeiTConfig,
+    DINOConfig,
+    MAEConfig,
+    SwinConfig,
+    ViTConfig,
+)
 from omniattn.models.zamba2 import Zamba2Config
 from omniattn.modules import (
     MLSTM,
@@ -214,4 +221,10 @@ TRAINED: dict[str, ModelConfig] = {
     # The published 0.02 is for layers ten times as wide; small layers would start to learn late.
     "vit": ViTConfig(init_std=0.1),
     "swin": SwinConfig(init_std=0.1),
+    "deit": DeiTConfig(init_std=0.1),
+    "mae": MAEConfig(),
+    "clip": CLIPConfig(channels=3, image=16, patch=4, vocab_size=257, context=48, text_layers=2),
+    "dino": DINOConfig(
+        init_std=0.1, head_dim=128, bottleneck=32, prototypes=256, momentum=0.98, warmup=0.3
+    ),
 }
