@@ -30,7 +30,7 @@ TEXT = b"".join(b"%d * %d = %d\n" % (a, b, a * b) for a in range(40) for b in ra
 @pytest.mark.parametrize("name", TRAINED)
 def test_weight_decay_reaches_weights_of_layers_only(name):
     model = TRAINED[name].build(device="meta")
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     decayed, others = (
         {names[id(p)] for p in g["params"]} for g in parameter_groups(model, weight_decay=0.1)
     )

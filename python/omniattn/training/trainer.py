@@ -157,7 +157,8 @@ class Trainer:
                     "Trainer: augment needs a task of images and their classes, "
                     f"got {type(task).__name__}, augment={config.augment}"
                 )
-            self.augment = Augment(*config.augment, classes=self.model.config.classes)
+            vision: Any = self.model.config
+            self.augment = Augment(*config.augment, classes=vision.classes)
         self.step = 0
         self.losses: list[float] = []
         self.further: dict[str, list[float]] = {}
@@ -175,7 +176,10 @@ class Trainer:
         """Returns the training examples of this step."""
         c, step = self.config, self.step
         batch = self.task.batch(c.batch, c.seed, step)
-        return batch if self.augment is None else self.augment(*batch, c.seed % 2**32, step)
+        if self.augment is None:
+            return batch
+        images, labels = batch
+        return self.augment(images, labels, c.seed % 2**32, step)
 
     def train_step(self) -> float:
         """Runs one optimizer step and returns its loss.

@@ -235,6 +235,8 @@ class ViT(Classifier):
         [torch.Size([2, 64, 4, 4])]
     """
 
+    #: Parameters without weight decay, besides vectors.
+    undecayed = ("registers",)
     config: ViTConfig
     embed_patches: Linear | ConvStem  # type: ignore[assignment]
 
