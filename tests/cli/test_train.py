@@ -104,6 +104,29 @@ def test_a_vision_model_shows_its_accuracy(tmp_path, text, capsys):
     assert "vit trains on images, which have no --length" in message
 
 
+def test_a_self_supervised_model_shows_its_probe(tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    out = tmp_path / "run"
+    options = ["--batch", "2", "--steps", "2", "--compare", "1", "--out", str(out)]
+    assert main(["train", "--model", "mae", *options]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"squared error per pixel after 2 steps, linear probe \d+\.\d%, ", printed)
+    assert {f.name for f in out.iterdir()} == {"checkpoint.safetensors", "loss.png"}
+
+
+def test_augmentations_without_torchvision_are_named(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    monkeypatch.setitem(sys.modules, "torchvision.transforms", None)
+    given = ("--model", "vit", "--batch", 2, "--augment", "mixup")
+    out = tmp_path / "run"
+    assert main(["train", *map(str, given), "--out", str(out)]) == 1
+    assert "Augment: mixup needs torchvision; install with:" in capsys.readouterr().err
+    assert main(["train", *map(str, given[:-1]), "mixdown", "--out", str(out)]) == 1
+    assert "got names='mixdown'" in capsys.readouterr().err
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("model", ["t5", "bert"])
 def test_a_model_that_restores_text_shows_it_in_brackets(tmp_path, text, model):
     out = tmp_path / "run"
