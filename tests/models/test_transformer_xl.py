@@ -1,12 +1,13 @@
 """Transformer-XL against its definition; memories and states continue a text."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, layer_norm
 
-from omniattn.models import TransformerXLConfig, generate
+from omniattn.models import TransformerXLConfig, generate, load_model, save_model
 
 CONFIG = TransformerXLConfig(
     vocab_size=97, dim=48, num_layers=2, num_heads=3, head_dim=10, hidden_dim=40, memory_length=64
@@ -105,6 +106,26 @@ def test_losses_of_both_softmaxes():
         assert model(tokens, torch.full_like(tokens, -100)).item() == 0
         _, memory = model.segment(tokens)
         assert not any(m.requires_grad for m in memory)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_checkpoints_and_conversions_keep_biases_shared(shared, tmp_path):
+    model, tokens = build(share_biases=shared)
+    save_model(model, tmp_path / "xl.safetensors")
+    empty = model.config.build(device="meta").to_empty(device="cpu").double()
+    empty.load_state_dict(model.state_dict())
+    for found in (
+        load_model(tmp_path / "xl.safetensors"),
+        empty,
+        pickle.loads(pickle.dumps(model)),
+    ):
+        assert len(list(found.parameters())) == len(list(model.parameters()))
+        biases = {id(attend.layer.r_w_bias) for attend in found.attentions}
+        assert len(biases) == (1 if shared else 2)
+        torch.testing.assert_close(found(tokens), model(tokens))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        state = {n: t for n, t in model.state_dict().items() if "0.layer.r_w_bias" not in n}
+        empty.load_state_dict(state)
 
 
 def test_wrong_inputs_are_named():

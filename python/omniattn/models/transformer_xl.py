@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,11 @@ from omniattn.models.model import Embedding, Model, ModelConfig, require_token_i
 from omniattn.modules import MLP, Dropout, LayerNorm, Residual, State, TransformerXLAttention
 from omniattn.modules.base.fields import Epsilon, Probability, SignedInt, Size
 from omniattn.modules.base.state import Stateful, Storage, restored_on_error, takes_cache
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_BIASES = ("r_w_bias", "r_r_bias")
 
 
 @dataclass(frozen=True)
@@ -163,12 +169,29 @@ class TransformerXL(Model, Stateful):
             )
         else:
             self.head_bias = nn.Parameter(torch.empty(c.vocab_size, **factory))
+        self.register_state_dict_post_hook(_once)
+        self.register_load_state_dict_pre_hook(_for_each_layer)
+        self.register_load_state_dict_post_hook(_shared_again)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the bias of the logits to 0."""
         if self.head_bias is not None:
             nn.init.zeros_(self.head_bias)
+
+    def share_biases(self) -> None:
+        """Gives the biases of the first layer to all layers, if the config says so.
+
+        Loading and conversions may have replaced them by copies.
+        """
+        first, *others = (cast(Any, attention).layer for attention in self.attentions)
+        for layer in others if self.config.share_biases else ():
+            layer.r_w_bias, layer.r_r_bias = first.r_w_bias, first.r_r_bias
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.share_biases()
+        return self
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> list[State]:
         """Returns empty states of all layers, which keep all earlier tokens."""
@@ -271,3 +294,29 @@ class TransformerXL(Model, Stateful):
         """
         x = self.hidden(tokens, memory, state=state)
         return self.head(x) if targets is None else self._loss(x, targets)
+
+
+def _copies(model: Any, prefix: str) -> list[tuple[str, str]]:
+    """Returns the names of shared biases in later layers, each with that in the first layer."""
+    layers = range(1, model.config.num_layers) if model.config.share_biases else ()
+    return [
+        (f"{prefix}attentions.{i}.layer.{name}", f"{prefix}attentions.0.layer.{name}")
+        for i in layers
+        for name in _BIASES
+    ]
+
+
+def _once(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Leaves shared biases only in the first layer, as files cannot share tensors."""
+    for copy, _first in _copies(model, prefix):
+        del state_dict[copy]
+
+
+def _shared_again(model: Any, _: Any) -> None:
+    model.share_biases()
+
+
+def _for_each_layer(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for copy, first in _copies(model, prefix):
+        if first in state_dict:
+            state_dict[copy] = state_dict[first]
