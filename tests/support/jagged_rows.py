@@ -17,6 +17,7 @@ from omniattn.modules import (
     GatedDeltaNet,
     GatedLinearAttention,
     KimiDeltaAttention,
+    LargeMLSTM,
     LinearAttention,
     Mamba,
     Mamba2,
@@ -28,6 +29,8 @@ from omniattn.modules import (
     RWKV6TimeMix,
     RWKV7TimeMix,
     RWKVChannelMix,
+    RWKVQuadratic,
+    RWKVRecurrent,
     SimpleSelectiveSSM,
 )
 
@@ -84,6 +87,9 @@ RECURRENT = {
     "rwkv-channel": RWKVChannelMix.Config(16),
     "mlstm": MLSTM.Config(16, 2, inner_dim=16),
     "slstm": SLSTM.Config(16, 2),
+    "large-mlstm": LargeMLSTM.Config(16, 2),
+    "rwkv-quadratic": RWKVQuadratic.Config(16, 2, per_channel=True),
+    "rwkv-recurrent": RWKVRecurrent.Config(16, 2),
     "mamba": Mamba.Config(16, 3),
     "mamba2": Mamba2.Config(16, 4, headdim=8),
     "selective-ssm": SimpleSelectiveSSM.Config(16, 3),

@@ -12,9 +12,10 @@ from omniattn.suggestions import did_you_mean
 #: Family -> names of the models of `train --model`; each is a preset of omniattn.models.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
-        *("llama", "llama-tiny", "llama-medium", "gpt2", "mla", "differential", "selective"),
+        *("llama", "llama-tiny", "llama-medium", "falcon", "gpt2", "mla", "differential"),
+        "selective",
     ),
-    "mixtures of experts": ("mixtral", "switch", "deepseek-moe", "deepseek-moe-mtp"),
+    "mixtures of experts": ("mixtral", "switch", "llama4", "deepseek-moe", "deepseek-moe-mtp"),
     "sparse attention": (
         *("longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided", "nsa"),
         *("moba", "dsa", "routed-blocks"),
@@ -23,9 +24,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
         "kda",
     ),
-    "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "xlstm"),
+    "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "xlstm", "xlstm-large"),
     "state-space models": ("s4d", "mamba", "mamba2"),
-    "hybrids": ("jamba", "samba", "zamba2"),
+    "hybrids": ("jamba", "samba", "zamba2", "kimi-linear"),
     "encoders and encoder-decoders": ("bert", "t5", "transformer"),
     "vision": ("vit", "swin", "deit", "mae", "clip", "dino"),
 }

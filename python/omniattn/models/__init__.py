@@ -5,14 +5,21 @@ from omniattn.models.bert import Bert, BertClassifier, BertClassifierConfig, Ber
 from omniattn.models.blocks import SCHEDULES, BlocksConfig, layer_schedule
 from omniattn.models.checkpoint import CheckpointError, load_model, save_model
 from omniattn.models.decoder import Decoder
-from omniattn.models.deepseek import DeepSeekConfig, DeepSeekV2Config, MLAConfig
-from omniattn.models.differential import DifferentialConfig
+from omniattn.models.deepseek import (
+    DeepSeekConfig,
+    DeepSeekV2Config,
+    DeepSeekV32Config,
+    MLAConfig,
+)
+from omniattn.models.differential import DifferentialConfig, DiffLlamaConfig
 from omniattn.models.encoder_decoder import EncoderDecoder
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.families.alibi import BloomConfig, MPTConfig
 from omniattn.models.families.bart import BartConfig, MBartConfig, TransformerConfig
 from omniattn.models.families.falcon import FalconConfig
 from omniattn.models.families.gemma import Gemma2Config
+from omniattn.models.families.kimi import KimiLinearConfig
+from omniattn.models.families.llama4 import Llama4Config
 from omniattn.models.families.mistral import MistralConfig
 from omniattn.models.families.qwen import (
     Qwen2Config,
@@ -21,7 +28,15 @@ from omniattn.models.families.qwen import (
     Qwen3MoeConfig,
 )
 from omniattn.models.families.qwen_next import Qwen3NextConfig
+from omniattn.models.families.rwkv import (
+    RWKV4Config,
+    RWKV5Config,
+    RWKV6Config,
+    RWKV7Config,
+)
 from omniattn.models.families.switch import SwitchTransformerConfig
+from omniattn.models.families.xlstm import XLSTMConfig
+from omniattn.models.families.zamba import ZambaConfig
 from omniattn.models.generation import generate, sample, stream
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.hybrid import HybridLayer, hybrid_schedule
@@ -80,8 +95,10 @@ __all__ = [
     "Decoder",
     "DeepSeekConfig",
     "DeepSeekV2Config",
+    "DeepSeekV32Config",
     "DeiT",
     "DeiTConfig",
+    "DiffLlamaConfig",
     "DifferentialConfig",
     "Dinov2ClassifierConfig",
     "Dinov2Config",
@@ -96,7 +113,9 @@ __all__ = [
     "ImageToText",
     "ImageToTextConfig",
     "JambaConfig",
+    "KimiLinearConfig",
     "Llama",
+    "Llama4Config",
     "LlamaConfig",
     "MAEConfig",
     "MBartConfig",
@@ -114,6 +133,10 @@ __all__ = [
     "Qwen3Config",
     "Qwen3MoeConfig",
     "Qwen3NextConfig",
+    "RWKV4Config",
+    "RWKV5Config",
+    "RWKV6Config",
+    "RWKV7Config",
     "Routers",
     "Swin",
     "SwinConfig",
@@ -125,8 +148,10 @@ __all__ = [
     "TransformerXLConfig",
     "ViT",
     "ViTConfig",
+    "XLSTMConfig",
     "Zamba2",
     "Zamba2Config",
+    "ZambaConfig",
     "from_hf",
     "generate",
     "hybrid_schedule",

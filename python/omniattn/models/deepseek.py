@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from omniattn.checks.arguments import shown
 from omniattn.models.family import LlamaFamilyConfig, llama_counterpart
 from omniattn.models.hf import Conversion
-from omniattn.modules import GatedMLP, MoE, MultiHeadLatentAttention, MultiTokenPredictor
+from omniattn.modules import (
+    DeepSeekSparseAttention,
+    GatedMLP,
+    MoE,
+    MultiHeadLatentAttention,
+    MultiTokenPredictor,
+)
 from omniattn.modules.base.fields import Epsilon, Positive, Size, SizeOrZero
 from omniattn.modules.base.layer import LayerConfig
 from omniattn.reference import scaling_to_hf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+#: Epsilon of the norms of latents in transformers, whatever the config says.
+_LATENT_EPS = 1e-6
 
 
 def _mscale_to_hf(ours: LatentExpertsConfig) -> dict[str, Any]:
@@ -121,14 +131,43 @@ class LatentExpertsConfig(MLAConfig):
         }
 
 
+def _v32_to_hf(ours: DeepSeekV32Config) -> dict[str, Any]:
+    if ours.q_lora_rank is None or ours.norm_eps != _LATENT_EPS:
+        raise NotImplementedError(
+            "DeepSeekV32Config: transformers has a latent of queries, and norms of latents with an "
+            f"epsilon of 1e-6, got q_lora_rank={ours.q_lora_rank}, norm_eps={ours.norm_eps}"
+        )
+    return _mscale_to_hf(ours)
+
+
+def _kinds_of_mlps(dense: int, count: int) -> list[str]:
+    return ["dense" if layer < dense else "sparse" for layer in range(count)]
+
+
+def _dense_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
+    kinds = list(theirs.mlp_layer_types)
+    dense = kinds.count("dense")
+    if kinds != _kinds_of_mlps(dense, len(kinds)):
+        raise NotImplementedError(
+            "LatentExpertsConfig: mlp_layer_types must be 'dense' for first layers, and 'sparse' "
+            f"for the others, got mlp_layer_types={shown(kinds)}"
+        )
+    return {"dense_layers": dense}
+
+
+#: Which layers have experts, for configs of transformers with `mlp_layer_types`.
+FIRST_DENSE = Conversion(
+    lambda ours: {"mlp_layer_types": _kinds_of_mlps(ours.dense_layers, ours.num_layers)},
+    _dense_from_hf,
+)
+
 #: Our names of options -> names in configs of DeepSeek.
-_NAMES = {
+LATENT_NAMES = {
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
     "qk_nope_dim": "qk_nope_head_dim",
     "qk_rope_dim": "qk_rope_head_dim",
     "v_dim": "v_head_dim",
-    "dense_layers": "first_k_dense_replace",
     "expert_dim": "moe_intermediate_size",
     "experts": "n_routed_experts",
     "top_k": "num_experts_per_tok",
@@ -161,7 +200,12 @@ class DeepSeekConfig(LatentExpertsConfig):
     architecture = "deepseek"
     hf = llama_counterpart(
         "DeepseekV3ForCausalLM",
-        {**_NAMES, "groups": "n_group", "top_groups": "topk_group"},
+        {
+            **LATENT_NAMES,
+            "dense_layers": "first_k_dense_replace",
+            "groups": "n_group",
+            "top_groups": "topk_group",
+        },
         {
             "num_key_value_heads": lambda c: c.num_heads,
             "norm_topk_prob": True,
@@ -191,6 +235,61 @@ class DeepSeekConfig(LatentExpertsConfig):
         options = {"bias_rate": self.bias_rate, **self.expert_options}
         return MoE.Config.deepseek_v3(
             self.dim, self.expert_dim, self.experts, self.top_k, **options
+        )
+
+
+@dataclass(frozen=True)
+class DeepSeekV32Config(DeepSeekConfig):
+    """Config of DeepSeek-V3.2: DeepSeek-V3 with attention to the keys that an indexer selects.
+
+    Args:
+        q_lora_rank, kv_lora_rank, qk_nope_dim, qk_rope_dim, v_dim, mscale: as in MLAConfig.
+        dense_layers, expert_dim, experts, top_k, shared, groups, top_groups, route_scale,
+            bias_rate, mtp_depths, mtp_weight: as in DeepSeekConfig.
+        index_heads, index_dim, index_topk: number and size of the indexer's heads, and number of
+            selected keys per query.
+        index_weight: weight of the indexer's loss, which `auxiliary_loss` includes in training.
+
+    Reference:
+        DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv 2512.02556.
+    """
+
+    architecture = "deepseek-v3.2"
+    hf = llama_counterpart(
+        "DeepseekV32ForCausalLM",
+        {
+            **LATENT_NAMES,
+            "groups": "n_group",
+            "top_groups": "topk_group",
+            "index_heads": "index_n_heads",
+            "index_dim": "index_head_dim",
+            "index_topk": "index_topk",
+        },
+        {
+            "num_key_value_heads": lambda c: c.num_heads,
+            "norm_topk_prob": True,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        Conversion(_v32_to_hf, lambda theirs: {"mscale": _mscale(theirs.rope_parameters)}),
+        FIRST_DENSE,
+    )
+
+    norm_eps: Epsilon = 1e-6
+    q_lora_rank: Size | None = 96
+    index_heads: Size = 4
+    index_dim: Size = 32
+    index_topk: Size = 32
+    index_weight: float = 1.0
+
+    def attention(self, layer: int) -> DeepSeekSparseAttention.Config:
+        attention = super().attention(layer)
+        return DeepSeekSparseAttention.Config(
+            **{f.name: getattr(attention, f.name) for f in fields(attention)},
+            index_heads=self.index_heads,
+            index_dim=self.index_dim,
+            index_topk=self.index_topk,
+            index_weight=self.index_weight,
         )
 
 
@@ -225,10 +324,6 @@ def _v2_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
     return {"mscale": _mscale(theirs.rope_parameters), **groups}
 
 
-#: Epsilon of the norms of latents in transformers, whatever the config says.
-_LATENT_EPS = 1e-6
-
-
 @dataclass(frozen=True)
 class DeepSeekV2Config(LatentExpertsConfig):
     """Config of DeepSeek-V2: latent attention, and experts with group-limited softmax routing.
@@ -245,7 +340,7 @@ class DeepSeekV2Config(LatentExpertsConfig):
     architecture = "deepseek-v2"
     hf = llama_counterpart(
         "DeepseekV2ForCausalLM",
-        _NAMES,
+        {**LATENT_NAMES, "dense_layers": "first_k_dense_replace"},
         {
             "num_key_value_heads": lambda c: c.num_heads,
             "norm_topk_prob": False,

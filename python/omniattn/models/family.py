@@ -69,7 +69,7 @@ class LlamaFamilyConfig(Decoder.Config):
         return RMSNorm.Config(self.dim, self.norm_eps, backend=self.backend)
 
     @property
-    def rope(self) -> RotaryEmbedding.Config:
+    def rope(self) -> RotaryEmbedding.Config | None:
         rotary_dim = self.attention(0).rotary_dim
         return RotaryEmbedding.Config(rotary_dim, self.rope_base, self.rope_scaling)
 

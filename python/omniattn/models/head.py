@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.nn import functional as nnf
 
 from omniattn import functional
+from omniattn.checks.arguments import widen
 from omniattn.modules.base.linear import is_plain
+
+#: Largest number of logits at a time when only the maxima are wanted.
+_LOGITS = 1 << 24
 
 
 class WithHead(Protocol):
@@ -49,7 +55,32 @@ def head_loss(
     options["softcap"] = model.config.logit_softcap
     if model.lm_head is not None and not is_plain(model.lm_head):
         logits = _of_layer(model, x, bias)
-        return functional.cross_entropy(logits, targets, backend=backend, **options)
-    return functional.linear_cross_entropy(
-        x, model.head_weight, targets, bias=bias, backend=backend, **options
+        loss = functional.cross_entropy(logits, targets, backend=backend, **options)
+        return _wrapped(loss, logits.max(-1).values, model, options)
+    weight = model.head_weight
+    loss = functional.linear_cross_entropy(
+        x, weight, targets, bias=bias, backend=backend, **options
     )
+    if model.config.l2_wrap == 0 or not torch.is_grad_enabled():
+        return loss
+    return _wrapped(loss, _largest_logits(x.flatten(0, -2), weight, bias), model, options)
+
+
+def _largest_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the largest logit (N,) of each row of x (N, dim), without storing all logits."""
+    rows = max(1, _LOGITS // weight.shape[0])
+    parts = x.split(rows)
+    with torch.no_grad():
+        best = torch.cat([nnf.linear(part, weight, bias).argmax(-1) for part in parts])
+    largest = (widen(x) * widen(weight[best])).sum(-1)
+    return largest if bias is None else largest + widen(bias[best])
+
+
+def _wrapped(loss: Tensor, largest: Tensor, model: WithHead, options: dict[str, Any]) -> Tensor:
+    """Adds the gradient of l2_wrap/2 largest^2 to that of the loss, but not its value."""
+    if model.config.l2_wrap == 0:
+        return loss
+    squares = widen(largest).square()
+    total = squares.sum() if options.get("reduction") == "sum" else squares.mean()
+    penalty = model.config.l2_wrap / 2 * total
+    return loss + (penalty - penalty.detach())

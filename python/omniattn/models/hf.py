@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -51,7 +51,11 @@ class Counterpart:
         interleaved: pattern of their weights -> function that computes a number of groups from our
             config. Such a weight holds for each group, in turn, that group's rows of each of our
             weights that map to it, such as the queries, keys and values of a head.
-        transposed: pattern of their weights that are stored as (in, out).
+        transposed: pattern of their weights whose last two dimensions are swapped.
+        complemented: pattern of their weights that are 1 minus ours.
+        require: raises if their model is in a form that cannot be converted.
+        alternating: pattern of their weights whose rows belong in turn to the first and to the
+            second half of ours.
         fixed: their other options, with the value that our model implies or a function that
             computes it from our config.
         conversions: conversions of the remaining options.
@@ -66,6 +70,9 @@ class Counterpart:
     interleaved: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
     unused: str = "^$"
     layer_weights: Callable[[Any], Renames] = lambda ours: ()
+    complemented: str = "^$"
+    alternating: str = "^$"
+    require: Callable[[Any], None] = lambda theirs: None
 
     @property
     def config_class(self) -> Any:
@@ -97,8 +104,10 @@ class Counterpart:
     def pairs(self, ours: nn.Module, theirs: nn.Module) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Returns groups of weights on both sides that are equal when stacked.
 
+        Those of `complements` are 1 minus each other instead.
+
         Raises:
-            NotImplementedError: if theirs has further weights.
+            NotImplementedError: if theirs has further weights, or cannot be converted.
         """
         state = ours.state_dict()
         groups = self.groups(ours, theirs)
@@ -106,15 +115,10 @@ class Counterpart:
 
     def groups(self, ours: nn.Module, theirs: nn.Module) -> list[tuple[list[str], list[Tensor]]]:
         """Returns `pairs` with the names of our weights in place of the weights."""
+        self.require(theirs)
         config: Any = ours.config
         our_state, their_state = ours.state_dict(), theirs.state_dict()
-        pairs = (*self.layer_weights(config), *self.weights)
-        names: dict[str, list[str]] = {}
-        for name in our_state:
-            renamed = name
-            for pattern, replacement in pairs:
-                renamed = re.sub(pattern, replacement, renamed)
-            names.setdefault(renamed, []).append(name)
+        names = self.renamed(ours)
         known = {their_state[n].data_ptr() for renamed in names for n in _alternatives(renamed)}
         # Tied weights share one address under two names.
         further = [
@@ -127,7 +131,9 @@ class Counterpart:
 
         def oriented(name: str) -> Tensor:
             weight = their_state[name]
-            return weight.T if re.search(self.transposed, name) else weight
+            if re.search(self.alternating, name):
+                return weight.unflatten(0, (-1, 2)).transpose(0, 1)
+            return weight.mT if re.search(self.transposed, name) else weight
 
         found: list[tuple[list[str], list[Tensor]]] = []
         for renamed, our_names in names.items():
@@ -140,6 +146,22 @@ class Counterpart:
             found += [([name], [part]) for name, part in zip(our_names, rows, strict=True)]
         return found
 
+    def renamed(self, ours: nn.Module) -> dict[str, list[str]]:
+        """Returns their names of weights, and the names of ours that each is made of."""
+        pairs = (*self.layer_weights(ours.config), *self.weights)
+        names: dict[str, list[str]] = {}
+        for name in ours.state_dict():
+            renamed = name
+            for pattern, replacement in pairs:
+                renamed = re.sub(pattern, replacement, renamed)
+            names.setdefault(renamed, []).append(name)
+        return names
+
+    def complements(self, ours: nn.Module) -> list[tuple[str, str]]:
+        """Returns the names, ours and theirs, of weights that are 1 minus each other."""
+        pairs = ((our, name) for name, names in self.renamed(ours).items() for our in names)
+        return [pair for pair in pairs if re.search(self.complemented, pair[1])]
+
     def _groups_of(self, name: str, config: Any) -> int | None:
         """Returns the number of groups of an interleaved weight of theirs, else None."""
         counts = self.interleaved.items()
@@ -147,14 +169,16 @@ class Counterpart:
 
 
 @torch.no_grad()
-def adopted(sources: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
-    """Returns the sources in the form of the targets: the very tensors where nothing changes."""
-    if len(sources) == len(targets) == 1:
-        parts = sources
-    else:
-        parts = [part.clone() for part in torch.cat(sources).chunk(len(targets))]
-    pairs = zip(parts, targets, strict=True)
-    return [part.reshape(like.shape).to(like.dtype).contiguous() for part, like in pairs]
+def copied(sources: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
+    """Returns copies of the sources in the shapes and dtypes of the targets."""
+    whole = sources[0] if len(sources) == 1 else torch.cat(sources)
+    pairs = zip(whole.chunk(len(targets)), targets, strict=True)
+    return [
+        torch.empty(like.shape, dtype=like.dtype, device=part.device).copy_(
+            part.reshape(like.shape)
+        )
+        for part, like in pairs
+    ]
 
 
 @torch.no_grad()
@@ -163,6 +187,13 @@ def copy_weights(sources: list[Tensor], targets: list[Tensor]) -> None:
     stacked = torch.cat([torch.atleast_1d(source) for source in sources])
     for target, part in zip(targets, stacked.chunk(len(targets)), strict=True):
         target.copy_(part.reshape(target.shape))
+
+
+@torch.no_grad()
+def complement(weights: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Replaces the weights of these names by 1 minus each, in place."""
+    for name in names:
+        weights[name].neg_().add_(1)
 
 
 def _alternatives(name: str) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from omniattn.checks.arguments import require_device, require_integers, require_rows, shown
-from omniattn.models.hf import SYNONYMS, TOKEN_IDS, Counterpart, copy_weights
+from omniattn.models.hf import SYNONYMS, TOKEN_IDS, Counterpart, complement, copy_weights
 from omniattn.modules.base.fields import Backend, Fields
 from omniattn.modules.base.layer import Layer, LayerConfig, check_fields
 from omniattn.reference import RopeScaling
@@ -108,6 +108,7 @@ class Model(nn.Module):
             raise NotImplementedError(f"from_hf: model must become a {cls.__name__}, got {name}")
         for our_weights, their_weights in config.counterpart.pairs(ours, model):
             copy_weights(their_weights, our_weights)
+        complement(ours.state_dict(), (name for name, _ in config.counterpart.complements(ours)))
         return ours.train(model.training)
 
     def to_hf(self) -> PreTrainedModel:
@@ -119,8 +120,10 @@ class Model(nn.Module):
         weight = next(self.parameters())
         model = self.config.build_hf()
         nn.Module.to(model, weight.device, weight.dtype)
-        for our_weights, their_weights in self.config.counterpart.pairs(self, model):
+        counterpart = self.config.counterpart
+        for our_weights, their_weights in counterpart.pairs(self, model):
             copy_weights(our_weights, their_weights)
+        complement(model.state_dict(), (name for _, name in counterpart.complements(self)))
         model.train(self.training)
         return model
 
@@ -177,6 +180,11 @@ class ModelConfig(Fields, ABC):
         return 0.0
 
     @property
+    def l2_wrap(self) -> float:
+        """Returns c of the penalty c/2 mean(max logit^2) on the loss's gradient, or 0."""
+        return 0.0
+
+    @property
     def num_parameters(self) -> int:
         """Returns the number of parameters."""
         return sum(p.numel() for p in self.build(device="meta").parameters())
@@ -213,7 +221,7 @@ class ModelConfig(Fields, ABC):
             NotImplementedError: transformers lacks the architecture or an option.
         """
         ids = {name: list(i) if isinstance(i, tuple) else i for name, i in self.token_ids}
-        return self.counterpart.config_class(**self.counterpart.to_hf(self), **ids)
+        return self.counterpart.config_class(**self.counterpart.to_hf(self) | ids)
 
     @classmethod
     def from_hf(cls, config: PreTrainedConfig) -> Self:

@@ -12,7 +12,7 @@ import torch
 
 from omniattn.checks.arguments import shown
 from omniattn.models.checkpoint import CheckpointError
-from omniattn.models.hf import adopted
+from omniattn.models.hf import complement, copied
 from omniattn.models.model import Model, ModelConfig, config_of_hf
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ def from_hf(
 
     Returns:
         The model; a copy on the same device and in the same dtype, or that of the folder on the
-        CPU, in the dtype of its files and in eval mode.
+        CPU, in the dtype of its files and in eval mode. Files are read weight by weight, in the
+        memory of the model and of one weight.
 
     Raises:
         FileNotFoundError: there is no such folder, or it has no config.json.
@@ -101,12 +102,23 @@ def _loaded(name: str, folder: Path) -> PreTrainedModel:
 
 
 def _filled(config: ModelConfig, theirs: PreTrainedModel) -> Model:
-    """Returns the model with the weights of theirs, which are not copied where they can stay."""
+    """Returns the model with copies of the weights of theirs, which loses them.
+
+    The weights of transformers stay in files that are mapped into memory. A copy does not change
+    with its file, and each weight is released after it, so that the copies and one weight are all
+    that has to stay in memory.
+    """
     ours = config.build(device="meta", dtype=theirs.dtype)
     empty = ours.state_dict()
+    groups = config.counterpart.groups(ours, theirs)
+    for weight in (*theirs.parameters(), *theirs.buffers()):
+        weight.data = weight.new_empty(0)
     state: dict[str, torch.Tensor] = {}
-    for names, sources in config.counterpart.groups(ours, theirs):
-        tensors = adopted(sources, [empty[name] for name in names])
+    while groups:
+        names, sources = groups.pop()
+        tensors = copied(sources, [empty[name] for name in names])
         state |= dict(zip(names, tensors, strict=True))
+        del sources
+    complement(state, (name for name, _ in config.counterpart.complements(ours)))
     ours.load_state_dict(state, assign=True)
     return ours.eval()

@@ -16,7 +16,7 @@ from omniattn import functional
 from omniattn.checks.arguments import widen
 from omniattn.functional.masks import Mask
 from omniattn.models.decoder import Decoder
-from omniattn.models.hf import Conversion, Counterpart
+from omniattn.models.hf import Conversion, Counterpart, Renames
 from omniattn.modules import (
     Cache,
     DecoderBlock,
@@ -49,7 +49,7 @@ class SharedTransformer(nn.Module, Stateful):
         factory: device and dtype of the parameters.
     """
 
-    def __init__(self, config: Zamba2Config, uses: Iterable[int], **factory: Any) -> None:
+    def __init__(self, config: Any, uses: Iterable[int], **factory: Any) -> None:
         super().__init__()
         self.config = c = config
         wide = 2 * c.dim
@@ -76,7 +76,8 @@ class SharedTransformer(nn.Module, Stateful):
             self.v_adapters = adapters(wide, kv_dim)
         self.pre_ff_layernorm = RMSNorm(c.dim, c.norm_eps, backend=c.backend, **factory)
         self.gate_up_proj = linear(c.dim, 2 * c.hidden_dim, c.bias)
-        self.gate_up_adapters = adapters(c.dim, 2 * c.hidden_dim)
+        if c.adapter_rank:
+            self.gate_up_adapters = adapters(c.dim, 2 * c.hidden_dim)
         self.down_proj = linear(c.hidden_dim, c.dim, c.bias)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
@@ -178,7 +179,7 @@ class HybridBlock(nn.Module, Stateful):
 
 
 class Zamba2(Decoder):
-    """The shared decoder with a Zamba2Config.
+    """The shared decoder with a Zamba2Config, or the ZambaConfig of its predecessor.
 
     Args:
         config: sizes and options.
@@ -190,7 +191,7 @@ class Zamba2(Decoder):
         torch.Size([1, 5, 256])
     """
 
-    config: Zamba2Config
+    config: Any
 
     def _blocks(self, **factory: Any) -> Iterable[nn.Module]:
         c = self.config
@@ -209,15 +210,41 @@ class Zamba2(Decoder):
             yield HybridBlock(c.block(layer), transformer, use, **factory)
 
 
-def layers_to_hf(ours: Zamba2Config) -> dict[str, Any]:
+def check_wiring(c: Any) -> None:
+    """Raises if the hybrid layers or the heads of a Zamba are invalid."""
+    op = type(c).__name__
+    layers = c.hybrid_layers
+    if list(layers) != sorted({layer for layer in layers if 0 <= layer < c.num_layers}):
+        raise ValueError(
+            f"{op}: hybrid_layers must rise within [0, num_layers={c.num_layers}), "
+            f"got hybrid_layers={layers}"
+        )
+    if not 1 <= c.num_transformers <= len(layers):
+        raise ValueError(
+            f"{op}: num_transformers must be in [1, number of hybrid_layers], got "
+            f"num_transformers={c.num_transformers}, hybrid_layers={layers}"
+        )
+    if 2 * c.dim % c.num_heads:
+        raise ValueError(
+            f"{op}: 2 dim must be a multiple of num_heads, got dim={c.dim}, num_heads={c.num_heads}"
+        )
+    if c.num_heads % c.num_kv_heads:
+        raise ValueError(
+            f"{op}: num_heads must be a multiple of num_kv_heads, got "
+            f"num_heads={c.num_heads}, num_kv_heads={c.num_kv_heads}"
+        )
+
+
+def layers_to_hf(ours: Any) -> dict[str, Any]:
+    op = type(ours).__name__
     if not ours.tie_embeddings:
         raise NotImplementedError(
-            "Zamba2Config: tie_embeddings must be True in transformers, which shares the "
+            f"{op}: tie_embeddings must be True in transformers, which shares the "
             "transformers only then, got tie_embeddings=False"
         )
     if ours.adapt_attention and ours.num_kv_heads != ours.num_heads:
         raise NotImplementedError(
-            "Zamba2Config: num_kv_heads must be num_heads where transformers adapts the attention, "
+            f"{op}: num_kv_heads must be num_heads where transformers adapts the attention, "
             f"got num_kv_heads={ours.num_kv_heads}, num_heads={ours.num_heads}"
         )
     kinds = ["linear_attention"] * ours.num_layers
@@ -241,6 +268,22 @@ def rope_from_hf(theirs: PreTrainedConfig) -> dict[str, Any]:
             f"Zamba2Config: rope_type must be 'default', got rope_type={rope['rope_type']!r}"
         )
     return {"rope_base": rope["rope_theta"]}
+
+
+def hybrid_weights(c: Any, shared: str) -> Renames:
+    """Returns the names of weights that depend on which layers are hybrid."""
+
+    def transformer(match: re.Match[str]) -> str:
+        return f"layers.{c.hybrid_layers[int(match[1])]}.{shared}"
+
+    def block(match: re.Match[str]) -> str:
+        hybrid = int(match[1]) in c.hybrid_layers
+        return f"layers.{match[1]}.{'mamba_decoder.' if hybrid else ''}{match[2]}"
+
+    return (
+        (r"layers\.(\d+)\.(mixer|input_layernorm)", block),
+        (r"transformers\.(\d+)", transformer),
+    )
 
 
 @dataclass(frozen=True)
@@ -333,27 +376,7 @@ class Zamba2Config(Decoder.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.hybrid_layers
-        if list(layers) != sorted({layer for layer in layers if 0 <= layer < self.num_layers}):
-            raise ValueError(
-                f"Zamba2Config: hybrid_layers must rise within [0, num_layers={self.num_layers}), "
-                f"got hybrid_layers={layers}"
-            )
-        if not 1 <= self.num_transformers <= len(layers):
-            raise ValueError(
-                "Zamba2Config: num_transformers must be in [1, number of hybrid_layers], got "
-                f"num_transformers={self.num_transformers}, hybrid_layers={layers}"
-            )
-        if 2 * self.dim % self.num_heads:
-            raise ValueError(
-                "Zamba2Config: 2 dim must be a multiple of num_heads, got "
-                f"dim={self.dim}, num_heads={self.num_heads}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                "Zamba2Config: num_heads must be a multiple of num_kv_heads, got "
-                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
-            )
+        check_wiring(self)
 
     @property
     def head_dim(self) -> int:
@@ -364,17 +387,7 @@ class Zamba2Config(Decoder.Config):
     def counterpart(self) -> Counterpart:
         """Returns `hf` with the weight names that depend on which layers are hybrid."""
 
-        def transformer(match: re.Match[str]) -> str:
-            return f"layers.{self.hybrid_layers[int(match[1])]}.shared_transformer"
-
-        def block(match: re.Match[str]) -> str:
-            hybrid = int(match[1]) in self.hybrid_layers
-            return f"layers.{match[1]}.{'mamba_decoder.' if hybrid else ''}{match[2]}"
-
-        own = (
-            (r"layers\.(\d+)\.(mixer|input_layernorm)", block),
-            (r"transformers\.(\d+)", transformer),
-        )
+        own = hybrid_weights(self, "shared_transformer")
         return replace(self.hf, weights=(*own, *self.hf.weights))
 
     @property

@@ -48,6 +48,7 @@ from omniattn.modules.experts.moe import MoE
 from omniattn.modules.experts.router import Router
 from omniattn.modules.experts.router_state import RouterState
 from omniattn.modules.recurrent.delta_net import DeltaNet, GatedDeltaNet, KimiDeltaAttention
+from omniattn.modules.recurrent.large_mlstm import LargeMLSTM
 from omniattn.modules.recurrent.linear_attention import (
     DeltaAttention,
     GatedLinearAttention,
@@ -59,6 +60,7 @@ from omniattn.modules.recurrent.mamba2 import Mamba2
 from omniattn.modules.recurrent.performer import Performer
 from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.recurrent.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
+from omniattn.modules.recurrent.rwkv_means import RWKVQuadratic, RWKVRecurrent
 from omniattn.modules.recurrent.s4 import S4, S4D
 from omniattn.modules.recurrent.selective_ssm import SimpleSelectiveSSM
 from omniattn.modules.recurrent.state_mixer import StateMixer
@@ -121,6 +123,7 @@ __all__ = [
     "HubSpokeAttention",
     "KVCache",
     "KimiDeltaAttention",
+    "LargeMLSTM",
     "LatentCache",
     "LayerConfig",
     "LayerNorm",
@@ -157,6 +160,8 @@ __all__ = [
     "RWKV6TimeMix",
     "RWKV7TimeMix",
     "RWKVChannelMix",
+    "RWKVQuadratic",
+    "RWKVRecurrent",
     "RecurrentState",
     "Residual",
     "RollingCache",

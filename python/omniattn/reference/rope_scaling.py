@@ -168,9 +168,9 @@ class Llama3Scaling(RopeScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.low_freq_factor < self.high_freq_factor:
+        if not self.low_freq_factor <= self.high_freq_factor:
             raise ValueError(
-                "Llama3Scaling: low_freq_factor must be < high_freq_factor, "
+                "Llama3Scaling: low_freq_factor must be <= high_freq_factor, "
                 f"got low_freq_factor={self.low_freq_factor}, "
                 f"high_freq_factor={self.high_freq_factor}"
             )
@@ -178,8 +178,9 @@ class Llama3Scaling(RopeScaling):
     def apply(self, theta: Tensor, *, base: float, seq_len: int | Tensor | None) -> Tensor:
         """Interpolates linearly in the number of turns within L."""
         turns = self.original_max_positions * theta / (2 * math.pi)
-        ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        ramp = ramp.clamp(0, 1)
+        width = self.high_freq_factor - self.low_freq_factor  # 0 in Llama 4: a step, no ramp
+        ramp = (turns - self.low_freq_factor) / width if width else (turns > self.low_freq_factor)
+        ramp = ramp.to(theta.dtype).clamp(0, 1)
         return theta * (ramp + (1 - ramp) / self.factor)
 
 

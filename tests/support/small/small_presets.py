@@ -8,11 +8,15 @@ from omniattn.models import (
     BloomConfig,
     DeepSeekConfig,
     DeepSeekV2Config,
+    DeepSeekV32Config,
+    DiffLlamaConfig,
     FalconConfig,
     FalconMambaConfig,
     Gemma2Config,
     GPT2Config,
     JambaConfig,
+    KimiLinearConfig,
+    Llama4Config,
     Mamba2Config,
     MambaConfig,
     MistralConfig,
@@ -23,12 +27,15 @@ from omniattn.models import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    RWKV4Config,
     SwinConfig,
     T5Config,
     ViTConfig,
+    XLSTMConfig,
     Zamba2Config,
+    ZambaConfig,
 )
-from omniattn.reference import YarnScaling
+from omniattn.reference import Llama3Scaling, YarnScaling
 
 _SIZES = {"vocab_size": 97, "dim": 48, "num_layers": 2, "num_heads": 4}
 
@@ -159,6 +166,7 @@ FAMILIES = {
     "falcon-rw": FalconConfig(
         **_GROUPED | {"num_kv_heads": 4}, placement="pre", alibi=True, bias=True
     ),
+    "rwkv-4": RWKV4Config(vocab_size=97, dim=48, num_layers=2, hidden_dim=40),
     "deepseek-v2": DeepSeekV2Config(
         **_SIZES,
         **_LATENT,
@@ -169,6 +177,50 @@ FAMILIES = {
         mscale=0.1 * 0.7 * math.log(4) + 1,
     ),
     "deepseek-v2-lite": DeepSeekV2Config(**_SIZES, **_LATENT | {"q_lora_rank": None}),
+    "deepseek-v3.2": DeepSeekV32Config(
+        **_SIZES,
+        **_LATENT,
+        groups=4,
+        top_groups=2,
+        route_scale=2.5,
+        rope_scaling=YarnScaling(4.0, 8, mscale=1.0, mscale_all_dim=1.0),
+        mscale=0.1 * math.log(4) + 1,
+        index_heads=16,  # with few, many scores would be 0, and ties depend on the library
+        index_dim=8,
+        index_topk=6,
+    ),
+    "kimi-linear": KimiLinearConfig(
+        **_SIZES | {"num_layers": 3},
+        **_LATENT | {"q_lora_rank": None},
+        schedule=("linear", "full"),
+        linear_head_dim=16,
+    ),
+    "llama4-scout": Llama4Config(
+        **_GROUPED | {"num_layers": 4},
+        head_dim=16,
+        schedule=("rope", "nope"),
+        chunk_size=10,
+        query_period=7,
+        experts=6,
+        expert_dim=20,
+        rope_scaling=Llama3Scaling(8.0, 1.0, 1.0, 16),
+    ),
+    "llama4-maverick": Llama4Config(
+        **_GROUPED,
+        schedule=("rope", "nope"),
+        chunk_size=None,
+        qk_norm=False,
+        query_growth=0.0,
+        experts=6,
+        top_k=2,
+        expert_dim=20,
+        expert_period=2,
+    ),
+    "xlstm": XLSTMConfig(**_SIZES | {"dim": 128}, hidden_dim=40, gate_cap=2.0, logit_softcap=3.0),
+    "diffllama": DiffLlamaConfig(**_GROUPED),
+    "zamba": ZambaConfig(
+        **_SIZES | {"num_layers": 4}, num_kv_heads=2, hidden_dim=40, d_state=5, dt_rank=7
+    ),
     "gemma2": Gemma2Config(
         **_GROUPED, window=9, head_dim=16, query_scalar=10, softcap=3.0, logit_softcap=5.0
     ),

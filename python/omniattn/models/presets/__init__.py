@@ -9,6 +9,7 @@ from omniattn.models.presets.encoder_decoders import ENCODER_DECODERS
 from omniattn.models.presets.experts import EXPERTS
 from omniattn.models.presets.images import IMAGES
 from omniattn.models.presets.others import OTHERS
+from omniattn.models.presets.recurrent import RECURRENT
 from omniattn.models.presets.trained import TRAINED
 from omniattn.suggestions import did_you_mean
 
@@ -25,5 +26,5 @@ class _Presets(dict[str, ModelConfig]):
 
 #: Models by name.
 PRESETS: dict[str, ModelConfig] = _Presets(
-    TRAINED | DENSE | EXPERTS | ENCODER_DECODERS | OTHERS | IMAGES
+    TRAINED | DENSE | EXPERTS | ENCODER_DECODERS | OTHERS | IMAGES | RECURRENT
 )

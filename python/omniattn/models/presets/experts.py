@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
-from omniattn.models.deepseek import DeepSeekConfig, DeepSeekV2Config
+from omniattn.models.deepseek import DeepSeekConfig, DeepSeekV2Config, DeepSeekV32Config
 from omniattn.models.experts import MixtralConfig
+from omniattn.models.families.kimi import KimiLinearConfig
+from omniattn.models.families.llama4 import Llama4Config
 from omniattn.models.families.qwen import Qwen2MoeConfig, Qwen3MoeConfig
 from omniattn.models.families.qwen_next import Qwen3NextConfig
 from omniattn.models.jamba import JambaConfig
 from omniattn.models.model import ModelConfig
-from omniattn.reference import YarnScaling
+from omniattn.reference import Llama3Scaling, YarnScaling
 
 _MIXTRAL = MixtralConfig(
     vocab_size=32000,
@@ -71,6 +74,42 @@ _DEEPSEEK_V2 = DeepSeekV2Config(
     groups=8,
     top_groups=3,
     route_scale=16.0,
+)
+_DEEPSEEK_V3: dict[str, Any] = {
+    "vocab_size": 129280,
+    "dim": 7168,
+    "num_layers": 61,
+    "num_heads": 128,
+    "hidden_dim": 18432,
+    "max_positions": 163840,
+    "norm_eps": 1e-6,
+    "rope_scaling": YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0),
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_dim": 128,
+    "qk_rope_dim": 64,
+    "v_dim": 128,
+    "mscale": 0.1 * math.log(40) + 1,
+    "dense_layers": 3,
+    "expert_dim": 2048,
+    "experts": 256,
+    "top_k": 8,
+    "groups": 8,
+    "top_groups": 4,
+    "route_scale": 2.5,
+}
+_LLAMA4 = Llama4Config(
+    vocab_size=202048,
+    dim=5120,
+    num_layers=48,
+    num_heads=40,
+    num_kv_heads=8,
+    head_dim=128,
+    hidden_dim=16384,
+    max_positions=10485760,
+    rope_base=5e5,
+    rope_scaling=Llama3Scaling(16.0, 1.0, 1.0, 8192),
+    expert_dim=8192,
 )
 
 EXPERTS: dict[str, ModelConfig] = {
@@ -138,27 +177,36 @@ EXPERTS: dict[str, ModelConfig] = {
         top_groups=1,
         route_scale=1.0,
     ),
-    "deepseek-v3": DeepSeekConfig(
-        vocab_size=129280,
-        dim=7168,
-        num_layers=61,
-        num_heads=128,
-        hidden_dim=18432,
-        max_positions=163840,
-        norm_eps=1e-6,
-        rope_scaling=YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0),
-        q_lora_rank=1536,
+    "deepseek-v3": DeepSeekConfig(**_DEEPSEEK_V3),
+    "deepseek-v3.2": DeepSeekV32Config(
+        **_DEEPSEEK_V3, index_heads=64, index_dim=128, index_topk=2048
+    ),
+    "kimi-linear-48b-a3b": KimiLinearConfig(
+        vocab_size=163840,
+        dim=2304,
+        num_layers=27,
+        num_heads=32,
+        hidden_dim=9216,
+        max_positions=1048576,
         kv_lora_rank=512,
         qk_nope_dim=128,
         qk_rope_dim=64,
         v_dim=128,
-        mscale=0.1 * math.log(40) + 1,
-        dense_layers=3,
-        expert_dim=2048,
+        dense_layers=1,
+        expert_dim=1024,
         experts=256,
         top_k=8,
-        groups=8,
-        top_groups=4,
-        route_scale=2.5,
+        schedule=(*("linear", "linear", "linear", "full") * 6, "linear", "linear", "full"),
+        linear_heads=32,
+        linear_head_dim=128,
+    ),
+    "llama-4-scout": _LLAMA4,
+    "llama-4-maverick": replace(
+        _LLAMA4,
+        max_positions=1048576,
+        rope_scaling=None,
+        qk_norm=False,
+        experts=128,
+        expert_period=2,
     ),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from omniattn.models.bert import BertConfig
-from omniattn.models.blocks import BlocksConfig
 from omniattn.models.families.alibi import BloomConfig, MPTConfig
 from omniattn.models.families.falcon import FalconConfig
 from omniattn.models.gpt2 import GPT2Config
@@ -13,25 +12,6 @@ from omniattn.models.mamba import MambaConfig
 from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import ModelConfig
 from omniattn.models.transformer_xl import TransformerXLConfig
-from omniattn.modules import DecoderBlock, LayerNorm, RWKV4TimeMix, RWKVChannelMix
-
-
-def _rwkv4(dim: int, num_layers: int) -> BlocksConfig:
-    """Returns an RWKV-4 of the Pile's vocabulary."""
-    norm = LayerNorm.Config(dim)
-    blocks = []
-    for layer in range(num_layers):
-        place = dim, layer, num_layers
-        mlp = RWKVChannelMix.Config(*place, receptance=True)
-        blocks.append(DecoderBlock.Config(RWKV4TimeMix.Config(*place), mlp, norm))
-    return BlocksConfig(
-        vocab_size=50277,
-        dim=dim,
-        num_layers=num_layers,
-        blocks=tuple(blocks),
-        embedding_norm=norm,
-    )
-
 
 _BLOOM = BloomConfig(vocab_size=250880, dim=1024, num_layers=24, num_heads=16)
 _MPT = MPTConfig(vocab_size=50432, dim=4096, num_layers=32, num_heads=32)
@@ -110,12 +90,6 @@ OTHERS: dict[str, ModelConfig] = {
         num_kv_heads=64,
         hidden_dim=16384,
     ),
-    "rwkv-4-169m": _rwkv4(768, 12),
-    "rwkv-4-430m": _rwkv4(1024, 24),
-    "rwkv-4-1b5": _rwkv4(2048, 24),
-    "rwkv-4-3b": _rwkv4(2560, 32),
-    "rwkv-4-7b": _rwkv4(4096, 32),
-    "rwkv-4-14b": _rwkv4(5120, 40),
     "bert-base": _BERT,
     "bert-large": replace(_BERT, dim=1024, num_layers=24, num_heads=16, hidden_dim=4096),
     "transformer-xl-wt103": TransformerXLConfig(

@@ -11,6 +11,10 @@ from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
 from omniattn.models.differential import DifferentialConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.families.bart import TransformerConfig
+from omniattn.models.families.falcon import FalconConfig
+from omniattn.models.families.kimi import KimiLinearConfig
+from omniattn.models.families.llama4 import Llama4Config
+from omniattn.models.families.xlstm import XLSTMConfig
 from omniattn.models.gpt2 import GPT2Config
 from omniattn.models.hybrid import hybrid_schedule
 from omniattn.models.jamba import JambaConfig
@@ -155,6 +159,9 @@ TRAINED: dict[str, ModelConfig] = {
     # The published rate, 1e-3, is for a thousand times as many steps.
     "deepseek-moe": DeepSeekConfig(bias_rate=1e-2),
     "deepseek-moe-mtp": DeepSeekConfig(bias_rate=1e-2, mtp_depths=1),
+    "kimi-linear": KimiLinearConfig(),
+    "llama4": Llama4Config(chunk_size=64, query_period=64, experts=4, expert_dim=256),
+    "falcon": FalconConfig(),
     "gpt2": GPT2Config(),
     "mla": MLAConfig(),
     "differential": DifferentialConfig(),
@@ -173,6 +180,7 @@ TRAINED: dict[str, ModelConfig] = {
     "rwkv7": _rwkv(7),
     "s4d": _recurrent(S4D.Config(192)),
     "xlstm": _xlstm(),
+    "xlstm-large": XLSTMConfig(),
     "mamba2": Mamba2Config(num_layers=8, d_state=64, headdim=48),
     # Half of the published period, so that four layers include all kinds.
     "jamba": JambaConfig(

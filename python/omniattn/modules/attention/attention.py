@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.checks.arguments import clamp, require_number, shown
+from omniattn.checks.arguments import clamp, shown
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
+from omniattn.modules.attention._options import check_options, grown, in_chunks
 from omniattn.modules.base.fields import (
     Backend,
     Epsilon,
@@ -90,8 +91,9 @@ class Attention(Mixer):
                 position, -1 for all.
             qk_norm: norm of q and k, None for none: "rms" (RMSNorm, Qwen3) or "layer" (LayerNorm
                 without bias, ViT-22B) per head, with weights (head_dim,); "rms_full" over all heads
-                (OLMo-2); "l2" for cosine similarity times a learned exp(logit_scale) per head, at
-                most 100, instead of `scale` (Swin v2).
+                (OLMo-2); "rms_fixed" per head without weights (Llama 4); "l2" for cosine similarity
+                times a learned exp(logit_scale) per head, at most 100, instead of `scale` (Swin
+                v2).
             bias, out_bias: True for biases of q_proj, k_proj and v_proj; of o_proj.
             rope_interleaved: True for rotary pairs (2i, 2i + 1) instead of (i, i + Dr / 2).
             scale: factor of the scores, default 1 / sqrt(head_dim).
@@ -111,6 +113,10 @@ class Attention(Mixer):
                 would be inexact and raises an error.
             alibi: largest exponent of ALiBi's slopes, 8 in its paper; None for no ALiBi.
             alibi_scale: factor of the slopes; Falcon's is 1 / sqrt(head_dim).
+            rotary: False to ignore `rope`, for layers without positions among others that rotate.
+            chunk_size: number of tokens of a chunk, beyond which queries do not see (Llama 4).
+            query_growth, query_period: queries are multiplied by
+                ``1 + growth ln(1 + floor((position + 1) / period))``; 0 for no growth.
         """
 
         causal: bool = True
@@ -138,44 +144,14 @@ class Attention(Mixer):
         norm_n: Size | None = None
         alibi: Positive | None = None
         alibi_scale: Positive = 1.0
+        rotary: bool = True
+        chunk_size: Size | None = None
+        query_growth: float = 0.0
+        query_period: Size | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            require_number("Attention", "softcap", self.softcap, 0)
-            if self.cross and self.causal:
-                raise ValueError("Attention: cross must have causal=False, got causal=True")
-            for name, value, known in (
-                ("gate", self.gate, (None, "elementwise", "headwise")),
-                ("gate_activation", self.gate_activation, ("sigmoid", "silu")),
-                ("qk_norm", self.qk_norm, (None, "rms", "rms_full", "layer", "l2")),
-                ("normalizer", self.normalizer, ("softmax", "sigmoid")),
-            ):
-                if value not in known:
-                    raise ValueError(
-                        f"Attention: {name} must be one of {known}, got {name}={shown(value)}"
-                    )
-            if self.qk_norm == "l2" and (self.head_scale or self.scale is not None):
-                raise ValueError(
-                    'Attention: qk_norm="l2" has its own scale, '
-                    f"got scale={self.scale}, head_scale={self.head_scale}"
-                )
-            if self.qk_norm_offset and self.qk_norm not in ("rms", "rms_full"):
-                raise ValueError(
-                    'Attention: qk_norm_offset needs qk_norm "rms" or "rms_full", '
-                    f"got qk_norm={shown(self.qk_norm)}, qk_norm_offset={self.qk_norm_offset}"
-                )
-            if self.cross and self.alibi is not None:
-                raise ValueError(
-                    f"Attention: alibi must be None with cross=True, got alibi={self.alibi}"
-                )
-            if self.alibi is None and self.alibi_scale != 1.0:
-                raise ValueError(
-                    f"Attention: alibi_scale needs alibi, got alibi_scale={self.alibi_scale}"
-                )
-            if self.normalizer == "softmax" and self.norm_n is not None:
-                raise ValueError(f"Attention: norm_n needs sigmoid, got norm_n={self.norm_n}")
-            if self.normalizer == "sigmoid" and self.sinks:
-                raise ValueError("Attention: sinks need softmax, got normalizer='sigmoid'")
+            check_options(self)
 
     class _Fields(Config, OnDevice): ...
 
@@ -246,6 +222,8 @@ class Attention(Mixer):
         x = x.unflatten(-1, (-1, c.head_size))
         if norm is not None and c.qk_norm != "rms_full":
             x = norm(x)
+        if c.qk_norm == "rms_fixed":
+            x = functional.rms_norm(x, eps=c.qk_norm_eps, backend=c.backend)
         if c.qk_norm == "l2":  # gives length sqrt(head_dim); eps keeps zeros at 0
             x = functional.rms_norm(x, eps=1e-24, backend=c.backend)
         return x
@@ -292,10 +270,11 @@ class Attention(Mixer):
         """Returns one policy, or one per kv head."""
         c = self.config
         whole = c.causal and c.window_size == (-1, -1) and c.normalizer == "softmax"
+        whole = whole and c.chunk_size is None
         if rolling or not whole:
             raise ValueError(
                 "Attention: eviction needs causal self-attention by softmax without a window, "
-                f"got causal={c.causal}, window_size={c.window_size}, "
+                f"got causal={c.causal}, window_size={c.window_size}, chunk_size={c.chunk_size}, "
                 f"normalizer={shown(c.normalizer)}, rolling={rolling}"
             )
         return policies_of_groups("Attention", eviction, c.num_heads, c.kv_heads)
@@ -348,7 +327,9 @@ class Attention(Mixer):
         if source is not None:
             source, keys = sequences_of("Attention", "source", source, queries=sequences)
         attend = sequences.attention(keys)
-        q = self._heads(self.q_proj(x), self.q_norm)
+        past = 0 if cache is None else cache.length
+        q = grown(c, self._heads(self.q_proj(x), self.q_norm), sequences, past)
+        rope, mask = rope if c.rotary else None, in_chunks(c.chunk_size, mask)
         if c.cross:
             k, v = self._cross_keys_and_values(source, cache, rope)
         else:

@@ -90,6 +90,7 @@ class MultiHeadLatentAttention(Mixer):
             fuse_up: True to multiply the projections to and from the latents first where there is
                 no state, so that keys and values come from x by one product, of the same result;
                 needs latent_norm=False.
+            rotary: False to rotate nothing, whatever `rope` is (Kimi Linear).
         """
 
         dim: Size
@@ -114,6 +115,7 @@ class MultiHeadLatentAttention(Mixer):
         backend: Backend = None
         share_up: bool = field(default=False, kw_only=True)
         fuse_up: bool = field(default=False, kw_only=True)
+        rotary: bool = field(default=True, kw_only=True)
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -273,7 +275,7 @@ class MultiHeadLatentAttention(Mixer):
         """Rotates queries and keys; returns q, k (B, T, 1, rank + rope_dim), v (B, T, 1, rank)."""
         c = self.config
         k = torch.cat([k_latent, k_rope], -1)
-        if rope is not None:
+        if rope is not None and c.rotary:
             q = self._rotate(q, c.qk_nope_dim, rope)
             k = self._rotate(k, c.kv_lora_rank, rope)
         return q, k, v
@@ -317,6 +319,8 @@ class MultiHeadLatentAttention(Mixer):
 
     def _require_rope(self, rope: tuple[Tensor, Tensor] | None) -> None:
         size = self.config.qk_rope_dim
+        if not self.config.rotary:
+            return
         if (rope is not None) != (size > 0):
             raise ValueError(
                 f"{type(self).__name__}: rope must be given if and only if qk_rope_dim > 0, "

@@ -49,8 +49,33 @@ class StepProjection(nn.Linear):
         draw_steps(self.bias, c.dt_min, c.dt_max, c.dt_init_floor)
 
     def forward(self, r: Tensor) -> Tensor:
-        """Maps r (B, T, rank) to r W_dt (B, T, inner), without b_dt."""
+        """Maps r (B, T, rank), or (B, T, heads, rank), to r W_dt (B, T, inner), without b_dt."""
+        if r.dim() == 4:
+            return _per_head(r, self.weight.unflatten(0, (r.shape[2], -1))).flatten(-2)
         return functional.linear(r, self.weight, backend=self.config.backend)
+
+
+class HeadsProjection(nn.Module):
+    """Projection of each head's channels; weight (heads, outputs, inputs)."""
+
+    def __init__(self, heads: int, n_in: int, n_out: int, std: float, **factory: Any) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(heads, n_out, n_in, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws a normal weight."""
+        nn.init.normal_(self.weight, std=self.std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps x (..., heads * inputs) to (..., heads, outputs)."""
+        return _per_head(x.unflatten(-1, (len(self.weight), -1)), self.weight)
+
+
+def _per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiplies x (..., H, inputs) by the weights (H, outputs, inputs) of the heads."""
+    return torch.einsum("...hi,hoi->...ho", x, weight.to(x.dtype))
 
 
 class Mamba(StateMixer):
@@ -69,7 +94,7 @@ class Mamba(StateMixer):
         Parameters in_proj (2 inner, dim), conv1d (inner, 1, d_conv), x_proj (rank + 2 N, inner),
         dt_proj (inner, rank), A_log (inner, N), D (inner) and out_proj (dim, inner): names and
         shapes as in mamba-ssm and transformers; with `norm_eps` also Jamba's dt_layernorm,
-        b_layernorm and c_layernorm.
+        b_layernorm and c_layernorm. With heads x_proj is (heads, rank + 2 N, inner / heads).
 
     Reference:
         Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
@@ -105,6 +130,7 @@ class Mamba(StateMixer):
             norm_eps: eps of Jamba's RMS norms of r, B and C; None for no norms.
             norm_weights: True if these norms have weights; False in FalconMamba.
             init_std, out_init_std, backend: as in Attention.
+            num_heads: number of heads, each with its own W_x, B and C (Zamba).
         """
 
         dim: Size
@@ -125,6 +151,7 @@ class Mamba(StateMixer):
         init_std: float = 0.02
         out_init_std: float = 0.02
         backend: Backend = None
+        num_heads: Size = 1
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -133,6 +160,11 @@ class Mamba(StateMixer):
                     raise ValueError(
                         f"Mamba: {name} must be >= 1, got {name}={getattr(self, name)}"
                     )
+            if self.inner % self.num_heads:
+                raise ValueError(
+                    "Mamba: inner must be a multiple of num_heads, "
+                    f"got inner={self.inner}, num_heads={self.num_heads}"
+                )
             if self.dt_init not in ("random", "constant"):
                 raise ValueError(
                     f"Mamba: dt_init must be 'random' or 'constant', "
@@ -171,7 +203,10 @@ class Mamba(StateMixer):
         self.in_proj = linear(c.dim, 2 * c.inner, c.bias)
         conv = ShortConvolution.Config(c.inner, c.d_conv, c.conv_bias, backend=c.backend)
         self.conv1d = conv.build(**factory)
-        self.x_proj = linear(c.inner, c.rank + 2 * c.d_state)
+        self.x_proj: nn.Module = linear(c.inner, c.rank + 2 * c.d_state)
+        if c.num_heads > 1:
+            sizes = (c.inner // c.num_heads, c.rank + 2 * c.d_state)
+            self.x_proj = HeadsProjection(c.num_heads, *sizes, c.init_std, **factory)
         self.dt_proj = StepProjection(c, **factory)
         wide: dict[str, Any] = {"device": device, "dtype": fp32(dtype)}
         self.A_log = nn.Parameter(torch.empty(c.inner, c.d_state, **wide))
@@ -242,6 +277,7 @@ class Mamba(StateMixer):
         return (
             x.shape[1] == 1
             and self.config.backend is None
+            and self.config.num_heads == 1
             and conv.dtype == x.dtype == self.conv1d.weight.dtype
             and ssm.dtype == self.A_log.dtype == self.D.dtype == fp32(x.dtype)
             and ssm.is_contiguous()

@@ -421,12 +421,12 @@ VARIANTS = (
     ),
     Variant(
         "RWKV weighted means with exponent r . k: quadratic, recurrent",
-        ("rwkv_quadratic", "rwkv_recurrent"),
+        ("rwkv_quadratic", "rwkv_recurrent", "RWKVQuadratic", "RWKVRecurrent"),
         "this package",
     ),
     Variant(
         "xLSTM",
-        ("mlstm", "slstm", "MLSTM", "SLSTM"),
+        ("mlstm", "slstm", "MLSTM", "SLSTM", "LargeMLSTM"),
         "Beck et al. 2024, arXiv 2405.04517",
     ),
     Variant(
