@@ -4,6 +4,12 @@ from omniattn.functional._keywords import explain_keywords
 from omniattn.models.bert import Bert, BertClassifier, BertClassifierConfig, BertConfig
 from omniattn.models.blocks import SCHEDULES, BlocksConfig, layer_schedule
 from omniattn.models.checkpoint import CheckpointError, load_model, save_model
+from omniattn.models.classifiers import (
+    SequenceClassifier,
+    SequenceClassifierConfig,
+    TokenClassifier,
+    TokenClassifierConfig,
+)
 from omniattn.models.decoder import Decoder
 from omniattn.models.deepseek import (
     DeepSeekConfig,
@@ -13,6 +19,16 @@ from omniattn.models.deepseek import (
 )
 from omniattn.models.differential import DifferentialConfig, DiffLlamaConfig
 from omniattn.models.encoder_decoder import EncoderDecoder
+from omniattn.models.encoders.deberta import Deberta, DebertaConfig, DebertaV2Config
+from omniattn.models.encoders.electra import (
+    Electra,
+    ElectraConfig,
+    ElectraDiscriminatorConfig,
+    ElectraGeneratorConfig,
+    ReplacedTokenDetector,
+)
+from omniattn.models.encoders.roberta import RobertaConfig
+from omniattn.models.encoders.sparse import BigBirdConfig, LongformerConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.families.alibi import BloomConfig, MPTConfig
 from omniattn.models.families.bart import BartConfig, MBartConfig, TransformerConfig
@@ -87,11 +103,15 @@ __all__ = [
     "BertClassifier",
     "BertClassifierConfig",
     "BertConfig",
+    "BigBirdConfig",
     "BlocksConfig",
     "BloomConfig",
     "CLIPConfig",
     "CheckpointError",
     "DINOConfig",
+    "Deberta",
+    "DebertaConfig",
+    "DebertaV2Config",
     "Decoder",
     "DeepSeekConfig",
     "DeepSeekV2Config",
@@ -104,6 +124,10 @@ __all__ = [
     "Dinov2Config",
     "Dinov2RegistersClassifierConfig",
     "Dinov2RegistersConfig",
+    "Electra",
+    "ElectraConfig",
+    "ElectraDiscriminatorConfig",
+    "ElectraGeneratorConfig",
     "EncoderDecoder",
     "FalconConfig",
     "FalconMambaConfig",
@@ -117,6 +141,7 @@ __all__ = [
     "Llama",
     "Llama4Config",
     "LlamaConfig",
+    "LongformerConfig",
     "MAEConfig",
     "MBartConfig",
     "MLAConfig",
@@ -137,12 +162,18 @@ __all__ = [
     "RWKV5Config",
     "RWKV6Config",
     "RWKV7Config",
+    "ReplacedTokenDetector",
+    "RobertaConfig",
     "Routers",
+    "SequenceClassifier",
+    "SequenceClassifierConfig",
     "Swin",
     "SwinConfig",
     "SwitchConfig",
     "SwitchTransformerConfig",
     "T5Config",
+    "TokenClassifier",
+    "TokenClassifierConfig",
     "TransformerConfig",
     "TransformerXL",
     "TransformerXLConfig",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -136,6 +136,14 @@ class Decoder(Model, Stateful):
             self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
         ) -> Decoder:
             return Decoder(self, device=device, dtype=dtype)
+
+        def build_body(
+            self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        ) -> Model:
+            # A tied head has no weights of its own.
+            body: Any = replace(self, tie_embeddings=True).build(device=device, dtype=dtype)
+            body.predictor = None
+            return body
 
     config: Config
 

@@ -169,6 +169,19 @@ class ModelConfig(Fields, ABC):
     ) -> Model:
         """Builds the model, with weights drawn from torch's generator."""
 
+    def build_body(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Model:
+        """Builds the model without its head, for another one: `hidden` gives states (B, T, dim).
+
+        Raises:
+            NotImplementedError: the model gives no states of tokens.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: the model must be a decoder or a text encoder to get another "
+            "head"
+        )
+
     @property
     def longest(self) -> int | None:
         """Returns the longest sequence with positions, or None without a limit."""
@@ -197,6 +210,11 @@ class ModelConfig(Fields, ABC):
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Inverts `to_dict`, also after a round trip through JSON."""
         return cls(**{name: _value(value) for name, value in values.items()})
+
+    @classmethod
+    def is_of_hf(cls, name: str) -> bool:
+        """Returns True if transformers' class of this name is a counterpart."""
+        return cls.hf is not None and cls.hf.model == name
 
     @property
     def counterpart(self) -> Counterpart:
@@ -257,6 +275,9 @@ def config_of_hf(name: str) -> type[ModelConfig]:
     kinds = ModelConfig.architectures.values()
     known = {kind.hf.model: kind for kind in kinds if kind.hf is not None}
     if name not in known:
+        for kind in kinds:
+            if kind.is_of_hf(name):
+                return kind
         raise NotImplementedError(
             f"from_hf: model must be one of {', '.join(sorted(known))}, got {name}; "
             "omniattn.hf.patch replaces layers of others in place"
@@ -279,6 +300,8 @@ def _plain(value: Any) -> Any:
     """Converts values for JSON: configs and scalings become dicts with the name of their type."""
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
+    if isinstance(value, ModelConfig):
+        return value.to_dict() | {"architecture": value.architecture}
     if isinstance(value, LayerConfig):
         kind = next(name for name, layer in Layer.layers.items() if layer is value.layer)
     elif isinstance(value, ModelConfig):
@@ -292,6 +315,13 @@ def _plain(value: Any) -> Any:
 
 def _value(value: Any) -> Any:
     """Inverts `_plain`, also after a round trip through JSON."""
+    if isinstance(value, dict) and "architecture" in value:
+        name = value["architecture"]
+        if name not in ModelConfig.architectures:
+            raise UnknownLayer(name)
+        return ModelConfig.architectures[name].from_dict(
+            {field: v for field, v in value.items() if field != "architecture"}
+        )
     if isinstance(value, dict):
         kinds = {kind.__name__: kind for kind in RopeScaling.__subclasses__()}
         kinds |= {name: layer.Config for name, layer in Layer.layers.items()}

@@ -149,6 +149,21 @@ def test_disentangled_attention_is_that_of_deberta(terms, buckets, share):
     torch.testing.assert_close(clamped(x[:, :12], positions), ours(x[:, :12], positions))
     with pytest.raises(ValueError, match="positions must have shape"):
         ours(x, positions[:-1])
+    other = torch.randn(2, 19, 24)
+    crossed = {"rel_embeddings": positions, "query_states": x}
+    expected = theirs(other, real[:, None, None], **crossed)[0]
+    actual = ours(x, positions, mask=real[:, None, None], context=other)
+    torch.testing.assert_close(actual, expected)
+    with pytest.raises(ValueError, match="context must have the shape of x, got context"):
+        ours(x, positions, context=other[:, 1:])
+    projected = DisentangledAttention(replace(config, out_proj=True, key_bias=False))
+    projected.load_state_dict(ours.state_dict(), strict=False)
+    assert projected.key_proj.bias is None
+    with torch.no_grad():
+        ours.key_proj.bias.zero_()
+        if not share:
+            ours.pos_key_proj.bias.zero_()
+    torch.testing.assert_close(projected(x, positions), projected.o_proj(ours(x, positions)))
 
 
 def results(layer, inputs, **options):

@@ -5,11 +5,16 @@ import math
 from omniattn.models import (
     BertClassifierConfig,
     BertConfig,
+    BigBirdConfig,
     BloomConfig,
+    DebertaConfig,
+    DebertaV2Config,
     DeepSeekConfig,
     DeepSeekV2Config,
     DeepSeekV32Config,
     DiffLlamaConfig,
+    ElectraDiscriminatorConfig,
+    ElectraGeneratorConfig,
     FalconConfig,
     FalconMambaConfig,
     Gemma2Config,
@@ -17,6 +22,7 @@ from omniattn.models import (
     JambaConfig,
     KimiLinearConfig,
     Llama4Config,
+    LongformerConfig,
     Mamba2Config,
     MambaConfig,
     MistralConfig,
@@ -27,6 +33,7 @@ from omniattn.models import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    RobertaConfig,
     RWKV4Config,
     SwinConfig,
     T5Config,
@@ -41,6 +48,35 @@ _SIZES = {"vocab_size": 97, "dim": 48, "num_layers": 2, "num_heads": 4}
 
 
 _IMAGES = {"channels": 3, "image": 32}
+
+
+_TEXTS = {**_SIZES, "hidden_dim": 40, "max_positions": 40, "dropout_p": 0.1}
+
+#: Encoders other than BERT; without random blocks, which transformers draws otherwise.
+ENCODERS = {
+    "roberta": RobertaConfig(**_TEXTS, token_types=2),
+    "electra-generator": ElectraGeneratorConfig(**_TEXTS, embedding_dim=24),
+    "electra-discriminator": ElectraDiscriminatorConfig(**_TEXTS, embedding_dim=24),
+    "electra-equal": ElectraDiscriminatorConfig(**_TEXTS, embedding_dim=48),
+    "deberta": DebertaConfig(**_TEXTS, max_distance=9, token_types=2),
+    "deberta-positions": DebertaConfig(**_TEXTS, adds_positions=True, legacy=True),
+    "deberta-v2": DebertaV2Config(
+        **_TEXTS, max_distance=12, buckets=8, convolution=3, token_types=2
+    ),
+    "deberta-v2-own": DebertaV2Config(
+        **_TEXTS,
+        max_distance=9,
+        buckets=0,
+        relative_norm=False,
+        share_projections=False,
+        convolution=5,
+        conv_activation="tanh",
+        legacy=True,
+    ),
+    "deberta-v3": DebertaV2Config(**_TEXTS, max_distance=40, buckets=16),
+    "longformer": LongformerConfig(**_TEXTS, window=(4, 8)),
+    "bigbird": BigBirdConfig(**_TEXTS, block=8, n_random=1),
+}
 
 
 #: A small model of each architecture that transformers has too; Llama has its own tests.
@@ -116,6 +152,7 @@ SMALL = {
     "bert-classifier": BertClassifierConfig(
         **_SIZES, hidden_dim=40, max_positions=40, dropout_p=0.1, classes=5
     ),
+    **ENCODERS,
     "vit": ViTConfig(**_IMAGES, patch=8, dim=48, num_layers=2, num_heads=4),
     "swin": SwinConfig(**_IMAGES, patch=4, dim=24, depths=(2, 1, 1), heads=(2, 3, 4), window=2),
 }

@@ -6,6 +6,7 @@ from omniattn.checks.arguments import shown
 from omniattn.models.model import ModelConfig
 from omniattn.models.presets.dense import DENSE
 from omniattn.models.presets.encoder_decoders import ENCODER_DECODERS
+from omniattn.models.presets.encoders import ENCODERS
 from omniattn.models.presets.experts import EXPERTS
 from omniattn.models.presets.images import IMAGES
 from omniattn.models.presets.others import OTHERS
@@ -26,5 +27,5 @@ class _Presets(dict[str, ModelConfig]):
 
 #: Models by name.
 PRESETS: dict[str, ModelConfig] = _Presets(
-    TRAINED | DENSE | EXPERTS | ENCODER_DECODERS | OTHERS | IMAGES | RECURRENT
+    TRAINED | DENSE | EXPERTS | ENCODER_DECODERS | ENCODERS | OTHERS | IMAGES | RECURRENT
 )

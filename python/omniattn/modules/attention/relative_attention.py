@@ -92,10 +92,11 @@ class DisentangledAttention(Layer):
     Shape:
         x (B, T, dim) or a jagged nested tensor, positions (2 span, dim) -> the shape of x.
         Parameters, named as in DeBERTa-v2: query_proj, key_proj, value_proj and, unless shared,
-        pos_key_proj, pos_query_proj.
+        pos_key_proj, pos_query_proj; o_proj with `out_proj`.
 
     Notes:
-        Memory grows with T, not with T^2. The enclosing block provides the output projection.
+        Memory grows with T, not with T^2. Without `out_proj` the enclosing block provides the
+        output projection.
 
     Reference:
         He et al., DeBERTa, 2020, arXiv 2006.03654; DeBERTaV3, 2021, arXiv 2111.09543.
@@ -121,6 +122,9 @@ class DisentangledAttention(Layer):
             p2c_index: row of the position-to-content term: "code" for d_ij, as in all checkpoints,
                 or "paper" for d_ji.
             dropout_p, init_std, backend: as in Attention.
+            key_bias: True for biases of the key projections (v2, v3; v1 has none).
+            out_proj: True to add an output projection with bias.
+            out_init_std: standard deviation of its weight.
         """
 
         dim: Size
@@ -135,6 +139,9 @@ class DisentangledAttention(Layer):
         dropout_p: Probability = 0.0
         init_std: float = 0.02
         backend: Backend = None
+        key_bias: bool = True
+        out_proj: bool = False
+        out_init_std: float = 0.02
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -169,13 +176,15 @@ class DisentangledAttention(Layer):
         super().__init__()
         self.config = c = config
 
-        def linear() -> Linear:
-            config = Linear.Config(c.dim, c.dim, True, c.init_std, c.backend)
+        def linear(bias: bool = True, std: float = c.init_std) -> Linear:
+            config = Linear.Config(c.dim, c.dim, bias, std, c.backend)
             return Linear(config, device=device, dtype=dtype)
 
-        self.query_proj, self.key_proj, self.value_proj = linear(), linear(), linear()
+        self.query_proj, self.key_proj, self.value_proj = linear(), linear(c.key_bias), linear()
         if not c.share_projections:
-            self.pos_key_proj, self.pos_query_proj = linear(), linear()
+            self.pos_key_proj, self.pos_query_proj = linear(c.key_bias), linear()
+        if c.out_proj:
+            self.o_proj = linear(std=c.out_init_std)
 
     def _reach(self) -> int:
         """Returns the distance from which all distances share a row."""
@@ -220,13 +229,21 @@ class DisentangledAttention(Layer):
             found["relative_queries"] = rows(projection, sign * distance)
         return found
 
-    def forward(self, x: Tensor, positions: Tensor, *, mask: Tensor | Mask | None = None) -> Tensor:
-        """Maps x (B, T, dim) to the heads' outputs (B, T, dim), before the output projection.
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        *,
+        mask: Tensor | Mask | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """Maps x (B, T, dim) to (B, T, dim): the heads' outputs, projected with `out_proj`.
 
         Args:
             x: content.
             positions: (2 span, dim), (normalised) embeddings of the distances -span .. span - 1.
             mask: as in Attention.
+            context: (B, T, dim), the content of keys and values; default x. Not with a nested x.
         """
         c = self.config
 
@@ -243,15 +260,30 @@ class DisentangledAttention(Layer):
             )
         x, sequences = sequences_of("DisentangledAttention", "x", x)
         require_tokens("DisentangledAttention", x, self.config.dim)
+        source = x if context is None else context
+        if source is not x:
+            self._require_context(x, source, sequences.nested is not None)
         terms = 1 + c.content_to_position + c.position_to_content
         out = sequences.attention()(
             heads(self.query_proj, x),
-            heads(self.key_proj, x),
-            heads(self.value_proj, x),
+            heads(self.key_proj, source),
+            heads(self.value_proj, source),
             mask=mask,
             scale=(c.dim // c.num_heads * terms) ** -0.5,
             dropout_p=c.dropout_p if self.training else 0.0,
             backend=c.backend,
             **self._terms(positions),
         )
-        return sequences.restored(out.flatten(-2))
+        out = out.flatten(-2)
+        return sequences.restored(self.o_proj(out) if c.out_proj else out)
+
+    def _require_context(self, x: Tensor, context: Tensor, nested: bool) -> None:
+        """Requires content of keys that are as many as the queries."""
+        require_tensor("DisentangledAttention", "context", context)
+        if nested or context.is_nested:
+            raise ValueError("DisentangledAttention: context must be None where x is nested")
+        if context.shape != x.shape:
+            raise ValueError(
+                "DisentangledAttention: context must have the shape of x, got "
+                f"context.shape={tuple(context.shape)}, x.shape={tuple(x.shape)}"
+            )

@@ -1,0 +1,1 @@
+"""Text encoders other than BERT."""
