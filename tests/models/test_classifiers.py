@@ -89,7 +89,7 @@ def test_texts_get_the_labels_of_transformers(name):
     out = theirs(tokens, attention_mask=real.long(), labels=labels)
     torch.testing.assert_close(ours(tokens, key_padding=real), out.logits, rtol=1e-5, atol=1e-5)
     loss = ours(tokens, labels, key_padding=real)
-    torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, out.loss.double(), rtol=1e-5, atol=1e-5)
     loss.backward()
     out.loss.backward()
     assert_same_gradients(ours, theirs)
@@ -106,7 +106,7 @@ def test_tokens_get_the_labels_of_transformers(name):
     logits = ours(tokens, key_padding=real)
     torch.testing.assert_close(logits[real], out.logits[real], rtol=1e-5, atol=1e-5)
     loss = ours(tokens, labels, key_padding=real)
-    torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, out.loss.double(), rtol=1e-5, atol=1e-5)
 
     back = Model.from_hf(theirs)
     assert back.config == ours.config and isinstance(back, TokenClassifier)

@@ -5,7 +5,13 @@ import sys
 import pytest
 import torch
 
-from omniattn.training import Digits, LanguageModeling, MaskedLanguageModeling, SpanCorruption
+from omniattn.training import (
+    Digits,
+    LanguageModeling,
+    MaskedLanguageModeling,
+    ReplacedTokens,
+    SpanCorruption,
+)
 
 TEXT = bytes(range(256)) * 40
 
@@ -23,6 +29,35 @@ def test_masking_keeps_its_shares_and_asks_for_the_text():
     assert 0.76 < masked.double().mean() < 0.84
     assert 0.07 < kept.double().mean() < 0.13  # by chance another byte is the same one
     assert tokens.max() <= 256
+
+
+class Judge(torch.nn.Module):
+    """Proposes "x" for each target, and names "x" and "y"."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def propose(self, tokens, targets):
+        proposed = tokens.where(targets < 0, ord("x"))
+        return proposed, (proposed != targets.where(targets >= 0, tokens)).long(), None
+
+    def forward(self, tokens):
+        return ((tokens == ord("x")) | (tokens == ord("y"))).float() - 0.5
+
+
+def test_replaced_bytes_are_counted_and_shown_in_brackets():
+    task = ReplacedTokens(b"ay" * 500, 40)
+    tokens, targets = task.batch(2, 0, 0)
+    masked = MaskedLanguageModeling(b"ay" * 500, 40).batch(2, 0, 0)
+    assert torch.equal(tokens, masked[0]) and torch.equal(targets, masked[1])
+    judge, batch = Judge(), task.held_out_batch(3)
+    proposed, replaced, _ = judge.propose(*batch)
+    wrong = ((proposed == ord("y")) & (replaced == 0)).double().mean().item()
+    assert task.metrics(judge, batch) == {"found": 1.0, "accuracy": pytest.approx(1 - wrong)}
+    shown = task.sample(judge, 0)
+    assert shown.count("[x]") == int((task.held_out_batch(1)[1] >= 0).sum())
+    assert "[y]" in shown and "[a]" not in shown
 
 
 @pytest.mark.parametrize("length", [4, 33, 255])
@@ -83,7 +118,9 @@ def test_missing_scikit_learn_is_named(monkeypatch):
         Digits()
 
 
-@pytest.mark.parametrize("task", [LanguageModeling, MaskedLanguageModeling, SpanCorruption])
+@pytest.mark.parametrize(
+    "task", [LanguageModeling, MaskedLanguageModeling, ReplacedTokens, SpanCorruption]
+)
 def test_texts_are_bytes_or_are_loaded(task, tmp_path):
     path = tmp_path / "text"
     path.write_bytes(TEXT)

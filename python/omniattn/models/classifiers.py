@@ -149,13 +149,16 @@ class HeadConfig(ModelConfig):
             )
         names: Renames = tuple(
             (rf"^(\w+\.)?{ours}\.", f"{theirs}.")
-            for ours, theirs in (("transform", form.transform), ("classifier", form.classifier))
+            for ours, theirs in (("classifier", form.classifier), ("transform", form.transform))
             if theirs is not None
         )
 
         def to_hf(ours: HeadConfig) -> dict[str, Any]:
             ours.require_form(form)
-            own = {"num_labels": ours.classes, "classifier_dropout": ours.dropout_p}
+            body = ours.model
+            usual = body.dropout_p if isinstance(body, TextEncoderConfig) else ours.usual_dropout
+            dropout = None if ours.dropout_p == usual else ours.dropout_p
+            own = {"num_labels": ours.classes, "classifier_dropout": dropout}
             return ours.model.counterpart.to_hf(ours.model) | own
 
         return replace(

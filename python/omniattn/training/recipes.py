@@ -9,10 +9,13 @@ from typing import Any
 from omniattn.models import (
     BertConfig,
     Decoder,
+    ElectraConfig,
     EncoderDecoder,
     ModelConfig,
+    T5Config,
     TransformerXLConfig,
 )
+from omniattn.models.bert import MaskedConfig
 from omniattn.models.vision import CLIPConfig, DeiTConfig, DINOConfig, MAEConfig, VisionConfig
 from omniattn.training.captions import CaptionedShapes
 from omniattn.training.images import CroppedDigits, DistilledDigits, MaskedDigits
@@ -20,6 +23,7 @@ from omniattn.training.tasks import (
     Digits,
     LanguageModeling,
     MaskedLanguageModeling,
+    ReplacedTokens,
     SpanCorruption,
     Task,
 )
@@ -43,6 +47,9 @@ _RECIPES: dict[type, Recipe] = {
     TransformerXLConfig: Recipe(LanguageModeling),
     EncoderDecoder.Config: Recipe(SpanCorruption),
     BertConfig: Recipe(MaskedLanguageModeling),
+    T5Config: Recipe(SpanCorruption),
+    MaskedConfig: Recipe(MaskedLanguageModeling),
+    ElectraConfig: Recipe(ReplacedTokens),
     VisionConfig: Recipe(Digits, {"batch": 64}),
     DeiTConfig: Recipe(DistilledDigits, {"batch": 64}),
     MAEConfig: Recipe(MaskedDigits, {"batch": 128, "steps": 600}),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from omniattn.models.decoder import Decoder
+    from omniattn.models.encoders.electra import Electra
     from omniattn.models.model import Model
 
 Batch = tuple[Tensor, ...]
@@ -191,6 +192,42 @@ class MaskedLanguageModeling(TextTask):
         return b"".join(
             b"[%c]" % guess if hidden else b"%c" % byte for byte, guess, hidden in parts
         ).decode(errors="replace")
+
+
+class ReplacedTokens(MaskedLanguageModeling):
+    """Finds bytes that a generator put in place of masked ones; batches as in the base class.
+
+    The model, an :class:`omniattn.models.Electra`, makes the proposals. `found` is the share of
+    replaced bytes that the discriminator names, `accuracy` the share of all bytes that it judges
+    right.
+
+    Reference:
+        Clark et al., "ELECTRA", 2020, arXiv 2003.10555.
+
+    Example:
+        >>> tokens, targets = ReplacedTokens(b"some text" * 90, length=80).batch(2, 0, 0)
+        >>> tokens.shape, targets.shape
+        (torch.Size([2, 80]), torch.Size([2, 80]))
+    """
+
+    unit = "nats per masked byte and 50 times nats per byte"
+
+    def metrics(self, model: Model, batch: Batch) -> dict[str, float]:
+        proposed, replaced, _ = cast("Electra", model).propose(*batch)
+        judged = (model(proposed) > 0).long()
+        hits = (judged * replaced).sum() / replaced.sum().clamp(min=1)
+        accuracy = (judged == replaced).double().mean()
+        return {"found": float(hits), "accuracy": float(accuracy)}
+
+    def sample(self, model: Model, seed: int) -> str:
+        """Returns a held-out text with proposals; those that the model names are in brackets."""
+        device = next(model.parameters()).device
+        tokens, targets = (t.to(device) for t in self.held_out_batch(1))
+        proposed, _, _ = cast("Electra", model).propose(tokens, targets)
+        named = (model(proposed)[0] > 0).tolist()
+        parts = zip(proposed[0].clamp(max=255).tolist(), named, strict=True)
+        marked = (b"[%c]" % byte if bad else b"%c" % byte for byte, bad in parts)
+        return b"".join(marked).decode(errors="replace")
 
 
 class SpanCorruption(TextTask):

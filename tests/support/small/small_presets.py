@@ -152,7 +152,13 @@ SMALL = {
     "bert-classifier": BertClassifierConfig(
         **_SIZES, hidden_dim=40, max_positions=40, dropout_p=0.1, classes=5
     ),
-    **ENCODERS,
+    **{
+        name: ENCODERS[name]
+        for name in (
+            *("roberta", "electra-generator", "electra-discriminator"),
+            *("deberta", "deberta-v2", "longformer", "bigbird"),
+        )
+    },
     "vit": ViTConfig(**_IMAGES, patch=8, dim=48, num_layers=2, num_heads=4),
     "swin": SwinConfig(**_IMAGES, patch=4, dim=24, depths=(2, 1, 1), heads=(2, 3, 4), window=2),
 }

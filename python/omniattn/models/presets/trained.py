@@ -9,6 +9,8 @@ from omniattn.models.bert import BertConfig
 from omniattn.models.blocks import BlocksConfig
 from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
 from omniattn.models.differential import DifferentialConfig
+from omniattn.models.encoders.deberta import DebertaV2Config
+from omniattn.models.encoders.electra import ElectraConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.families.bart import TransformerConfig
 from omniattn.models.families.falcon import FalconConfig
@@ -226,6 +228,8 @@ TRAINED: dict[str, ModelConfig] = {
     "t5": T5Config(),
     "transformer": TransformerConfig(),
     "bert": BertConfig(),
+    "electra": ElectraConfig(),
+    "deberta": DebertaV2Config(max_distance=128, buckets=32, mask_decoder=True),
     # The published 0.02 is for layers ten times as wide; small layers would start to learn late.
     "vit": ViTConfig(init_std=0.1),
     "swin": SwinConfig(init_std=0.1),
