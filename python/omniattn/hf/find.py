@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from omniattn.hf import layers
+from omniattn.hf.alibi import bloom_forward, find_alibi, mpt_forward
 from omniattn.hf.bigbird import block_sparse_forward, find_bigbird, full_forward
+from omniattn.hf.deberta import disentangled_forward, find_disentangled
 from omniattn.hf.longformer import find_longformer, longformer_forward
-from omniattn.hf.probe import Finding, Left, same, twin
+from omniattn.hf.probe import Finding, Forward, Left, same, twin
 from omniattn.hf.recurrent import recurrent_forward
 from omniattn.hf.rotary import rotary_forward
 from omniattn.hf.sdpa import find_sdpa, sdpa_forward
@@ -24,11 +26,20 @@ from omniattn.hf.sdpa import find_sdpa, sdpa_forward
 __all__ = ["ATTENTIONS", "FINDERS", "Chosen", "PatchOptions"]
 
 #: Forwards of attention layers that do not use transformers' AttentionInterface.
-ATTENTIONS = (sdpa_forward, longformer_forward, block_sparse_forward, full_forward)
+ATTENTIONS: tuple[Forward, ...] = (
+    sdpa_forward,
+    longformer_forward,
+    block_sparse_forward,
+    full_forward,
+    disentangled_forward,
+    bloom_forward,
+    mpt_forward,
+)
 
 
 def _attention(module: nn.Module) -> Finding:
-    return find_sdpa(module) or find_longformer(module) or find_bigbird(module)
+    found = find_sdpa(module) or find_longformer(module) or find_bigbird(module)
+    return found or find_disentangled(module) or find_alibi(module)
 
 
 def _linear(module: nn.Module) -> Finding:

@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 
 from omniattn.checks.arguments import require_bool, shown
 from omniattn.encoding.records import packed, spelled_out
+from omniattn.hf.alibi import mpt_block_forward
 from omniattn.hf.bigbird import layer_forward
 from omniattn.hf.causal_lm import OmniattnForCausalLM
 from omniattn.hf.experts import why_unsupported
@@ -38,6 +39,9 @@ __all__ = ["is_patched", "patch", "unpatch"]
 
 _log = logging.getLogger("omniattn")
 
+#: Forwards of layers whose inner layers are counted instead.
+_OUTER = (layer_forward, mpt_block_forward)
+
 
 @spelled_out(PatchOptions, Chosen)
 def patch(model: nn.Module, **options: Unpack[PatchOptions]) -> dict[str, int]:
@@ -48,7 +52,7 @@ def patch(model: nn.Module, **options: Unpack[PatchOptions]) -> dict[str, int]:
     probing: a copy of each runs on random inputs, and the layer is replaced if ours gives the same
     results. The logger "omniattn" reports each layer that stays unchanged, with the reason: as a
     warning if the layer cannot be replaced, such as an attention that does not use transformers'
-    AttentionInterface (BLOOM, GPT-Neo); at debug level if it computes something else.
+    AttentionInterface (GPT-Neo); at debug level if it computes something else.
 
     The model may be sharded by fully_shard, have adapters, or be wrapped by DDP, torch.compile or
     PEFT, before or after. Quantise first: torch.ao's quantize_dynamic raises on a patched linear.
@@ -124,7 +128,7 @@ def patch(model: nn.Module, **options: Unpack[PatchOptions]) -> dict[str, int]:
         elif found is not None:
             kind: Any = type(module)
             module.__class__ = subclass(kind, found)
-            count[name] += found is not layer_forward  # its inner layer is counted instead
+            count[name] += found not in _OUTER
     packs = wanted["mixer"] and any(map(_mixes_tokens, inner.modules()))
     model_kind: Any = type(inner)
     forward = (packed_causal_lm_forward if packs else causal_lm_forward)(model_kind)
