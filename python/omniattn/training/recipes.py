@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omniattn.models import (
-    BertConfig,
     Decoder,
     ElectraConfig,
     EncoderDecoder,
     ModelConfig,
-    T5Config,
     TransformerXLConfig,
 )
 from omniattn.models.bert import MaskedConfig
@@ -46,8 +44,6 @@ _RECIPES: dict[type, Recipe] = {
     Decoder.Config: Recipe(LanguageModeling),
     TransformerXLConfig: Recipe(LanguageModeling),
     EncoderDecoder.Config: Recipe(SpanCorruption),
-    BertConfig: Recipe(MaskedLanguageModeling),
-    T5Config: Recipe(SpanCorruption),
     MaskedConfig: Recipe(MaskedLanguageModeling),
     ElectraConfig: Recipe(ReplacedTokens),
     VisionConfig: Recipe(Digits, {"batch": 64}),
