@@ -120,11 +120,12 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
 def find_alibi(module: nn.Module) -> Finding:
     """Returns our forward for layers that are equivalent to it."""
     kind: Any = type(module)
+    layer: Any = module
     if kind.__name__ == "BloomAttention":
-        if module.pretraining_tp > 1 and module.slow_but_exact:  # type: ignore[operator]
+        if layer.pretraining_tp > 1 and layer.slow_but_exact:
             return Left("it multiplies in slices")
         return _bloom(kind)
-    if kind.__name__ == "MptBlock" and callable(find_alibi(module.attn)):  # type: ignore[arg-type]
+    if kind.__name__ == "MptBlock" and callable(find_alibi(layer.attn)):
         return mpt_block_forward
     return _mpt(kind) if kind.__name__ == "MptAttention" else None
 

@@ -44,12 +44,16 @@ def disentangled_forward(
     rows = _rows_of_distances(self, hidden_states.shape[1], relative_pos)
     if not plain or rows is None:
         return self.omniattn_original.forward(self, hidden_states, attention_mask, *given)
+    q, k, v = _heads(self, hidden_states)
+    terms = {} if rel_embeddings is None else _terms(self, rel_embeddings, rows)
     out = attention(
-        *_heads(self, hidden_states),
+        q,
+        k,
+        v,
         mask=_visible(attention_mask),
         scale=(_head_dim(self) * (1 + len(self.pos_att_type))) ** -0.5,
         dropout_p=_p(self.dropout) if self.training else 0.0,
-        **(_terms(self, rel_embeddings, rows) if rel_embeddings is not None else {}),
+        **terms,
     )
     return out.flatten(2), None
 
@@ -100,7 +104,7 @@ def _rows_of_distances(self: Any, length: int, relative_pos: Tensor | None) -> T
     return (distances + span).clamp(0, 2 * span - 1) + self.max_relative_positions - span
 
 
-def _terms(self: Any, rel_embeddings: Tensor, rows: Tensor) -> dict[str, DistanceRows]:
+def _terms(self: Any, rel_embeddings: Tensor, rows: Tensor) -> dict[str, Any]:
     """Returns the score terms of relative positions as options of functional.attention."""
     positions = self.pos_dropout(rel_embeddings)
     first = hasattr(self, "in_proj")
@@ -148,7 +152,7 @@ def _found(kind: Any) -> Finding:
             mask = torch.ones(2, 1, 6, 6, dtype=torch.bool)
             mask[1, :, :, 4:] = False
             places = torch.arange(6)
-            given = {"relative_pos": (places[:, None] - places)[None]}
+            given: dict[str, Any] = {"relative_pos": (places[:, None] - places)[None]}
             given["rel_embeddings"] = torch.randn(6, 8, dtype=torch.float32)
             ours = disentangled_forward(layer, x, mask, **given)[0]
             theirs = kind.forward(layer, x, mask, **given)[0]

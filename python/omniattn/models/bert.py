@@ -140,8 +140,8 @@ class Bert(TextEncoder):
         **options: Any,
     ) -> Tensor:
         """Returns the states (B, T, dim) that the head reads; arguments as in `hidden`."""
-        given = {"token_types": token_types, "mask": mask, "key_padding": key_padding}
-        return self.hidden(tokens, **given, **options)
+        options |= {"token_types": token_types, "mask": mask, "key_padding": key_padding}
+        return self.hidden(tokens, **options)
 
     def head(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Maps states (..., dim) to logits (..., vocab_size), or with targets to the mean loss."""
@@ -173,8 +173,8 @@ class Bert(TextEncoder):
             key_padding: (B, T) bool, True = real; no token sees the others.
             options: further arguments of the token mixers, such as global_index of Longformer.
         """
-        given = {"token_types": token_types, "mask": mask, "key_padding": key_padding}
-        return self.head(self.states(tokens, **given, **options), targets)
+        options |= {"token_types": token_types, "mask": mask, "key_padding": key_padding}
+        return self.head(self.states(tokens, **options), targets)
 
 
 class BertClassifier(TextEncoder):

@@ -139,9 +139,9 @@ class Decoder(Model, Stateful):
 
         def build_body(
             self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-        ) -> Model:
+        ) -> Decoder:
             # A tied head has no weights of its own.
-            body: Any = replace(self, tie_embeddings=True).build(device=device, dtype=dtype)
+            body = replace(self, tie_embeddings=True).build(device=device, dtype=dtype)
             body.predictor = None
             return body
 

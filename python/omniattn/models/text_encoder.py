@@ -171,7 +171,7 @@ class TextEncoder(Model):
         """Returns the input (B, T, dim) of the first layer; arguments as in `hidden`."""
         op, pad = type(self).__name__, self.config.padding_id
         require_token_ids(op, "tokens", tokens)
-        x = self.embed_tokens(tokens)
+        x: Tensor = self.embed_tokens(tokens)
         if self.embed_positions is not None and pad is None:
             x = self.embed_positions(x)
         elif self.embed_positions is not None:
@@ -194,7 +194,9 @@ class TextEncoder(Model):
             x = self.embed_norm(self.dropout(x))
         else:
             x = self.dropout(self.embed_norm(x))
-        return x if self.embed_proj is None else self.embed_proj(x)
+        if self.embed_proj is not None:
+            x = self.embed_proj(x)
+        return x
 
     def encode(
         self,

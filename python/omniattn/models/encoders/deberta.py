@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,10 @@ class DisentangledConfig(MaskedConfig):
             raise ValueError(
                 f"{type(self).__name__}: mask_decoder must be False with adds_positions=True"
             )
+
+    @abstractmethod
+    def mixer(self, layer: int) -> DisentangledAttention.Config:
+        """Returns the config of a layer's attention."""
 
     @property
     def longest(self) -> int | None:  # type: ignore[override]
@@ -400,8 +405,8 @@ class Deberta(DebertaEncoder, Bert):
     ) -> Tensor:
         """Returns the states (B, T, dim) that the head reads; arguments as in `hidden`."""
         if self.mask_positions is None:
-            given = {"token_types": token_types, "mask": mask, "key_padding": key_padding}
-            return self.hidden(tokens, **given, **options)
+            options |= {"token_types": token_types, "mask": mask, "key_padding": key_padding}
+            return self.hidden(tokens, **options)
         x = self.embed(tokens, token_types)
         seen = options | self._seen(x, mask, key_padding)
         last = len(self.mlps) - 1

@@ -240,11 +240,13 @@ class Electra(Model):
     ) -> None:
         super().__init__()
         self.config = config
-        parts = [
-            replace(part, backend=config.backend or part.backend)
-            for part in (config.generator, config.discriminator)
-        ]
-        self.generator, self.discriminator = (p.build(device=device, dtype=dtype) for p in parts)
+        first, second = config.generator, config.discriminator
+        self.generator = replace(first, backend=config.backend or first.backend).build(
+            device=device, dtype=dtype
+        )
+        self.discriminator = replace(second, backend=config.backend or second.backend).build(
+            device=device, dtype=dtype
+        )
         for name in _SHARED:  # stored once, so that checkpoints hold no tensor twice
             delattr(self.generator, name)
             vars(self.generator)[name] = getattr(self.discriminator, name)
@@ -276,7 +278,8 @@ class Electra(Model):
         """
         op = type(self).__name__
         require_token_ids(op, "targets", targets)
-        given = {"token_types": token_types, "mask": mask, "key_padding": key_padding}
+        given: dict[str, Any] = {"token_types": token_types, "mask": mask}
+        given["key_padding"] = key_padding
         states = self.generator.hidden(tokens, **given)
         if targets.shape != tokens.shape:
             raise ValueError(
@@ -314,10 +317,12 @@ class Electra(Model):
             mask: as in Attention.
             key_padding: (B, T) bool, True = real; no token sees the others.
         """
-        given = {"token_types": token_types, "mask": mask, "key_padding": key_padding}
+        given: dict[str, Any] = {"token_types": token_types, "mask": mask}
+        given["key_padding"] = key_padding
         if targets is None:
-            return self.discriminator(tokens, **given)
+            logits: Tensor = self.discriminator(tokens, **given)
+            return logits
         proposed, replaced, loss = self.propose(tokens, targets, **given)
-        detection = self.discriminator(proposed, replaced, **given)
+        detection: Tensor = self.discriminator(proposed, replaced, **given)
         self._losses = {"generator": loss.detach(), "discriminator": detection.detach()}
         return loss + self.config.weight * detection
