@@ -29,6 +29,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "hybrids": ("jamba", "samba", "zamba2", "kimi-linear"),
     "encoders and encoder-decoders": ("bert", "t5", "transformer"),
     "vision": ("vit", "swin", "deit", "mae", "clip", "dino"),
+    "hybrids": ("jamba", "samba", "zamba2"),
+    "encoders and encoder-decoders": ("bert", "electra", "deberta", "t5", "transformer"),
+    "vision": ("vit", "swin"),
 }
 
 #: Names of `compare --models`: mixers of omniattn.compare.KINDS.
