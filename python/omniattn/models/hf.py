@@ -48,7 +48,6 @@ class Counterpart:
             `{a,b}` stands for two of their weights.
         unused: pattern of their weights that do not affect the outputs of our model.
         layer_weights: computes the pairs that depend on our config, applied before `weights`.
-        unused: pattern of their weights that do not affect what the model returns.
         interleaved: pattern of their weights -> function that computes a number of groups from our
             config. Such a weight holds for each group, in turn, that group's rows of each of our
             weights that map to it, such as the queries, keys and values of a head.

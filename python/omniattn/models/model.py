@@ -300,8 +300,6 @@ def _plain(value: Any) -> Any:
     """Converts values for JSON: configs and scalings become dicts with the name of their type."""
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
-    if isinstance(value, ModelConfig):
-        return value.to_dict() | {"architecture": value.architecture}
     if isinstance(value, LayerConfig):
         kind = next(name for name, layer in Layer.layers.items() if layer is value.layer)
     elif isinstance(value, ModelConfig):
@@ -315,13 +313,6 @@ def _plain(value: Any) -> Any:
 
 def _value(value: Any) -> Any:
     """Inverts `_plain`, also after a round trip through JSON."""
-    if isinstance(value, dict) and "architecture" in value:
-        name = value["architecture"]
-        if name not in ModelConfig.architectures:
-            raise UnknownLayer(name)
-        return ModelConfig.architectures[name].from_dict(
-            {field: v for field, v in value.items() if field != "architecture"}
-        )
     if isinstance(value, dict):
         kinds = {kind.__name__: kind for kind in RopeScaling.__subclasses__()}
         kinds |= {name: layer.Config for name, layer in Layer.layers.items()}
