@@ -188,7 +188,7 @@ class HeadConfig(ModelConfig):
                 f"got problem_type={shown(loss)}"
             )
         model = kind.from_hf(config)
-        dropout = getattr(config, "classifier_dropout", None)
+        dropout: Any = getattr(config, "classifier_dropout", None)
         if dropout is None:
             dropout = getattr(config, "hidden_dropout_prob", cls.usual_dropout)
         return cls(

@@ -380,6 +380,8 @@ class Deberta(DebertaEncoder, Bert):
         torch.Size([1, 5, 257])
     """
 
+    config: DisentangledConfig
+
     def __init__(
         self,
         config: DisentangledConfig,

@@ -249,7 +249,7 @@ class Electra(Model):
         )
         for name in _SHARED:  # stored once, so that checkpoints hold no tensor twice
             delattr(self.generator, name)
-            vars(self.generator)[name] = getattr(self.discriminator, name)
+            self.generator.__dict__[name] = getattr(self.discriminator, name)
         self._losses: dict[str, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from omniattn.models.encoders.deberta import DebertaConfig, DebertaV2Config
 from omniattn.models.encoders.electra import ElectraDiscriminatorConfig, ElectraGeneratorConfig
@@ -10,7 +11,7 @@ from omniattn.models.encoders.roberta import RobertaConfig
 from omniattn.models.encoders.sparse import BigBirdConfig, LongformerConfig
 from omniattn.models.model import ModelConfig
 
-_LARGE = {"dim": 1024, "num_layers": 24, "num_heads": 16, "hidden_dim": 4096}
+_LARGE: dict[str, Any] = {"dim": 1024, "num_layers": 24, "num_heads": 16, "hidden_dim": 4096}
 _ROBERTA = RobertaConfig(
     vocab_size=50265, dim=768, num_layers=12, num_heads=12, hidden_dim=3072, dropout_p=0.1
 )
