@@ -188,12 +188,13 @@ class HeadConfig(ModelConfig):
                 f"got problem_type={shown(loss)}"
             )
         model = kind.from_hf(config)
+        classes: Any = config.num_labels
         dropout: Any = getattr(config, "classifier_dropout", None)
         if dropout is None:
             dropout = getattr(config, "hidden_dropout_prob", cls.usual_dropout)
         return cls(
             model=model,
-            classes=config.num_labels,
+            classes=classes,
             dropout_p=dropout,
             token_ids=model.token_ids,
             **cls.options_of(form),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,10 @@ from omniattn.modules.base.fields import Epsilon, Size, SizeOrZero
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_ACTIVATIONS = {"gelu": nn.functional.gelu, "tanh": torch.tanh}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": nn.functional.gelu,
+    "tanh": torch.tanh,
+}
 _OPTIONS = HF_OPTIONS | {"adds_positions": "position_biased_input", "legacy": "legacy"}
 _FIXED = HF_FIXED | {"relative_attention": True, "tie_word_embeddings": True}
 _BODY: Renames = (
