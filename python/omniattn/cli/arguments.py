@@ -27,11 +27,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "xlstm", "xlstm-large"),
     "state-space models": ("s4d", "mamba", "mamba2"),
     "hybrids": ("jamba", "samba", "zamba2", "kimi-linear"),
-    "encoders and encoder-decoders": ("bert", "t5", "transformer"),
-    "vision": ("vit", "swin", "deit", "mae", "clip", "dino"),
-    "hybrids": ("jamba", "samba", "zamba2"),
     "encoders and encoder-decoders": ("bert", "electra", "deberta", "t5", "transformer"),
-    "vision": ("vit", "swin"),
+    "vision": ("vit", "swin", "deit", "mae", "clip", "dino"),
 }
 
 #: Names of `compare --models`: mixers of omniattn.compare.KINDS.

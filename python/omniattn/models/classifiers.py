@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from omniattn import functional
 from omniattn.checks.arguments import shown
 from omniattn.functional.masks import KeyPadding
 from omniattn.models.bert import BertConfig
+from omniattn.models.classifier_forms import CLASSIFIERS, TEXTS, Form, kind_of, stem_of
 from omniattn.models.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart, Renames
 from omniattn.models.model import Model, ModelConfig
@@ -32,49 +32,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nn.functional.gelu,
     "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
 }
-#: Ends of the names of transformers' classes with another head; the first one is preferred.
-_HEADS = ("ForPreTraining", "ForCausalLM", "LMHeadModel", "ForMaskedLM")
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Head of a classifier in transformers: names of its layers, and what it computes."""
-
-    classifier: str
-    transform: str | None = None
-    activation: str | None = None
-    bias: bool = True
-
-
-#: model_type of an encoder -> head for texts; others have none.
-_TEXTS = {
-    "bert": _Form("classifier", "bert.pooler.dense", "tanh"),
-    "roberta": _Form("classifier.out_proj", "classifier.dense", "tanh"),
-    "electra": _Form("classifier.out_proj", "classifier.dense", "gelu"),
-    "big_bird": _Form("classifier.out_proj", "classifier.dense", "gelu_tanh"),
-    "deberta": _Form("classifier", "pooler.dense", "gelu"),
-    "deberta-v2": _Form("classifier", "pooler.dense", "gelu"),
-}
-#: model_type of decoders whose head for tokens is not called `score`.
-_CLASSIFIERS = ("gpt2", "bloom", "mpt", "falcon")
-
-
-def _stem(kind: type[ModelConfig]) -> str | None:
-    """Returns the beginning of the names of transformers' classes, such as Llama."""
-    if kind.hf is None or not issubclass(kind, Decoder.Config | TextEncoderConfig):
-        return None
-    stem = re.sub(f"({'|'.join(_HEADS)})$", "", kind.hf.model)
-    return None if stem == kind.hf.model else stem
-
-
-def _kind_of(test: Callable[[Counterpart, str], bool]) -> type[ModelConfig] | None:
-    """Returns the kind of decoder or encoder whose counterpart and stem pass the test."""
-    found: dict[str, type[ModelConfig]] = {}
-    for kind in ModelConfig.architectures.values():
-        stem = _stem(kind)
-        if kind.hf is not None and stem is not None and test(kind.hf, stem):
-            found.setdefault(kind.hf.model.removeprefix(stem), kind)
-    return next((found[head] for head in _HEADS if head in found), None)
 
 
 @dataclass(frozen=True)
@@ -123,26 +80,26 @@ class HeadConfig(ModelConfig):
 
     @classmethod
     @abstractmethod
-    def form(cls, kind: type[ModelConfig], model_type: str) -> _Form | None:
+    def form(cls, kind: type[ModelConfig], model_type: str) -> Form | None:
         """Returns the head of transformers' class for a kind of model, or None without one."""
 
     @abstractmethod
-    def require_form(self, form: _Form) -> None:
+    def require_form(self, form: Form) -> None:
         """Raises if transformers' head does not compute what this one does."""
 
     @classmethod
-    def options_of(cls, form: _Form) -> dict[str, Any]:
+    def options_of(cls, form: Form) -> dict[str, Any]:
         """Returns the options for transformers' head."""
         return {}
 
     @classmethod
     def is_of_hf(cls, name: str) -> bool:
-        return _kind_of(lambda _, stem: stem + cls.ending == name) is not None
+        return kind_of(lambda _, stem: stem + cls.ending == name) is not None
 
     @property
     def counterpart(self) -> Counterpart:
         kind, base = type(self.model), self.model.counterpart
-        stem, form = _stem(kind), self.form(kind, base.config_class.model_type)
+        stem, form = stem_of(kind), self.form(kind, base.config_class.model_type)
         if stem is None or form is None:
             raise NotImplementedError(
                 f"{type(self).__name__}: transformers has no such model of {kind.__name__}"
@@ -174,7 +131,7 @@ class HeadConfig(ModelConfig):
 
     @classmethod
     def from_hf(cls, config: PreTrainedConfig) -> Self:
-        kind = _kind_of(lambda hf, _: hf.config_class.model_type == config.model_type)
+        kind = kind_of(lambda hf, _: hf.config_class.model_type == config.model_type)
         form = None if kind is None else cls.form(kind, config.model_type)
         if kind is None or form is None:
             raise NotImplementedError(
@@ -244,17 +201,17 @@ class SequenceClassifierConfig(HeadConfig):
             )
 
     @classmethod
-    def form(cls, kind: type[ModelConfig], model_type: str) -> _Form | None:
+    def form(cls, kind: type[ModelConfig], model_type: str) -> Form | None:
         if issubclass(kind, TextEncoderConfig):
-            return _TEXTS.get(model_type)
-        return _Form("score", bias=False)
+            return TEXTS.get(model_type)
+        return Form("score", bias=False)
 
     @classmethod
-    def options_of(cls, form: _Form) -> dict[str, Any]:
+    def options_of(cls, form: Form) -> dict[str, Any]:
         pool = "first" if form.bias else "last"
         return {"pool": pool, "activation": form.activation, "bias": form.bias}
 
-    def require_form(self, form: _Form) -> None:
+    def require_form(self, form: Form) -> None:
         for name, wanted in self.options_of(form).items():
             if (value := getattr(self, name)) != wanted:
                 raise NotImplementedError(
@@ -284,11 +241,11 @@ class TokenClassifierConfig(HeadConfig):
     usual_dropout = 0.1
 
     @classmethod
-    def form(cls, kind: type[ModelConfig], model_type: str) -> _Form | None:
-        own = issubclass(kind, TextEncoderConfig) or model_type in _CLASSIFIERS
-        return _Form("classifier" if own else "score")
+    def form(cls, kind: type[ModelConfig], model_type: str) -> Form | None:
+        own = issubclass(kind, TextEncoderConfig) or model_type in CLASSIFIERS
+        return Form("classifier" if own else "score")
 
-    def require_form(self, form: _Form) -> None:
+    def require_form(self, form: Form) -> None:
         """Accepts all: there are no options of the computation."""
 
     def build(

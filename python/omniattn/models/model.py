@@ -238,7 +238,9 @@ class ModelConfig(Fields, ABC):
         Raises:
             NotImplementedError: transformers lacks the architecture or an option.
         """
-        ids = {name: list(i) if isinstance(i, tuple) else i for name, i in self.token_ids}
+        own = self.counterpart.options.values()  # an id that affects the computation
+        given = {name: i for name, i in self.token_ids if name not in own}
+        ids = {name: list(i) if isinstance(i, tuple) else i for name, i in given.items()}
         return self.counterpart.config_class(**self.counterpart.to_hf(self) | ids)
 
     @classmethod
