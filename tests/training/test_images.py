@@ -137,26 +137,31 @@ def test_augmentations_are_those_of_torchvision():
             torch.testing.assert_close(targets.sum(-1), torch.ones(8))
 
 
-#: Model -> metric and a floor far above chance, which is 0.1, and 1 of 128 for retrieval. Features
-#: of digits before the training reach 0.8 already.
+#: Model -> metric and a floor far above chance, which is 0.1, and 1 of 128 for retrieval.
 FIGURES = {
     "mae": ("linear probe", 0.7),
     "clip": ("retrieval", 0.1),
     "dino": ("nearest neighbours", 0.7),
     "deit": ("accuracy", 0.9),
 }
+#: Their features of digits are no better than those before the training, which reach 0.8.
+UNMET = pytest.mark.xfail(reason="the recipe does not improve the features yet")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=UNMET if n in ("mae", "dino") else ()) for n in FIGURES]
+)
 def test_training_reaches_its_figure(name):
     config = TRAINED[name]
     kind = recipe_of(config).task
     if issubclass(kind, Digits):
         pytest.importorskip("sklearn")
     run = Trainer(TrainConfig(name, **recipe_of(config).options), kind())
+    run.evaluate()
     for _ in range(run.config.steps):
         run.train_step()
     run.evaluate()
     metric, floor = FIGURES[name]
-    assert run.held_out[-1][metric] > floor
+    before, after = run.held_out[0][metric], run.held_out[-1][metric]
+    assert after > max(floor, before)
