@@ -138,10 +138,6 @@ def test_learned_rotary_tables_get_gradients():
 SMALL = {"vocab_size": 97, "bos_token_id": 0, "eos_token_id": 0}
 
 OWN_ATTENTION = {
-    "BloomAttention": lambda: MODELS["bloom"][0](),
-    "MptAttention": lambda: hf.MptForCausalLM(
-        hf.MptConfig(vocab_size=97, d_model=48, n_layers=2, n_heads=4)
-    ),
     "GPTNeoSelfAttention": lambda: hf.GPTNeoForCausalLM(
         hf.GPTNeoConfig(
             **SMALL,
@@ -149,17 +145,6 @@ OWN_ATTENTION = {
             num_layers=2,
             num_heads=4,
             attention_types=[[["global", "local"], 1]],
-        )
-    ),
-    "DisentangledSelfAttention": lambda: hf.DebertaV2ForMaskedLM(
-        hf.DebertaV2Config(
-            vocab_size=97,
-            hidden_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=64,
-            relative_attention=True,
-            pos_att_type=["c2p", "p2c"],
         )
     ),
     None: lambda: hf.MambaForCausalLM(

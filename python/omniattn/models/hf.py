@@ -172,7 +172,8 @@ class Counterpart:
 def copied(sources: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
     """Returns copies of the sources in the shapes and dtypes of the targets."""
     whole = sources[0] if len(sources) == 1 else torch.cat(sources)
-    pairs = zip(whole.chunk(len(targets)), targets, strict=True)
+    parts = whole.chunk(len(targets)) if len(targets) > 1 else (whole,)
+    pairs = zip(parts, targets, strict=True)
     return [
         torch.empty(like.shape, dtype=like.dtype, device=part.device).copy_(
             part.reshape(like.shape)

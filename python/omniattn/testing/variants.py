@@ -64,13 +64,8 @@ VARIANTS = (
     ),
     Variant(
         "pre-, post-, sandwich and parallel norm placement",
-        ("Residual", "ParallelResidual", "DropPath"),
+        ("Residual", "ParallelResidual", "DropPath", "LayerScale"),
         "Xiong et al. 2020, arXiv 2002.04745",
-    ),
-    Variant(
-        "trained factors of a layer's output per channel",
-        ("LayerScale",),
-        "Touvron et al. 2021, arXiv 2103.17239",
     ),
     Variant(
         "Mamba-attention hybrids: periodic (Jamba), alternating (Samba)",

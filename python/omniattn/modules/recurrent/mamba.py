@@ -37,22 +37,42 @@ class StepProjection(nn.Linear):
         self.config = config  # nn.Linear's constructor calls reset_parameters, which reads it
         super().__init__(config.rank, config.inner, **factory)
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws weight and bias by the config's dt options."""
-        c = self.config
-        bound = c.rank**-0.5 * c.dt_scale
-        if c.dt_init == "constant":
-            nn.init.constant_(self.weight, bound)
-        else:
-            nn.init.uniform_(self.weight, -bound, bound)
-        draw_steps(self.bias, c.dt_min, c.dt_max, c.dt_init_floor)
+        _draw(self, self.config)
 
     def forward(self, r: Tensor) -> Tensor:
-        """Maps r (B, T, rank), or (B, T, heads, rank), to r W_dt (B, T, inner), without b_dt."""
-        if r.dim() == 4:
-            return _per_head(r, self.weight.unflatten(0, (r.shape[2], -1))).flatten(-2)
+        """Maps r (B, T, rank) to r W_dt (B, T, inner), without b_dt."""
         return functional.linear(r, self.weight, backend=self.config.backend)
+
+
+class HeadsStepProjection(nn.Module):
+    """StepProjection of several heads: rows of weight and bias belong to the heads in turn."""
+
+    def __init__(self, config: Mamba.Config, **factory: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.inner, config.rank, **factory))
+        self.bias = nn.Parameter(torch.empty(config.inner, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws weight and bias by the config's dt options."""
+        _draw(self, self.config)
+
+    def forward(self, r: Tensor) -> Tensor:
+        """Maps r (B, T, heads, rank) to (B, T, inner), without b_dt."""
+        return _per_head(r, self.weight.unflatten(0, (r.shape[2], -1))).flatten(-2)
+
+
+@torch.no_grad()
+def _draw(projection: StepProjection | HeadsStepProjection, c: Mamba.Config) -> None:
+    bound = c.rank**-0.5 * c.dt_scale
+    if c.dt_init == "constant":
+        nn.init.constant_(projection.weight, bound)
+    else:
+        nn.init.uniform_(projection.weight, -bound, bound)
+    draw_steps(projection.bias, c.dt_min, c.dt_max, c.dt_init_floor)
 
 
 class HeadsProjection(nn.Module):
@@ -207,7 +227,8 @@ class Mamba(StateMixer):
         if c.num_heads > 1:
             sizes = (c.inner // c.num_heads, c.rank + 2 * c.d_state)
             self.x_proj = HeadsProjection(c.num_heads, *sizes, c.init_std, **factory)
-        self.dt_proj = StepProjection(c, **factory)
+        steps = StepProjection if c.num_heads == 1 else HeadsStepProjection
+        self.dt_proj: StepProjection | HeadsStepProjection = steps(c, **factory)
         wide: dict[str, Any] = {"device": device, "dtype": fp32(dtype)}
         self.A_log = nn.Parameter(torch.empty(c.inner, c.d_state, **wide))
         self.D = nn.Parameter(torch.empty(c.inner, **wide))
