@@ -244,8 +244,8 @@ class DeepSeekV32Config(DeepSeekConfig):
 
     Args:
         q_lora_rank, kv_lora_rank, qk_nope_dim, qk_rope_dim, v_dim, mscale: as in MLAConfig.
-        dense_layers, expert_dim, experts, top_k, shared, groups, top_groups, route_scale,
-            bias_rate, mtp_depths, mtp_weight: as in DeepSeekConfig.
+        dense_layers, expert_dim, experts, top_k, shared, groups, top_groups: as in DeepSeekConfig.
+        route_scale, bias_rate, mtp_depths, mtp_weight: as in DeepSeekConfig.
         index_heads, index_dim, index_topk: number and size of the indexer's heads, and number of
             selected keys per query.
         index_weight: weight of the indexer's loss, which `auxiliary_loss` includes in training.
