@@ -250,6 +250,14 @@ def test_every_model_is_built_within_a_device(name):
     assert all(p.is_meta for p in model.parameters())
 
 
+def test_a_device_need_not_reach_linspace(monkeypatch):
+    """transformers replaces torch.linspace while it builds models. If torch.device is used first
+    then, torch keeps the replacement in its list of functions that make tensors."""
+    linspace = torch.linspace
+    monkeypatch.setattr(torch, "linspace", lambda *a, **k: linspace(*a, **({"device": "cpu"} | k)))
+    test_every_model_is_built_within_a_device("rwkv7")
+
+
 @pytest.mark.parametrize("name", [*SMALL, *(n for n in TRAINED if n not in SMALL)])
 def test_reset_parameters_draws_as_the_constructor_does(name):
     """FSDP2 calls reset_parameters after construction on the meta device."""
