@@ -354,7 +354,7 @@ class RWKV7TimeMix(_HeadsTimeMix):
         for part, power in powers.items():
             self.get_parameter(f"x_{part}").copy_(1 - ramp(c.dim) ** (power * c.height))
         line = ramp(c.dim, last=True)
-        # torch.device("meta") does not reach linspace once transformers has replaced it for a while.
+        # torch.device("meta") does not reach linspace after transformers has replaced it.
         within = torch.linspace(-1, 1, c.head_dim, device=line.device).repeat(c.heads)
         curve = within * within.abs()
         self.w0.copy_(-5.5 + 6 * line ** (1 + c.depth**0.3) + 2.5 * curve)
