@@ -17,6 +17,7 @@ from omniattn.modules import LayerConfig, Linear, Mixer, RecurrentState, State
 from omniattn.modules.base.fields import Size
 from omniattn.modules.base.mixer import require_no_mask, require_tokens
 from omniattn.modules.base.state import Storage, takes_cache
+from omniattn.modules.caches.cache import storage_like
 
 _CELLS: dict[str, Callable[..., nn.RNNBase]] = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
 
@@ -67,10 +68,8 @@ class TorchRecurrence(Mixer):
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
         """Creates zeros `h`, and for an LSTM also `c`."""
-        like = self.o_proj.weight
-        device, dtype = storage.get("device") or like.device, storage.get("dtype") or like.dtype
-        shape = (batch, self.config.dim)
-        zeros = {name: torch.zeros(shape, device=device, dtype=dtype) for name in self._names}
+        own = storage_like(self.o_proj.weight, **storage)
+        zeros = {name: torch.zeros(batch, self.config.dim, **own) for name in self._names}
         return RecurrentState(**zeros)
 
     @takes_cache

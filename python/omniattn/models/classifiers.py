@@ -298,6 +298,13 @@ class _Classifier(Model):
         states: Tensor = self.body.hidden(tokens, **options)
         return states
 
+    def _classified(self, x: Tensor, labels: Tensor | None) -> Tensor:
+        """Returns the logits of states, or with labels the mean loss."""
+        logits: Tensor = self.classifier(self.dropout(x))
+        if labels is None:
+            return logits
+        return functional.cross_entropy(logits, labels, backend=self.config.backend)
+
 
 class SequenceClassifier(_Classifier):
     """Gives each text a label: logits = f(pooled states) W + b.
@@ -368,10 +375,7 @@ class SequenceClassifier(_Classifier):
         if self.transform is not None:
             assert self.config.activation is not None
             x = _ACTIVATIONS[self.config.activation](self.transform(self.dropout(x)))
-        logits: Tensor = self.classifier(self.dropout(x))
-        if labels is None:
-            return logits
-        return functional.cross_entropy(logits, labels, backend=self.config.backend)
+        return self._classified(x, labels)
 
 
 class TokenClassifier(_Classifier):
@@ -418,8 +422,4 @@ class TokenClassifier(_Classifier):
             key_padding: (B, T) bool, True = real; no token sees the others.
             options: further arguments of the model's `hidden`, such as token_types.
         """
-        x = self.states(tokens, key_padding, options)
-        logits: Tensor = self.classifier(self.dropout(x))
-        if labels is None:
-            return logits
-        return functional.cross_entropy(logits, labels, backend=self.config.backend)
+        return self._classified(self.states(tokens, key_padding, options), labels)

@@ -154,7 +154,7 @@ class EncoderDecoder(Model, Stateful):
 
         @abstractmethod
         def block(self, layer: int, *, decoder: bool) -> DecoderBlock.Config:
-            """Returns the config of a layer, counted from 0; those of decoders have cross."""
+            """Returns the config of layer number `layer`; a layer of a decoder has `cross`."""
 
         @property
         def norm(self) -> LayerConfig | None:

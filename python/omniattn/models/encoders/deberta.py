@@ -118,7 +118,7 @@ class DisentangledConfig(MaskedConfig):
 
     @property
     def convolution(self) -> int:
-        """Width of the convolution beside the first layer, 0 for none."""
+        """Width of the convolution in parallel with the first layer, 0 for none."""
         return 0
 
     def build(

@@ -23,6 +23,7 @@ from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.state import RecurrentState, Storage
+from omniattn.modules.recurrent.headwise import per_head
 from omniattn.modules.recurrent.recurrent import (
     Device,
     RecurrentConfig,
@@ -234,7 +235,7 @@ class DeltaAttention(LinearAttention):
         """
         c = self.config
         if c.gates_of == "qk":
-            logits = torch.einsum("bthk,hfk->bthf", heads, weight.to(heads.dtype))
+            logits = per_head(heads, weight)
         else:
             y: Tensor = functional.linear(x, weight.flatten(0, 1), backend=c.backend)
             logits = y.unflatten(-1, tuple(weight.shape[:2]))

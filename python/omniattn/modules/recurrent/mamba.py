@@ -22,6 +22,7 @@ from omniattn.modules.base.norm import RMSNorm
 from omniattn.modules.base.short_conv import ShortConvolution, channels_last
 from omniattn.modules.base.state import RecurrentState, Storage
 from omniattn.modules.caches.cache import storage_like
+from omniattn.modules.recurrent.headwise import Headwise, per_head
 from omniattn.modules.recurrent.recurrent import Device, draw_steps, fp32, zeros_of_states
 from omniattn.modules.recurrent.state_mixer import StateMixer
 
@@ -62,7 +63,7 @@ class HeadsStepProjection(nn.Module):
 
     def forward(self, r: Tensor) -> Tensor:
         """Maps r (B, T, heads, rank) to (B, T, inner), without b_dt."""
-        return _per_head(r, self.weight.unflatten(0, (r.shape[2], -1))).flatten(-2)
+        return per_head(r, self.weight.unflatten(0, (r.shape[2], -1))).flatten(-2)
 
 
 @torch.no_grad()
@@ -73,29 +74,6 @@ def _draw(projection: StepProjection | HeadsStepProjection, c: Mamba.Config) -> 
     else:
         nn.init.uniform_(projection.weight, -bound, bound)
     draw_steps(projection.bias, c.dt_min, c.dt_max, c.dt_init_floor)
-
-
-class HeadsProjection(nn.Module):
-    """Projection of each head's channels; weight (heads, outputs, inputs)."""
-
-    def __init__(self, heads: int, n_in: int, n_out: int, std: float, **factory: Any) -> None:
-        super().__init__()
-        self.std = std
-        self.weight = nn.Parameter(torch.empty(heads, n_out, n_in, **factory))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws a normal weight."""
-        nn.init.normal_(self.weight, std=self.std)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps x (..., heads * inputs) to (..., heads, outputs)."""
-        return _per_head(x.unflatten(-1, (len(self.weight), -1)), self.weight)
-
-
-def _per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiplies x (..., H, inputs) by the weights (H, outputs, inputs) of the heads."""
-    return torch.einsum("...hi,hoi->...ho", x, weight.to(x.dtype))
 
 
 class Mamba(StateMixer):
@@ -223,10 +201,12 @@ class Mamba(StateMixer):
         self.in_proj = linear(c.dim, 2 * c.inner, c.bias)
         conv = ShortConvolution.Config(c.inner, c.d_conv, c.conv_bias, backend=c.backend)
         self.conv1d = conv.build(**factory)
-        self.x_proj: nn.Module = linear(c.inner, c.rank + 2 * c.d_state)
-        if c.num_heads > 1:
+        self.x_proj: nn.Module
+        if c.num_heads == 1:
+            self.x_proj = linear(c.inner, c.rank + 2 * c.d_state)
+        else:
             sizes = (c.inner // c.num_heads, c.rank + 2 * c.d_state)
-            self.x_proj = HeadsProjection(c.num_heads, *sizes, c.init_std, **factory)
+            self.x_proj = Headwise(c.num_heads, *sizes, c.init_std, **factory)
         steps = StepProjection if c.num_heads == 1 else HeadsStepProjection
         self.dt_proj: StepProjection | HeadsStepProjection = steps(c, **factory)
         wide: dict[str, Any] = {"device": device, "dtype": fp32(dtype)}

@@ -21,6 +21,7 @@ from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.short_conv import ShortConvolution
 from omniattn.modules.base.state import RecurrentState, Storage
 from omniattn.modules.caches.cache import storage_like
+from omniattn.modules.recurrent.headwise import Headwise
 from omniattn.modules.recurrent.recurrent import Device, zeros_of_states
 from omniattn.modules.recurrent.state_mixer import StateMixer
 
@@ -100,29 +101,11 @@ class _XLSTM(StateMixer):
 
     def _headwise(self, name: str, x: Tensor) -> Tensor:
         y: Tensor = self.get_submodule(name)(x)
-        return y
+        return y.flatten(-2)
 
     @abstractmethod
     def _empty(self, batch: int, like: Tensor) -> dict[str, Tensor]:
         """Returns the states of the recurrence before the first token."""
-
-
-class Headwise(nn.Module):
-    """Block-diagonal linear layer: y = x W per group of channels; weight (groups, out, in)."""
-
-    def __init__(self, dim: int, groups: int, std: float, **factory: Any) -> None:
-        super().__init__()
-        size = dim // groups
-        self.std = std
-        self.weight = nn.Parameter(torch.empty(groups, size, size, **factory))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = x.unflatten(-1, (len(self.weight), -1))
-        return torch.einsum("...gi,goi->...go", parts, self.weight.to(x.dtype)).flatten(-2)
 
 
 class MLSTM(_XLSTM):
@@ -191,7 +174,10 @@ class MLSTM(_XLSTM):
         small, last = math.sqrt(0.4 / c.dim), 2 / c.num_layers / math.sqrt(c.dim)
         self.proj_up = _linear(c, c.dim, 2 * c.inner, small, **factory)
         for name in ("q_proj", "k_proj", "v_proj"):
-            self.add_module(name, Headwise(c.inner, c.inner // c.block_size, small, **factory))
+            self.add_module(
+                name,
+                Headwise(c.inner // c.block_size, c.block_size, c.block_size, small, **factory),
+            )
         self.igate = _linear(c, 3 * c.inner, c.num_heads, 0.0, True, **factory)
         self.fgate = _linear(c, 3 * c.inner, c.num_heads, 0.0, True, **factory)
         self.draws("igate", "fgate")
@@ -287,10 +273,10 @@ class SLSTM(_XLSTM):
         super().__init__()
         self.config = c = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        for name in ("igate", "fgate", "zgate", "ogate"):
-            part = Headwise(c.dim, c.num_heads, math.sqrt(0.4 / c.dim), **factory)
-            self.add_module(name, part)
         size = c.dim // c.num_heads
+        for name in ("igate", "fgate", "zgate", "ogate"):
+            std = math.sqrt(0.4 / c.dim)
+            self.add_module(name, Headwise(c.num_heads, size, size, std, **factory))
         self.recurrent = nn.Parameter(torch.empty(4, c.num_heads, size, size, **factory))
         self.bias = nn.Parameter(torch.empty(4, c.num_heads, size, **factory))
         self._build(c.dim, **factory)
