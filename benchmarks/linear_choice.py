@@ -38,6 +38,8 @@ SHAPES = [  # (M, N, K)
 #: Numbers of rows of calls without gradients, and their (N, K).
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 WEIGHTS = [(1024, 1024), (3072, 768), (768, 3072), (4096, 4096)]
+#: Sizes and numbers of rows of small square weights, for calls that cost more than their products.
+SMALL, FEW = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536), (1, 4, 16)
 
 
 def best_times(functions: list[Callable[[], object]], seconds: float) -> list[float]:
@@ -136,6 +138,37 @@ def gains_without_gradients(dtype: torch.dtype, seconds: float) -> dict[int, flo
     return gains
 
 
+def smallest_of_ours(gains: list[tuple[int, float]]) -> int:
+    """Returns the number of elements of a weight from which on our total gain is largest.
+
+    `gains`: elements and torch's time / ours. 0 if ours gains for all, UNBOUNDED if for none.
+    """
+    counts = sorted({elements for elements, _ in gains})
+    totals = {
+        least: sum(math.log(gain) for elements, gain in gains if elements >= least)
+        for least in (*counts, gemm_choice.UNBOUNDED)
+    }
+    best = max(totals, key=lambda least: totals[least])
+    return 0 if best == counts[0] else best
+
+
+def gains_of_small(dtype: torch.dtype, seconds: float) -> list[tuple[int, float]]:
+    """Returns elements of a weight and torch's time / ours of small products without gradients, on
+    one thread."""
+    functions = [functools.partial(linear, backend="cpu"), torch.nn.functional.linear]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gains = []
+    for size in SMALL:
+        weight = torch.randn(size, size).to(dtype)
+        for rows in FEW:
+            x = torch.randn(rows, size).to(dtype)
+            ours, theirs = best_times([functools.partial(f, x, weight) for f in functions], seconds)
+            gains.append((size * size, float(f"{theirs / ours:.2g}")))
+    torch.set_num_threads(threads)
+    return gains
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
@@ -162,8 +195,11 @@ def main() -> None:
         rows = rows_of_ours(without)
         dtypes[name] = {"least": least, "most": most, "rows": rows, "gains": gains}
         dtypes[name]["gains_without_gradients"] = without
+        small = gains_of_small(getattr(torch, name), arguments.seconds)
+        dtypes[name] |= {"smallest": smallest_of_ours(small), "gains_of_small": small}
         print(f"{name:9} ours from {least:.2e} to {most:.2e} multiply-adds")
         print(f"{name:9} ours from {rows[0]} to {rows[1]} rows without gradients: {without}")
+        print(f"{name:9} ours for weights of {dtypes[name]['smallest']} elements: {small}")
     if arguments.record:
         records = json.loads(gemm_choice.RECORDS.read_text())
         records[cpu_family()] = {

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from linear_choice import Measured, crossings, measure, rows_of_ours
+from linear_choice import Measured, crossings, measure, rows_of_ours, smallest_of_ours
 
 from omniattn.ops.gemm_choice import UNBOUNDED
 
@@ -38,6 +38,19 @@ def test_the_range_gains_most_in_total(gains, expected):
 )
 def test_rows_without_gradients_are_the_longest_run_of_gains(gains, expected):
     assert rows_of_ours(gains) == expected
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [
+        ((0.4, 0.8, 1.1, 2), 100),
+        ((2, 1.5, 1.1), 0),
+        ((0.5, 0.9), UNBOUNDED),
+        ((0.4, 1.2, 0.9, 2), 10),  # a small loss between two gains
+    ],
+)
+def test_small_weights_without_gradients_are_torchs(gains, expected):
+    assert smallest_of_ours([(10**i, gain) for i, gain in enumerate(gains)]) == expected
 
 
 def test_a_product_is_measured_in_both_passes():

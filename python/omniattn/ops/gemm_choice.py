@@ -1,11 +1,11 @@
 """Chooses between this package's and torch's kernel of `linear` if the caller does not.
 
-`benchmarks/linear_choice.py --record` measures a CPU family and writes two ranges per dtype to
-gemm_crossings.json: the numbers of multiply-adds for which our kernel is faster in forward and
-backward, and the numbers of rows of x for which it is faster without gradients, as in decoding. For
-a family without a record the first matching rule decides. The figures in rules are speedups,
-torch's time / ours, from an Intel Ice Lake server and torch 2.13, for 256^3 to 1024^3 and 1 to 32
-rows.
+`benchmarks/linear_choice.py --record` measures a CPU family and writes to gemm_crossings.json, per
+dtype, the numbers of multiply-adds for which our kernel is faster in forward and backward, and for
+calls without gradients, as in decoding, the numbers of rows of x for which it is faster and the
+size of the weight below which a call of torch costs less. For a family without a record the first
+matching rule decides. The figures in rules are speedups, torch's time / ours, from an Intel Ice
+Lake server and torch 2.13, for 256^3 to 1024^3 and 1 to 32 rows.
 """
 
 from __future__ import annotations
@@ -100,13 +100,14 @@ class Crossings:
     """Ranges in which this package's kernel is faster than torch's.
 
     It is faster for `least` to `most` multiply-adds, none if most < least; without gradients also
-    for x of `rows[0]` to `rows[1]` rows.
+    for x of `rows[0]` to `rows[1]` rows, and never for weights of fewer than `smallest` elements.
     """
 
     least: int
     most: int
     rows: tuple[int, int]
     condition: str
+    smallest: int = 0
 
     @property
     def native(self) -> bool:
@@ -130,7 +131,11 @@ class Crossings:
         if self.native:
             found = f"ours for {self.least:.1e} to {self.most:.1e} multiply-adds"
         first, last = self.rows
-        return found + (f", without gradients for {first} to {last} rows" if first <= last else "")
+        if first <= last:
+            found += f", without gradients for {first} to {last} rows"
+        if self.smallest > 0:
+            found += f", never without gradients for weights below {self.smallest:.1e}"
+        return found
 
 
 def _recorded(family: str, isa: str, records: dict[str, Any]) -> dict[torch.dtype, Crossings]:
@@ -141,7 +146,11 @@ def _recorded(family: str, isa: str, records: dict[str, Any]) -> dict[torch.dtyp
     condition = f"measured on {family}, torch {record['torch']}, {record['threads']} threads"
     return {
         getattr(torch, dtype): Crossings(
-            found["least"], found["most"], tuple(found.get("rows", (1, 0))), condition
+            found["least"],
+            found["most"],
+            tuple(found.get("rows", (1, 0))),
+            condition,
+            found.get("smallest", 0),
         )
         for dtype, found in record["dtypes"].items()
     }
@@ -180,14 +189,15 @@ def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
         return choice.native
     # Each comparison with a symbolic size adds a guard of torch.compile, and so recompilations if
     # the number of rows varies: compare only if it matters.
-    if choice.native and bool(choice.least <= x.numel() * weight.shape[0] <= choice.most):
-        return True
+    in_range = choice.native and bool(choice.least <= x.numel() * weight.shape[0] <= choice.most)
     if is_compiling() or is_tracing():
-        return False
+        return in_range
     if is_grad_enabled() and (may_need_gradient(x) or may_need_gradient(weight)):
+        return in_range
+    if weight.numel() < choice.smallest:
         return False
     least, most = choice.rows
-    return least <= math.prod(x.shape[:-1]) <= most
+    return in_range or least <= math.prod(x.shape[:-1]) <= most
 
 
 def describe() -> list[str]:

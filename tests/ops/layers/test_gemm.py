@@ -76,6 +76,33 @@ def test_a_record_decides_by_the_number_of_multiply_adds(monkeypatch):
     assert "never ours" in text
 
 
+def test_products_with_small_weights_without_gradients_are_torchs(monkeypatch):
+    choice = gemm_choice.Crossings(0, gemm_choice.UNBOUNDED, (1, 0), "here", smallest=50)
+    monkeypatch.setitem(gemm_choice.CHOICE, torch.float32, choice)
+    for n, native in [(4, False), (5, True)]:
+        weight = torch.ones(n, 10)
+        assert gemm_choice.native_is_faster(torch.ones(9, 10), weight) is native
+        assert gemm_choice.native_is_faster(torch.ones(9, 10, requires_grad=True), weight)
+    assert "never without gradients for weights below 5.0e+01" in choice.measured
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "message"),
+    [
+        (torch.ones(4), None, "weight"),
+        (torch.ones(3, 4), torch.ones(1), "bias"),
+        (torch.ones(3, 4).to_sparse(), None, "weight"),
+        (torch.ones(3, 4).double(), None, "weight"),
+        (torch.ones(3, 4), torch.ones(3).double(), "bias"),
+    ],
+)
+def test_torchs_kernel_takes_no_more_than_ours(weight, bias, message, monkeypatch):
+    choice = gemm_choice.Crossings(1, 0, (1, 0), "here")
+    monkeypatch.setitem(gemm_choice.CHOICE, torch.float32, choice)
+    with pytest.raises((TypeError, ValueError), match=message):
+        linear(torch.ones(2, 4), weight, bias)
+
+
 def test_a_record_holds_for_its_family_and_kernels_only():
     assert not gemm_choice._recorded("there", "amx_bf16", {"here": RECORD})
     assert not gemm_choice._recorded("here", "avx512", {"here": RECORD})

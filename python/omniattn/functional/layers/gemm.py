@@ -65,13 +65,11 @@ def linear(
         >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 5.0], [0.0, 1.0]]))
         tensor([13.,  2.])
     """
-    given = backend is None and weight is not None and is_plain(x, weight, bias)
-    if given and x.dtype in FLOATS and x.shape:
-        split_bf16 = split_bf16_of(x)
-        if native_is_faster(x, weight, split_bf16):
-            found: Tensor | None = ops.linear.attempt(x, weight, bias, split_bf16)
-            if found is not None:
-                return found
+    plain = backend is None and weight is not None and is_plain(x, weight, bias)
+    if plain and x.dtype in FLOATS and x.shape:
+        y = _attempt(x, weight, bias)
+        if y is not None:
+            return y
     if backend is None and isinstance(weight, Tensor) and has_own_ops(weight):
         return torch.nn.functional.linear(x, weight, bias)
     x, weight, bias = autocast_linear(x, weight, bias)
@@ -92,5 +90,23 @@ def linear(
     torchs = backend is None and not native_is_faster(x, weight, split_bf16)
     if torchs and x.layout == weight.layout == torch.strided:  # the native op rejects others
         return torch.nn.functional.linear(x, weight, bias)
-    y: Tensor = run(x, weight, bias, split_bf16)
-    return y
+    result: Tensor = run(x, weight, bias, split_bf16)
+    return result
+
+
+def _attempt(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Computes y of plain tensors by the faster kernel, or returns None if it refuses one of them:
+    the checks of `linear` then name it."""
+    split_bf16 = split_bf16_of(x)
+    if native_is_faster(x, weight, split_bf16):
+        y: Tensor | None = ops.linear.attempt(x, weight, bias, split_bf16)
+        return y
+    # torch's linear would take a vector as weight, and broadcast the bias.
+    if weight.ndim != 2 or not (bias is None or bias.shape == weight.shape[:1]):
+        return None
+    if not x.layout == weight.layout == torch.strided:
+        return None
+    try:
+        return torch.nn.functional.linear(x, weight, bias)
+    except RuntimeError:
+        return None
