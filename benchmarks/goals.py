@@ -32,6 +32,7 @@ from goal_rows import sparse as goal_sparse
 from goal_rows import state_space as goal_state_space
 from goal_rows import tiles as goal_tiles
 from goal_rows.goal import Row
+from goal_rows.models import model_groups
 from goal_rows.steps import llama_groups
 from system_rows.system import same_results
 from torch.utils._pytree import tree_leaves
@@ -71,6 +72,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "slow paths": goal_slow_paths.rows,
     "tiles": goal_tiles.rows,
     **llama_groups(),
+    **model_groups(),
 }
 
 

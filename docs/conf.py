@@ -76,7 +76,7 @@ CONTENTS = {
         "reference",
     ],
     "Support and speed": [
-        *("ops", "variants", "benchmarks", "hf_models", "goals", "accuracy", "cuda"),
+        *("ops", "variants", "systems", "benchmarks", "hf_models", "goals", "accuracy", "cuda"),
         "cuda_resources",
     ],
     "Development": ["architecture", "adding", "/CONTRIBUTING"],

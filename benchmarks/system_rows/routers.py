@@ -27,6 +27,23 @@ def _softmax_first(x: Tensor) -> Tensor:
     return top / top.sum(-1, keepdim=True)
 
 
+def _switch() -> dict[str, Provider]:
+    """The Switch router, and the mask of the tokens within the capacity of their expert."""
+    capacity = F.expert_capacity(M, E, 1, 1.0)
+
+    def ours(x: Tensor) -> Tensor:
+        routing = F.softmax_top_k(x, 1)
+        return F.drop_over_capacity(routing, capacity)[0].weights
+
+    def eager(x: Tensor) -> Tensor:
+        weight, index = x.softmax(-1).max(-1)
+        chosen = torch_F.one_hot(index, E)
+        place = (chosen.cumsum(0) * chosen).sum(-1)
+        return (weight * (place <= capacity))[:, None]
+
+    return functions([normal(M, E)], ours=ours, eager=eager)
+
+
 def _sigmoid(x: Tensor) -> Tensor:
     scores = x.sigmoid()
     chosen = scores.gather(-1, (scores + BIAS).topk(K, -1).indices)
@@ -84,6 +101,7 @@ ROUTERS: dict[str, tuple[System, ...]] = {
             f"groups-M{M}E{E}K{K}",
             _routers(lambda x: F.softmax_top_k(x, K, groups=8, top_groups=3), _groups),
         ),
+        System(f"switch-M{M}E{E}K1", _switch),
     ),
     "router: sigmoid with bias-based balancing": (
         System(

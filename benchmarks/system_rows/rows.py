@@ -166,8 +166,8 @@ def _rotated(config: Any, size: int) -> dict[str, Provider]:
     return layer(config, normal(1, 512, 512), call=lambda module, x: module(x, rope=(cos, sin)))
 
 
-def _mla() -> dict[str, Provider]:
-    return _rotated(m.MultiHeadLatentAttention.Config(512, 8, 256, 128, 64, 32, 64), 32)
+def _mla(**options: Any) -> dict[str, Provider]:
+    return _rotated(m.MultiHeadLatentAttention.Config(512, 8, 256, 128, 64, 32, 64, **options), 32)
 
 
 def _dsa() -> dict[str, Provider]:
@@ -263,10 +263,18 @@ def _deberta() -> dict[str, Provider]:
 SYSTEMS: dict[str, tuple[System, ...]] = {
     "split-KV attention, merged by log-sum-exp": (System("merge-B1T512H8D64", _merged),),
     "T5 relative bias": (System("t5-B1T512H8D64", _t5),),
-    "Swin Transformer: shifted windows, patch merging": (System("swin-B2S28C192H6", _swin),),
+    "Swin Transformer: shifted windows, patch merging": (
+        System("swin-B2S28C192H6", _swin),
+        System(
+            "merging-B2S28C192",
+            lambda: layer(m.PatchMerging.Config(192), normal(2, 28, 28, 192)),
+        ),
+    ),
     "multi-head latent attention with absorbed decoding": (
         System("mla-B1T512C512H8", _mla),
         System("mladecode-B1T1024C512H8", _mla_decode),
+        System("mlashared-B1T512C512H8", lambda: _mla(share_up=True)),
+        System("mlafused-B1T512C512H8", lambda: _mla(latent_norm=False, fuse_up=True)),
     ),
     "DeepSeek Sparse Attention: keys selected by an indexer distilled from attention": (
         System("dsa-B1T1024C512H8", _dsa),

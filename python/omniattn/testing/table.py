@@ -1,4 +1,4 @@
-"""Writes the tables of docs/ops.md and docs/variants.md, or checks that they are up to date.
+"""Writes the tables of docs/ops.md, variants.md and systems.md, or checks that they are up to date.
 
 python -m omniattn.testing.table [--check] [docs]
 """
@@ -19,6 +19,7 @@ from omniattn import functional
 from omniattn.testing.autocast import MEANING, rule_of
 from omniattn.testing.registry import registry, variants
 from omniattn.testing.spec import FLOATS, SHORT_DTYPE, OpSpec, Variant
+from omniattn.testing.systems import system_table
 
 __all__ = ["COMMON_CUDA", "exception_table", "op_table", "replace_block", "variant_table"]
 
@@ -115,6 +116,7 @@ def main() -> None:
         ("ops.md", "exceptions", exception_table()),
         ("ops.md", "autocast", rule_table()),
         ("variants.md", "variant table", variant_table()),
+        ("systems.md", "systems", system_table(args.docs / "systems.csv")),
     ):
         path = args.docs / page
         text = path.read_text()
