@@ -5,12 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from subprocess import run
 
+import average_mixer
 import pytest
 import torch
+from average_mixer import Average
 
 from omniattn import reference
 from omniattn.models import (
     PRESETS,
+    BlocksConfig,
     CheckpointError,
     GPT2Config,
     Llama,
@@ -21,6 +24,7 @@ from omniattn.models import (
     pool_kv_heads,
     save_model,
 )
+from omniattn.modules import DecoderBlock, RMSNorm
 
 TEST = replace(PRESETS["llama-test"], init_std=0.2)
 
@@ -186,25 +190,30 @@ def test_load_names_what_is_wrong(tmp_path):
         load_model(path)
 
 
+#: Loads a model before and after its layers are defined, and prints the error of the first time.
+LOADS = """
+import sys
+from omniattn.models import CheckpointError, load_model
+path, support = sys.argv[1:]
+try:
+    load_model(path)
+except CheckpointError as error:
+    print(error)
+sys.path.insert(0, support)
+import average_mixer
+assert type(load_model(path).layers[0].mixer) is average_mixer.Average
+"""
+
+
 def test_a_model_of_own_layers_says_what_to_import(tmp_path):
     """Another process has not defined them."""
-    code = """
-import sys
-sys.path.insert(0, {support!r})
-from average_mixer import Average
-from omniattn.models import BlocksConfig, save_model
-from omniattn.modules import DecoderBlock, RMSNorm
-block = DecoderBlock.Config(Average.Config(8), None, RMSNorm.Config(8))
-save_model(BlocksConfig(dim=8, num_layers=1, blocks=(block,)).build(), {path!r})
-"""
-    path = str(tmp_path / "average")
-    support = str(Path(__file__).parents[1] / "support" / "small")
-    run([sys.executable, "-c", code.format(support=support, path=path)], check=True)
-    code = f"from omniattn.models import load_model; load_model({path!r})"
-    failed = run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "loaded: import average_mixer first, got type='Average'" in failed.stderr
-    code = f"import sys; sys.path.insert(0, {support!r}); import average_mixer; {code}"
-    run([sys.executable, "-c", code], check=True)
+    block = DecoderBlock.Config(Average.Config(8), None, RMSNorm.Config(8))
+    path = tmp_path / "average"
+    save_model(BlocksConfig(dim=8, num_layers=1, blocks=(block,)).build(), path)
+    folder = Path(average_mixer.__file__).parent
+    done = run([sys.executable, "-c", LOADS, path, folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "loaded: import average_mixer first, got type='Average'" in done.stdout
 
 
 #: Kinds of models whose key and value heads are averaged by groups.
