@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from omniattn.functional import masks
+from omniattn.testing.spec import Case
+from omniattn.testing.specs._attention_cases import qkv
 
 _BLOCKS = torch.arange(2 * 4 * 4 * 8).view(2, 4, 4, 8) % 5 < 2
 
@@ -35,6 +37,24 @@ PATTERNS: dict[str, masks.Mask] = {
         lambda b, h, q, k: (k * (h + 1) <= q) | (q // 64 == 1), 160, 160, heads=4
     ),
 }
+
+#: Batch size, heads and key heads of masks that differ between batches or heads. The others mask
+#: all alike, so that one batch of two heads shows their errors.
+_SIZES = {
+    **dict.fromkeys(("prefix", "packed", "documents", "neighbours"), (2, 2, 1)),
+    **dict.fromkeys(("stridedheads", "fixedheads"), (1, 4, 2)),
+    **dict.fromkeys(("blocks", "predicate"), (2, 4, 2)),
+}
+
+
+def pattern_cases() -> tuple[Case, ...]:
+    """Returns a case of 160 queries and keys for each of PATTERNS."""
+    made = []
+    for name, mask in PATTERNS.items():
+        batch, heads, key_heads = _SIZES.get(name, (1, 2, 1))
+        made.append(qkv(name, batch, 160, 160, heads, key_heads, 16, mask=mask))
+    return tuple(made)
+
 
 #: Patterns of the benchmark, for 1024 queries and keys.
 LONG_PATTERNS: dict[str, masks.Mask] = {
