@@ -34,7 +34,10 @@ F32, BF16 = torch.float32, torch.bfloat16
 EACH = ("forward", "backward")
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 #: Properties of the OpSpecs that concern kernels and need only torch.
-CHECKED = ("forward", "backward", "poisoned", "deterministic", "strided", "expanded_gradient")
+CHECKED = (
+    *("forward", "derivatives", "each_gradient", "poisoned", "deterministic", "strided"),
+    "expanded_gradient",
+)
 #: Maximum sizes of the comparison with fp64 on the CPU, before a provider is timed.
 LONGEST_CHECK = {"B": 2, "T": 320, "Tq": 320, "Tk": 320, "M": 64, "V": 5003, "K": 512}
 DRY_SIZE = 8

@@ -23,8 +23,9 @@ needs_gpu = pytest.mark.skipif("cuda" not in _library.loaded, reason="no GPU, or
 ROOT = Path(__file__).parents[2]
 SPECS = [spec for spec in registry().values() if spec.cuda != "planned"]
 PROPERTIES = (
-    *("forward", "backward", "strided", "far", "poisoned", "deterministic", "expanded_gradient"),
-    *("gradcheck", "opcheck", "compiled", "exported", "checkpointed", "autocast", "transforms"),
+    *("forward", "derivatives", "each_gradient", "strided", "far", "poisoned", "deterministic"),
+    *("expanded_gradient", "gradcheck", "opcheck", "compiled", "exported", "checkpointed"),
+    *("autocast", "transforms"),
 )
 FIXTURES = ("reverse", "pipeline", "exchange", "handover", "shuffle", "pending_copy")
 #: Calls whose values only the GPU knows to be out of range.

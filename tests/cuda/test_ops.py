@@ -99,6 +99,17 @@ FEW_SCANS = (
     *("-selective_scan-group-", "-selective_scan-constant-"),
 )
 
+#: Small cases of every op, for kernels that leave out what only an unwanted gradient needs.
+FEW_WANTED = (
+    *(*OPS, "-attention-tiny-", "-attention_varlen-tiny-", "-attention_cached-tiny-"),
+    *(case for case in FEW_SELECTED + EXPERTS + STATES + SCANS if "-tiny-" in case),
+)
+#: All options of attention, and every form of the other families.
+WANTED = (
+    *(*FEW_WANTED, "-attention-", "-selective_attention-"),
+    *(*FEW_SELECTED, *FEW_STATES, *FEW_SCANS, *FEW_EXPERTS, *FEW_COMPOSED),
+)
+
 #: Ops without 16-bit dtypes.
 STRUCTURED = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family == "structured")
 
@@ -106,7 +117,7 @@ STRUCTURED = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family == "struct
 #: whose bits depend on the number of threads on some processors (Zen 4).
 TORCHS = ("linear_cross_entropy", "linear_log_prob", "linear_jsd", "glu_mlp-clamped")
 
-VALUES = ("forward", "backward")
+VALUES = ("forward", "derivatives")
 PLACES = ("strided", "far", "poisoned", "deterministic", "expanded_gradient")
 #: (ops, properties, dtypes) for each variant of the library and order of its threads; the dtype
 #: hardly changes control flow. Attention and experts have other kernels for 16 bits, and take the
@@ -115,7 +126,8 @@ RUNS = {
     ("value", "ascending"): [
         (OPS, VALUES, ("f64", "f32", "bf16", "f16")),
         (ATTENTION + LAYOUTS + LOOKS, ("forward",), ("f32", "bf16")),
-        (VARIED, ("backward",), ("bf16",)),
+        (VARIED, ("derivatives",), ("bf16",)),
+        (WANTED, ("each_gradient",), ("bf16",)),
         (SELECTED, VALUES, ("bf16",)),
         (FEW_COMPOSED, VALUES, ("bf16",)),
         (("-selective_attention-",), VALUES, ("f32", "bf16")),
@@ -126,67 +138,76 @@ RUNS = {
     ("value", "shuffled"): [
         (OPS, PLACES, ("f32", "bf16")),
         (PATTERNS, VALUES, ("f32", "bf16")),
-        (PLACED, ("far", "poisoned", "deterministic"), ("bf16",)),
-        (FEW + TILES, VALUES + PLACES, ("f64", "f32", "f16")),
+        (PLACED, ("strided", "far", "poisoned", "deterministic"), ("bf16",)),
+        (FEW + TILES, VALUES, ("f64", "f32", "f16")),
+        (FEW, PLACES, ("f32",)),
+        (FEW_WANTED + FEW[1:2], ("each_gradient",), ("f64", "f32", "f16")),
         (LOOKS, ("strided", "poisoned"), ("f32",)),
         (FEW_SELECTED, PLACES, ("bf16",)),
         (FEW_SELECTED[:1], VALUES, ("f64", "f32", "f16")),
         (INDEXER, ("forward", *PLACES), ("f32", "bf16")),
-        (FEW_EXPERTS, (*VALUES, "strided"), ("f64", "f16")),
-        (FEW_STATES, VALUES + PLACES, ("f64", "f32", "f16")),
-        (FEW_SCANS, VALUES + PLACES, ("f32", "f16")),
+        (FEW_EXPERTS, VALUES, ("f64", "f16")),
+        (FEW_STATES, VALUES, ("f64", "f32", "f16")),
+        (FEW_SCANS, VALUES, ("f32", "f16")),
+        (FEW_STATES + FEW_SCANS, PLACES, ("bf16",)),
+        (FEW_STATES + FEW_SCANS, ("expanded_gradient",), ("f32",)),
         (OPS + FEW_SCANS[:4], ("wanted_gradients",), ("bf16",)),
     ],
     ("race", "ascending"): [
         (OPS, VALUES, ("bf16",)),
         (FEW_INDEXED, ("forward",), ("bf16",)),
         (CHECKED_SELECTED, VALUES, ("bf16",)),
-        (FEW, ("backward",), ("bf16",)),
+        (FEW, ("derivatives",), ("bf16",)),
         (LOOKS, ("forward",), ("bf16",)),
-        (FEW_EXPERTS, ("backward",), ("f32", "bf16")),
+        (FEW_EXPERTS, ("derivatives",), ("f32", "bf16")),
         (FEW_STATES, VALUES, ("bf16",)),
         (FEW_SCANS, VALUES, ("bf16",)),
-        (STRUCTURED, VALUES, ("f32",)),
+        (FEW_WANTED, ("each_gradient",), ("bf16",)),
+        (STRUCTURED, (*VALUES, "each_gradient"), ("f32",)),
     ],
     ("sanitized", "shuffled"): [
         (OPS, (*VALUES, "strided"), ("bf16",)),
         (FEW_INDEXED, ("forward", "strided"), ("bf16",)),
         (CHECKED_SELECTED, (*VALUES, "strided"), ("bf16",)),
-        (FEW, ("backward",), ("bf16",)),
+        (FEW, ("derivatives",), ("bf16",)),
         (LOOKS, ("forward",), ("bf16",)),
-        (FEW_EXPERTS, ("backward",), ("f32", "bf16")),
+        (FEW_EXPERTS, ("derivatives",), ("f32", "bf16")),
         (FEW_STATES, VALUES, ("bf16",)),
         (FEW_STATES[2:4], ("strided",), ("bf16",)),
         (FEW_SCANS, (*VALUES, "strided"), ("bf16",)),
-        (STRUCTURED, (*VALUES, "strided"), ("f32",)),
+        (FEW_WANTED, ("each_gradient",), ("bf16",)),
+        (STRUCTURED, (*VALUES, "each_gradient", "strided"), ("f32",)),
     ],
 }
 #: Other schedules, and all dtypes.
 SWEEPS = {
     ("sanitized", "shuffled"): [
         (FEW_SELECTED, (*VALUES, "strided"), ("bf16",)),
+        (FEW + FEW_STATES + FEW_SCANS + FEW_EXPERTS, ("each_gradient",), ("bf16",)),
     ],
     ("race", "ascending"): [
-        (FEW, ("backward",), ("f32",)),
+        (FEW, ("derivatives",), ("f32",)),
+        (FEW + FEW_STATES + FEW_SCANS + FEW_EXPERTS, ("each_gradient",), ("bf16",)),
     ],
     ("value", "descending shuffled"): [
         (OPS, VALUES, ("f64", "bf16")),
     ],
     ("value", "ascending"): [
-        (OPS, PLACES, ("f64", "f16")),
+        (OPS, PLACES, ("bf16",)),
         (COMPOSED, VALUES, ("bf16",)),
         (SELECTED, VALUES + PLACES, ("f64", "f32", "bf16", "f16")),
-        (INDEXER, ("forward", *PLACES), ("f64", "f16")),
+        (INDEXER, ("forward",), ("f64", "f16")),
         (EXPERTS, VALUES, ("f64", "f16")),
         (STATES, VALUES, ("f64",)),
+        (WANTED + STATES + SCANS + SELECTED, ("each_gradient",), ("f64", "f32", "bf16", "f16")),
         (FEW + FEW_STATES + FEW_SCANS + FEW_EXPERTS, ("wanted_gradients",), ("f32", "bf16")),
     ],
     ("value", "descending"): [
-        (FEW + TILES, VALUES + PLACES, ("f64", "f32", "f16")),
+        (FEW + TILES, VALUES + PLACES, ("f64", "f32", "bf16", "f16")),
         (FEW_SELECTED, VALUES, ("bf16",)),
         (FEW_INDEXED, ("forward",), ("f64", "bf16")),
         (FEW_EXPERTS, (*VALUES, "strided"), ("f32", "bf16")),
-        (FEW_STATES + FEW_SCANS, VALUES + PLACES, ("f32", "f16")),
+        (FEW_STATES + FEW_SCANS, VALUES + PLACES, ("f32", "bf16", "f16")),
     ],
 }
 
@@ -201,7 +222,7 @@ def processes(table):
 def labels(ops, properties, dtypes):
     """The regular expression of their tests in test_specs.py."""
     left_out = f"(?!deterministic-({'|'.join(TORCHS)}))"
-    return f"^{left_out}({'|'.join(properties)})({'|'.join(ops)}).*({'|'.join(dtypes)})$"
+    return f"^{left_out}({'|'.join(properties)})({'|'.join(ops)}).*-({'|'.join(dtypes)})$"
 
 
 def preloaded():

@@ -30,11 +30,12 @@ OPS = {
         *("linear_cross_entropy", "linear_log_prob", "linear_jsd"),
     ),
 }
+VALUES = ("forward", "derivatives", "each_gradient")
 #: Properties to run on each form of software tiles; the portable form (avx2) takes ten times as
 #: long.
 PROPERTIES = {
-    "libomniattn_amx_emulated.so": ("forward", "backward", "strided", "poisoned", "deterministic"),
-    "libomniattn_amx_portable.so": ("forward", "backward"),
+    "libomniattn_amx_emulated.so": (*VALUES, "strided", "poisoned", "deterministic"),
+    "libomniattn_amx_portable.so": VALUES,
 }
 #: Names of the dtype that each level with tiles multiplies.
 DTYPES = {"amx_bf16": ("bf16", "bfloat16"), "amx_fp16": ("f16", "float16")}
