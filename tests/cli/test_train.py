@@ -426,28 +426,38 @@ def config_file(tmp_path: Path) -> Path:
     return path
 
 
+#: Runs one command after another in a process and prints their exit codes.
+COMMANDS = """
+import json, sys
+from omniattn.cli import main
+print("exits", [main(arguments) for arguments in json.loads(sys.argv[1])])
+"""
+
+
 def test_a_run_of_a_config_in_a_file(tmp_path, text, config_file):
     """Options are on top of it, and other processes resume it with the file, not without."""
     out = tmp_path / "run"
 
-    def started(*options):
-        command = [sys.executable, "-m", "omniattn", "train", "--out", out, "--compare", "0"]
-        return subprocess.run([*command, *options], capture_output=True, text=True)
+    def started(*commands):
+        train = ["train", "--out", str(out), "--compare", "0"]
+        given = json.dumps([[*train, *options] for options in commands])
+        command = [sys.executable, "-c", COMMANDS, given]
+        return subprocess.run(command, capture_output=True, text=True)
 
     given = ("--config", f"{config_file}:RUN")
-    first = started(*given, "--data", text, "--batch", "3")
-    assert first.returncode == 0, first.stderr
+    first = started([*given, "--data", str(text), "--batch", "3"])
+    assert "exits [0]" in first.stdout, first.stderr
     assert first.stdout.startswith("BlocksConfig: ")
     run = json.loads(read_checkpoint(out / "checkpoint.safetensors")[1]["run"])
     assert (run["step"], run["config"]["batch"], run["config"]["lr"]) == (3, 3, 1e-2)
-    without = started("--resume", "--steps", "4")
-    assert without.returncode == 1 and len(without.stderr.splitlines()) == 1
-    assert "type='Average'" in without.stderr
-    resumed = started("--resume", "--steps", "4", *given)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "after 4 steps" in resumed.stdout
-    other = started("--resume", "--config", f"{config_file}:TINY")
-    assert "--config must have the model of the run to resume" in other.stderr
+
+    resume = ("--resume", "--steps", "4")
+    later = started(resume, [*resume, *given], ["--resume", "--config", f"{config_file}:TINY"])
+    assert "exits [1, 0, 1]" in later.stdout, later.stderr
+    assert "after 4 steps" in later.stdout
+    without, other = later.stderr.splitlines()
+    assert "type='Average'" in without
+    assert "--config must have the model of the run to resume" in other
 
 
 def test_a_config_of_a_model_takes_the_recipe_of_its_kind(tmp_path, text, capsys):
