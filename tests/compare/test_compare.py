@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from torch import nn
 
 from omniattn import compare
 from omniattn.cli import main
-from omniattn.compare import norms, positions
-from omniattn.compare.baselines import TorchRecurrence
+from omniattn.compare import answers, comparison, decoding, norms, positions
+from omniattn.compare.baselines import ModuleMixer, TorchRecurrence
+from omniattn.compare.cells import described
 from omniattn.compare.mixers import Frame
-from omniattn.modules import LearnedPositional, SinusoidalPositional
+from omniattn.models import LlamaConfig
+from omniattn.modules import Attention, LearnedPositional, SinusoidalPositional
 
 TINY = {
     "dim": 16,
@@ -31,8 +34,21 @@ TINY = {
 
 
 @pytest.fixture(autouse=True)
-def _quick(one_thread):
-    pass
+def _quick(one_thread, monkeypatch):
+    """Fewer examples of tests and timed tokens, which no test looks at."""
+    for module, name, value in (
+        (answers, "_TESTED", 16),
+        (answers, "_PER_DISTANCE", 4),
+        (decoding, "_TIMED", 2),
+        (decoding, "_UNTIMED", 1),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture
+def no_picture(monkeypatch):
+    """Draws nothing, because two seconds of CPU are the larger part of a tiny comparison."""
+    monkeypatch.setattr(comparison, "draw", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +74,7 @@ class Smoothed(nn.Module):
         return self.proj(x.cumsum(1) / count)
 
 
-def test_all_parts(tmp_path, text):
+def test_all_parts(tmp_path, text, request):
     models = ["llama", "gated-deltanet", Average, Smoothed]
     options = {"repeats": 2, "tasks": ["needle", "multi-hop"], "norm_layers": 1}
     report = run(models, tmp_path, text, **options)
@@ -74,12 +90,13 @@ def test_all_parts(tmp_path, text):
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     before = {f: f.stat().st_mtime_ns for f in (tmp_path / "cells").iterdir()}
     assert len(before) == len(report.results)
+    request.getfixturevalue("no_picture")
     again = run(models, tmp_path, text, **options)
     assert again.markdown == report.markdown
     assert {f: f.stat().st_mtime_ns for f in (tmp_path / "cells").iterdir()} == before
 
 
-def test_an_interrupted_comparison_continues(tmp_path, text, monkeypatch):
+def test_an_interrupted_comparison_continues(tmp_path, text, monkeypatch, no_picture):
     options = {"parts": ["loss", "norms"]}
     whole = run(["llama"], tmp_path / "whole", text, **options)
     step, calls = norms.gradient_norms, []
@@ -100,7 +117,7 @@ def test_an_interrupted_comparison_continues(tmp_path, text, monkeypatch):
         assert rest.tables["loss"].rows[0][column] == whole.tables["loss"].rows[0][column]
 
 
-def test_more_models_parts_and_seeds_join(tmp_path, text):
+def test_more_models_parts_and_seeds_join(tmp_path, text, no_picture):
     run(["llama"], tmp_path, text, parts=["loss"])
     (first,) = (tmp_path / "cells").iterdir()
     stored = first.read_text()
@@ -113,7 +130,7 @@ def test_more_models_parts_and_seeds_join(tmp_path, text):
         run(["llama"], tmp_path, text, parts=["loss"])
 
 
-def test_former_code_of_a_users_mixer_is_noticed(tmp_path, text, monkeypatch):
+def test_former_code_of_a_users_mixer_is_noticed(tmp_path, text, monkeypatch, no_picture):
     path = tmp_path / "my_mixer.py"
     path.write_text("from torch.nn import Linear\ndef mine(dim):\n    return Linear(dim, dim)\n")
     command = ["compare", "--models", f"{path}:mine", "--parts", "loss", "--dim", "16"]
@@ -124,6 +141,19 @@ def test_former_code_of_a_users_mixer_is_noticed(tmp_path, text, monkeypatch):
     path.write_text(path.read_text().replace("dim, dim", "dim, dim, bias=False"))
     monkeypatch.delitem(sys.modules, "my_mixer")
     assert main(command) == 1
+
+
+def test_stored_results_outlive_new_fields_of_configs():
+    """Fields that differ from their defaults identify a model, and functions their names."""
+    attention = Attention.Config(8, 2, window_size=(3, 0))
+    assert described(attention) == "Attention.Config(dim=8, num_heads=2, window_size=(3, 0))"
+    assert described(replace(attention, window_size=(-1, -1))) == (
+        "Attention.Config(dim=8, num_heads=2)"
+    )
+    nested = described((LlamaConfig(dim=32), attention))
+    assert nested == f"(LlamaConfig(dim=32), {described(attention)})"
+    assert described(ModuleMixer.Config(8, Smoothed)).endswith(f"make={__name__}.Smoothed)")
+    assert described(Frame()) == "Frame()" and described(Frame(dim=16)) == "Frame(dim=16)"
 
 
 def test_results_are_plain(tmp_path, text):
@@ -217,7 +247,11 @@ def test_placement_of_norms(placement):
         ({"data": "/no/such/file"}, OSError, "no/such/file"),
         ({"recall_length": 8}, ValueError, "MultiHop: length must be >= 28"),
         ({"length": 10**8, "data": __file__}, ValueError, "compare: the text must have at least"),
-        ({"size": 10}, compare.BudgetError, "llama cannot have 10 parameters"),
+        (
+            {"size": 10, "dim": 8, "data": __file__},
+            compare.BudgetError,
+            "llama cannot have 10 parameters",
+        ),
     ],
 )
 def test_errors_come_before_any_work(tmp_path, options, error, text):
@@ -243,7 +277,7 @@ def test_usage_errors(arguments, text, capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--size", "10"], "compare: llama cannot have 10 parameters within 2%"),
+        (["--size", "10", "--dim", "8"], "compare: llama cannot have 10 parameters within 2%"),
         (["--models", "llama@1"], "compare: a ratio must be n:m"),
         (["--models", "none.py:Mine"], "compare: cannot read none.py"),
         (["--data", "none.txt"], "compare: cannot use none.txt: No such file"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from omniattn.compare.budget import Sized
-from omniattn.compare.cells import Cell, Result
+from omniattn.compare.cells import Cell, Result, described
 from omniattn.compare.losses import warmup_of
 from omniattn.compare.recall import Needle, RecallTask, right
 from omniattn.compare.settings import Settings
@@ -27,7 +27,7 @@ def cells(models: Sequence[tuple[RecallTask, Sized]], settings: Settings) -> Ite
     """Yields a run for each task, model and seed."""
     for task, model in models:
         for seed in settings.seeds:
-            given: Result = {"model": repr(model.config), "version": model.version}
+            given: Result = {"model": described(model.config), "version": model.version}
             given |= {"steps": settings.recall_steps, "batch": _MORE * settings.batch}
             given |= {"lr": settings.lr, "data": task.digest}
 

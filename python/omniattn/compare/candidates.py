@@ -12,6 +12,7 @@ from typing import Any
 
 from omniattn.checks.arguments import shown
 from omniattn.compare.baselines import ModuleMixer, takes_width
+from omniattn.compare.cells import described
 from omniattn.compare.mixers import FULL, KINDS, Candidate, Frame, Kind, Place
 from omniattn.models import BlocksConfig, Decoder, ModelConfig
 from omniattn.modules import LayerConfig, Mixer
@@ -115,7 +116,7 @@ def _whole(model: ModelConfig) -> WholeModel:
             f"compare: models must be decoders, got the config {type(model).__qualname__}"
         )
     name = type(model).__qualname__.removesuffix("Config")
-    return WholeModel(name, (), repr(model), whole=model)
+    return WholeModel(name, (), described(model), whole=model)
 
 
 def _of_class(layer: type[Mixer]) -> Kind:

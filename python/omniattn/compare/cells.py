@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,28 @@ class Cell:
     def __str__(self) -> str:
         seed = f"seed {self.seed}"
         return ", ".join(word for word in (self.part, self.task, self.model, seed) if word)
+
+
+def described(value: Any) -> str:
+    """Formats a config by its type and the fields that differ from their defaults.
+
+    Stored results stay valid if a later version of a config gains a field, and in another process:
+    functions are given by their names, since their repr has an address.
+    """
+    if isinstance(value, tuple):
+        return f"({', '.join(map(described, value))})"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if not is_dataclass(value):
+        return repr(value)
+    given = []
+    for field in fields(value):
+        made = field.default_factory
+        usual = field.default if made is MISSING else made()
+        content = getattr(value, field.name)
+        if field.repr and content != usual:
+            given.append(f"{field.name}={described(content)}")
+    return f"{type(value).__qualname__}({', '.join(given)})"
 
 
 def read(folder: Path, cell: Cell) -> Result | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from omniattn.compare.budget import Sized
-from omniattn.compare.cells import Cell, Result
+from omniattn.compare.cells import Cell, Result, described
 from omniattn.compare.settings import Settings
 from omniattn.modules.base.state import parts_of
 
@@ -24,7 +24,7 @@ def cells(models: Sequence[Sized], settings: Settings) -> Iterator[Cell]:
     for model in models:
         for length in settings.decode_lengths:
             for seed in settings.seeds:
-                given: Result = {"model": repr(model.config), "version": model.version}
+                given: Result = {"model": described(model.config), "version": model.version}
 
                 def compute(model: Sized = model, length: int = length, seed: int = seed) -> Result:
                     return _decode(model, length, seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from omniattn.compare.budget import Sized
-from omniattn.compare.cells import Cell, Result
+from omniattn.compare.cells import Cell, Result, described
 from omniattn.compare.settings import Settings
 from omniattn.models import ModelConfig
 from omniattn.training import TextTask, TrainConfig, Trainer
@@ -47,7 +47,7 @@ def cells(models: Sequence[Sized], settings: Settings, task: TextTask) -> Iterat
     for model in models:
         for seed in settings.seeds:
             given = trained_for(settings, task) | {"steps": settings.steps}
-            given |= {"model": repr(model.config), "version": model.version}
+            given |= {"model": described(model.config), "version": model.version}
 
             def compute(model: Sized = model, seed: int = seed) -> Result:
                 return _train(model, settings, task, seed)

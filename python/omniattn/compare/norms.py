@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omniattn.compare.cells import Cell, Result
+from omniattn.compare.cells import Cell, Result, described
 from omniattn.compare.losses import train_config, trained_for, warmup_of
 from omniattn.compare.mixers import Frame
 from omniattn.compare.settings import Settings
@@ -121,7 +121,7 @@ def cells(frame: Frame, settings: Settings, task: TextTask) -> Iterator[Cell]:
         for warmup in WARMUPS:
             for seed in settings.seeds:
                 given = trained_for(settings, task) | {"steps": settings.norm_steps}
-                given |= {"frame": repr(frame)}
+                given |= {"frame": described(frame)}
 
                 def compute(
                     placement: str = placement, warmup: str = warmup, seed: int = seed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from omniattn.compare.cells import Cell, Result
+from omniattn.compare.cells import Cell, Result, described
 from omniattn.compare.losses import train_config, trained_for, warmup_of
 from omniattn.compare.mixers import Frame
 from omniattn.compare.recall import IGNORED
@@ -219,7 +219,7 @@ def cells(frame: Frame, settings: Settings, task_of: Callable[[int], TextTask]) 
     for encoding in ENCODINGS:
         for seed in settings.seeds:
             given = trained_for(settings, tasks[0]) | {"steps": settings.steps}
-            given |= {"frame": repr(frame), "test_lengths": settings.test_lengths}
+            given |= {"frame": described(frame), "test_lengths": settings.test_lengths}
 
             def compute(encoding: Encoding = encoding, seed: int = seed) -> Result:
                 return _train(encoding, frame, settings, tasks, seed)
