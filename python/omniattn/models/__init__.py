@@ -50,6 +50,7 @@ from omniattn.models.families.rwkv import (
     RWKV6Config,
     RWKV7Config,
 )
+from omniattn.models.families.rwkv_files import from_rwkv
 from omniattn.models.families.switch import SwitchTransformerConfig
 from omniattn.models.families.xlstm import XLSTMConfig
 from omniattn.models.families.zamba import ZambaConfig
@@ -184,6 +185,7 @@ __all__ = [
     "Zamba2Config",
     "ZambaConfig",
     "from_hf",
+    "from_rwkv",
     "generate",
     "hybrid_schedule",
     "layer_schedule",
