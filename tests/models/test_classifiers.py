@@ -31,7 +31,14 @@ MODELS = {
     "bert": SMALL["bert"],
     **{
         name: ENCODERS[name]
-        for name in ("roberta", "electra-discriminator", "deberta", "deberta-v2", "bigbird")
+        for name in (
+            "roberta",
+            "electra-discriminator",
+            "deberta",
+            "deberta-v2",
+            "bigbird",
+            "longformer",
+        )
     },
 }
 #: What transformers' heads for texts compute, other than that of decoders.
@@ -42,6 +49,7 @@ HEADS = {
     "deberta": "gelu",
     "deberta-v2": "gelu",
     "bigbird": "gelu_tanh",
+    "longformer": "tanh",
 }
 
 
@@ -62,7 +70,7 @@ def pair(config):
 
 
 def inputs(name):
-    padding = 1 if name == "roberta" else 0
+    padding = 1 if name in ("roberta", "longformer") else 0
     tokens, real = torch.randint(2, 97, (2, 33)), torch.ones(2, 33, dtype=torch.bool)
     real[1, 21:] = False
     return tokens.masked_fill(~real, padding), real, padding
@@ -187,8 +195,8 @@ def test_what_has_no_such_head_is_named():
             make()
     with pytest.raises(NotImplementedError, match="pool must be 'last' in transformers for Llama"):
         replace(texts("llama"), pool="mean").to_hf()
-    with pytest.raises(NotImplementedError, match="no such model of LongformerConfig"):
-        SequenceClassifierConfig(ENCODERS["longformer"]).to_hf()
+    with pytest.raises(NotImplementedError, match="no such model of BertClassifierConfig"):
+        SequenceClassifierConfig(SMALL["bert-classifier"]).to_hf()
     theirs = texts("llama").to_hf()
     theirs.problem_type = "regression"
     with pytest.raises(NotImplementedError, match="problem_type must be 'single_label_class"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from omniattn.models import DINOConfig
+from omniattn.models import DINOConfig, from_hf
 from omniattn.models.vision.self_distillation import koleo_loss, sinkhorn
 
 CONFIG = DINOConfig(
@@ -148,6 +148,34 @@ def test_schedules_are_those_of_the_paper():
     torch.testing.assert_close(model.teacher.class_token, before + 0.002)
     assert model.targets.progress == 0.5
     assert DINOConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, "ViTModel"),
+        ({"layer_scale": 0.5, "mask_token": True, "ibot": 0.5}, "Dinov2Model"),
+        ({"layer_scale": 0.5, "registers": 2, "interpolate": "antialias"}, "Dinov2WithRegisters"),
+    ],
+)
+@torch.no_grad()
+def test_the_teacher_is_a_model_of_transformers(options, kind):
+    torch.manual_seed(0)
+    mask = {"mask_token": True, "ibot": 0.5} if "registers" in options else {}
+    model = replace(CONFIG, drop_path_p=0.1, **options | mask).build(dtype=torch.float64).eval()
+    for parameter in model.teacher.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    theirs, images = model.to_hf(), torch.rand(2, 2, 16, 16, dtype=torch.float64)
+    assert type(theirs).__name__.startswith(kind)
+    torch.testing.assert_close(theirs(images).last_hidden_state[:, 0], model.teacher(images))
+    back = from_hf(theirs)
+    assert back.config == model.teacher.config
+    torch.testing.assert_close(back(images), model.teacher(images))
+
+
+def test_options_that_transformers_lacks_are_named():
+    with pytest.raises(NotImplementedError, match="DINOFeaturesConfig: mask_token must be False"):
+        replace(CONFIG, mask_token=True, ibot=0.5).build().to_hf()
 
 
 def test_wrong_crops_and_options_are_named():

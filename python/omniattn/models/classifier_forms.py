@@ -31,6 +31,7 @@ TEXTS = {
     "roberta": Form("classifier.out_proj", "classifier.dense", "tanh"),
     "electra": Form("classifier.out_proj", "classifier.dense", "gelu"),
     "big_bird": Form("classifier.out_proj", "classifier.dense", "gelu_tanh"),
+    "longformer": Form("classifier.out_proj", "classifier.dense", "tanh"),
     "deberta": Form("classifier", "pooler.dense", "gelu"),
     "deberta-v2": Form("classifier", "pooler.dense", "gelu"),
 }

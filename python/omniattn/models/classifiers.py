@@ -173,7 +173,8 @@ class SequenceClassifierConfig(HeadConfig):
         dropout_p: dropout before each linear layer of the head.
         init_std: standard deviation of the head's initial weights.
         pool: state of a text: that of its "first" token ([CLS]), of its "last" one that is no
-            padding (decoders), or their "mean" without padding.
+            padding (decoders), or their "mean" without padding. The first token of a Longformer is
+            then global, unless the call gives `global_index`.
         activation: "tanh", "gelu" or "gelu_tanh" to put a linear layer (dim, dim) and this
             activation before the last layer, None for none.
         bias: True for a bias of the last layer.
@@ -341,7 +342,10 @@ class SequenceClassifier(_Classifier):
 
     def pooled(self, tokens: Tensor, key_padding: Tensor | None = None, **options: Any) -> Tensor:
         """Returns one state (B, dim) of each text; arguments as in `forward`."""
-        x, pool = self.states(tokens, key_padding, options), self.config.pool
+        model, pool = self.config.model, self.config.pool
+        if isinstance(model, TextEncoderConfig) and model.first_is_global and pool == "first":
+            options.setdefault("global_index", torch.zeros_like(tokens[:, :1]))
+        x = self.states(tokens, key_padding, options)
         if pool == "first":
             return x[:, 0]
         if pool == "mean":

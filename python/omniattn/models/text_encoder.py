@@ -82,6 +82,8 @@ class TextEncoderConfig(EncoderConfig):
     activation: ClassVar[str] = "gelu"
     #: True if the token mixers take key_padding, as those with a pattern do.
     takes_key_padding: ClassVar[bool] = False
+    #: True if a classifier of texts makes their first token global by default.
+    first_is_global: ClassVar[bool] = False
     #: True if the dropout of the embeddings comes before their norm.
     drops_before_norm: ClassVar[bool] = False
 

@@ -57,6 +57,7 @@ class LongformerConfig(PaddedPositionsConfig):
         ),
     )
     takes_key_padding = True
+    first_is_global = True
 
     max_positions: Size = 4098
     window: int | tuple[int, ...] = 512

@@ -9,6 +9,7 @@ from omniattn.models.model import ModelConfig
 from omniattn.models.vision import (
     CLIPConfig,
     DeiTConfig,
+    DINOFeaturesConfig,
     Dinov2Config,
     Dinov2RegistersConfig,
     MAEConfig,
@@ -27,7 +28,7 @@ _GIANT: dict[str, Any] = {"dim": 1536, "num_layers": 40, "num_heads": 24, "gated
 
 _VIT = ViTConfig(**_IMAGES, **_BASE, patch=16)
 _DEIT = DeiTConfig(**_IMAGES, **_BASE, patch=16)
-_DINO = replace(_VIT, classes=0, interpolate="bicubic")
+_DINO = DINOFeaturesConfig(channels=3, image=224, **_BASE, patch=16)
 _MAE = MAEConfig(
     **_BASE, channels=3, image=224, patch=16, decoder_dim=512, decoder_layers=8, decoder_heads=16
 )

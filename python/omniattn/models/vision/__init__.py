@@ -3,7 +3,7 @@
 from omniattn.models.vision.classifier import Classifier, VisionConfig
 from omniattn.models.vision.clip import CLIP, CLIPConfig
 from omniattn.models.vision.deit import DeiT, DeiTConfig
-from omniattn.models.vision.dino import DINO, DINOConfig
+from omniattn.models.vision.dino import DINO, DINOConfig, DINOFeaturesConfig
 from omniattn.models.vision.dinov2 import (
     Dinov2ClassifierConfig,
     Dinov2Config,
@@ -23,6 +23,7 @@ __all__ = [
     "CLIPConfig",
     "Classifier",
     "DINOConfig",
+    "DINOFeaturesConfig",
     "DeiT",
     "DeiTConfig",
     "Dinov2ClassifierConfig",

@@ -4,20 +4,64 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.checks.arguments import require_choice, require_tensor
+from omniattn.models.hf import Counterpart
 from omniattn.models.model import Model
+from omniattn.models.vision.classifier import HF_FIXED, HF_WEIGHTS
+from omniattn.models.vision.dinov2 import Dinov2Config, Dinov2RegistersConfig
 from omniattn.models.vision.self_distillation import Targets, koleo_loss
-from omniattn.models.vision.vit import ViT, ViTConfig, require_options
+from omniattn.models.vision.vit import (
+    VIT_OPTIONS,
+    ViT,
+    ViTConfig,
+    only_plain,
+    require_options,
+    vit_weights,
+    without,
+)
 from omniattn.modules import Linear
 from omniattn.modules.base.fields import Positive, Probability, Size, SizeOrZero
 from omniattn.reference.precision import widen
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class DINOFeaturesConfig(ViTConfig):
+    """Sizes and options of a ViT without a head, as in the releases of DINO.
+
+    The model returns the normed class token.
+
+    Args:
+        dim, num_layers, num_heads: as in ViTConfig, also its other options.
+
+    Reference:
+        Caron et al., "Emerging Properties in Self-Supervised Vision Transformers", 2021, arXiv
+        2104.14294.
+    """
+
+    architecture = "dino-features"
+    hf = Counterpart(
+        "ViTModel",
+        {name: theirs for name, theirs in VIT_OPTIONS.items() if name != "classes"},
+        (*vit_weights(""), *HF_WEIGHTS),
+        fixed=HF_FIXED | {"intermediate_size": lambda c: 4 * c.dim},
+        conversions=(
+            only_plain(without("interpolate") | {"classes": 0, "interpolate": "bicubic"}),
+        ),
+        unused=r"^pooler",
+    )
+
+    classes: SizeOrZero = 0
+    interpolate: str | None = "bicubic"
 
 
 @dataclass(frozen=True)
@@ -80,6 +124,15 @@ class DINOConfig(ViTConfig):
         """Returns the share of the teacher that stays at a step, after a share of the training."""
         return 1 - (1 - self.momentum) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
+    @property
+    def features(self) -> ViTConfig:
+        """Config of the ViT alone: that of DINOv2 with factors per channel, else that of DINO."""
+        own = {field.name: getattr(self, field.name) for field in fields(ViTConfig)}
+        kind: type[ViTConfig] = DINOFeaturesConfig
+        if self.layer_scale is not None:
+            kind = Dinov2RegistersConfig if self.registers else Dinov2Config
+        return kind(**own)
+
     def build(  # type: ignore[override]
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> DINO:
@@ -125,6 +178,8 @@ class DINOOutput(NamedTuple):
 class DINO(Model):
     """Self-distillation without labels; after training, `teacher` maps images to features.
 
+    `teacher` is a model of its own, which can be saved and converted to transformers.
+
     The student's prediction for each crop learns the teacher's for each other global crop. The
     teacher is a moving average of the student: call `after_step` after each optimizer step, as the
     Trainer does.
@@ -156,9 +211,9 @@ class DINO(Model):
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = c = config
-        self.student, self.head = ViT(c, **factory), _Head(c, **factory)
+        self.student, self.head = ViT(c.features, **factory), _Head(c, **factory)
         # Masks and stochastic depth are the student's.
-        self.teacher = ViT(replace(c, drop_path_p=0.0), **factory)
+        self.teacher = ViT(replace(c.features, drop_path_p=0.0), **factory)
         self.teacher_head = _Head(c, **factory)
         self.targets = Targets(c.prototypes, c.centering, c.center_momentum, device=device)
         self.patch_head: _Head | None = None
@@ -193,6 +248,17 @@ class DINO(Model):
         for student, teacher in self._pairs():
             for new, old in zip(student.parameters(), teacher.parameters(), strict=True):
                 old.lerp_(new.detach(), 1 - kept)
+
+    def to_hf(self) -> PreTrainedModel:
+        """Converts the teacher, which gives the features, to transformers' ViTModel.
+
+        With factors per channel it becomes a Dinov2Model, and with registers a
+        Dinov2WithRegistersModel.
+
+        Raises:
+            NotImplementedError: transformers lacks an option.
+        """
+        return self.teacher.to_hf()
 
     def before_step(self, done: float) -> None:
         if done < self.config.frozen:
