@@ -114,6 +114,19 @@ def test_a_self_supervised_model_shows_its_probe(tmp_path, capsys):
     assert {f.name for f in out.iterdir()} == {"checkpoint.safetensors", "loss.png"}
 
 
+def test_instructions_train_from_a_file(tmp_path, capsys):
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
+    options = ["--task", "instructions", "--steps", 2, "--compare", 0]
+    assert train(out, *options, "--data", data) == 0
+    assert "nats per byte of an answer" in capsys.readouterr().out
+    assert (out / "sample.txt").read_text().startswith("1+1=[")
+    assert train(out, "--resume", "--steps", 3, "--compare", 0) == 0
+    assert saved_config(out / "checkpoint.safetensors").task == "instructions"
+    assert train(tmp_path / "no", *options) == 1
+    assert "instructions need a file with a JSON object in each line" in capsys.readouterr().err
+
+
 def test_augmentations_without_torchvision_are_named(tmp_path, capsys, monkeypatch):
     pytest.importorskip("sklearn")
     monkeypatch.setitem(sys.modules, "torchvision", None)

@@ -1,5 +1,7 @@
 """Instructions: labels, packing against padding, models of both kinds, LoRA, bad input."""
 
+import json
+
 import peft
 import pytest
 import torch
@@ -7,8 +9,9 @@ from small_presets import SMALL
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from omniattn.hf import OmniattnForCausalLM, patch
-from omniattn.models import PRESETS
-from omniattn.training import InstructionCollator
+from omniattn.models import PRESETS, BertConfig
+from omniattn.models import LlamaConfig as OwnLlamaConfig
+from omniattn.training import InstructionCollator, Instructions, TrainConfig, Trainer, task_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXAMPLES = [
@@ -150,3 +153,58 @@ def test_texts_are_encoded_apart():
 def test_bad_input_is_named(options, examples, text):
     with pytest.raises(ValueError, match=f"InstructionCollator: .*{text}"):
         InstructionCollator(**options)(examples)
+
+
+def written(tmp_path, lines):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_a_file_of_instructions_is_learned(tmp_path):
+    """Only answers have a loss, the held-out examples are left out, and the model answers."""
+    pairs = [{"prompt": f"{i % 5}+{i % 3}=", "answer": f"{i % 5 + i % 3}"} for i in range(45)]
+    task = Instructions.load(written(tmp_path, [json.dumps(pair) for pair in pairs]), 16)
+    assert task.held_out == pairs[::20] and len(task.train) == 42
+    tokens, targets = task.batch(8, 0, 3)
+    assert torch.equal(tokens, task.batch(8, 0, 3)[0])
+    assert not torch.equal(tokens, task.batch(8, 0, 4)[0])
+    answers = {bytes(row[row >= 0].tolist()) for row in targets}
+    assert answers <= {f"{i}\0".encode() for i in range(7)}
+    model = OwnLlamaConfig(vocab_size=256, dim=32, num_layers=1, num_heads=2, hidden_dim=64)
+    options = {"model": model, "steps": 60, "batch": 16, "lr": 1e-2, "task": "instructions"}
+    run = Trainer(TrainConfig(**options), task)
+    for _ in range(60):
+        run.train_step()
+    run.evaluate()
+    assert run.losses[-1] < 0.3 * run.losses[0] and run.held_out[-1]["right answers"] > 0.3
+    shown = task.sample(run.model, 0).splitlines()
+    assert [line.partition("[")[0] for line in shown] == [pair["prompt"] for pair in pairs[::20]]
+    assert all(line.endswith("]") for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (["{"], "line 1 is no JSON"),
+        (['{"prompt": "a", "answer": "b"}', "[1]"], r"line 2 must have the texts prompt and answ"),
+        (['{"prompt": "a", "answer": 1}'], "line 1 must have the texts prompt and answer"),
+        (['{"prompt": "a", "answer": "b"}'], "examples must be at least two, got 1"),
+        (['{"prompt": "abcdefg", "answer": "hi"}'] * 2, "at most max_length=9 tokens, got 10"),
+    ],
+)
+def test_files_that_hold_no_instructions_are_named(tmp_path, lines, text):
+    with pytest.raises(ValueError, match=text):
+        Instructions.load(written(tmp_path, lines), 8)
+
+
+def test_instructions_are_for_decoders():
+    assert task_of(OwnLlamaConfig(), "instructions") is Instructions
+    with pytest.raises(ValueError, match="got 'instruction'; did you mean 'instructions'"):
+        task_of(OwnLlamaConfig(), "instruction")
+    with pytest.raises(ValueError, match="must be that of a decoder for instructions, got BertC"):
+        task_of(BertConfig(), "instructions")
+    with pytest.raises(ValueError, match="task must be one of .*instructions.*, got task='chat'"):
+        TrainConfig(task="chat")
+    with pytest.raises(ValueError, match="instructions need a file with a JSON object in each"):
+        Instructions.load(None, 8)

@@ -71,6 +71,11 @@ def train(parser: argparse.ArgumentParser) -> None:
         help="TrainConfig or model config in a Python file, which is executed; other options "
         "override its fields (with --resume, only its model is used)",
     )
+    add(
+        "--task",
+        choices=["instructions"],
+        help="learn answers: --data FILE.jsonl has texts prompt and answer in each line",
+    )
     add("--steps", type=_positive, help="optimizer steps (default: 200)")
     add("--batch", type=_positive, help="examples per step (default: 8)")
     add("--length", type=_positive, help="tokens per example of text (default: 256)")

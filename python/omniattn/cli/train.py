@@ -22,7 +22,7 @@ from omniattn.cli.device import require_device
 from omniattn.cli.errors import CommandError, require, writing
 from omniattn.cli.plots import plot_load, plot_losses
 from omniattn.models import CheckpointError, ModelConfig
-from omniattn.training import TextTask, TrainConfig, Trainer, recipe_of, saved_config
+from omniattn.training import TrainConfig, Trainer, recipe_of, saved_config, task_of
 
 _RUNS = Path("runs")
 #: Out-of-memory messages of torch's CPU allocator, from torch's ops and from this package's.
@@ -183,7 +183,11 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
     config = _config(args, start, saved)
 
     model, name = config.model_config, config.model_name
-    reads_text = issubclass(recipe_of(model).task, TextTask)
+    try:
+        kind = task_of(model, config.task)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    reads_text = kind.items == "tokens"
     if args.length is not None and not reads_text:
         raise CommandError(f"{name} trains on images, which have no --length")
     if reads_text and model.longest is not None and config.length > model.longest:
@@ -192,7 +196,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
         )
     source = config.data or "default data"
     try:
-        task = recipe_of(model).task.load(Path(config.data) if config.data else None, config.length)
+        task = kind.load(Path(config.data) if config.data else None, config.length)
     except OSError as error:
         moved = "; give the new path of the run's data with --data" if args.resume else ""
         raise CommandError(f"cannot read {source}: {error.strerror or error}{moved}") from error

@@ -1,6 +1,7 @@
 """Training: tasks with their data, parts of recipes, fine-tuning and the trainer."""
 
 from omniattn.functional._keywords import explain_keywords
+from omniattn.training.answers import Instructions
 from omniattn.training.augment import Augment
 from omniattn.training.captions import CaptionedShapes
 from omniattn.training.images import CroppedDigits, DistilledDigits, MaskedDigits
@@ -13,7 +14,7 @@ from omniattn.training.optimizer import (
     warmup_cosine,
 )
 from omniattn.training.probes import linear_probe, nearest_neighbors
-from omniattn.training.recipes import Recipe, recipe_of
+from omniattn.training.recipes import Recipe, recipe_of, task_of
 from omniattn.training.recompute import recompute_blocks
 from omniattn.training.tasks import (
     Batch,
@@ -40,6 +41,7 @@ __all__ = [
     "Digits",
     "DistilledDigits",
     "InstructionCollator",
+    "Instructions",
     "LanguageModeling",
     "MaskedDigits",
     "MaskedLanguageModeling",
@@ -60,6 +62,7 @@ __all__ = [
     "recipe_of",
     "recompute_blocks",
     "saved_config",
+    "task_of",
     "warmup_cosine",
 ]
 

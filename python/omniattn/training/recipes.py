@@ -15,6 +15,8 @@ from omniattn.models import (
 )
 from omniattn.models.bert import MaskedConfig
 from omniattn.models.vision import CLIPConfig, DeiTConfig, DINOConfig, MAEConfig, VisionConfig
+from omniattn.suggestions import did_you_mean
+from omniattn.training.answers import Instructions
 from omniattn.training.captions import CaptionedShapes
 from omniattn.training.images import CroppedDigits, DistilledDigits, MaskedDigits
 from omniattn.training.tasks import (
@@ -67,3 +69,27 @@ def recipe_of(config: ModelConfig) -> Recipe:
     raise ValueError(
         f"recipe_of: config must be one of {known} or derived from it, got {type(config).__name__}"
     )
+
+
+#: Tasks of decoders by name, in place of that of their recipe.
+TASKS: dict[str, type[Task]] = {"instructions": Instructions}
+
+
+def task_of(config: ModelConfig, name: str | None = None) -> type[Task]:
+    """Returns the task of a model: that of its recipe, or one of TASKS by its name.
+
+    Raises:
+        ValueError: an unknown name, or a named task for a model that is no decoder.
+    """
+    if name is None:
+        return recipe_of(config).task
+    if name not in TASKS:
+        raise ValueError(
+            f"task_of: name must be one of {', '.join(TASKS)}, got {name!r}"
+            f"{did_you_mean(name, TASKS)}"
+        )
+    if not isinstance(config, Decoder.Config):
+        raise ValueError(
+            f"task_of: config must be that of a decoder for {name}, got {type(config).__name__}"
+        )
+    return TASKS[name]

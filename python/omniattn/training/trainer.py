@@ -27,6 +27,7 @@ from omniattn.modules.base.layer import check_fields
 from omniattn.suggestions import did_you_mean
 from omniattn.training.augment import Augment
 from omniattn.training.optimizer import clip_gradients, parameter_groups, warmup_cosine
+from omniattn.training.recipes import TASKS
 from omniattn.training.recompute import recompute_blocks
 from omniattn.training.tasks import Batch, Digits, Task, targets_of
 
@@ -52,6 +53,7 @@ class TrainConfig(Fields):
             that of the whole batch, except for losses of routers, which see the parts.
         recompute: keep only the input of each block for the backward, see `recompute_blocks`.
         data: path of a file or folder; None: data found on every machine.
+        task: "instructions" for answers to the prompts of a file; None: task of the architecture.
     """
 
     model: str | ModelConfig = "llama"
@@ -73,6 +75,7 @@ class TrainConfig(Fields):
     accumulate: Size = 1
     recompute: bool = False
     data: str | None = None
+    task: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, ModelConfig) and self.model not in tuple(PRESETS):
@@ -81,6 +84,8 @@ class TrainConfig(Fields):
                 f"got model={shown(self.model)}{did_you_mean(self.model, PRESETS)}"
             )
         check_fields(self)
+        if self.task is not None:
+            require_choice("TrainConfig", "task", self.task, tuple(TASKS))
         require_choice("TrainConfig", "dtype", self.dtype, tuple(DTYPES))
         if self.accumulate > self.batch:
             raise ValueError(
