@@ -204,7 +204,7 @@ def test_instructions_are_for_decoders():
         task_of(OwnLlamaConfig(), "instruction")
     with pytest.raises(ValueError, match="must be that of a decoder for instructions, got BertC"):
         task_of(BertConfig(), "instructions")
-    with pytest.raises(ValueError, match="task must be one of .*instructions.*, got task='chat'"):
+    with pytest.raises(ValueError, match=r"task must be one of .*instructions.*, got task='chat'"):
         TrainConfig(task="chat")
     with pytest.raises(ValueError, match="instructions need a file with a JSON object in each"):
         Instructions.load(None, 8)
