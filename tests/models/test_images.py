@@ -17,6 +17,7 @@ from omniattn.models import (
     Dinov2RegistersConfig,
     Model,
     PVTConfig,
+    PVTv2Config,
     SwinConfig,
     ViTConfig,
     from_hf,
@@ -24,6 +25,10 @@ from omniattn.models import (
 from omniattn.models.vision.losses import distillation_loss
 
 _VIT = {"channels": 3, "image": 32, "patch": 8, "dim": 48, "num_layers": 2, "num_heads": 4}
+_PYRAMID = {
+    **{"channels": 3, "image": 32, "patch": 4, "dims": (16, 32, 48), "depths": (1, 2, 1)},
+    **{"heads": (1, 2, 4), "mlp_ratios": (2, 3, 4)},
+}
 VIT = ViTConfig(**_VIT)
 MODELS = {
     "vit": VIT,
@@ -35,9 +40,10 @@ MODELS = {
     "dinov2-classifier": Dinov2ClassifierConfig(**_VIT, classes=7),
     "dinov2-registers": Dinov2RegistersConfig(**_VIT, registers=3),
     "dinov2-registers-classifier": Dinov2RegistersClassifierConfig(**_VIT, classes=7, gated=True),
-    "pvt": PVTConfig(
-        **{"channels": 3, "image": 32, "patch": 4, "dims": (16, 32, 48), "depths": (1, 2, 1)},
-        **{"heads": (1, 2, 4), "sr_ratios": (4, 2, 1), "mlp_ratios": (2, 3, 4)},
+    "pvt": PVTConfig(**_PYRAMID, sr_ratios=(4, 2, 1)),
+    "pvt-v2": PVTv2Config(**_PYRAMID, sr_ratios=(4, 2, 1)),
+    "pvt-v2-linear": PVTv2Config(
+        **_PYRAMID, sr_ratios=(2, 2, 2), linear_attention=True, qkv_bias=False
     ),
     "swin": SwinConfig(channels=3, image=32, patch=4, dim=24, depths=(2, 1), heads=(2, 3)),
 }
@@ -91,7 +97,7 @@ def test_outputs_loss_and_gradients_are_those_of_transformers(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["dino", "dinov2", "dinov2-registers"])
+@pytest.mark.parametrize("name", ["dino", "dinov2", "dinov2-registers", "pvt-v2", "pvt-v2-linear"])
 def test_positions_of_other_sizes_are_those_of_transformers(name):
     ours, theirs = pair(MODELS[name])
     for rows, columns in ((48, 64), (24, 40)):
@@ -145,6 +151,12 @@ def test_feature_maps_are_the_hidden_states_of_transformers():
     torch.testing.assert_close(ours.forward_features(images), want.last_hidden_state)
     normed = ours.feature_maps(images, [2], norm=True)[0]
     torch.testing.assert_close(normed.flatten(2).mT, want.last_hidden_state[:, 1:])
+
+    ours, theirs = pair(MODELS["pvt-v2"])
+    states = theirs.pvt_v2(images, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(ours.feature_maps(images, norm=True), list(states))
+    assert [m.shape[1:] for m in states] == [(16, 8, 8), (32, 4, 4), (48, 2, 2)]
+    torch.testing.assert_close(ours.forward_features(images), states[-1].flatten(2).mT)
 
     ours, theirs = pair(MODELS["dinov2"])
     theirs.config.set_output_features_output_indices(out_indices=[1, 2], out_features=None)
@@ -244,6 +256,7 @@ def test_deit_returns_the_loss_and_both_logits():
         ("dinov2", "mlp_ratio", 2),
         ("dinov2", "drop_path_rate", 0.1),
         ("pvt", "hidden_act", "relu"),
+        ("pvt-v2", "hidden_act", "relu"),
     ],
 )
 def test_options_that_are_absent_here_are_named(name, option, value):
@@ -265,6 +278,12 @@ def test_wrong_sizes_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             replace(MODELS["pvt"], **{option: value})
+    theirs = MODELS["pvt-v2"].to_hf()
+    theirs.patch_sizes = [5, 3, 3]
+    with pytest.raises(NotImplementedError, match=r"strides must be 2 .* and patch_sizes 2 stride"):
+        PVTv2Config.from_hf(theirs)
+    with pytest.raises(ValueError, match="PVTv2Config: depths must have one number for each stage"):
+        PVTv2Config(depths=(1,))
     with pytest.raises(ValueError, match="PVT: images must have 8 x 8 patches"):
         MODELS["pvt"].build()(torch.ones(1, 3, 64, 64))
 

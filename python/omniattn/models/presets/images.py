@@ -14,6 +14,7 @@ from omniattn.models.vision import (
     Dinov2RegistersConfig,
     MAEConfig,
     PVTConfig,
+    PVTv2Config,
     SwinConfig,
     ViTConfig,
 )
@@ -64,6 +65,16 @@ _PVT = PVTConfig(
     sr_ratios=(8, 4, 2, 1),
     mlp_ratios=(8, 8, 4, 4),
 )
+_PVT_V2 = PVTv2Config(
+    **_IMAGES,
+    patch=4,
+    dims=(64, 128, 320, 512),
+    depths=(2, 2, 2, 2),
+    heads=(1, 2, 5, 8),
+    sr_ratios=(8, 4, 2, 1),
+    mlp_ratios=(8, 8, 4, 4),
+    norm_eps=1e-6,
+)
 _DINOV2_SIZES = {"small": _SMALL, "base": _BASE, "large": _LARGE, "giant": _GIANT}
 
 IMAGES: dict[str, ModelConfig] = {
@@ -102,4 +113,11 @@ IMAGES: dict[str, ModelConfig] = {
     "pvt-small": replace(_PVT, depths=(3, 4, 6, 3)),
     "pvt-medium": replace(_PVT, depths=(3, 4, 18, 3)),
     "pvt-large": replace(_PVT, depths=(3, 8, 27, 3)),
+    "pvt-v2-b0": replace(_PVT_V2, dims=(32, 64, 160, 256)),
+    "pvt-v2-b1": _PVT_V2,
+    "pvt-v2-b2": replace(_PVT_V2, depths=(3, 4, 6, 3)),
+    "pvt-v2-b2-linear": replace(_PVT_V2, depths=(3, 4, 6, 3), linear_attention=True),
+    "pvt-v2-b3": replace(_PVT_V2, depths=(3, 4, 18, 3)),
+    "pvt-v2-b4": replace(_PVT_V2, depths=(3, 8, 27, 3)),
+    "pvt-v2-b5": replace(_PVT_V2, depths=(3, 6, 40, 3), mlp_ratios=(4, 4, 4, 4)),
 }

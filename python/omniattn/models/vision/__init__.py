@@ -12,6 +12,7 @@ from omniattn.models.vision.dinov2 import (
 )
 from omniattn.models.vision.mae import MAE, MAEConfig
 from omniattn.models.vision.pvt import PVT, PVTConfig
+from omniattn.models.vision.pvt_v2 import PVTv2, PVTv2Config
 from omniattn.models.vision.swin import Swin, SwinConfig
 from omniattn.models.vision.vit import ViT, ViTConfig
 
@@ -32,6 +33,8 @@ __all__ = [
     "Dinov2RegistersConfig",
     "MAEConfig",
     "PVTConfig",
+    "PVTv2",
+    "PVTv2Config",
     "Swin",
     "SwinConfig",
     "ViT",

@@ -1,4 +1,4 @@
-"""Spatial-reduction attention (PVT): attention to a downsampled image."""
+"""Spatial-reduction attention (PVT, PVT v2): attention to a downsampled image."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.checks.arguments import require_tensor
-from omniattn.modules.base.fields import Backend, Epsilon, Probability, Size
+from omniattn.modules.base.fields import Backend, Epsilon, Probability, Size, SizeOrZero
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
@@ -21,6 +21,8 @@ class SpatialReductionAttention(Layer):
 
     ``y = W_o softmax(scale q k^T) v`` with q from x, k and v from ``LN(conv(x))``. The convolution
     is R x R with stride R and no padding, so keys exclude rows and columns beyond a multiple of R.
+    With `pool`, k and v are from ``gelu(LN(conv(mean(x))))`` instead, where the means are those of
+    the parts of a grid of pool x pool, and the convolution is 1 x 1 (linear attention of PVT v2).
 
     Args:
         config: sizes and options.
@@ -28,10 +30,12 @@ class SpatialReductionAttention(Layer):
 
     Shape:
         x (B, height, width, dim) -> the same shape.
-        Parameters, named as in the release: q, kv, sr, norm (both only with sr_ratio > 1), proj.
+        Parameters, named as in the release: q, kv, sr, norm (both only with sr_ratio > 1 or pool),
+        proj.
 
     Reference:
-        Wang et al., Pyramid Vision Transformer, 2021, arXiv 2102.12122.
+        Wang et al., Pyramid Vision Transformer, 2021, arXiv 2102.12122; pool: Wang et al., PVT v2,
+        2021, arXiv 2106.13797.
 
     Example:
         >>> config = SpatialReductionAttention.Config(dim=8, num_heads=2, sr_ratio=2)
@@ -41,7 +45,11 @@ class SpatialReductionAttention(Layer):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Sizes and options: `sr_ratio` is R, 1 for no reduction; `bias` applies to q, k and v."""
+        """Sizes and options: `sr_ratio` is R, 1 for no reduction; `bias` applies to q, k and v.
+
+        Args:
+            pool: side of the grid of keys, 0 to reduce them by sr_ratio.
+        """
 
         dim: Size
         num_heads: Size
@@ -51,6 +59,7 @@ class SpatialReductionAttention(Layer):
         dropout_p: Probability = 0.0
         init_std: float = 0.02
         backend: Backend = None
+        pool: SizeOrZero = 0
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -76,20 +85,29 @@ class SpatialReductionAttention(Layer):
         self.q = linear(c.dim, c.bias)
         self.kv = linear(2 * c.dim, c.bias)
         self.proj = linear(c.dim, True)
-        if c.sr_ratio > 1:
-            self.sr = nn.Conv2d(
-                c.dim, c.dim, c.sr_ratio, stride=c.sr_ratio, device=device, dtype=dtype
-            )
+        if self._reduces:
+            side = 1 if c.pool else c.sr_ratio
+            self.sr = nn.Conv2d(c.dim, c.dim, side, stride=side, device=device, dtype=dtype)
             norm = LayerNorm.Config(c.dim, c.norm_eps, backend=c.backend)
             self.norm = LayerNorm(norm, device=device, dtype=dtype)
+
+    @property
+    def _reduces(self) -> bool:
+        return self.config.sr_ratio > 1 or self.config.pool > 0
+
+    def _reduced(self, x: Tensor) -> Tensor:
+        """Returns the tokens of keys and values."""
+        maps, pool = x.permute(0, 3, 1, 2), self.config.pool
+        if pool:
+            maps = nn.functional.adaptive_avg_pool2d(maps, pool)
+        y: Tensor = self.norm(self.sr(maps).permute(0, 2, 3, 1).contiguous())
+        return nn.functional.gelu(y) if pool else y
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x (B, height, width, dim) to the same shape."""
         c = self.config
         require_tensor("SpatialReductionAttention", "x", x)
-        source = x
-        if c.sr_ratio > 1:
-            source = self.norm(self.sr(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).contiguous())
+        source = self._reduced(x) if self._reduces else x
         q = self.q(x.flatten(1, 2)).unflatten(-1, (c.num_heads, -1))
         k, v = self.kv(source.flatten(1, 2)).unflatten(-1, (2, c.num_heads, -1)).unbind(2)
         out = functional.attention(
