@@ -214,6 +214,28 @@ def test_generate_takes_any_model_with_the_methods(model):
     assert out[0, 4:].tolist() == [2, 1, 2, 3]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("axes", [{"sections": (1, 2, 1)}, {"num_axes": 2}])
+def test_positions_of_several_coordinates(axes):
+    """Time, height and width of M-RoPE, rows and columns of 2-D RoPE: only differences count."""
+    torch.manual_seed(0)
+    block = DecoderBlock.Config(Attention.Config(24, 3, init_std=0.5), MLP, NORM)
+    rope = RotaryEmbedding.Config(8, **axes)
+    model = BlocksConfig(61, 24, 2, blocks=(block,), rope=rope, init_std=0.5).build()
+    tokens, count = torch.randint(61, (2, 6)), len(axes.get("sections", (1, 1)))
+    positions = torch.randint(9, (count, 2, 6))
+    full = model(tokens, positions=positions)
+    moved = positions + torch.arange(3, 3 + count)[:, None, None]
+    torch.testing.assert_close(model(tokens, positions=moved), full, rtol=1e-4, atol=1e-4)
+    assert (model(tokens, positions=positions.flip(0)) - full).abs().max() > 0.1
+    state = model.new_state(2, 6)
+    steps = [
+        model(tokens[:, a:b], positions=positions[..., a:b], state=state)
+        for a, b in ((0, 3), (3, 4), (4, 6))
+    ]
+    torch.testing.assert_close(torch.cat(steps, 1), full, rtol=1e-4, atol=1e-4)
+
+
 def test_a_hybrid_goes_into_files(model, tmp_path):
     assert BlocksConfig.from_dict(json.loads(json.dumps(HYBRID.to_dict()))) == HYBRID
     with pytest.raises(ValueError, match="class is defined, got type='Median'"):

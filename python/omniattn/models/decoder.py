@@ -316,8 +316,9 @@ class Decoder(Model, Stateful):
         Args:
             tokens: (B, T) int, or jagged (B, j): sequences of any lengths without padding.
             targets: as tokens, already shifted by one; -100 is ignored.
-            positions: (T,) or (B, T) int, or (total,) for a jagged tensor; default: counted from
-                the start of each sequence, or on from the state.
+            positions: (T,) or (B, T) int, or (total,) for a jagged tensor; (axes, B, T) if the
+                rotary embedding has several coordinates; default: counted from the start of each
+                sequence, or on from the state.
             mask: boolean, True = attend, broadcastable to (B, heads, T, past + T); or a mask of
                 `functional.masks`, for recurrences KeyPadding or KeyLengths; or, if all layers
                 are attention, a mask_mod of `functional.attention`.
