@@ -33,6 +33,34 @@ class Measured(NamedTuple):
     tensor: str
 
 
+class References(NamedTuple):
+    """Results of the eager form and, in fp64, of the reference; they depend on no kernel.
+
+    `incoming` are the gradients that enter the backward.
+    """
+
+    outputs: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None
+    gradients: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None
+    incoming: tuple[Tensor, ...]
+
+
+def references(
+    spec: OpSpec, case: Case, dtype: torch.dtype, pass_: Pass = "forward+backward"
+) -> References:
+    """Computes the results that a call of the case is compared with, on the CPU."""
+    call = spec.call(case, dtype, device=torch.device("cpu"))
+    eager, exact = spec.eager or spec.reference, call.to(torch.float64)
+    outputs = gradients = None
+    incoming: tuple[Tensor, ...] = ()
+    if pass_ != "backward":
+        outputs = call.run(eager), exact.run(spec.reference)
+    if pass_ != "forward" and call.differentiable:
+        incoming = output_gradients(call.run(spec.reference))
+        wide = tuple(g.double() for g in incoming)
+        gradients = call.gradients(eager, incoming), exact.gradients(spec.reference, wide)
+    return References(outputs, gradients, incoming)
+
+
 def measure_error(
     spec: OpSpec,
     case: Case,
@@ -46,34 +74,29 @@ def measure_error(
 
     "forward+backward" measures both. Raises AssertionError if shapes or dtypes differ.
     """
+    return _measure(spec, case, dtype, references(spec, case, dtype, pass_), layout, function)
+
+
+def _measure(
+    spec: OpSpec,
+    case: Case,
+    dtype: torch.dtype,
+    wanted: References,
+    layout: Layout = "contiguous",
+    function: Function | None = None,
+) -> Measured:
+    """Measures the passes that `wanted` has results of."""
     function = function or spec.function
-    eager = spec.eager or spec.reference
+    call = spec.call(case, dtype, layout)
     results: list[Measured] = []
-    strided = spec.call(case, dtype, layout)
-    call = spec.call(case, dtype, device=torch.device("cpu"))
-    exact = call.to(torch.float64)
-    if pass_ != "backward":
-        truth = exact.run(spec.reference)
-        results += _compare(
-            spec,
-            case,
-            dtype,
-            {f"output {i}": OUTPUT_FACTOR for i in range(len(truth))},
-            strided.run(function),
-            call.run(eager),
-            truth,
-        )
-    if pass_ != "forward" and call.differentiable:
-        grads = output_gradients(call.run(spec.reference))
-        results += _compare(
-            spec,
-            case,
-            dtype,
-            {f"gradient of {name}": spec.factor_of(name) for name in call.differentiable},
-            strided.gradients(function, tuple(g.to(current_device()) for g in grads)),
-            call.gradients(eager, grads),
-            exact.gradients(spec.reference, tuple(g.double() for g in grads)),
-        )
+    if wanted.outputs is not None:
+        factors = {f"output {i}": OUTPUT_FACTOR for i in range(len(wanted.outputs[1]))}
+        results += _compare(spec, case, dtype, factors, call.run(function), *wanted.outputs)
+    if wanted.gradients is not None:
+        factors = {f"gradient of {name}": spec.factor_of(name) for name in call.differentiable}
+        incoming = tuple(g.to(current_device()) for g in wanted.incoming)
+        found = call.gradients(function, incoming)
+        results += _compare(spec, case, dtype, factors, found, *wanted.gradients)
     return max(results, key=lambda m: m.error / m.budget if m.budget else m.error)
 
 
@@ -125,7 +148,21 @@ def assert_within_budget(
     layout: Layout = "contiguous",
     function: Function | None = None,
 ) -> None:
-    m = measure_error(spec, case, dtype, pass_, layout=layout, function=function)
+    wanted = references(spec, case, dtype, pass_)
+    assert_as_exact(spec, case, dtype, wanted, layout=layout, function=function)
+
+
+def assert_as_exact(
+    spec: OpSpec,
+    case: Case,
+    dtype: torch.dtype,
+    wanted: References,
+    *,
+    layout: Layout = "contiguous",
+    function: Function | None = None,
+) -> None:
+    """Requires errors within budget of `references(...)`, which several calls can share."""
+    m = _measure(spec, case, dtype, wanted, layout, function)
     assert m.error <= m.budget, (
         f"{spec.name}[{case.name}] {dtype}: {m.tensor} must be within {m.budget:.3g} of fp64, "
         f"got {m.error:.3g}"

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omniattn.testing.autocast import KEPT, LEADERS, rule_of
 from omniattn.testing.environment import current_device, isa, isas, threads
-from omniattn.testing.errors import assert_same, assert_within_budget
+from omniattn.testing.errors import assert_as_exact, assert_same, assert_within_budget, references
 from omniattn.testing.memory import LAYOUTS, poisoned_memory
 from omniattn.testing.spec import Call, Case, Function, OpSpec, output_gradients
 from omniattn.testing.wanted import wanted_gradients
@@ -158,9 +158,10 @@ def deterministic(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
 
 def every_isa(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
     """Every instruction set of this machine is within budget."""
+    wanted = references(spec, case, dtype)
     for name in isas():
         with isa(name):
-            assert_within_budget(spec, case, dtype)
+            assert_as_exact(spec, case, dtype, wanted)
 
 
 def compiled(spec: OpSpec, case: Case, dtype: torch.dtype) -> None:
