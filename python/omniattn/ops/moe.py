@@ -43,7 +43,8 @@ def _decode(act: int, gate: int, clamp: list[float]) -> dict[str, Any]:
         options = {"activation": CLAMPED, "alpha": clamp[0], "limit": clamp[1]}
     else:
         names = {value: name for name, value in ACTIVATIONS.items() if name != CLAMPED}
-        options = {"activation": names[act, gate != _NO_GATE]}
+        # Not names[act, gate != _NO_GATE]: torch.compile of torch 2.14 has no guard for such keys.
+        options = {"activation": names[act, True] if gate != _NO_GATE else names[act, False]}
     return options | {"interleaved": gate == _INTERLEAVED}
 
 
