@@ -28,7 +28,7 @@ def test_batches_of_digits_depend_on_seed_and_step():
     pytest.importorskip("sklearn")
     shapes = {
         MaskedDigits: [(5, 1, 8, 8), (5, 16)],
-        CroppedDigits: [(5, 2, 1, 8, 8), (5, 4, 1, 4, 4)],
+        CroppedDigits: [(5, 2, 1, 8, 8), (5, 4, 1, 6, 6)],
         DistilledDigits: [(5, 1, 8, 8), (5,), (5, 10)],
     }
     for kind, expected in shapes.items():
@@ -144,13 +144,13 @@ FIGURES = {
     "dino": ("nearest neighbours", 0.7),
     "deit": ("accuracy", 0.9),
 }
-#: Their features of digits are no better than those before the training, which reach 0.8.
+#: Its features of digits are no better than those before the training, which reach 0.86.
 UNMET = pytest.mark.xfail(reason="the recipe does not improve the features yet")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=UNMET if n in ("mae", "dino") else ()) for n in FIGURES]
+    "name", [pytest.param(n, marks=UNMET if n == "mae" else ()) for n in FIGURES]
 )
 def test_training_reaches_its_figure(name):
     config = TRAINED[name]

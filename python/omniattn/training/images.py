@@ -73,7 +73,7 @@ class MaskedDigits(_Unlabelled):
 
 
 class CroppedDigits(_Unlabelled):
-    """Two large crops (B, 2, 1, 8, 8) and four small ones (B, 4, 1, 4, 4) of each digit.
+    """Two large crops (B, 2, 1, 8, 8) and four small ones (B, 4, 1, 6, 6) of each digit.
 
     The metric is the accuracy of nearest neighbours by the teacher's features.
     """
@@ -106,8 +106,8 @@ class CroppedDigits(_Unlabelled):
         return crops.unflatten(0, (-1, count))
 
     def _views(self, images: Tensor, seed: int, step: int) -> Batch:
-        large = self._crops(images, 2, 8, (0.7, 1.05), (seed, step, 2))
-        small = self._crops(images, self.small, 4, (0.4, 0.7), (seed, step, 3))
+        large = self._crops(images, 2, 8, (0.8, 1.05), (seed, step, 2))
+        small = self._crops(images, self.small, 6, (0.5, 0.8), (seed, step, 3))
         return large, small
 
     def batch(self, size: int, seed: int, step: int) -> Batch:

@@ -52,7 +52,13 @@ _RECIPES: dict[type, Recipe] = {
     DeiTConfig: Recipe(DistilledDigits, {"batch": 64}),
     MAEConfig: Recipe(MaskedDigits, {"batch": 128, "steps": 600}),
     CLIPConfig: Recipe(CaptionedShapes, {"batch": 64, "steps": 300}),
-    DINOConfig: Recipe(CroppedDigits, {"batch": 64, "steps": 400, "clip": 3.0, "clip_each": True}),
+    DINOConfig: Recipe(
+        CroppedDigits,
+        {
+            **{"batch": 32, "steps": 300, "lr": 1e-3, "min_lr": 1e-5},
+            **{"clip": 3.0, "clip_each": True},
+        },
+    ),
 }
 
 

@@ -237,6 +237,12 @@ TRAINED: dict[str, ModelConfig] = {
     "mae": MAEConfig(),
     "clip": CLIPConfig(channels=3, image=16, patch=4, vocab_size=257, context=48, text_layers=2),
     "dino": DINOConfig(
-        init_std=0.1, head_dim=128, bottleneck=32, prototypes=256, momentum=0.98, warmup=0.3
+        init_std=0.1,
+        head_dim=128,
+        bottleneck=32,
+        prototypes=64,
+        momentum=0.98,
+        warmup=0.3,
+        centering="sinkhorn",
     ),
 }
