@@ -271,6 +271,57 @@ def delta_rule(
     return GATED_DELTA_RULE(q, k, v, torch.zeros_like(beta), beta, **options)
 
 
+def gated_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Computes the gated delta rule of transformers, with a token for each update."""
+    lacks(cu_seqlens=cu_seqlens is not None, decays=g is None or g.ndim == 4)
+    assert g is not None
+    n = k.shape[2]
+    q, g = F.pad(q[:, :, None], (0, 0, 0, 0, n - 1, 0)), F.pad(g[:, :, None], (0, 0, 0, n - 1))
+    o, state = GATED_DELTA_RULE(*(t.flatten(1, 2) for t in (q, k, v, g, beta)), **options)
+    return o[:, n - 1 :: n], state
+
+
+def comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    l2norm: bool = False,
+    erase_decayed: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    lacks(l2norm=l2norm, heads=g.ndim == 3, erase_decayed=erase_decayed)
+    beta = beta[..., None]
+    return dplr_delta_rule(q, k, beta * v, beta * p, -k, g, **options)
+
+
+def gated_delta_rule_2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    *,
+    l2norm: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    lacks(l2norm=l2norm, heads=g.ndim == 3)
+    return dplr_delta_rule(q, k, w * v, g.exp() * b * k, -k, g, **options)
+
+
 BASELINES = {
     "linear_attention": {"aten": linear_attention, "compiled": compiled(linear_attention)},
     "gated_linear_attention": {"aten": gated, "compiled": compiled(gated)},
@@ -281,5 +332,8 @@ BASELINES = {
     "rwkv6": {"aten": rwkv6, "compiled": compiled(rwkv6)},
     "rwkv7": {"aten": rwkv7, "compiled": compiled(rwkv7)},
     "gated_delta_rule": {"hf": GATED_DELTA_RULE},
+    "comba": {"aten": comba},
+    "gated_delta_rule_2": {"aten": gated_delta_rule_2},
+    "gated_delta_product": {"hf": gated_delta_product},
     "kimi_delta_attention": {"hf": KIMI_DELTA_ATTENTION},
 }

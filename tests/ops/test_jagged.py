@@ -181,6 +181,17 @@ RECURRENT = {
         (q, k, v),
         {"g": gate_of(q, 2, 4), "beta": like(q, 2), "l2norm": True},
     ),
+    "gated_delta_product": lambda q, k, v: (
+        F.gated_delta_product,
+        (q, like(q, 2, 2, 4), like(q, 2, 2, 4), gate_of(q, 2), like(q, 2, 2)),
+        {"l2norm": True},
+    ),
+    "comba": lambda q, k, v: (F.comba, (q, k, v, q, gate_of(q, 2), like(q, 2)), {}),
+    "gated_delta_rule_2": lambda q, k, v: (
+        F.gated_delta_rule_2,
+        (q, k, v, gate_of(q, 2, 4), like(q, 2, 4), like(q, 2, 4)),
+        {"l2norm": True},
+    ),
     "dplr_delta_rule": lambda q, k, v: (F.dplr_delta_rule, (q, k, v, q, k, gate_of(q, 2)), {}),
     "rwkv6": lambda q, k, v: (F.rwkv6, (q, k, v, gate_of(q, 2, 4), constant), {}),
     "rwkv6-constant": lambda q, k, v: (F.rwkv6, (q, k, v, constant, constant), {}),

@@ -30,6 +30,9 @@ def tensors() -> dict[str, torch.Tensor]:
         "beta": torch.rand(B, T, H),
         "a": -unit,
         "b": unit * torch.rand(B, T, H, 1),
+        "p": unit,
+        "erased": torch.rand(B, T, H, K),
+        "written": torch.rand(B, T, H, V),
         "u": torch.randn(H, K),
         "positive q": q.exp(),
         "positive k": k.exp(),
@@ -53,11 +56,18 @@ FINAL = {"output_final_state": True}
 DELTA = ("q", "k", "v", "g", "beta")
 KDA = ("q", "k", "v", "gk", "beta")
 IPLR, DPLR = ("q", "k", "v", "a", "b"), ("q", "k", "v", "a", "b", "gk")
+COMBA = ("q", "k", "v", "p", "g", "beta")
+COMBA_STEPS = ("q", "k", "v", "p", "beta", "g")
+GATES = ("q", "k", "v", "gk", "erased", "written")
 POSITIVE = ("positive q", "positive k", "v")
 
 
 def iplr(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *low: torch.Tensor) -> Any:
     return compat.chunk_iplr_delta_rule(q, k, v, *low, output_final_state=True)
+
+
+def comba(*given: torch.Tensor) -> Any:
+    return F.comba(*given, erase_decayed=True)
 
 
 def based(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -146,6 +156,9 @@ CASES = [
         POSITIVE,
         FINAL | {"normalize": True},
     ),
+    Naive("comba", "naive_recurrent_comba", COMBA_STEPS, comba, COMBA, FINAL),
+    Naive("comba", "naive_chunk_comba", COMBA, F.comba, COMBA, FINAL),
+    Naive("gdn2", "naive_recurrent_gdn2", GATES, F.gated_delta_rule_2, GATES, FINAL),
     Naive("based", "naive_parallel_based", QKV, based, QKV, heads_first=True),
     Naive(
         "rwkv6/recurrent_naive",
@@ -190,3 +203,16 @@ def test_naive(case):
         strict=True,
     ):
         torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
+
+
+def test_gated_delta_product():
+    """Their keys and values of a token follow each other in T."""
+    theirs = peer_packages.load("fla", "ops/gated_delta_product/naive.py")
+    x = tensors()
+    q, g = (x[name][:, ::2] for name in "qg")
+    expected = theirs.naive_recurrent_gated_delta_product(
+        *(q, x["k"], x["v"], g, x["beta"], 1.0, None), num_householder=2
+    )
+    k, v, beta = (x[name].unflatten(1, (-1, 2)) for name in ("k", "v", "beta"))
+    found = F.gated_delta_product(q, k, v, g, beta, scale=1.0)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

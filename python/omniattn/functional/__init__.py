@@ -63,6 +63,11 @@ from omniattn.functional.recurrences.delta_rule import (
     gated_delta_rule,
     kimi_delta_attention,
 )
+from omniattn.functional.recurrences.delta_variants import (
+    comba,
+    gated_delta_product,
+    gated_delta_rule_2,
+)
 from omniattn.functional.recurrences.linear_attention import (
     gated_linear_attention,
     linear_attention,
@@ -154,6 +159,7 @@ __all__ = [
     "cauchy",
     "causal_conv1d",
     "clamped_swiglu",
+    "comba",
     "cpo_loss",
     "cross_entropy",
     "cv_squared",
@@ -175,7 +181,9 @@ __all__ = [
     "expert_counts",
     "expert_importance",
     "fft_conv",
+    "gated_delta_product",
     "gated_delta_rule",
+    "gated_delta_rule_2",
     "gated_linear_attention",
     "geglu",
     "glu",

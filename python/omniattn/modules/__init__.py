@@ -48,6 +48,7 @@ from omniattn.modules.experts.moe import MoE
 from omniattn.modules.experts.router import Router
 from omniattn.modules.experts.router_state import RouterState
 from omniattn.modules.recurrent.delta_net import DeltaNet, GatedDeltaNet, KimiDeltaAttention
+from omniattn.modules.recurrent.delta_variants import Comba, GatedDeltaNet2, GatedDeltaProduct
 from omniattn.modules.recurrent.large_mlstm import LargeMLSTM
 from omniattn.modules.recurrent.linear_attention import (
     DeltaAttention,
@@ -99,6 +100,7 @@ __all__ = [
     "BlockSparseAttention",
     "Cache",
     "ChannelMixer",
+    "Comba",
     "CrossCache",
     "DSAState",
     "DecoderBlock",
@@ -117,6 +119,8 @@ __all__ = [
     "Experts",
     "GatedAttentionUnit",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
+    "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedMLP",
     "GroupNorm",

@@ -23,6 +23,7 @@ from omniattn.reference.attention import (
     scaled_dot_product_attention,
 )
 from omniattn.reference.conv import causal_conv1d
+from omniattn.reference.delta_variants import comba, gated_delta_product, gated_delta_rule_2
 from omniattn.reference.dual_chunk import (
     dual_chunk_attention,
     dual_chunk_mscale,
@@ -134,6 +135,7 @@ __all__ = [
     "cauchy",
     "causal_conv1d",
     "clamped_swiglu",
+    "comba",
     "cross_entropy",
     "delta_rule",
     "detsa_attention",
@@ -146,7 +148,9 @@ __all__ = [
     "evicting_attention",
     "exponential_gates",
     "gated_activation",
+    "gated_delta_product",
     "gated_delta_rule",
+    "gated_delta_rule_2",
     "gated_linear_attention",
     "geglu",
     "glu",

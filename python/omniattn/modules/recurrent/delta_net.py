@@ -38,7 +38,7 @@ class DeltaConfig(RecurrentConfig):
     allow_neg_eigval: bool = False
 
 
-class _DeltaMixer(RecurrentMixer):
+class DeltaMixer(RecurrentMixer):
     """Base class of delta rules with ``beta = sigmoid(x W_b)``."""
 
     config: DeltaConfig
@@ -47,16 +47,39 @@ class _DeltaMixer(RecurrentMixer):
         self, config: DeltaConfig, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(config, device=device, dtype=dtype)
-        self.b_proj = linear(config, config.dim, config.v_heads, device=device, dtype=dtype)
+        width = config.updates * config.v_heads
+        self.b_proj = linear(config, config.dim, width, device=device, dtype=dtype)
 
     def beta(self, x: Tensor) -> Tensor:
-        """Computes beta (B, T, Hv) in fp32 (fp64 for fp64)."""
+        """Computes beta (B, T, Hv), for n updates (B, T, n Hv), in fp32 (fp64 for fp64)."""
         logits: Tensor = self.b_proj(x)
         beta = logits.to(fp32(logits.dtype)).sigmoid()
         return 2 * beta if self.config.allow_neg_eigval else beta
 
 
-class DeltaNet(_DeltaMixer):
+class GatedMixer(DeltaMixer):
+    """Base class of delta rules with ``ln a = -exp(A_log) softplus(x W_a + dt_bias)``."""
+
+    def __init__(
+        self, config: DeltaConfig, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        self.a_proj = linear(config, config.dim, config.v_heads, device=device, dtype=dtype)
+        like = torch.empty(config.v_heads, device=device, dtype=fp32(dtype))
+        self.A_log, self.dt_bias = nn.Parameter(like), nn.Parameter(like.clone())
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws exp(A_log) from (0, 16) and softplus(dt_bias) from (1e-3, 0.1)."""
+        draw_rates(self.A_log, self.dt_bias, 0.0)
+
+    def decays(self, x: Tensor) -> Tensor:
+        """Computes the logarithms of the decays (B, T, Hv)."""
+        step: Tensor = self.a_proj(x)
+        return -self.A_log.exp() * nnf.softplus(step.to(self.A_log.dtype) + self.dt_bias)
+
+
+class DeltaNet(DeltaMixer):
     """Linear attention with the delta rule, which overwrites the value stored under a key.
 
     ``S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T``, ``o_t = S_t^T q_t / sqrt(K)`` with
@@ -99,7 +122,7 @@ class DeltaNet(_DeltaMixer):
         return functional.delta_rule(q, k, v, self.beta(x), l2norm=True, **options)
 
 
-class GatedDeltaNet(_DeltaMixer):
+class GatedDeltaNet(GatedMixer):
     """DeltaNet with one decay per head and token, and a gated output.
 
     ``S_t = a_t S_{t-1} + k_t u_t^T``, ``u_t = beta_t (v_t - a_t S_{t-1}^T k_t)`` with
@@ -138,22 +161,13 @@ class GatedDeltaNet(_DeltaMixer):
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(config, device=device, dtype=dtype)
-        self.a_proj = linear(config, config.dim, config.v_heads, device=device, dtype=dtype)
-        like = torch.empty(config.v_heads, device=device, dtype=fp32(dtype))
-        self.A_log, self.dt_bias = nn.Parameter(like), nn.Parameter(like.clone())
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws exp(A_log) from (0, 16) and softplus(dt_bias) from (1e-3, 0.1)."""
-        draw_rates(self.A_log, self.dt_bias, 0.0)
 
     def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
-        step: Tensor = self.a_proj(x)
-        g = -self.A_log.exp() * nnf.softplus(step.to(self.A_log.dtype) + self.dt_bias)
-        return functional.gated_delta_rule(q, k, v, g, self.beta(x), l2norm=True, **options)
+        g, beta = self.decays(x), self.beta(x)
+        return functional.gated_delta_rule(q, k, v, g, beta, l2norm=True, **options)
 
 
-class KimiDeltaAttention(_DeltaMixer):
+class KimiDeltaAttention(DeltaMixer):
     """Gated DeltaNet with one decay per key channel and token.
 
     ``ln a_t = -exp(A_log) softplus(f_t + dt_bias)`` with f_t = x W_f1 W_f2 (Hv, K), or

@@ -98,6 +98,11 @@ class RecurrentConfig(LayerConfig):
         return self.v_head_dim or self.k_size * self.expand
 
     @property
+    def updates(self) -> int:
+        """Number of keys and values of a token in each head."""
+        return 1
+
+    @property
     def state_size(self) -> tuple[int, int]:
         """Shape of a head's state."""
         return self.k_size, self.v_size
@@ -121,7 +126,8 @@ class RecurrentMixer(StateMixer):
         self.config = c = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         keys, values = c.num_heads * c.k_size, c.v_heads * c.v_size
-        for name, width in (("q", keys), ("k", keys), ("v", values)):
+        widths = {"q": keys, "k": c.updates * keys, "v": c.updates * values}
+        for name, width in widths.items():
             self.add_module(f"{name}_proj", linear(c, c.dim, width, **factory))
             if c.conv_size > 0:
                 conv = ShortConvolution.Config(width, c.conv_size, c.conv_bias, backend=c.backend)
@@ -138,7 +144,8 @@ class RecurrentMixer(StateMixer):
     def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
         """Maps q, k (B, T, H, K), v (B, T, Hv, V), x (B, T, dim) to o like v and the final state.
 
-        The options are the function's initial_state, cu_seqlens and backend.
+        With n updates of a token k is (B, T, n H, K) and v (B, T, n Hv, V). The options are the
+        function's initial_state, cu_seqlens and backend.
         """
 
     def rotated(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -203,6 +210,8 @@ class RecurrentMixer(StateMixer):
         elif self.activates:
             y = nnf.silu(y)
         heads = c.v_heads if name == "v" else c.num_heads
+        if name != "q":
+            heads *= c.updates
         return y.unflatten(-1, (heads, -1))
 
 

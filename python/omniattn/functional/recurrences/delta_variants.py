@@ -1,0 +1,291 @@
+"""Delta rules with several keys for each token, computed by the recurrences of this package."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as nnf
+from typing_extensions import Unpack
+
+from omniattn.checks.arguments import (
+    cast_like,
+    implementation,
+    require_bool,
+    require_one_shape,
+    require_shape,
+    require_strided,
+    use_reference,
+)
+from omniattn.checks.jagged import over_sequences
+from omniattn.encoding.sequences import SequenceOptions, Sequences, sequences_of, spelled_out
+from omniattn.functional.recurrences._common import (
+    NO_DECAY,
+    delta,
+    log_decays,
+    low_rank,
+    repeated,
+    require_heads,
+    sequence_count,
+    unit_rows,
+    widened,
+)
+from omniattn.ops import norm as norms
+from omniattn.reference.precision import widen
+
+__all__ = ["comba", "gated_delta_product", "gated_delta_rule_2"]
+
+
+@over_sequences("q", "k", "v", "g", "beta")
+@spelled_out(SequenceOptions)
+def gated_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = False,
+    **options: Unpack[SequenceOptions],
+) -> tuple[Tensor, Tensor]:
+    """Gated delta rule with n updates for each token, whose transition is a product of n factors.
+
+    ``S_t = U_n(.. U_1(a_t S_{t-1}))``, ``U_j(S) = S + beta_tj k_tj (v_tj - S^T k_tj)^T``,
+    ``a_t = exp(g_t)``, ``o_t = scale * S_t^T q_t``. The transition is ``a_t`` times the product of
+    ``I - beta_tj k_tj k_tj^T``; with unit keys and beta = 2 these are Householder reflections.
+
+    Args:
+        q: (B, T, H, K), float64, float32, bfloat16 or float16, any strides.
+        k: (B, T, n, H, K), of q's dtype, n >= 1 keys for each token in the order of their updates.
+        v: (B, T, n, Hv, V), of q's dtype; Hv is a multiple of H, and head h of v reads head
+            h // (Hv / H) of q and k.
+        g: logarithms of the decays, <= 0: (B, T, Hv), or (B, T, Hv, K) for one of each channel of
+            the keys; None for no decay.
+        beta: (B, T, n, Hv), in (0, 1), or (0, 2) for transitions with negative eigenvalues.
+        scale, l2norm: as in `delta_rule`.
+        initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
+
+    Returns:
+        o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
+
+    Raises:
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
+
+    Note:
+        This is `gated_delta_rule`, or `kimi_delta_attention` with decays of channels, on n T
+        tokens, and takes their time. fla has the n keys of a token one after another in T.
+
+    Reference:
+        Siems et al., DeltaProduct: Improving State-Tracking in Linear RNNs via Householder
+        Products, 2025, arXiv:2502.10297. Verified against `ops/gated_delta_product/naive.py` of
+        fla-org/flash-linear-attention, commit bc3b101d.
+
+    Example:
+        >>> one, v = torch.ones(1, 1, 1, 1), torch.tensor([4.0, 8.0]).view(1, 1, 2, 1, 1)
+        >>> k, half = torch.ones(1, 1, 2, 1, 1), torch.full((1, 1, 2, 1), 0.5)
+        >>> gated_delta_product(one, k, v, None, half)[0].flatten()  # 2, then 2 + (8 - 2) / 2
+        tensor([5.])
+    """
+    op = "gated_delta_product"
+    initial_state, cu_seqlens, backend = sequences_of(op, options)
+    for name, t in (("q", q), ("k", k), ("v", v), ("beta", beta)):
+        require_strided(op, name, t)
+    if q.ndim != 4:
+        raise ValueError(f"{op}: q must have shape (B, T, H, K), got q.shape={tuple(q.shape)}")
+    steps = q.shape[1]
+    if k.ndim != 5 or k.shape[2] == 0 or k.shape != (*q.shape[:2], k.shape[2], *q.shape[2:]):
+        raise ValueError(
+            f"{op}: k must have shape (B, T, n, H, K) with n >= 1 and the sizes of q, "
+            f"got k.shape={tuple(k.shape)}, q.shape={tuple(q.shape)}"
+        )
+    count = k.shape[2]
+    if v.ndim != 5 or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"{op}: v must have shape (B, T, n, Hv, V) with B, T and n of k, "
+            f"got v.shape={tuple(v.shape)}, k.shape={tuple(k.shape)}"
+        )
+    require_shape(op, "beta", beta, tuple(v.shape[:4]))
+    decays = NO_DECAY
+    if g is not None:
+        require_strided(op, "g", g)
+        of_heads = (*q.shape[:2], v.shape[3])
+        require_one_shape(op, "g", g, (of_heads, (*of_heads, q.shape[3])))
+        decays = g.ndim
+        g = _first_of(count, g)
+    if cu_seqlens is not None:
+        sequence_count(op, q, cu_seqlens)
+        cu_seqlens = cu_seqlens * count
+    # Only the last of a token's updates is read.
+    q = nnf.pad(q[:, :, None], (0, 0, 0, 0, count - 1, 0)).flatten(1, 2)
+    k, v, beta = (t.flatten(1, 2) for t in (k, v, beta))
+    sequences = Sequences(initial_state, cu_seqlens, backend)
+    o, state = delta(op, q, k, v, beta, g, scale, l2norm, sequences, decays)
+    return o.unflatten(1, (steps, count))[:, :, -1].contiguous(), state
+
+
+def _first_of(count: int, g: Tensor) -> Tensor:
+    """Extends decays (B, T, ...) to (B, T * count, ...), so that first updates decay the state."""
+    behind = (0, 0) * (g.ndim - 2) + (0, count - 1)
+    return nnf.pad(g[:, :, None], behind).flatten(1, 2)
+
+
+@over_sequences("q", "k", "v", "p", "g", "beta")
+@spelled_out(SequenceOptions)
+def comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = False,
+    erase_decayed: bool = False,
+    **options: Unpack[SequenceOptions],
+) -> tuple[Tensor, Tensor]:
+    """Gated delta rule that erases with a key of its own.
+
+    ``S_t = a_t S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T`` with ``a_t = exp(g_t)``,
+    ``o_t = scale * S_t^T q_t``; with `erase_decayed` ``a_t S_{t-1}^T p_t`` is subtracted.
+
+    Args:
+        q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
+        p: (B, T, H, K), of q's dtype, the key of the values that are erased.
+        g: (B, T, Hv), logarithms of the decays, <= 0, or (B, T, Hv, K).
+        beta: (B, T, Hv), in (0, 1).
+        scale: default K^-0.5.
+        l2norm: divide q, k and p by ``sqrt(sum x^2 + 1e-6)`` first, rounded to their dtype. As in
+            fla, this removes a factor of p that its channels share.
+        erase_decayed: True to erase from the state after its decay, as `gated_delta_rule` does for
+            p = k. The paper and fla's kernels erase from the state before it decays; fla's
+            `naive_recurrent_comba`, from the state after.
+
+    Returns:
+        o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
+
+    Raises:
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
+
+    Note:
+        Computed by `dplr_delta_rule`, in fp32 for half types.
+
+    Reference:
+        Hu et al., Comba: Improving Bilinear RNNs with Closed-loop Control, 2025, arXiv:2506.02475.
+        Verified against both functions of `ops/comba/naive.py` of fla-org/flash-linear-attention,
+        commit bc3b101d.
+
+    Example:
+        >>> one, half = torch.ones(1, 2, 1, 1), torch.full((1, 2, 1), 0.5)
+        >>> comba(one, one, one, one, half.log(), half)[0].flatten()  # 0.5 / 2 + (1 - 0.5) / 2
+        tensor([0.5000, 0.5000])
+    """
+    op = "comba"
+    require_bool(op, "erase_decayed", erase_decayed)
+    sequences = sequences_of(op, options)
+    k, v = require_heads(op, q, k, v)
+    p = cast_like(op, "p", p, q)
+    require_shape(op, "p", p, tuple(k.shape))
+    beta = widened(op, "beta", beta, v, (tuple(v.shape[:3]),))[..., None]
+    q, k, p = _normalised(op, l2norm, sequences, q, k, p)
+    copies = v.shape[2] // max(1, q.shape[2])
+    erased = beta * repeated(widen(p), copies)
+    return _two_keys(op, q, k, v, beta * v, erased, g, scale, sequences, erase_decayed)
+
+
+@over_sequences("q", "k", "v", "g", "b", "w")
+@spelled_out(SequenceOptions)
+def gated_delta_rule_2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    *,
+    scale: float | None = None,
+    l2norm: bool = False,
+    **options: Unpack[SequenceOptions],
+) -> tuple[Tensor, Tensor]:
+    """Delta rule with a gate for each erased channel of keys and each written channel of values.
+
+    ``S_t = S' + k_t (w_t * v_t - S'^T (b_t * k_t))^T`` with ``S' = diag(exp(g_t)) S_{t-1}``,
+    ``o_t = scale * S_t^T q_t``. With b = w = beta this is `kimi_delta_attention`.
+
+    Args:
+        q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
+        g: (B, T, Hv, K), logarithms of the decays, <= 0, or (B, T, Hv).
+        b: (B, T, Hv, K) or (B, T, H, K), in (0, 1), the share that is erased.
+        w: (B, T, Hv, V), in (0, 1), the share that is written.
+        scale, l2norm: as in `delta_rule`.
+
+    Returns:
+        o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
+
+    Raises:
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
+
+    Note:
+        Computed by `dplr_delta_rule`, in fp32 for half types.
+
+    Reference:
+        Hatamizadeh, Choi and Kautz, Gated DeltaNet-2: Decoupling Erase and Write in Linear
+        Attention, 2026, arXiv:2605.22791. Verified against `ops/gdn2/naive.py` of
+        fla-org/flash-linear-attention, commit bc3b101d.
+
+    Example:
+        >>> one, half = torch.ones(1, 2, 1, 1), torch.full((1, 2, 1, 1), 0.5)
+        >>> gated_delta_rule_2(one, one, one, 0 * one, half, one)[0].flatten()  # 1, 1 + (1 - 1 / 2)
+        tensor([1.0000, 1.5000])
+    """
+    op = "gated_delta_rule_2"
+    sequences = sequences_of(op, options)
+    k, v = require_heads(op, q, k, v)
+    of_keys = (*v.shape[:3], k.shape[3]), tuple(k.shape)
+    b = widened(op, "b", b, v, of_keys)
+    w = widened(op, "w", w, v, (tuple(v.shape),))
+    q, k = _normalised(op, l2norm, sequences, q, k)
+    copies = v.shape[2] // max(1, q.shape[2])
+    erased = b * k if b.shape[2] == k.shape[2] else b * repeated(widen(k), copies)
+    return _two_keys(op, q, k, v, w * v, erased, g, scale, sequences, True)
+
+
+def _normalised(op: str, l2norm: bool, sequences: Sequences, *rows: Tensor) -> list[Tensor]:
+    """Returns rows of length 1 if `l2norm`, else the rows."""
+    require_bool(op, "l2norm", l2norm)
+    use_reference(op, sequences.backend, rows[0])  # checks backend, before the norm does
+    if not l2norm or rows[0].shape[-1] == 0:
+        return list(rows)
+    norm = implementation("rms_norm", sequences.backend, rows[0], norms.norm)
+    return unit_rows(norm, *rows)
+
+
+def _two_keys(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor,
+    erased: Tensor,
+    g: Tensor,
+    scale: float | None,
+    sequences: Sequences,
+    decayed: bool,
+) -> tuple[Tensor, Tensor]:
+    """Computes ``S_t = S' + k_t (u_t - E^T e_t)^T``, S' = diag(exp(g_t)) S_{t-1}.
+
+    E is S' if `decayed`, else S_{t-1}. u (B, T, Hv, V) and e, which is `erased` (B, T, H or Hv, K),
+    are in fp32 (fp64 for fp64), as the computation is; o has the dtype of v."""
+    of_heads = tuple(v.shape[:3])
+    of_channels = (*of_heads, q.shape[3])
+    g = log_decays(op, "g", g, v, (of_heads, of_channels))
+    g = g if g.ndim == 4 else g[..., None]
+    copies = v.shape[2] // max(1, q.shape[2])
+    q, k = repeated(widen(q), copies), repeated(widen(k), copies)
+    if erased.shape[2] != v.shape[2]:
+        erased = repeated(erased, copies)
+    a = g.exp() * erased if decayed else erased
+    o, state = low_rank(op, q, k, u, a, -k, g.expand(of_channels), scale, sequences)
+    return o.to(v.dtype), state
