@@ -163,6 +163,21 @@ _MIXERS = {
 _HYBRIDS = {"ratio": hybrid_schedule("ratio", 4, ratio=3), "samba": hybrid_schedule("samba", 2)}
 
 STATES: dict[str, tuple[System, ...]] = {
+    "HGRN-2: keys are the forgotten shares": (
+        System("hgrn2-B1T64C128H2", lambda: _layer(m.HGRN2.Config(128, 2), 64)),
+    ),
+    "lightning attention: constant decays of heads and layers": (
+        System("lightning-B1T64C128H2", lambda: _layer(m.LightningAttention.Config(128, 2), 64)),
+    ),
+    "Based and ReBased: features of second order": (
+        System(
+            "based-B1T64C128H2",
+            lambda: _layer(
+                m.LinearAttention.Config(128, 2, feature_map="taylor", feature_dim=16), 64
+            ),
+        ),
+        System("rebased-B1T64C128H2", lambda: _layer(m.ReBased.Config(128, 2, feature_dim=16), 64)),
+    ),
     "linear time-invariant SSM (MIMO): recurrence, one-step delay": (
         System(f"lti-B2T{T}I4N64", _recurrence),
         System(f"ltidelayed-B2T{T}I4N64", _delayed),

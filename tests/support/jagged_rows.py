@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from omniattn.modules import (
+    HGRN2,
     MLSTM,
     S4,
     S4D,
@@ -21,11 +22,13 @@ from omniattn.modules import (
     GatedLinearAttention,
     KimiDeltaAttention,
     LargeMLSTM,
+    LightningAttention,
     LinearAttention,
     Mamba,
     Mamba2,
     MultiScaleRetention,
     Performer,
+    ReBased,
     RotaryEmbedding,
     RWKV4TimeMix,
     RWKV5TimeMix,
@@ -82,6 +85,9 @@ RECURRENT = {
     "retention": MultiScaleRetention.Config(16, 4, normalize=True, conv_size=2),
     "delta": DeltaNet.Config(16, 2),
     "gated-delta": GatedDeltaNet.Config(16, 2, num_v_heads=4),
+    "hgrn2": HGRN2.Config(16, 2, num_v_heads=4, conv_size=2),
+    "lightning": LightningAttention.Config(16, 2),
+    "rebased": ReBased.Config(16, 2),
     "comba": Comba.Config(16, 2, num_v_heads=4),
     "gated-deltanet2": GatedDeltaNet2.Config(16, 2, num_v_heads=4),
     "gated-deltaproduct": GatedDeltaProduct.Config(16, 2, num_v_heads=4),

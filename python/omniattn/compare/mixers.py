@@ -9,6 +9,7 @@ from typing import Any
 from omniattn.compare.baselines import TorchRecurrence
 from omniattn.models import BlocksConfig
 from omniattn.modules import (
+    HGRN2,
     MLSTM,
     NSA,
     S4,
@@ -31,6 +32,7 @@ from omniattn.modules import (
     HubSpokeAttention,
     KimiDeltaAttention,
     LayerConfig,
+    LightningAttention,
     LinearAttention,
     LocalStridedAttention,
     LongformerAttention,
@@ -40,6 +42,7 @@ from omniattn.modules import (
     MultiHeadLatentAttention,
     MultiScaleRetention,
     Performer,
+    ReBased,
     RMSNorm,
     RotaryEmbedding,
     RoutedBlockAttention,
@@ -163,6 +166,13 @@ KINDS: dict[str, Kind] = {
     "gated-deltaproduct": _recurrence(GatedDeltaProduct.Config),
     "gated-deltanet2": _recurrence(GatedDeltaNet2.Config),
     "comba": _recurrence(Comba.Config),
+    "hgrn2": _recurrence(HGRN2.Config),
+    "lightning": Kind(
+        lambda p: LightningAttention.Config(p.dim, p.heads, layer_idx=p.layer, num_layers=p.layers),
+        recurrent=True,
+    ),
+    "based": _recurrence(LinearAttention.Config, feature_map="taylor", feature_dim=8),
+    "rebased": _recurrence(ReBased.Config, feature_dim=8),
     "kda": _recurrence(KimiDeltaAttention.Config),
     "rwkv4": _rwkv(RWKV4TimeMix.Config, sized=False),
     "rwkv5": _rwkv(RWKV5TimeMix.Config),

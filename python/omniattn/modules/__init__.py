@@ -56,6 +56,7 @@ from omniattn.modules.recurrent.linear_attention import (
     LinearAttention,
     MultiScaleRetention,
 )
+from omniattn.modules.recurrent.linear_variants import HGRN2, LightningAttention, ReBased
 from omniattn.modules.recurrent.mamba import Mamba
 from omniattn.modules.recurrent.mamba2 import Mamba2
 from omniattn.modules.recurrent.performer import Performer
@@ -87,6 +88,7 @@ from omniattn.modules.vision.swin import PatchMerging, SwinBlock, WindowAttentio
 
 __all__ = [
     "H2O",
+    "HGRN2",
     "MLP",
     "MLSTM",
     "NSA",
@@ -133,6 +135,7 @@ __all__ = [
     "LayerNorm",
     "LayerScale",
     "LearnedPositional",
+    "LightningAttention",
     "Linear",
     "LinearAttention",
     "LocalStridedAttention",
@@ -166,6 +169,7 @@ __all__ = [
     "RWKVChannelMix",
     "RWKVQuadratic",
     "RWKVRecurrent",
+    "ReBased",
     "RecurrentState",
     "Residual",
     "RollingCache",

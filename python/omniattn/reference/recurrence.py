@@ -125,6 +125,13 @@ def taylor(x: Tensor) -> Tensor:
     return torch.cat((torch.ones_like(x[..., :1]), x, square), -1)
 
 
+def square(x: Tensor) -> Tensor:
+    """Products of pairs of elements, each pair once: kernel u^2, u = q . k / sqrt(K)."""
+    x = x * max(1, x.shape[-1]) ** -0.25
+    pairs = (x[..., i : i + 1] * x[..., i + 1 :] for i in range(x.shape[-1] - 1))
+    return torch.cat((x * x, *(2**0.5 * pair for pair in pairs)), -1)
+
+
 #: Feature maps of linear attention by name, over the last dimension.
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu1": lambda x: nnf.elu(x).add_(1),
@@ -133,6 +140,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     "softmax": lambda x: x.softmax(-1),
     "taylor": taylor,
+    "square": square,
     "identity": lambda x: x,
 }
 

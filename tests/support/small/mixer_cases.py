@@ -3,6 +3,7 @@
 from average_mixer import Average
 
 from omniattn.modules import (
+    HGRN2,
     MLSTM,
     NSA,
     S4,
@@ -26,6 +27,7 @@ from omniattn.modules import (
     HubSpokeAttention,
     KimiDeltaAttention,
     LargeMLSTM,
+    LightningAttention,
     LinearAttention,
     LocalStridedAttention,
     LongformerAttention,
@@ -36,6 +38,7 @@ from omniattn.modules import (
     MultiScaleRetention,
     NeighborhoodAttention1D,
     Performer,
+    ReBased,
     RoutedBlockAttention,
     RWKV4TimeMix,
     RWKV5TimeMix,
@@ -78,6 +81,9 @@ MIXERS = [
     GatedDeltaNet2.Config(24, 2, init_std=0.5),
     GatedDeltaProduct.Config(24, 2, init_std=0.5),
     GatedLinearAttention.Config(24, 2, init_std=0.5),
+    HGRN2.Config(24, 2, conv_size=3, lower_bound=0.2, init_std=0.5),
+    LightningAttention.Config(24, 2, layer_idx=1, num_layers=3, init_std=0.5),
+    ReBased.Config(24, 2, feature_dim=4, init_std=0.5),
     KimiDeltaAttention.Config(24, 2, init_std=0.5),
     LinearAttention.Config(24, 2, init_std=0.5),
     MoBA.Config(24, 4, 2, block_size=2, topk=2, decode="moba", init_std=0.5),

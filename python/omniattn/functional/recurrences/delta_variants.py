@@ -13,6 +13,7 @@ from omniattn.checks.arguments import (
     require_one_shape,
     require_shape,
     require_strided,
+    require_tensor,
     use_reference,
 )
 from omniattn.checks.jagged import over_sequences
@@ -88,7 +89,9 @@ def gated_delta_product(
     """
     op = "gated_delta_product"
     initial_state, cu_seqlens, backend = sequences_of(op, options)
-    for name, t in (("q", q), ("k", k), ("v", v), ("beta", beta)):
+    given = {"q": q, "k": k, "v": v, "beta": beta} | ({} if g is None else {"g": g})
+    for name, t in given.items():
+        require_tensor(op, name, t)
         require_strided(op, name, t)
     if q.ndim != 4:
         raise ValueError(f"{op}: q must have shape (B, T, H, K), got q.shape={tuple(q.shape)}")
@@ -107,7 +110,6 @@ def gated_delta_product(
     require_shape(op, "beta", beta, tuple(v.shape[:4]))
     decays = NO_DECAY
     if g is not None:
-        require_strided(op, "g", g)
         of_heads = (*q.shape[:2], v.shape[3])
         require_one_shape(op, "g", g, (of_heads, (*of_heads, q.shape[3])))
         decays = g.ndim

@@ -74,8 +74,9 @@ def linear_attention(
         v: (B, T, Hv, V), of q's dtype; Hv is a multiple of H, and head h of v reads head
             h // (Hv / H) of q and k.
         feature_map: phi: "elu1" (elu(x) + 1), "relu", "squared_relu", "exp", "softmax" (over the
-            features), "taylor" (whose kernel is 1 + u + u^2 / 2 of u = q . k / sqrt(K)),
-            "identity"; or a function (..., K) -> (..., K').
+            features), "taylor" (whose kernel is 1 + u + u^2 / 2 of u = q . k / sqrt(K), as in
+            Based), "square" (whose kernel is u^2, as in ReBased), "identity"; or a function
+            (..., K) -> (..., K').
         causal: if True, a token sees only itself and earlier tokens.
         normalize: divide by the denominator; default: True, but False for "identity" or a function.
         scale: q and k are multiplied by its square root before phi; default 1.
@@ -343,6 +344,8 @@ def _features(
 
 def feature_size(feature_map: str, size: int) -> int:
     """Returns the number of features of a vector of `size`."""
+    if feature_map == "square":
+        return size * (size + 1) // 2
     return 1 + size + size * size if feature_map == "taylor" else size
 
 

@@ -35,6 +35,7 @@ from omniattn.models.vision import (
 )
 from omniattn.models.zamba2 import Zamba2Config
 from omniattn.modules import (
+    HGRN2,
     MLSTM,
     NSA,
     S4D,
@@ -56,6 +57,7 @@ from omniattn.modules import (
     HubSpokeAttention,
     KimiDeltaAttention,
     LayerNorm,
+    LightningAttention,
     LinearAttention,
     LocalStridedAttention,
     LongformerAttention,
@@ -63,6 +65,7 @@ from omniattn.modules import (
     MoBA,
     MultiScaleRetention,
     Performer,
+    ReBased,
     RMSNorm,
     RotaryEmbedding,
     RoutedBlockAttention,
@@ -102,6 +105,21 @@ def _samba() -> BlocksConfig:
             for layer in hybrid_schedule("samba", 2)
         ),
         rope=RotaryEmbedding.Config(base.dim // base.num_heads),
+    )
+
+
+def _lightning() -> BlocksConfig:
+    """Returns a decoder of the size of "llama" whose decays are slower in later layers."""
+    base = LlamaConfig()
+    mlp, norm = GatedMLP.Config(base.dim, base.hidden_dim), RMSNorm.Config(base.dim)
+    mixers = (
+        LightningAttention.Config(base.dim, 3, layer_idx=layer, num_layers=base.num_layers)
+        for layer in range(base.num_layers)
+    )
+    return BlocksConfig(
+        dim=base.dim,
+        num_layers=base.num_layers,
+        blocks=tuple(DecoderBlock.Config(mixer, mlp, norm) for mixer in mixers),
     )
 
 
@@ -181,6 +199,10 @@ TRAINED: dict[str, ModelConfig] = {
     "gated-deltaproduct": _recurrent(GatedDeltaProduct.Config(192, 3)),
     "gated-deltanet2": _recurrent(GatedDeltaNet2.Config(192, 3)),
     "comba": _recurrent(Comba.Config(192, 3)),
+    "hgrn2": _recurrent(HGRN2.Config(192, 3)),
+    "lightning": _lightning(),
+    "based": _recurrent(LinearAttention.Config(192, 3, feature_map="taylor", feature_dim=16)),
+    "rebased": _recurrent(ReBased.Config(192, 3, feature_dim=16)),
     "kda": _recurrent(KimiDeltaAttention.Config(192, 3)),
     "rwkv4": _rwkv(4),
     "rwkv5": _rwkv(5),

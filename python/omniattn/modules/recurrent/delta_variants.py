@@ -141,9 +141,10 @@ class Comba(GatedMixer):
     def reset_parameters(self) -> None:
         """Draws A_log and dt_bias as in GatedDeltaNet; decay = 1, D = correction_factor."""
         super().reset_parameters()
-        for name, value in (("decay", 1.0), ("D", self.config.correction_factor)):
+        factors = {"decay": 1.0, "D": self.config.correction_factor}
+        for name, value in factors.items():
             parameter = getattr(self, name, None)
-            if parameter is not None:
+            if parameter is not None and value is not None:
                 nn.init.constant_(parameter, value)
 
     def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:

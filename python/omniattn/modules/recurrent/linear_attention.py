@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +65,7 @@ class LinearAttention(StateMixer):
         Args:
             dim, num_heads, head_dim: width of x and y; number of heads; width of a head, default
                 dim // num_heads.
+            feature_dim: width of a head of q and k, default that of v.
             feature_map, normalize: phi, and True to divide by the sum, as in
                 functional.linear_attention.
             causal: True if tokens attend only to themselves and earlier tokens.
@@ -79,12 +80,23 @@ class LinearAttention(StateMixer):
         causal: bool = True
         init_std: float = 0.02
         backend: Backend = None
+        feature_dim: Size | None = field(default=None, kw_only=True)
 
         def __post_init__(self) -> None:
             super().__post_init__()
             require_choice("LinearAttention", "feature_map", self.feature_map, FEATURE_MAPS)
             if self.head_dim is None:
                 self._require_multiple("dim", "num_heads")
+
+        @property
+        def v_size(self) -> int:
+            """Width of a head of v."""
+            return self.head_dim or self.dim // self.num_heads
+
+        @property
+        def k_size(self) -> int:
+            """Width of a head of q and k."""
+            return self.feature_dim or self.v_size
 
     class _Fields(Config, OnDevice): ...
 
@@ -94,14 +106,14 @@ class LinearAttention(StateMixer):
     ) -> None:
         super().__init__()
         self.config = c = config
-        wide = c.num_heads * (c.head_dim or c.dim // c.num_heads)
+        keys, values = c.num_heads * c.k_size, c.num_heads * c.v_size
 
         def linear(n_in: int, n_out: int) -> Linear:
             config = Linear.Config(n_in, n_out, False, c.init_std, c.backend)
             return Linear(config, device=device, dtype=dtype)
 
-        self.q_proj, self.k_proj = linear(c.dim, wide), linear(c.dim, wide)
-        self.v_proj, self.o_proj = linear(c.dim, wide), linear(wide, c.dim)
+        self.q_proj, self.k_proj = linear(c.dim, keys), linear(c.dim, keys)
+        self.v_proj, self.o_proj = linear(c.dim, values), linear(values, c.dim)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
         """Creates zeros `s` in fp32 (fp64 for fp64), as in functional.linear_attention."""
@@ -109,9 +121,8 @@ class LinearAttention(StateMixer):
         if not c.causal:
             raise ValueError("LinearAttention: a state must have causal=True, got causal=False")
         like = zeros_of_states(self.o_proj.weight, storage)
-        size = c.head_dim or c.dim // c.num_heads
         divided = c.feature_map not in SIGNED if c.normalize is None else c.normalize
-        shape = (batch, c.num_heads, feature_size(c.feature_map, size), size + divided)
+        shape = (batch, c.num_heads, feature_size(c.feature_map, c.k_size), c.v_size + divided)
         return RecurrentState(s=like.new_zeros(shape))
 
     def _mix(
@@ -122,6 +133,7 @@ class LinearAttention(StateMixer):
             projected(x).unflatten(-1, (c.num_heads, -1))
             for projected in (self.q_proj, self.k_proj, self.v_proj)
         )
+        q, k = self._rows(q), self._rows(k)
         g, beta = self._gates(x, q, k)
         o, s = functional.linear_attention(
             q,
@@ -137,6 +149,10 @@ class LinearAttention(StateMixer):
             backend=c.backend,
         )
         return self.o_proj(o.flatten(-2)), {"s": s}
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        """Maps queries or keys (B, T, H, K) before their feature map."""
+        return rows
 
     def _gates(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Returns g and beta of functional.linear_attention."""
@@ -205,7 +221,7 @@ class DeltaAttention(LinearAttention):
     ) -> None:
         super().__init__(config, device=device, dtype=dtype)
         c = config
-        size = c.head_dim or c.dim // c.num_heads
+        size = c.k_size
         gates = feature_size(c.feature_map, size) if c.gates == "features" else 1
         shape = (c.num_heads, gates, size if c.gates_of == "qk" else c.dim)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}

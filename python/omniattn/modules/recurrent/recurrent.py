@@ -51,6 +51,8 @@ class RecurrentConfig(LayerConfig):
     #: head_dim.
     shrink: ClassVar[int] = 1
     expand: ClassVar[int] = 1
+    #: True if the output norm is over all heads together.
+    joint_norm: ClassVar[bool] = False
 
     dim: Size
     num_heads: Size
@@ -112,12 +114,14 @@ class RecurrentMixer(StateMixer):
     """Computes ``y = W_o (norm(o) * act(x W_g))`` of a recurrence o = recur(q, k, v).
 
     q, k and v are ``silu(conv(x W))`` each. A subclass has a `Config` derived from RecurrentConfig
-    and defines `recur`. The norm is per head of o. Decoding takes one step of the recurrence per
-    token, in constant time.
+    and defines `recur`. The norm is per head of o, or of all heads if the config has
+    `joint_norm`. Decoding takes one step of the recurrence per token, in constant time.
     """
 
     #: True to apply SiLU to q, k and v even without convolutions.
     activates = True
+    #: Activation of the convolutions.
+    conv_activation: str | None = "silu"
 
     def __init__(
         self, config: RecurrentConfig, *, device: Device = None, dtype: torch.dtype | None = None
@@ -130,13 +134,16 @@ class RecurrentMixer(StateMixer):
         for name, width in widths.items():
             self.add_module(f"{name}_proj", linear(c, c.dim, width, **factory))
             if c.conv_size > 0:
-                conv = ShortConvolution.Config(width, c.conv_size, c.conv_bias, backend=c.backend)
+                conv = ShortConvolution.Config(
+                    width, c.conv_size, c.conv_bias, self.conv_activation, c.backend
+                )
                 self.add_module(f"{name}_conv1d", conv.build(**factory))
+        width = values if c.joint_norm else c.v_size
         if c.gate is None:
-            norm: LayerConfig = RMSNorm.Config(c.v_size, c.norm_eps, backend=c.backend)
+            norm: LayerConfig = RMSNorm.Config(width, c.norm_eps, backend=c.backend)
         else:
             self.g_proj: nn.Module = linear(c, c.dim, values, **factory)
-            norm = RMSNormGated.Config(c.v_size, c.norm_eps, activation=c.gate, backend=c.backend)
+            norm = RMSNormGated.Config(width, c.norm_eps, activation=c.gate, backend=c.backend)
         self.o_norm = norm.build(**factory)
         self.o_proj = linear(c, values, c.dim, **factory)
 
@@ -186,8 +193,10 @@ class RecurrentMixer(StateMixer):
             cu_seqlens=sequences.cu_seqlens,
             backend=c.backend,
         )
-        gates = () if c.gate is None else (self.g_proj(x).unflatten(-1, (c.v_heads, c.v_size)),)
-        return self.o_proj(self.o_norm(o, *gates).flatten(-2)), after
+        normed = [o] if c.gate is None else [o, self.g_proj(x).unflatten(-1, o.shape[2:])]
+        if c.joint_norm:
+            normed = [t.flatten(-2) for t in normed]
+        return self.o_proj(self.o_norm(*normed).flatten(2)), after
 
     def _conv(self, name: str) -> ShortConvolution:
         return cast(ShortConvolution, self.get_submodule(f"{name}_conv1d"))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn import reference
+from omniattn.functional.recurrences.linear_attention import feature_size
 from omniattn.reference.recurrence import SIGNED
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS, boundaries
@@ -100,7 +101,7 @@ def _inputs(
             tensors["cu_seqlens"] = boundaries(n, t, random)
         if "initial_state" in case.tensors:
             ones = case.options.get("feature_map") not in (None, *SIGNED)
-            features = 1 + k + k * k if case.options.get("feature_map") == "taylor" else k
+            features = feature_size(case.options.get("feature_map", ""), k)
             if "normalize" in case.options:
                 features, ones = k + 1, True
             tensors["initial_state"] = random.normal(n, hv, features, v + ones).abs()
@@ -373,6 +374,7 @@ SPECS = (
             _case("exp", 1, 40, 2, 8, 8, feature_map="exp"),
             _case("softmax", 1, 40, 2, 8, 8, feature_map="softmax"),
             _case("taylor", 1, 40, 2, 4, 8, STATE, feature_map="taylor"),
+            _case("square", 1, 40, 2, 4, 8, STATE, feature_map="square"),
             _case("gated", 2, 40, 2, 8, 8, STATE, Hv=4, feature_map="elu1"),
             _case("gated heads", 2, 20, 2, 8, 8, feature_map="elu1"),
             _case("all", 2, 40, 2, 8, 8, causal=False, Hv=4),
@@ -403,6 +405,19 @@ VARIANTS = (
         "linear attention with decay: retention, GLA",
         ("gated_linear_attention", "retention", "GatedLinearAttention", "MultiScaleRetention"),
         "Yang et al. 2023, arXiv 2312.06635",
+    ),
+    Variant(
+        "HGRN-2: keys are the forgotten shares", ("HGRN2",), "Qin et al. 2024, arXiv 2404.07904"
+    ),
+    Variant(
+        "lightning attention: constant decays of heads and layers",
+        ("LightningAttention",),
+        "Qin et al. 2024, arXiv 2401.04658",
+    ),
+    Variant(
+        "Based and ReBased: features of second order",
+        ("linear_attention", "LinearAttention", "ReBased"),
+        "Arora et al. 2024, arXiv 2402.18668",
     ),
     Variant(
         "state-space duality: Mamba-2",

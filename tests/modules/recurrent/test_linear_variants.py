@@ -1,0 +1,123 @@
+"""HGRN-2, lightning attention, Based and ReBased: formulas, published code, decoding."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as nnf
+
+from omniattn.modules import HGRN2, LightningAttention, LinearAttention, ReBased
+
+DIM, STD = 12, {"init_std": 0.3}
+CONFIGS = {
+    "hgrn2": HGRN2.Config(DIM, 2, num_v_heads=4, **STD),
+    "hgrn2, bounded": HGRN2.Config(DIM, 2, conv_size=3, lower_bound=0.4, **STD),
+    "lightning": LightningAttention.Config(DIM, 3, layer_idx=1, num_layers=4, **STD),
+    "based": LinearAttention.Config(DIM, 3, feature_map="taylor", feature_dim=5, **STD),
+    "rebased": ReBased.Config(DIM, 3, feature_dim=5, **STD),
+}
+
+
+def made(name: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    layer = CONFIGS[name].build(dtype=torch.float64)
+    for name in ("gamma", "beta"):
+        if hasattr(layer, name):
+            nn.init.normal_(getattr(layer, name))
+    return layer, torch.randn(2, 9, DIM, dtype=torch.float64)
+
+
+def heads(layer: nn.Module, name: str, x: torch.Tensor, count: int) -> torch.Tensor:
+    y = nnf.linear(x, getattr(layer, f"{name}_proj").weight)
+    if getattr(layer.config, "conv_size", 0) > 0:
+        weight = getattr(layer, f"{name}_conv1d").weight
+        y = nnf.conv1d(nnf.pad(y.mT, (weight.shape[-1] - 1, 0)), weight, groups=y.shape[-1]).mT
+    return y.unflatten(-1, (count, -1))
+
+
+def normed(layer: nn.Module, o: torch.Tensor) -> torch.Tensor:
+    o = o.flatten(-2)
+    return o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-5) * layer.o_norm.weight
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decoding(name):
+    layer, x = made(name)
+    state = layer.new_state(2, 9)
+    parts = [layer(x[:, a:b], state=state) for a, b in ((0, 3), (3, 4), (4, 5), (5, 9))]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x))
+
+
+@pytest.mark.parametrize("name", ["hgrn2", "hgrn2, bounded"])
+def test_hgrn2(name):
+    layer, x = made(name)
+    c = layer.config
+    q, f, v = (heads(layer, n, x, h) for n, h in (("q", 2), ("k", 2), ("v", c.v_heads)))
+    kept = c.lower_bound + (1 - c.lower_bound) * f.sigmoid()
+    q, kept = (t.repeat_interleave(c.v_heads // 2, 2) for t in (nnf.silu(q), kept))
+    s, out = 0, []
+    for t in range(x.shape[1]):
+        s = kept[:, t, ..., None] * s + (1 - kept[:, t, ..., None]) * v[:, t, :, None]
+        out.append((s * q[:, t, ..., None]).sum(-2) * c.k_size**-0.5)
+    expected = nnf.linear(normed(layer, torch.stack(out, 1)), layer.o_proj.weight)
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_large_gates_of_hgrn2():
+    """Keys and decays stay exact where 1 - sigmoid would be 0."""
+    layer, x = made("hgrn2")
+    with torch.no_grad():
+        layer.k_proj.weight.mul_(1e3)
+    assert layer(x).isfinite().all()
+
+
+@pytest.mark.slow
+def test_lightning_attention_of_transformers():
+    module = pytest.importorskip("transformers.models.minimax.modeling_minimax")
+    config = module.MiniMaxConfig(
+        hidden_size=DIM, num_attention_heads=3, num_hidden_layers=4, rms_norm_eps=1e-5, block_size=4
+    )
+    theirs = module.MiniMaxLightningAttention(config, 1).double()
+    layer, x = made("lightning")
+    nn.init.normal_(layer.o_norm.weight)
+    rows = [getattr(layer, f"{n}_proj").weight.unflatten(0, (3, -1)) for n in "qkv"]
+    with torch.no_grad():
+        theirs.qkv_proj.weight.copy_(torch.cat(rows, 1).flatten(0, 1))
+        theirs.output_gate.weight.copy_(layer.g_proj.weight)
+        theirs.out_proj.weight.copy_(layer.o_proj.weight)
+        theirs.norm.weight.copy_(layer.o_norm.weight)
+        theirs.norm.variance_epsilon = 1e-5
+    torch.testing.assert_close(layer(x), theirs(x, None, None)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_lightning_attention():
+    """Token by token, with the rates of the second of four layers."""
+    layer, x = made("lightning")
+    q, k, v = (nnf.silu(heads(layer, n, x, 3)) for n in "qkv")
+    rates = [2 ** (-8 * h / 3) * (1 - 1 / (3 + 1e-5) + 1e-5) for h in (1, 2, 3)]
+    kept = torch.tensor(rates, dtype=x.dtype).neg().exp()[:, None, None]
+    s, out = 0, []
+    for t in range(x.shape[1]):
+        s = kept * s + k[:, t, ..., None] * v[:, t, :, None]
+        out.append((s * q[:, t, ..., None]).sum(-2))
+    y = normed(layer, torch.stack(out, 1)) * layer.g_proj(x).sigmoid()
+    torch.testing.assert_close(layer(x), nnf.linear(y, layer.o_proj.weight))
+
+
+@pytest.mark.parametrize("name", ["based", "rebased"])
+def test_kernels_of_second_order(name):
+    layer, x = made(name)
+    q, k, v = (heads(layer, n, x, 3) for n in "qkv")
+    if name == "rebased":
+        q, k = (nnf.layer_norm(t, (5,), layer.gamma, layer.beta) for t in (q, k))
+    u = torch.einsum("bihd,bjhd->bhij", q, k) * 5**-0.5
+    weight = (u.square() if name == "rebased" else 1 + u + u.square() / 2).tril()
+    o = torch.einsum("bhij,bjhv->bihv", weight / weight.sum(-1, keepdim=True), v)
+    torch.testing.assert_close(layer(x), nnf.linear(o.flatten(-2), layer.o_proj.weight))
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"HGRN2: lower_bound must be in \[0, 1\)"):
+        HGRN2(8, 2, lower_bound=1.0)
+    with pytest.raises(ValueError, match="LightningAttention: layer_idx must be in"):
+        LightningAttention(8, 2, layer_idx=2, num_layers=2)
