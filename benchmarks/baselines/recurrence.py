@@ -303,6 +303,7 @@ def comba(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     lacks(l2norm=l2norm, heads=g.ndim == 3, erase_decayed=erase_decayed)
+    lacks(grouped=q.shape[2] != v.shape[2])
     beta = beta[..., None]
     return dplr_delta_rule(q, k, beta * v, beta * p, -k, g, **options)
 
@@ -318,7 +319,7 @@ def gated_delta_rule_2(
     l2norm: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    lacks(l2norm=l2norm, heads=g.ndim == 3)
+    lacks(l2norm=l2norm, heads=g.ndim == 3, grouped=q.shape[2] != v.shape[2])
     return dplr_delta_rule(q, k, w * v, g.exp() * b * k, -k, g, **options)
 
 
