@@ -76,8 +76,8 @@ CONTENTS = {
         "reference",
     ],
     "Support and speed": [
-        *("ops", "variants", "systems", "benchmarks", "hf_models", "goals", "accuracy", "cuda"),
-        "cuda_resources",
+        *("ops", "variants", "compat", "systems", "benchmarks", "hf_models", "goals"),
+        *("accuracy", "cuda", "cuda_resources"),
     ],
     "Development": ["architecture", "adding", "/CONTRIBUTING"],
     "Benchmark records": [

@@ -149,7 +149,7 @@ import sys
 
 import omniattn.compat
 
-sys.modules["mamba_ssm"] = sys.modules["causal_conv1d"] = omniattn.compat
+assert all(omniattn.compat.install("mamba_ssm", "causal_conv1d").values())
 
 import torch
 from test_recurrent import made, patched

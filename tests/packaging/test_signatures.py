@@ -18,6 +18,7 @@ PACKAGES = (
     "reference",
     "compat.causal_conv1d",
     "compat.fla",
+    "compat.flash_attn",
     "compat.mamba_ssm",
     "training",
 )

@@ -4,9 +4,11 @@
 functions call `omniattn.functional`, so they run on the CPU, too, and are differentiable. An
 unsupported option raises an error that names it; an option that affects only speed, such as a chunk
 size, is accepted and has no effect. The `*_update` functions update states in place and are for
-inference. Liger's losses are in `omniattn.modules` under their own names.
+inference. `flash_attn`, `fla`, `mamba_ssm`, `causal_conv1d` and `liger` have a module each, and
+`install` lets imports of libraries that are not installed find them.
 """
 
+from omniattn.compat._install import install, uninstall
 from omniattn.compat.causal_conv1d import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -95,6 +97,7 @@ __all__ = [
     "fused_recurrent_rwkv6",
     "fused_recurrent_rwkv7",
     "fused_recurrent_simple_gla",
+    "install",
     "mamba_chunk_scan_combined",
     "mamba_inner_fn",
     "mamba_split_conv1d_scan_combined",
@@ -104,6 +107,7 @@ __all__ = [
     "selective_scan_fn",
     "selective_scan_ref",
     "selective_state_update",
+    "uninstall",
 ]
 
 explain_keywords(__name__, __all__)

@@ -1,0 +1,79 @@
+"""flash-attn 2: `flash_attn`, with its padding, rotary positions, losses and norms.
+
+Functions of `functional` compute all of them, so they run on the CPU and in every floating dtype.
+"""
+
+from omniattn.compat.flash_attn.bert_padding import (
+    index_first_axis,
+    index_first_axis_residual,
+    index_put_first_axis,
+    pad_input,
+    unpad_input,
+    unpad_input_for_concatenated_sequences,
+)
+from omniattn.compat.flash_attn.interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from omniattn.compat.flash_attn.kvcache import flash_attn_with_kvcache
+from omniattn.compat.flash_attn.losses import CrossEntropyLoss, cross_entropy_loss
+from omniattn.compat.flash_attn.norms import (
+    DropoutAddLayerNorm,
+    DropoutAddRMSNorm,
+    RMSNorm,
+    TritonRMSNorm,
+    dropout_add_layer_norm,
+    dropout_add_rms_norm,
+    layer_norm,
+    layer_norm_fn,
+    rms_norm,
+    rms_norm_fn,
+)
+from omniattn.compat.flash_attn.rotary import (
+    RotaryEmbedding,
+    apply_rotary_emb,
+    apply_rotary_emb_func,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
+    rotate_half,
+)
+
+__all__ = [
+    "CrossEntropyLoss",
+    "DropoutAddLayerNorm",
+    "DropoutAddRMSNorm",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "TritonRMSNorm",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+    "cross_entropy_loss",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "index_first_axis",
+    "index_first_axis_residual",
+    "index_put_first_axis",
+    "layer_norm",
+    "layer_norm_fn",
+    "pad_input",
+    "rms_norm",
+    "rms_norm_fn",
+    "rotate_half",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]

@@ -1,0 +1,236 @@
+"""Writes the lists of names of other libraries, and the page that shows them.
+
+    python tools/compat_names.py names fla CHECKOUT   # python/omniattn/compat/names/fla.txt
+    python tools/compat_names.py page                 # docs/compat.md
+
+CHECKOUT is the folder of a git repository, which may be bare. Public names of a module are the
+functions and classes that it defines, or in a package also those that it imports from its own
+modules, without kernels and autograd functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import re
+import subprocess
+from pathlib import Path
+
+from omniattn.compat._names import FOLDER, MODULES, Library, library
+
+ROOT = Path(__file__).parents[1]
+#: Folder of each package in its repository, and the file that has its version.
+SOURCES = {
+    "causal_conv1d": ("causal_conv1d", "causal_conv1d/__init__.py"),
+    "fla": ("fla", "fla/__init__.py"),
+    "flash_attn": ("flash_attn", "flash_attn/__init__.py"),
+    "liger_kernel": ("src/liger_kernel", "pyproject.toml"),
+    "mamba_ssm": ("mamba_ssm", "mamba_ssm/__init__.py"),
+}
+#: Modules without names for users: code of one device, distribution, tests, command lines.
+INNER = re.compile(
+    r"(^|\.)(backends?|cp|cute|cutedsl|cutile|tilelang|gluon|megatron|triton\.monkey_patch|testing"
+    r"|benchmark|determinism|env_report|flash_attn_triton(_og)?|flash_blocksparse\w*|library"
+    r"|triton\.mamba3|kernels|experimental|decoding|trainer|trainer_integration|fsdp"
+    r"|distributed|tensor_parallel|generation|pretrained|cpp_functions)(\.|$)"
+)
+#: Names that are steps of a kernel.
+STEP = re.compile(
+    r"^(init_to_zero|get_num_warps|config_prune|custom_amp_decorator|round_multiple|test_\w+"
+    r"|maybe_\w+|ensure_\w+|triton_\w+|get_configs\w*|get_bucket_m|compare_version|is_hip"
+    r"|device_context|calculate_settings|get_npu_\w+|set_large_\w+|infer_device|\w+_triton"
+    r"|(?!liger_)\w+_(forward|backward)(_\w+)?)$"
+    r"|(_(fwd|bwd|fwdbwd|kernel|kernel\w+|fwd_\w+|bwd_\w+|back|impl)|Function|Fn|Func)$|^(fwd|bwd)_"
+)
+#: Reasons of refusals, by package and module.name.
+REFUSED = [
+    (r"flash_attn\.models\.", "models are in omniattn.models"),
+    (r"flash_attn\.modules\.", "layers are in omniattn.modules"),
+    (r"fla\.models\b", "models are in omniattn.models, and Model.from_hf loads checkpoints"),
+    (r"mamba_ssm\.models\.|MambaLMHeadModel", "models are in omniattn.models"),
+    (r"Parallel(?!_)", "weights are not split over processes here"),
+    (r"apply_liger_kernel|_apply_liger|AutoLiger|monkey_patch",
+     "omniattn.hf.patch patches models of transformers"),
+    (r"liger_kernel\.transformers\.model\.", "omniattn.hf.patch patches models of transformers"),
+    (r"BitLinear|bitattn|BitAttention|int8|RMSNormLinearQuant|LayerNormLinearQuant",
+     "weights of 1.58 bits are not supported"),
+]  # fmt: skip
+#: Names that are called otherwise here, because two modules use one name.
+ALIASES = {
+    "flash_attn.ops.triton.layer_norm.RMSNorm": "TritonRMSNorm",
+    "mamba_ssm.ops.triton.layernorm_gated.RMSNorm": "GatedRMSNorm",
+    "mamba_ssm.ops.triton.layernorm_gated.LayerNorm": "GatedLayerNorm",
+}
+KINDS = {"there": "+", "refused": "!", "absent": "-"}
+
+
+def show(checkout: str, *arguments: str) -> str:
+    command = ["git", "-C", checkout, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def sources(package: str, checkout: str) -> dict[str, tuple[ast.Module, bool]]:
+    """Returns syntax trees of modules, and True for packages."""
+    folder, _ = SOURCES[package]
+    found = {}
+    for path in show(checkout, "ls-tree", "-r", "--name-only", "HEAD", folder).splitlines():
+        if not path.endswith(".py"):
+            continue
+        parts = (package, *Path(path).relative_to(folder).with_suffix("").parts)
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        if not INNER.search(name) and "._" not in name:
+            found[name] = ast.parse(show(checkout, "show", f"HEAD:{path}")), is_package
+    return found
+
+
+def is_public(node: ast.stmt) -> bool:
+    """Returns True for functions and classes that are not parts of a kernel."""
+    if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return False
+    decorators = " ".join(ast.unparse(d) for d in node.decorator_list)
+    bases = " ".join(ast.unparse(b) for b in node.bases) if isinstance(node, ast.ClassDef) else ""
+    inner = "triton." in decorators or "autograd.Function" in bases
+    return not (node.name.startswith("_") or STEP.search(node.name) or inner)
+
+
+def public_names(package: str, checkout: str) -> dict[str, set[str]]:
+    """Returns the public names of each module."""
+    modules = sources(package, checkout)
+    found: dict[str, set[str]] = {}
+    for module, (tree, is_package) in modules.items():
+        names = {n.name for n in tree.body if is_public(n)}
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                value, target = node.value, node.targets[0].id
+                applied = isinstance(value, ast.Attribute) and value.attr == "apply"
+                aliased = isinstance(value, ast.Name) and target.islower()
+                if (applied or aliased) and not target.startswith("_"):
+                    names.add(target)
+            inner = isinstance(node, ast.ImportFrom) and (
+                node.level > 0 or (node.module or "").split(".")[0] == package
+            )
+            if is_package and inner:
+                names |= {a.asname or a.name for a in node.names}
+        is_ops = re.match(r"fla\.ops\.\w+\.", module)  # users import from the packages
+        names = {n for n in names if not n.startswith("_") and not STEP.search(n)}
+        if is_package:
+            names -= {n.removeprefix(f"{module}.") for n in modules}
+        if names and not is_ops:
+            found[module] = names
+    for module, (tree, is_package) in modules.items():  # fla.ops.gla.chunk has what gla exports
+        for node in tree.body if is_package and module.startswith("fla.ops.") else ():
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inner = f"{module}.{node.module}" if node.level else node.module
+                if inner.startswith(f"{module}."):
+                    exported = {a.name for a in node.names} & found.get(module, set())
+                    found.setdefault(inner, set()).update(exported)
+    return {module: names for module, names in sorted(found.items()) if names}
+
+
+def status(name: str, ours: set[str]) -> tuple[str, str]:
+    """Returns the kind of a name with its module, and the word or reason in the list."""
+    short = name.rpartition(".")[2]
+    here = ALIASES.get(name, short)
+    if here in ours:
+        return "there", short if here == short else f"{short}={here}"
+    for pattern, reason in REFUSED:
+        if re.search(pattern, name):
+            return "refused", reason
+    return "absent", short
+
+
+def write_names(package: str, checkout: str) -> None:
+    _, place = SOURCES[package]
+    version = re.search(r"version\S* = \"(.+)\"", show(checkout, "show", f"HEAD:{place}"))
+    assert version is not None
+    lines = [f"{version[1]} {show(checkout, 'rev-parse', 'HEAD')[:12]}"]
+    ours = set(importlib.import_module(MODULES[package]).__all__)
+    for module, names in public_names(package, checkout).items():
+        lines.append(f"[{module}]")
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name in sorted(names):
+            kind, word = status(f"{module}.{name}", ours)
+            key = (kind, word) if kind == "refused" else (kind, "")
+            groups.setdefault(key, []).append(name if kind == "refused" else word)
+        for (kind, reason), words in sorted(
+            groups.items(), key=lambda g: list(KINDS).index(g[0][0])
+        ):
+            lines.append(" ".join([KINDS[kind], *([f"{reason}:"] if reason else []), *words]))
+    (FOLDER / f"{package}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def page() -> str:
+    """Returns the page of all lists."""
+    text = ["# Names of other libraries", "", INTRODUCTION, ""]
+    totals = ["| library | version | there | refused | absent |", "|---|---|---|---|---|"]
+    sections: list[str] = []
+    for package in MODULES:
+        found = library(package)
+        there, refused, absent = (len(n) for n in unique(found))
+        totals.append(f"| `{package}` | {found.version} | {there} | {refused} | {absent} |")
+        sections += ["", f"## {package}", "", f"Names of version {found.version}, commit "]
+        sections[-1] += f"{found.commit}; here in `{MODULES[package]}`."
+        for module, names in found.modules.items():
+            sections += ["", f"**{module}**", ""]
+            if names.there:
+                sections.append(f"- there: {listed(names.there)}")
+            for reason in sorted(set(names.refused.values())):
+                words = [n for n, r in names.refused.items() if r == reason]
+                sections.append(f"- refused, because {reason}: {listed(words)}")
+            if names.absent:
+                sections.append(f"- absent: {listed(names.absent)}")
+    return "\n".join([*text, *totals, *sections]) + "\n"
+
+
+def unique(found: Library) -> tuple[set[str], set[str], set[str]]:
+    """Returns the names that are there, refused and absent, each once."""
+    there = {n for m in found.modules.values() for n in m.there}
+    refused = {n for m in found.modules.values() for n in m.refused} - there
+    return there, refused, {n for m in found.modules.values() for n in m.absent} - there - refused
+
+
+def listed(names: object) -> str:
+    return ", ".join(f"`{name}`" for name in names)  # type: ignore[attr-defined]
+
+
+INTRODUCTION = """\
+`python tools/compat_names.py page` writes this page from the lists in
+`python/omniattn/compat/names`. It shows which public names of other libraries exist here. After
+
+```python
+import omniattn.compat
+
+served = omniattn.compat.install()
+```
+
+they can be imported from where the libraries have them, such as `from fla.ops.gla import
+chunk_gla`, if the library is not installed. `served` tells for each library whether it is served
+(True) or installed (False), and `omniattn.compat.uninstall()` undoes the call.
+
+- The modules have the version below with the suffix `+omniattn`. There is no distribution of that
+  name: `importlib.metadata.version` raises PackageNotFoundError as before.
+- transformers 5 imports functions of fla, mamba-ssm and causal-conv1d when it loads the code of a
+  model. Where `install` came before, its models with gated delta rules, KDA and Mamba call these
+  functions, on the CPU, too. It asks for flash-attn by its distribution and for a GPU, so that
+  `is_flash_attn_2_available()` stays False: `omniattn.hf.register` provides attention there. It
+  finds Liger by the import alone: `use_liger_kernel=True` then raises an ImportError, which names
+  `omniattn.hf.patch`.
+- Importing a refused or absent name raises an ImportError with the reason."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("task", choices=("names", "page"))
+    parser.add_argument("package", nargs="?", choices=tuple(SOURCES))
+    parser.add_argument("checkout", nargs="?")
+    given = parser.parse_args()
+    if given.task == "names":
+        write_names(given.package, given.checkout)
+    else:
+        (ROOT / "docs/compat.md").write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
