@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import io
 import re
 import subprocess
+import tarfile
 from pathlib import Path
 
 from omniattn.compat._names import FOLDER, MODULES, Library, library
@@ -73,15 +75,20 @@ def show(checkout: str, *arguments: str) -> str:
 def sources(package: str, checkout: str) -> dict[str, tuple[ast.Module, bool]]:
     """Returns syntax trees of modules, and True for packages."""
     folder, _ = SOURCES[package]
+    command = ["git", "-C", checkout, "archive", "HEAD", folder]
+    archive = subprocess.run(command, check=True, capture_output=True).stdout
     found = {}
-    for path in show(checkout, "ls-tree", "-r", "--name-only", "HEAD", folder).splitlines():
-        if not path.endswith(".py"):
-            continue
-        parts = (package, *Path(path).relative_to(folder).with_suffix("").parts)
-        is_package = parts[-1] == "__init__"
-        name = ".".join(parts[:-1] if is_package else parts)
-        if not INNER.search(name) and "._" not in name:
-            found[name] = ast.parse(show(checkout, "show", f"HEAD:{path}")), is_package
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        for path in files.getnames():
+            if not path.endswith(".py"):
+                continue
+            parts = (package, *Path(path).relative_to(folder).with_suffix("").parts)
+            is_package = parts[-1] == "__init__"
+            name = ".".join(parts[:-1] if is_package else parts)
+            if not INNER.search(name) and "._" not in name:
+                text = files.extractfile(path)
+                assert text is not None
+                found[name] = ast.parse(text.read()), is_package
     return found
 
 

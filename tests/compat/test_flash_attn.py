@@ -308,7 +308,7 @@ def test_dtypes_of_norms():
         (lambda q, k, v: fa.flash_attn_func(q, k, v, softmax_scale="a"), "softmax_scale must be"),
         (lambda q, k, v: fa.flash_attn_func(q, k, v, window_size=3), "window_size must be"),
         (lambda q, k, v: fa.flash_attn_func(q, k, v, 2.0), "dropout_p must be"),
-        (lambda q, k, v: fa.flash_attn_func(q, k[:1], v), "flash_attn_func: k must"),
+        (lambda q, k, v: fa.flash_attn_func(q, k[:1], v), "flash_attn_func: q and k must"),
         (lambda q, k, v: fa.flash_attn_func(q, k, v, deterministic=1), "deterministic must be"),
         (
             lambda q, k, v: fa.flash_attn_kvpacked_func(q, k),

@@ -66,7 +66,7 @@ def test_scripts_import_from_where_the_libraries_have_names(installed):
     from fla.ops.gla import chunk_gla as same
     from fla.ops.gla.chunk import chunk_gla as again
 
-    assert chunk_gla is same is again is compat.chunk_gla
+    assert chunk_gla is same is again is compat.fla.chunk_gla
     import fla
 
     assert fla.ops.gla.chunk_gla is chunk_gla and "chunk_gla" in dir(fla.ops.gla)
@@ -90,9 +90,9 @@ def test_scripts_import_from_each_library(installed):
     assert (flash_attn_func, unpad_input) == (ours.flash_attn_func, ours.unpad_input)
     assert flash_attn_varlen_func is ours.flash_attn_varlen_func
     assert RMSNorm is ours.TritonRMSNorm
-    assert causal_conv1d_fn is compat.causal_conv1d_fn
+    assert causal_conv1d_fn is compat.causal_conv1d.causal_conv1d_fn
     assert LigerCrossEntropyLoss is compat.liger.LigerCrossEntropyLoss
-    assert selective_scan_fn is compat.selective_scan_fn
+    assert selective_scan_fn is compat.mamba_ssm.selective_scan_fn
 
 
 @pytest.mark.skipif(len(NOT_INSTALLED) < len(MODULES), reason="a library is installed")

@@ -41,6 +41,18 @@ def errors_of(op: str, **names: str) -> Iterator[None]:
         raise type(error)(f"{op}: {message}") from None
 
 
+@contextmanager
+def errors_as(op: str, alias: str) -> Iterator[None]:
+    """Rewrites errors of the alias `alias` to name `op`, which calls it."""
+    try:
+        yield
+    except _ERRORS as error:
+        function, colon, message = str(error).partition(": ")
+        if type(error) not in _ERRORS or function != alias:
+            raise
+        raise type(error)(f"{op}{colon}{message}") from None
+
+
 def require_real(op: str, **tensors: Tensor) -> None:
     """Requires floating-point tensors."""
     for name, t in tensors.items():

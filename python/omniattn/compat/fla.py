@@ -1,11 +1,17 @@
-"""flash-linear-attention 0.5: `fla.ops`, with tensors (B, T, H, D).
+"""flash-linear-attention 0.5: `fla.ops` and `fla.modules`, with tensors (B, T, H, D).
 
-All functions return (o, final_state), where final_state is None without `output_final_state`.
-`cu_seqlens_cpu`, `chunk_indices`, `chunk_size` and `disable_recompute` are accepted and ignored,
-since they affect only fla's speed. See the function that a docstring names for formulas, shapes and
-dtypes.
+Functions of `fla.ops` return (o, final_state), where final_state is None without
+`output_final_state`. `cu_seqlens_cpu`, `chunk_indices`, `chunk_size` and `disable_recompute` are
+accepted and ignored, since they affect only fla's speed. See the function that a docstring names
+for formulas, shapes and dtypes.
 """
 
+from omniattn.compat._fla_conv import (
+    ShortConvolution,
+    causal_conv1d,
+    causal_conv1d_update,
+    token_shift,
+)
 from omniattn.compat._fla_delta import (
     chunk_delta_rule,
     chunk_dplr_delta_rule,
@@ -47,8 +53,68 @@ from omniattn.compat._fla_linear import (
     fused_recurrent_rwkv6,
     fused_recurrent_rwkv7,
 )
+from omniattn.compat._fla_mlp import (
+    FusedCrossEntropyLoss,
+    FusedKLDivLoss,
+    FusedLinearCrossEntropyLoss,
+    GatedMLP,
+    fused_kl_div_loss,
+    fused_linear_cross_entropy_loss,
+    logsigmoid,
+    sigmoid,
+    sigmoidglu,
+    sqrelu,
+    swiglu,
+    swiglu_linear,
+    swish,
+)
+from omniattn.compat._fla_norms import (
+    FusedLayerNormGated,
+    FusedLayerNormSwishGate,
+    FusedRMSNormGated,
+    FusedRMSNormSwishGate,
+    GroupNorm,
+    LayerNorm,
+    RMSNorm,
+    group_norm,
+    layer_norm,
+    layer_norm_gated,
+    rms_norm,
+    rms_norm_gated,
+)
+from omniattn.compat._fla_parts import (
+    L2Norm,
+    RotaryEmbedding,
+    fused_kda_gate,
+    l2_norm,
+    l2norm,
+    prepare_cu_seqlens_from_lens,
+    prepare_cu_seqlens_from_mask,
+    prepare_lens,
+    prepare_lens_from_mask,
+    prepare_position_ids,
+    prepare_sequence_ids,
+    prepare_token_indices,
+    rotary_embedding,
+)
 
 __all__ = [
+    "FusedCrossEntropyLoss",
+    "FusedKLDivLoss",
+    "FusedLayerNormGated",
+    "FusedLayerNormSwishGate",
+    "FusedLinearCrossEntropyLoss",
+    "FusedRMSNormGated",
+    "FusedRMSNormSwishGate",
+    "GatedMLP",
+    "GroupNorm",
+    "L2Norm",
+    "LayerNorm",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "ShortConvolution",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "chunk_delta_rule",
     "chunk_dplr_delta_rule",
     "chunk_gated_delta_rule",
@@ -67,6 +133,9 @@ __all__ = [
     "fused_chunk_linear_attn",
     "fused_chunk_retention",
     "fused_chunk_simple_gla",
+    "fused_kda_gate",
+    "fused_kl_div_loss",
+    "fused_linear_cross_entropy_loss",
     "fused_mul_recurrent_rwkv7",
     "fused_recurrent_delta_rule",
     "fused_recurrent_dplr_delta_rule",
@@ -81,7 +150,30 @@ __all__ = [
     "fused_recurrent_rwkv6",
     "fused_recurrent_rwkv7",
     "fused_recurrent_simple_gla",
+    "group_norm",
+    "l2_norm",
+    "l2norm",
+    "layer_norm",
+    "layer_norm_gated",
+    "logsigmoid",
     "parallel_based",
     "parallel_retention",
     "parallel_simple_gla",
+    "prepare_cu_seqlens_from_lens",
+    "prepare_cu_seqlens_from_mask",
+    "prepare_lens",
+    "prepare_lens_from_mask",
+    "prepare_position_ids",
+    "prepare_sequence_ids",
+    "prepare_token_indices",
+    "rms_norm",
+    "rms_norm_gated",
+    "rotary_embedding",
+    "sigmoid",
+    "sigmoidglu",
+    "sqrelu",
+    "swiglu",
+    "swiglu_linear",
+    "swish",
+    "token_shift",
 ]

@@ -1,6 +1,18 @@
-"""mamba-ssm 2: selective scan and step, Mamba-2 scan, and fused layers of both."""
+"""mamba-ssm 2: selective scan and step, Mamba-2 scan, fused layers of both, and norms."""
 
 from omniattn.compat._mamba_layers import mamba_inner_fn, mamba_split_conv1d_scan_combined
+from omniattn.compat._mamba_parts import (
+    GatedLayerNorm,
+    GatedRMSNorm,
+    RMSNorm,
+    layer_norm_fn,
+    layernorm_fn,
+    mamba_chunk_scan,
+    rms_norm_fn,
+    rmsnorm_fn,
+    ssd_selective_scan,
+    swiglu,
+)
 from omniattn.compat._mamba_scan import (
     selective_scan_fn,
     selective_scan_ref,
@@ -9,10 +21,20 @@ from omniattn.compat._mamba_scan import (
 from omniattn.compat._mamba_ssd import mamba_chunk_scan_combined
 
 __all__ = [
+    "GatedLayerNorm",
+    "GatedRMSNorm",
+    "RMSNorm",
+    "layer_norm_fn",
+    "layernorm_fn",
+    "mamba_chunk_scan",
     "mamba_chunk_scan_combined",
     "mamba_inner_fn",
     "mamba_split_conv1d_scan_combined",
+    "rms_norm_fn",
+    "rmsnorm_fn",
     "selective_scan_fn",
     "selective_scan_ref",
     "selective_state_update",
+    "ssd_selective_scan",
+    "swiglu",
 ]
