@@ -120,7 +120,7 @@ def public_names(package: str, checkout: str) -> dict[str, set[str]]:
             )
             if is_package and inner:
                 names |= {a.asname or a.name for a in node.names}
-        is_ops = re.match(r"fla\.ops\.\w+\.", module)  # users import from the packages
+        is_ops = re.match(r"fla\.ops\.\w+\.(?!gate$)", module)  # users import from the packages
         names = {n for n in names if not n.startswith("_") and not STEP.search(n)}
         if is_package:
             names -= {n.removeprefix(f"{module}.") for n in modules}

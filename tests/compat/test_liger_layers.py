@@ -15,7 +15,9 @@ N = 8
 
 def same(found, wanted, leaves):
     torch.testing.assert_close(found, wanted)
-    pairs = [torch.autograd.grad(t.square().sum(), leaves) for t in (found, wanted)]
+    pairs = [
+        torch.autograd.grad(t.square().sum(), leaves, retain_graph=True) for t in (found, wanted)
+    ]
     torch.testing.assert_close(*pairs)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as nnf
@@ -117,7 +120,9 @@ def rms_norm_gated(
 class LayerNorm(nn.Module):
     """Layer norm of a sum, see :func:`layer_norm`."""
 
-    _norm = staticmethod(layer_norm)
+    _norm: ClassVar[Callable[..., Normed]] = staticmethod(layer_norm)
+    weight: Tensor | None
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -159,6 +164,9 @@ class RMSNorm(LayerNorm):
 
 class GroupNorm(nn.Module):
     """Norm of each part of the last dimension, see :func:`group_norm`."""
+
+    weight: Tensor | None
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -204,6 +212,9 @@ class GroupNorm(nn.Module):
 class FusedLayerNormGated(nn.Module):
     """Layer norm times a gate, see :func:`layer_norm_gated`."""
 
+    weight: Tensor | None
+    bias: Tensor | None
+
     def __init__(
         self,
         hidden_size: int,
@@ -242,6 +253,9 @@ class FusedLayerNormGated(nn.Module):
 
 class FusedRMSNormGated(nn.Module):
     """Root mean square norm times a gate, see :func:`rms_norm_gated`."""
+
+    weight: Tensor | None
+    bias: Tensor | None
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class _Module(ModuleType):
         return sorted({*super().__dir__(), *(names.there if names else ())})
 
 
-class _Finder:
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finder of the modules of libraries that are not installed.
 
     It is the last one that Python asks, so that it never hides a library.

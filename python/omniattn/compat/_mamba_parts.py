@@ -196,6 +196,7 @@ class GatedRMSNorm(nn.Module):
     """Root mean square norm with a gate: `mamba_ssm.ops.triton.layernorm_gated.RMSNorm`."""
 
     _is_rms_norm = True
+    bias: Tensor | None
 
     def __init__(
         self,

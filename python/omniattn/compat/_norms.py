@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -114,7 +116,11 @@ def norm_fn(
         if value is not None and value is not False:
             raise NotImplementedError(f"{op}: {name} is not supported, got a {type(value)}")
     x, residual = added(op, x, residual, residual_in_fp32, dropout_p, rowscale, x1)
-    options = {"is_rms_norm": is_rms_norm, "zero_centered": zero_centered, "out_dtype": out_dtype}
+    options: dict[str, Any] = {
+        "is_rms_norm": is_rms_norm,
+        "zero_centered": zero_centered,
+        "out_dtype": out_dtype,
+    }
     y, h = normed(op, x, *weights, residual, eps, **options)
     results: tuple[Tensor, ...] = (y,)
     if weights1[0] is not None:

@@ -222,14 +222,14 @@ def _attend(
     return_attn_probs: bool,
     names: dict[str, str] | None = None,
 ) -> Result:
-    dropout_p, *others = rest
+    dropout_p = rest[0]
     require_flags(op, deterministic=deterministic, return_attn_probs=return_attn_probs)
     require_number(op, "dropout_p", dropout_p)
     if return_attn_probs and dropout_p > 0:
         raise NotImplementedError(
             f"{op}: return_attn_probs is not supported with dropout_p > 0, got {dropout_p=}"
         )
-    options = options_of(op, *others)
+    options = options_of(op, *rest[1:])
     for name, t in zip("qkv", tensors, strict=False):
         require_tensor(op, name, t)
     with errors_of(op, scale="softmax_scale", **names or {}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +98,11 @@ def flash_attn_with_kvcache(
             )
         steps = torch.arange(max(q.shape[1], k.shape[1]), device=q.device)
         moving = causal or tuple(window_size) != (-1, -1)
-        tables = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
+        tables: dict[str, Any] = {
+            "cos": rotary_cos,
+            "sin": rotary_sin,
+            "interleaved": rotary_interleaved,
+        }
         first = lengths.long()[:, None]
         with errors_of(op, cos="rotary_cos", sin="rotary_sin", positions="cache_seqlens"):
             places = first + steps[: q.shape[1]] * int(moving)

@@ -250,6 +250,7 @@ class DropoutAddRMSNorm(nn.Module):
 
     _norm = staticmethod(dropout_add_rms_norm)
     _has_bias = False
+    bias: Tensor | None
 
     def __init__(
         self,

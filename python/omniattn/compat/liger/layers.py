@@ -29,6 +29,8 @@ class LigerRMSNorm(nn.Module):
         elementwise_affine: False for no weight.
     """
 
+    weight: Tensor | None
+
     def __init__(
         self,
         hidden_size: int,
@@ -67,7 +69,7 @@ class LigerLayerNorm(nn.Module):
         require_choice("LigerLayerNorm", "init_fn", init_fn, ("ones", "zeros"))
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.weight = _weight(hidden_size, init_fn)
-        self.bias = nn.Parameter((torch.randn if bias else torch.zeros)(hidden_size))
+        self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return functions.liger_layer_norm(
@@ -91,7 +93,7 @@ class LigerGroupNorm(nn.Module):
         self.num_channels, self.num_groups = num_channels, num_groups
         self.eps, self.variance_epsilon = eps, eps
         self.weight = _weight(num_channels, init_fn)
-        self.bias = nn.Parameter((torch.randn if bias else torch.zeros)(num_channels))
+        self.bias = nn.Parameter(torch.randn(num_channels) if bias else torch.zeros(num_channels))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         rest = self.num_channels, self.num_groups, self.variance_epsilon
@@ -234,6 +236,8 @@ class LigerReLUSquared(nn.Module):
 
 class LigerDyT(nn.Module):
     """Dynamic tanh (Zhu et al., 2025, arXiv:2503.10622), see :func:`liger_dyt`."""
+
+    beta: Tensor | None
 
     def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
         super().__init__()
