@@ -109,6 +109,7 @@ TITLES = {
     "routed_block_attention": "attention, selected blocks of keys",
     "selected_attention": "attention, selected blocks of keys",
     "selective_attention": "attention, weights and selection",
+    "forgetting_attention": "attention, weights and selection",
     "norm": "norms",
     "rope": "rotary embeddings",
     "activation": "gated activations",

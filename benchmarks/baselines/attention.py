@@ -236,6 +236,7 @@ BASELINES = {
     "select_attention": {"eager": reference.select_attention},
     "selected_attention": {"eager": gathered_attention},
     "selective_attention": {"eager": reference.selective_attention},
+    "forgetting_attention": {"eager": reference.forgetting_attention},
     "moba_attention": {"eager": reference.moba_attention},
     "nsa_attention": {"eager": reference.nsa_attention},
     "routed_block_attention": {"eager": reference.routed_block_attention},

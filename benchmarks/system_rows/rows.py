@@ -76,6 +76,7 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "sigmoid and squared ReLU attention": (("attention", "sigmoid"), ("attention", "relu2")),
     "hard attention: one selected key per query": (("select_attention", "causal"),),
     "selective attention": (("selective_attention", "model"),),
+    "forgetting attention (FoX): gates between key and query": (("forgetting_attention", "model"),),
     "ALiBi": (("attention", "alibi"),),
     "feed-forward layers: ReLU, GELU, SiLU, squared ReLU": (
         *(("mlp", "gelu"), ("mlp", "relu"), ("mlp", "silu"), ("mlp", "relu2")),
@@ -296,6 +297,12 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
         for name in ("rms", "layer", "l2")
     ),
     "gated attention": (System("gate-B1T512C512H8", _attention(gate="elementwise")),),
+    "scalable softmax (SSMax): scores times s log n": (
+        System("ssmax-B1T512C512H8", _attention(log_scale=True)),
+    ),
+    "multi-matrix factorization attention (MFA)": (
+        System("mfa-B1T512C512H8", _attention(num_kv_heads=1, head_dim=128, q_rank=256)),
+    ),
     "gated attention unit": (
         System(
             "gau-B1T512C512", lambda: layer(m.GatedAttentionUnit.Config(512), normal(1, 512, 512))

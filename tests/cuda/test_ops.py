@@ -131,6 +131,7 @@ RUNS = {
         (SELECTED, VALUES, ("bf16",)),
         (FEW_COMPOSED, VALUES, ("bf16",)),
         (("-selective_attention-",), VALUES, ("f32", "bf16")),
+        (("-forgetting_attention-(tiny|options|one)-",), VALUES, ("bf16",)),
         (EXPERTS, VALUES, ("f32", "bf16")),
         (STATES, VALUES, ("bf16",)),
         (SCANS, VALUES, ("f64", "bf16")),

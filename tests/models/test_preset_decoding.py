@@ -83,6 +83,7 @@ def test_recurrent_states_have_one_size_for_any_length(name):
         "mla",
         "differential",
         "selective",
+        "forgetting",
         "mamba",
         "mamba2",
         "jamba",

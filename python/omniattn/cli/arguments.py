@@ -13,7 +13,7 @@ from omniattn.suggestions import did_you_mean
 FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "llama-tiny", "llama-medium", "falcon", "gpt2", "mla", "differential"),
-        "selective",
+        *("selective", "forgetting", "ssmax", "mfa"),
     ),
     "mixtures of experts": ("mixtral", "switch", "llama4", "deepseek-moe", "deepseek-moe-mtp"),
     "sparse attention": (
@@ -33,7 +33,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 #: Names of `compare --models`: mixers of omniattn.compare.KINDS.
 COMPARED: dict[str, tuple[str, ...]] = {
-    "softmax attention": ("llama", "mqa", "mla", "differential", "selective"),
+    "softmax attention": (
+        *("llama", "mqa", "mla", "differential", "selective", "forgetting", "ssmax", "mfa"),
+    ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),
         *("nsa", "moba", "routed-blocks"),

@@ -136,6 +136,9 @@ KINDS: dict[str, Kind] = {
         rotates=True,
     ),
     "selective": _attention(SelectiveAttention.Config),
+    "forgetting": Kind(_heads(Attention.Config, forget_gate=True)),
+    "ssmax": _attention(Attention.Config, log_scale=True),
+    "mfa": Kind(lambda p: Attention.Config(p.dim, p.heads, 1, q_rank=p.dim // 2), rotates=True),
     "window": _attention(Attention.Config, window_size=(31, 0)),
     "longformer": _attention(LongformerAttention.Config, window=32, global_index=(0,), causal=True),
     "bigbird": _attention(

@@ -219,6 +219,13 @@ class FormOptions(ScoreOptions, DropoutOptions, total=False):
     """Options of a form of attention to chosen keys, such as `longformer_attention`."""
 
 
+class ForgettingOptions(FormOptions, total=False):
+    """Options of `forgetting_attention`."""
+
+    window_size: tuple[int, int]
+    mask: Tensor | EncodedMask | MaskMod | None
+
+
 class SelectedOptions(SinkOptions, DropoutOptions, total=False):
     """Options of `selected_attention`."""
 

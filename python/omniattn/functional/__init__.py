@@ -4,6 +4,7 @@ from omniattn.functional import masks as masks
 from omniattn.functional import scores as scores
 from omniattn.functional._keywords import explain_keywords
 from omniattn.functional.attention.attention import attention
+from omniattn.functional.attention.forgetting import forgetting_attention
 from omniattn.functional.attention.lse import attention_weights, merge_attention
 from omniattn.functional.attention.sdpa import scaled_dot_product_attention
 from omniattn.functional.attention.selection import select_attention
@@ -181,6 +182,7 @@ __all__ = [
     "expert_counts",
     "expert_importance",
     "fft_conv",
+    "forgetting_attention",
     "gated_delta_product",
     "gated_delta_rule",
     "gated_delta_rule_2",

@@ -32,6 +32,7 @@ from omniattn.modules.blocks.mtp import MultiTokenPredictor
 from omniattn.modules.caches.cache import Cache
 from omniattn.modules.caches.evicting import EvictingCache
 from omniattn.modules.caches.eviction import H2O, Eviction, SnapKV, Streaming, Threshold, Window
+from omniattn.modules.caches.forgetting import ForgettingCache
 from omniattn.modules.caches.kv_cache import (
     BlockKeyCache,
     CrossCache,
@@ -119,6 +120,7 @@ __all__ = [
     "Eviction",
     "ExpertParallel",
     "Experts",
+    "ForgettingCache",
     "GatedAttentionUnit",
     "GatedDeltaNet",
     "GatedDeltaNet2",

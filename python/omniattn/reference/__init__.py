@@ -31,6 +31,7 @@ from omniattn.reference.dual_chunk import (
 )
 from omniattn.reference.eviction import evicting_attention
 from omniattn.reference.ffn import glu_mlp, mlp
+from omniattn.reference.forgetting import forgetting_attention
 from omniattn.reference.gemm import linear
 from omniattn.reference.indexer import dsa_indexer, dsa_indexer_loss
 from omniattn.reference.loss import (
@@ -147,6 +148,7 @@ __all__ = [
     "dual_chunk_mscale",
     "evicting_attention",
     "exponential_gates",
+    "forgetting_attention",
     "gated_activation",
     "gated_delta_product",
     "gated_delta_rule",

@@ -28,7 +28,7 @@ _OTHERS: dict[Rule, tuple[str, ...]] = {
         *("local_strided_attention", "longformer_attention", "moba_attention", "na1d", "na2d"),
         *("na3d", "nsa_attention", "routed_block_attention", "rwkv_quadratic"),
         *("scaled_dot_product_attention", "select_attention", "selected_attention"),
-        *("selective_attention", "dsa_indexer", "dsa_indexer_loss"),
+        *("selective_attention", "dsa_indexer", "dsa_indexer_loss", "forgetting_attention"),
         *("glu_mlp", "linear", "linear_cross_entropy", "linear_jsd", "linear_log_prob", "mlp"),
         "moe_experts",
     ),
@@ -39,7 +39,7 @@ _OTHERS: dict[Rule, tuple[str, ...]] = {
 LEADERS = {"rwkv4": "k"}
 
 #: Statistics, which must have their own dtype.
-KEPT = frozenset(("lse", "penalty"))
+KEPT = frozenset(("lse", "penalty", "log_f"))
 
 
 def rule_of(name: str) -> Rule:

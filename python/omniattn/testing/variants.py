@@ -23,6 +23,16 @@ VARIANTS = (
         "Henry et al. 2020, arXiv 2010.04245",
     ),
     Variant("gated attention", ("Attention",), "Qiu et al. 2025, arXiv 2505.06708"),
+    Variant(
+        "scalable softmax (SSMax): scores times s log n",
+        ("Attention",),
+        "Nakanishi 2025, arXiv 2501.19399",
+    ),
+    Variant(
+        "multi-matrix factorization attention (MFA)",
+        ("Attention",),
+        "Hu et al. 2024, arXiv 2412.19255",
+    ),
     Variant("gated attention unit", ("GatedAttentionUnit",), "Hua et al. 2022, arXiv 2202.10447"),
     Variant(
         "differential attention", ("DifferentialAttention",), "Ye et al. 2024, arXiv 2410.05258"

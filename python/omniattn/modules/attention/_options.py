@@ -1,4 +1,4 @@
-"""Options of Attention: their checks, chunks, and queries that grow with their position."""
+"""Options of Attention: their checks, and the masks, factors and terms that they give."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniattn.checks.arguments import require_number, shown
+from omniattn import functional
+from omniattn.checks.arguments import require_number, shown, widen
+from omniattn.functional.attention.forgetting import forget_terms, packed_forget_terms
 from omniattn.functional.masks import BoolMask, Chunked, Mask
 from omniattn.functional.scores.score_mod import MaskMod
 from omniattn.modules.base.jagged import Sequences
+from omniattn.modules.base.linear import Linear
+from omniattn.modules.caches.cache import Cache
+from omniattn.modules.caches.forgetting import ForgettingCache
 
 
 def check_options(c: Any) -> None:
@@ -49,6 +54,17 @@ def check_options(c: Any) -> None:
             "Attention: chunk_size needs causal=True and no window, got "
             f"chunk_size={c.chunk_size}, causal={c.causal}, window_size={c.window_size}"
         )
+    if c.log_scale and (not c.causal or c.head_scale or c.qk_norm == "l2"):
+        raise ValueError(
+            "Attention: log_scale needs causal=True and no other factor per head, got "
+            f"causal={c.causal}, head_scale={c.head_scale}, qk_norm={shown(c.qk_norm)}"
+        )
+    if c.forget_gate and (not c.causal or c.sinks or c.alibi or c.normalizer != "softmax"):
+        raise ValueError(
+            "Attention: forget_gate needs causal=True and softmax without sinks and ALiBi, got "
+            f"causal={c.causal}, sinks={c.sinks}, alibi={c.alibi}, "
+            f"normalizer={shown(c.normalizer)}"
+        )
     if c.query_growth and (c.cross or c.query_period is None):
         raise ValueError(
             "Attention: query_growth needs self-attention and a query_period, got "
@@ -72,10 +88,60 @@ def in_chunks(size: int | None, mask: Tensor | Mask | MaskMod | None) -> Any:
 
 
 def grown(c: Any, q: Tensor, sequences: Sequences, past: int) -> Tensor:
-    """Multiplies queries (B, T, H, D) by 1 + growth ln(1 + floor((position + 1) / period))."""
-    if c.query_growth == 0:
+    """Multiplies queries (B, T, H, D) by factors of their positions.
+
+    They are 1 + growth ln(1 + floor((position + 1) / period)), or with `log_scale` the logarithm of
+    the number of keys that the query sees.
+    """
+    if c.query_growth == 0 and not c.log_scale:
         return q
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    positions = (sequences.positions(q) + past + 1).to(wide)
-    factors = 1 + c.query_growth * torch.log1p((positions / c.query_period).floor())
+    count = (sequences.positions(q) + past + 1).to(wide)
+    factors = torch.ones_like(count)
+    if c.query_growth:
+        factors = 1 + c.query_growth * torch.log1p((count / c.query_period).floor())
+    if c.log_scale:
+        near = c.window_size[0] + 1
+        factors = factors * (count.clamp(max=near) if near > 0 else count).log()
     return (q * factors[:, None, None]).to(q.dtype)
+
+
+def slopes_of(c: Any, given: Tensor | None, x: Tensor) -> Tensor:
+    """Returns ALiBi's slopes of the heads, which are no buffer, so that no dtype rounds them."""
+    if given is not None:
+        raise ValueError(f"Attention: alibi_slopes must be None, as the config has alibi={c.alibi}")
+    slopes = functional.alibi_slopes(c.num_heads, max_exponent=c.alibi, device=x.device)
+    return slopes if c.alibi_scale == 1.0 else slopes * c.alibi_scale
+
+
+def sigmoid_bias(c: Any, q: Tensor, k: Tensor, keys: Sequences, cache: Cache | None) -> Tensor:
+    """Computes -ln n of shape (N | 1, 1, 1, 1), in the scores' precision."""
+    if c.norm_n is None and cache is not None and not c.cross:
+        raise ValueError("Attention: decoding with sigmoid needs a norm_n, got norm_n=None")
+    sizes = keys.sizes(k) if c.norm_n is None else q.new_tensor(c.norm_n, dtype=torch.int64)
+    n = sizes.clamp(min=1).to(torch.promote_types(q.dtype, torch.float32))
+    return -n.log().view(-1, 1, 1, 1)
+
+
+def plus(term: Tensor, bias: Tensor | None) -> Tensor:
+    """Adds a term of the scores to the caller's bias, if there is one."""
+    return term if bias is None else term + bias
+
+
+def require_no_position_terms(relative: object, alibi_slopes: Tensor | None) -> None:
+    """Raises if a call of a layer with forget gates has further terms of positions."""
+    if relative is not None or alibi_slopes is not None:
+        raise ValueError(
+            "Attention: relative and alibi_slopes must be None with forget_gate=True, got "
+            f"relative={shown(relative)}, alibi_slopes={shown(alibi_slopes)}"
+        )
+
+
+def forget_options(
+    gates: Linear, x: Tensor, sequences: Sequences, cache: ForgettingCache | None
+) -> dict[str, Tensor]:
+    """Returns the options of functional.attention for the forget gates sigmoid(gates(x))."""
+    log_f = torch.nn.functional.logsigmoid(widen(gates(x)))
+    if sequences.nested is not None:
+        return packed_forget_terms(log_f[0], sequences.nested)
+    return forget_terms(log_f if cache is None else cache.forget(log_f))

@@ -13,7 +13,16 @@ from omniattn.checks.arguments import clamp, shown
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
-from omniattn.modules.attention._options import check_options, grown, in_chunks
+from omniattn.modules.attention._options import (
+    check_options,
+    forget_options,
+    grown,
+    in_chunks,
+    plus,
+    require_no_position_terms,
+    sigmoid_bias,
+    slopes_of,
+)
 from omniattn.modules.base.fields import (
     Backend,
     Epsilon,
@@ -25,7 +34,7 @@ from omniattn.modules.base.fields import (
 )
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.heads import HeadsConfig
-from omniattn.modules.base.jagged import Sequences, sequences_of
+from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import Mixer, require_tokens
@@ -55,7 +64,8 @@ class Attention(Mixer):
         x (B, T, dim), source (B, S, source_dim) -> (B, T, dim).
         Both can be jagged nested tensors: sequences of different lengths without padding.
         Parameters q_proj, k_proj, v_proj, o_proj; with qk_norm q_norm and k_norm, or logit_scale
-        (num_heads,); with a gate g_proj; sinks and head_scale (num_heads,).
+        (num_heads,); with a gate g_proj; sinks, head_scale and log_scale (num_heads,); with
+        forget_gate f_proj; with q_rank q_down and q_down_norm.
 
     Notes:
         The attention output of a fully masked query is 0, with zero gradients. Dropout is active in
@@ -64,7 +74,11 @@ class Attention(Mixer):
     Reference:
         Vaswani et al. 2017, arXiv 1706.03762; MQA: Shazeer 2019, arXiv 1911.02150; GQA: Ainslie
         et al. 2023, arXiv 2305.13245; gates: Qiu et al., Gated Attention for Large Language
-        Models, 2025, arXiv 2505.06708; sigmoid: Ramapuram et al. 2024, arXiv 2409.04431.
+        Models, 2025, arXiv 2505.06708; sigmoid: Ramapuram et al. 2024, arXiv 2409.04431; log_scale:
+        Nakanishi, Scalable-Softmax Is Superior for Attention, 2025, arXiv 2501.19399; forget_gate:
+        Lin et al., Forgetting Transformer, 2025, arXiv 2503.02130 (the layer of
+        fla-org/flash-linear-attention at commit 20ceee5); q_rank: Hu et al., Multi-matrix
+        Factorization Attention, 2024, arXiv 2412.19255.
 
     Example:
         >>> layer = Attention(Attention.Config(dim=16, num_heads=4, num_kv_heads=2))
@@ -117,6 +131,12 @@ class Attention(Mixer):
             chunk_size: number of tokens of a chunk, beyond which queries do not see (Llama 4).
             query_growth, query_period: queries are multiplied by
                 ``1 + growth ln(1 + floor((position + 1) / period))``; 0 for no growth.
+            log_scale: True to multiply the scores by s ln n, n the number of visible keys, with a
+                learned s per head, initially 0.43 (SSMax).
+            forget_gate: True for a forget gate sigmoid(f_proj(x)) per token and head, by which
+                earlier tokens count less (FoX), see functional.forgetting_attention.
+            q_rank: rank of the projection of queries, which is then W_q RMSNorm(W_down x); with
+                num_kv_heads=1 and wide heads this is MFA. None for the full rank.
         """
 
         causal: bool = True
@@ -148,6 +168,9 @@ class Attention(Mixer):
         chunk_size: Size | None = None
         query_growth: float = 0.0
         query_period: Size | None = None
+        log_scale: bool = False
+        forget_gate: bool = False
+        q_rank: Size | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -173,7 +196,11 @@ class Attention(Mixer):
             return Linear(config, device=device, dtype=dtype)
 
         q_init_std = c.init_std if c.q_init_std is None else c.q_init_std
-        self.q_proj = linear(c.dim, q_dim, c.bias, q_init_std)
+        if c.q_rank is not None:
+            self.q_down = linear(c.dim, c.q_rank, False, c.init_std)
+            norm = RMSNorm.Config(c.q_rank, c.qk_norm_eps, backend=c.backend)
+            self.q_down_norm = RMSNorm(norm, device=device, dtype=dtype)
+        self.q_proj = linear(c.dim if c.q_rank is None else c.q_rank, q_dim, c.bias, q_init_std)
         self.k_proj = linear(source_dim, kv_dim, c.bias, c.init_std)
         self.v_proj = linear(source_dim, kv_dim, c.bias, c.init_std)
         self.o_proj = linear(q_dim, c.dim, c.out_bias, c.out_init_std)
@@ -189,16 +216,23 @@ class Attention(Mixer):
         if c.gate is not None:
             gates = q_dim if c.gate == "elementwise" else c.num_heads
             self.g_proj = linear(c.dim, gates, False, c.init_std)
+        self.f_proj = linear(c.dim, c.num_heads, True, c.init_std) if c.forget_gate else None
+        self.log_scale = heads() if c.log_scale else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises parameters per head: exp(logit_scale) = 10, sinks 0, head_scale 1."""
+        """Initialises parameters per head.
+
+        They are exp(logit_scale) = 10, sinks 0, head_scale 1 and log_scale 0.43.
+        """
         if self.logit_scale is not None:
             nn.init.constant_(self.logit_scale, math.log(10))
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
         if self.head_scale is not None:
             nn.init.ones_(self.head_scale)
+        if self.log_scale is not None:
+            nn.init.constant_(self.log_scale, 0.43)  # the mean of trained ones in its paper
 
     def _new_norm(
         self, width: int, device: torch.device | str | None, dtype: torch.dtype | None
@@ -254,6 +288,11 @@ class Attention(Mixer):
             )
         if c.cross:
             return new.of_source(*like, **storage)
+        if c.forget_gate:
+            if rolling:
+                raise ValueError("Attention: forget_gate must be False for a rolling cache")
+            sizes = batch, max_length, c.kv_heads, c.head_size
+            return new.with_gates(*like, *sizes, num_heads=c.num_heads, **storage)
         if not rolling:
             return new.keys_and_values(*like, batch, max_length, c.kv_heads, c.head_size, **storage)
         if not c.causal or c.window_size[0] < 0:
@@ -270,12 +309,13 @@ class Attention(Mixer):
         """Returns one policy, or one per kv head."""
         c = self.config
         whole = c.causal and c.window_size == (-1, -1) and c.normalizer == "softmax"
-        whole = whole and c.chunk_size is None
+        whole = whole and c.chunk_size is None and not c.forget_gate
         if rolling or not whole:
             raise ValueError(
                 "Attention: eviction needs causal self-attention by softmax without a window, "
                 f"got causal={c.causal}, window_size={c.window_size}, chunk_size={c.chunk_size}, "
                 f"normalizer={shown(c.normalizer)}, rolling={rolling}"
+                f"{', forget_gate=True' if c.forget_gate else ''}"
             )
         return policies_of_groups("Attention", eviction, c.num_heads, c.kv_heads)
 
@@ -319,8 +359,8 @@ class Attention(Mixer):
         """
         c = self.config
         if c.alibi is not None:
-            alibi_slopes = self._alibi(c.alibi, alibi_slopes, x)
-        cache = require_cache("Attention", state)
+            alibi_slopes = slopes_of(c, alibi_slopes, x)
+        cache = new.require_gates(state) if c.forget_gate else require_cache("Attention", state)
         x, sequences = sequences_of("Attention", "x", x, state=cache)
         require_tokens("Attention", x, c.dim)
         keys = sequences
@@ -328,7 +368,8 @@ class Attention(Mixer):
             source, keys = sequences_of("Attention", "source", source, queries=sequences)
         attend = sequences.attention(keys)
         past = 0 if cache is None else cache.length
-        q = grown(c, self._heads(self.q_proj(x), self.q_norm), sequences, past)
+        latent = x if c.q_rank is None else self.q_down_norm(self.q_down(x))
+        q = grown(c, self._heads(self.q_proj(latent), self.q_norm), sequences, past)
         rope, mask = rope if c.rotary else None, in_chunks(c.chunk_size, mask)
         if c.cross:
             k, v = self._cross_keys_and_values(source, cache, rope)
@@ -349,8 +390,11 @@ class Attention(Mixer):
                     interleaved=c.rope_interleaved,
                 )
         if c.normalizer == "sigmoid":
-            by_n = self._sigmoid_bias(q, k, keys, cache)
-            bias = by_n if bias is None else bias + by_n
+            bias = plus(sigmoid_bias(c, q, k, keys, cache), bias)
+        if self.f_proj is not None:
+            require_no_position_terms(relative, alibi_slopes)
+            terms = forget_options(self.f_proj, x, sequences, cache)
+            bias, alibi_slopes = plus(terms["bias"], bias), terms["alibi_slopes"]
         out: Tensor = attend(
             q,
             k,
@@ -372,25 +416,6 @@ class Attention(Mixer):
         )
         return sequences.restored(self.o_proj(self._gated(out, x).flatten(-2)))
 
-    def _alibi(self, exponent: float, given: Tensor | None, x: Tensor) -> Tensor:
-        """Returns the slopes of the heads, which are no buffer, so that no dtype rounds them."""
-        if given is not None:
-            raise ValueError(
-                f"Attention: alibi_slopes must be None, as the config has alibi={exponent}"
-            )
-        c = self.config
-        slopes = functional.alibi_slopes(c.num_heads, max_exponent=exponent, device=x.device)
-        return slopes if c.alibi_scale == 1.0 else slopes * c.alibi_scale
-
-    def _sigmoid_bias(self, q: Tensor, k: Tensor, keys: Sequences, cache: Cache | None) -> Tensor:
-        """Computes -ln n of shape (N | 1, 1, 1, 1), in the scores' precision."""
-        c = self.config
-        if c.norm_n is None and cache is not None and not c.cross:
-            raise ValueError("Attention: decoding with sigmoid needs a norm_n, got norm_n=None")
-        sizes = keys.sizes(k) if c.norm_n is None else q.new_tensor(c.norm_n, dtype=torch.int64)
-        n = sizes.clamp(min=1).to(torch.promote_types(q.dtype, torch.float32))
-        return -n.log().view(-1, 1, 1, 1)
-
     def _gated(self, out: Tensor, x: Tensor) -> Tensor:
         """Multiplies the heads by their gates, computed from x, if the layer has gates."""
         c = self.config
@@ -401,7 +426,7 @@ class Attention(Mixer):
 
     def _head_scale(self) -> Tensor | None:
         if self.logit_scale is None:
-            return self.head_scale
+            return self.head_scale if self.log_scale is None else self.log_scale
         return clamp(self.logit_scale, most=math.log(100)).exp()
 
     def _cross_keys_and_values(

@@ -17,6 +17,7 @@ from omniattn.modules.base.state import State, Storage
 from omniattn.modules.caches.cache import Cache, storage_like
 from omniattn.modules.caches.evicting import EvictingCache
 from omniattn.modules.caches.eviction import Eviction, Window
+from omniattn.modules.caches.forgetting import ForgettingCache
 from omniattn.modules.caches.kv_cache import (
     BlockKeyCache,
     CrossCache,
@@ -89,6 +90,23 @@ def require_penalties(op: str, state: State | None) -> SelectiveCache | None:
     if state is None or isinstance(state, SelectiveCache):
         return state
     raise TypeError(f"{op}: state must be a SelectiveCache, got type(state)={type(state).__name__}")
+
+
+def with_gates(
+    layer: object, weight: Tensor, *sizes: int, num_heads: int, **storage: Unpack[Storage]
+) -> Cache:
+    """Creates a cache of all tokens and their forget gates."""
+    return ForgettingCache(*sizes, num_heads=num_heads, **_like(layer, weight, **storage))
+
+
+def require_gates(state: State | None) -> ForgettingCache | None:
+    """Requires that `state` is a cache with forget gates or None, and returns it."""
+    if state is None or isinstance(state, ForgettingCache):
+        return state
+    raise TypeError(
+        "Attention: state must be a ForgettingCache with forget_gate=True, "
+        f"got type(state)={type(state).__name__}"
+    )
 
 
 def of_latents(layer: object, weight: Tensor, *sizes: int, **storage: Unpack[Storage]) -> Cache:

@@ -1,0 +1,88 @@
+"""Attention with forget gates, scores times s log n, and queries of low rank."""
+
+import math
+
+import pytest
+import torch
+
+from omniattn.functional import attention, forgetting_attention
+from omniattn.modules import Attention, KVCache
+
+F64 = torch.float64
+
+
+def made(**options):
+    torch.manual_seed(0)
+    layer = Attention(24, 4, 2, init_std=0.5, dtype=F64, **options)
+    x = torch.randn(2, 9, 24, dtype=F64)
+    heads = (p(x).unflatten(-1, (-1, 6)) for p in (layer.k_proj, layer.v_proj))
+    return layer, x, *heads
+
+
+def test_forget_gates():
+    layer, x, k, v = made(forget_gate=True)
+    torch.nn.init.normal_(layer.f_proj.bias)
+    q = layer.q_proj(x).unflatten(-1, (4, 6))
+    log_f = torch.nn.functional.logsigmoid(layer.f_proj(x))
+    want = layer.o_proj(forgetting_attention(q, k, v, log_f, backend="reference").flatten(-2))
+    torch.testing.assert_close(layer(x), want)
+    nested = torch.nested.nested_tensor_from_jagged(x.flatten(0, 1), torch.tensor([0, 9, 18]))
+    torch.testing.assert_close(layer(nested).values(), want.flatten(0, 1))
+
+
+@torch.no_grad()
+def test_states_with_gates():
+    layer, x, *_ = made(forget_gate=True)
+    state = layer.new_state(2, 9)
+    want = torch.cat([layer(x[:, :4], state=state), layer(x[:, 4:], state=state)], 1)
+    again = layer.new_state(2, 9)
+    again.load_state_dict(state.state_dict())
+    for cache in (state, again):
+        cache.crop(5)
+        torch.testing.assert_close(layer(x[:, 5:], state=cache), want[:, 5:])
+    with pytest.raises(TypeError, match=r"must be a ForgettingCache .*got type.state.=KVCache"):
+        layer(x, state=KVCache(2, 9, 2, 6, dtype=F64))
+    with pytest.raises(ValueError, match="log_f must have shape"):
+        again.load_state_dict(state.state_dict() | {"log_f": torch.zeros(2, 5, 3)})
+    with pytest.raises(ValueError, match="forget_gate must be False for a rolling cache"):
+        layer.new_state(2, 9, rolling=True)
+
+
+@pytest.mark.parametrize("window", [-1, 3])
+def test_scalable_softmax(window):
+    layer, x, k, v = made(log_scale=True, window_size=(window, 0 if window > 0 else -1))
+    torch.nn.init.normal_(layer.log_scale)
+    q = layer.q_proj(x).unflatten(-1, (4, 6))
+    n = [min(i + 1, window + 1) if window > 0 else i + 1 for i in range(9)]
+    logs = torch.tensor([math.log(count) for count in n], dtype=F64)
+    q = q * (layer.log_scale.double()[:, None] * logs[:, None, None])
+    want = attention(q, k, v, causal=True, window_size=layer.config.window_size)
+    torch.testing.assert_close(layer(x), layer.o_proj(want.flatten(-2)))
+
+
+def test_queries_of_low_rank():
+    layer, x, k, v = made(q_rank=5)
+    latent = torch.nn.functional.rms_norm(x @ layer.q_down.weight.T, (5,), eps=1e-6)
+    q = (latent @ layer.q_proj.weight.T).unflatten(-1, (4, 6))
+    want = attention(q, k, v, causal=True)
+    torch.testing.assert_close(layer(x), layer.o_proj(want.flatten(-2)))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"log_scale": True, "head_scale": True}, "log_scale needs causal=True and no other"),
+        ({"log_scale": True, "causal": False}, "log_scale needs causal=True"),
+        ({"forget_gate": True, "causal": False}, "forget_gate needs causal=True and softmax"),
+        ({"forget_gate": True, "alibi": 8.0}, "forget_gate needs causal=True and softmax"),
+        ({"forget_gate": True, "sinks": True}, "forget_gate needs causal=True and softmax"),
+    ],
+)
+def test_options_that_exclude_each_other(options, text):
+    with pytest.raises(ValueError, match=f"^Attention: {text}"):
+        Attention.Config(8, 2, **options)
+
+
+def test_terms_of_positions_exclude_forget_gates():
+    with pytest.raises(ValueError, match="must be None with forget_gate=True"):
+        made(forget_gate=True)[0](torch.zeros(1, 3, 24, dtype=F64), alibi_slopes=torch.ones(4))
