@@ -255,6 +255,11 @@ def _attention(**options: Any) -> Callable[[], dict[str, Provider]]:
     return lambda: layer(m.Attention.Config(512, 8, **options), normal(1, 512, 512))
 
 
+def _sharing(**options: Any) -> dict[str, Provider]:
+    config = m.Attention.Config(512, 8, **options)
+    return layer(config, normal(1, 512, 512), call=lambda module, x: module(x, shared={}))
+
+
 def _swin() -> dict[str, Provider]:
     return layer(m.WindowAttention.Config(192, 6, 7, 3), normal(2, 28, 28, 192))
 
@@ -302,6 +307,15 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
     ),
     "multi-matrix factorization attention (MFA)": (
         System("mfa-B1T512C512H8", _attention(num_kv_heads=1, head_dim=128, q_rank=256)),
+    ),
+    "tensor product attention (TPA): factors as cache": (
+        System("tpa-B1T512C512H8", _attention(ranks=(6, 2, 2))),
+    ),
+    "value residuals (ResFormer)": (
+        System("resformer-B1T512C512H8", lambda: _sharing(value_residual="first")),
+    ),
+    "keys and values of one layer for later ones (YOCO, cross-layer attention)": (
+        System("yoco-B1T512C512H8", lambda: _sharing(shared_kv="source")),
     ),
     "gated attention unit": (
         System(

@@ -13,7 +13,7 @@ from omniattn.suggestions import did_you_mean
 FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "llama-tiny", "llama-medium", "falcon", "gpt2", "mla", "differential"),
-        *("selective", "forgetting", "ssmax", "mfa"),
+        *("selective", "forgetting", "ssmax", "mfa", "tpa", "resformer", "yoco"),
     ),
     "mixtures of experts": ("mixtral", "switch", "llama4", "deepseek-moe", "deepseek-moe-mtp"),
     "sparse attention": (
@@ -35,6 +35,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 COMPARED: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "mqa", "mla", "differential", "selective", "forgetting", "ssmax", "mfa"),
+        *("tpa", "resformer", "yoco"),
     ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),

@@ -120,6 +120,14 @@ def _mla(p: Place) -> LayerConfig:
     )
 
 
+def _yoco(p: Place) -> LayerConfig:
+    """Windows in the first half of the layers, then one layer's keys and values for the others."""
+    first = p.layers // 2
+    if p.layer < first:
+        return Attention.Config(p.dim, p.heads, window_size=(31, 0))
+    return Attention.Config(p.dim, p.heads, shared_kv="source" if p.layer == first else "reader")
+
+
 def _placed(config: Callable[..., LayerConfig]) -> Kind:
     return Kind(lambda p: config(p.dim, p.heads, p.layer, p.layers), recurrent=True)
 
@@ -138,6 +146,12 @@ KINDS: dict[str, Kind] = {
     "selective": _attention(SelectiveAttention.Config),
     "forgetting": Kind(_heads(Attention.Config, forget_gate=True)),
     "ssmax": _attention(Attention.Config, log_scale=True),
+    "tpa": _attention(Attention.Config, ranks=(4, 2, 2)),
+    "resformer": Kind(
+        lambda p: Attention.Config(p.dim, p.heads, value_residual="later" if p.layer else "first"),
+        rotates=True,
+    ),
+    "yoco": Kind(_yoco, rotates=True),
     "mfa": Kind(lambda p: Attention.Config(p.dim, p.heads, 1, q_rank=p.dim // 2), rotates=True),
     "window": _attention(Attention.Config, window_size=(31, 0)),
     "longformer": _attention(LongformerAttention.Config, window=32, global_index=(0,), causal=True),

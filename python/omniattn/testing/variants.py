@@ -33,6 +33,17 @@ VARIANTS = (
         ("Attention",),
         "Hu et al. 2024, arXiv 2412.19255",
     ),
+    Variant(
+        "tensor product attention (TPA): factors as cache",
+        ("Attention",),
+        "Zhang et al. 2025, arXiv 2501.06425",
+    ),
+    Variant("value residuals (ResFormer)", ("Attention",), "Zhou et al. 2024, arXiv 2410.17897"),
+    Variant(
+        "keys and values of one layer for later ones (YOCO, cross-layer attention)",
+        ("Attention",),
+        "Sun et al. 2024, arXiv 2405.05254",
+    ),
     Variant("gated attention unit", ("GatedAttentionUnit",), "Hua et al. 2022, arXiv 2202.10447"),
     Variant(
         "differential attention", ("DifferentialAttention",), "Ye et al. 2024, arXiv 2410.05258"

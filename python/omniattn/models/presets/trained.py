@@ -191,6 +191,19 @@ TRAINED: dict[str, ModelConfig] = {
     "forgetting": _sparse((Attention.Config(192, 6, 2, forget_gate=True),), rotated=False),
     "ssmax": _sparse((Attention.Config(192, 6, 2, log_scale=True),)),
     "mfa": _sparse((Attention.Config(192, 6, 1, q_rank=96),)),
+    "tpa": _sparse((Attention.Config(192, 6, ranks=(6, 2, 2)),)),
+    "resformer": _sparse(
+        tuple(
+            Attention.Config(192, 6, 2, value_residual="later" if layer else "first")
+            for layer in range(4)
+        )
+    ),
+    "yoco": _sparse(
+        (
+            *(Attention.Config(192, 6, 2, window_size=(63, 0)),) * 2,
+            *(Attention.Config(192, 6, 2, shared_kv=kind) for kind in ("source", "reader")),
+        )
+    ),
     "selective": _recurrent(SelectiveAttention.Config(192, 3), RotaryEmbedding.Config(64)),
     "linear": _recurrent(LinearAttention.Config(192, 3)),
     "delta-attention": _recurrent(DeltaAttention.Config(192, 3)),

@@ -1,15 +1,14 @@
 """Multi-head, multi-query and grouped-query attention; self- or cross-attention."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.checks.arguments import clamp, shown
+from omniattn.checks.arguments import clamp
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
@@ -23,6 +22,14 @@ from omniattn.modules.attention._options import (
     sigmoid_bias,
     slopes_of,
 )
+from omniattn.modules.attention._shared import (
+    check_sharing,
+    mixed_values,
+    own_rows,
+    shared_reading,
+    tensor_products,
+)
+from omniattn.modules.attention._states import CachingMixer
 from omniattn.modules.base.fields import (
     Backend,
     Epsilon,
@@ -37,15 +44,14 @@ from omniattn.modules.base.heads import HeadsConfig
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.linear import Linear
-from omniattn.modules.base.mixer import Mixer, require_tokens
+from omniattn.modules.base.mixer import require_tokens
 from omniattn.modules.base.norm import LayerNorm, RMSNorm
-from omniattn.modules.base.state import State, Storage, takes_cache
+from omniattn.modules.base.state import State, takes_cache
 from omniattn.modules.caches import new
-from omniattn.modules.caches.cache import Cache, require_cache
-from omniattn.modules.caches.eviction import Eviction, policies_of_groups
+from omniattn.modules.caches.cache import Cache, Reading, require_cache
 
 
-class Attention(Mixer):
+class Attention(CachingMixer):
     """Computes y = W_o softmax(scale q k^T) v with q = W_q x, k = W_k s, v = W_v s.
 
     s is x in self-attention, or a source in cross-attention.
@@ -65,7 +71,8 @@ class Attention(Mixer):
         Both can be jagged nested tensors: sequences of different lengths without padding.
         Parameters q_proj, k_proj, v_proj, o_proj; with qk_norm q_norm and k_norm, or logit_scale
         (num_heads,); with a gate g_proj; sinks, head_scale and log_scale (num_heads,); with
-        forget_gate f_proj; with q_rank q_down and q_down_norm.
+        forget_gate f_proj; with q_rank q_down and q_down_norm; with ranks q_factors, k_factors and
+        v_factors in place of the projections; value_mix (2,).
 
     Notes:
         The attention output of a fully masked query is 0, with zero gradients. Dropout is active in
@@ -78,7 +85,10 @@ class Attention(Mixer):
         Nakanishi, Scalable-Softmax Is Superior for Attention, 2025, arXiv 2501.19399; forget_gate:
         Lin et al., Forgetting Transformer, 2025, arXiv 2503.02130 (the layer of
         fla-org/flash-linear-attention at commit 20ceee5); q_rank: Hu et al., Multi-matrix
-        Factorization Attention, 2024, arXiv 2412.19255.
+        Factorization Attention, 2024, arXiv 2412.19255; ranks: Zhang et al., Tensor Product
+        Attention Is All You Need, 2025, arXiv 2501.06425 (T6-new/model/T6.py of tensorgi/TPA at
+        commit bd94673); value_residual: Zhou et al., Value Residual Learning, 2024, arXiv
+        2410.17897; shared_kv: Sun et al., You Only Cache Once, 2024, arXiv 2405.05254.
 
     Example:
         >>> layer = Attention(Attention.Config(dim=16, num_heads=4, num_kv_heads=2))
@@ -86,6 +96,7 @@ class Attention(Mixer):
         torch.Size([1, 5, 16])
     """
 
+    shares = True
     takes_score_mod = True
     evicts = True
 
@@ -137,6 +148,12 @@ class Attention(Mixer):
                 earlier tokens count less (FoX), see functional.forgetting_attention.
             q_rank: rank of the projection of queries, which is then W_q RMSNorm(W_down x); with
                 num_kv_heads=1 and wide heads this is MFA. None for the full rank.
+            ranks: numbers of products a b^T, a per head and b per element of a head, whose mean is
+                a token's queries, keys and values (TPA). Caches keep the factors.
+            value_residual: "first" for the layer whose values others add, "later" for a layer with
+                values w_1 v_first + w_2 v, w learned, initially 1/2 each (ResFormer).
+            shared_kv: "source" for a layer whose keys and values, and cache, the later "reader"
+                layers use, which have none (YOCO's cross-decoder, cross-layer attention).
         """
 
         causal: bool = True
@@ -171,10 +188,14 @@ class Attention(Mixer):
         log_scale: bool = False
         forget_gate: bool = False
         q_rank: Size | None = None
+        ranks: tuple[int, int, int] | None = None
+        value_residual: str | None = None
+        shared_kv: str | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
             check_options(self)
+            check_sharing(self)
 
     class _Fields(Config, OnDevice): ...
 
@@ -200,12 +221,19 @@ class Attention(Mixer):
             self.q_down = linear(c.dim, c.q_rank, False, c.init_std)
             norm = RMSNorm.Config(c.q_rank, c.qk_norm_eps, backend=c.backend)
             self.q_down_norm = RMSNorm(norm, device=device, dtype=dtype)
-        self.q_proj = linear(c.dim if c.q_rank is None else c.q_rank, q_dim, c.bias, q_init_std)
-        self.k_proj = linear(source_dim, kv_dim, c.bias, c.init_std)
-        self.v_proj = linear(source_dim, kv_dim, c.bias, c.init_std)
+        if c.ranks is not None:
+            factors = tensor_products(c, q_init_std, device=device, dtype=dtype)
+            self.q_factors, self.k_factors, self.v_factors = factors
+        else:
+            self.q_proj = linear(c.q_rank or c.dim, q_dim, c.bias, q_init_std)
+        if c.ranks is None and c.shared_kv != "reader":
+            self.k_proj = linear(source_dim, kv_dim, c.bias, c.init_std)
+            self.v_proj = linear(source_dim, kv_dim, c.bias, c.init_std)
         self.o_proj = linear(q_dim, c.dim, c.out_bias, c.out_init_std)
         self.q_norm = self._new_norm(q_dim, device, dtype)
-        self.k_norm = self._new_norm(kv_dim, device, dtype)
+        self.k_norm: RMSNorm | LayerNorm | None = None
+        if c.shared_kv != "reader":
+            self.k_norm = self._new_norm(kv_dim, device, dtype)
 
         def heads() -> nn.Parameter:  # fp32 for every dtype
             return nn.Parameter(torch.empty(c.num_heads, device=device))
@@ -218,12 +246,14 @@ class Attention(Mixer):
             self.g_proj = linear(c.dim, gates, False, c.init_std)
         self.f_proj = linear(c.dim, c.num_heads, True, c.init_std) if c.forget_gate else None
         self.log_scale = heads() if c.log_scale else None
+        if c.value_residual == "later":
+            self.value_mix = nn.Parameter(torch.empty(2, device=device))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialises parameters per head.
 
-        They are exp(logit_scale) = 10, sinks 0, head_scale 1 and log_scale 0.43.
+        They are exp(logit_scale) = 10, sinks 0, head_scale 1, log_scale 0.43 and value_mix 1/2.
         """
         if self.logit_scale is not None:
             nn.init.constant_(self.logit_scale, math.log(10))
@@ -233,6 +263,8 @@ class Attention(Mixer):
             nn.init.ones_(self.head_scale)
         if self.log_scale is not None:
             nn.init.constant_(self.log_scale, 0.43)  # the mean of trained ones in its paper
+        if self.config.value_residual == "later":
+            nn.init.constant_(self.value_mix, 0.5)
 
     def _new_norm(
         self, width: int, device: torch.device | str | None, dtype: torch.dtype | None
@@ -262,62 +294,17 @@ class Attention(Mixer):
             x = functional.rms_norm(x, eps=1e-24, backend=c.backend)
         return x
 
-    def new_state(
-        self,
-        batch: int,
-        max_length: int,
-        *,
-        rolling: bool = False,
-        eviction: Eviction | Sequence[Eviction] | None = None,
-        **storage: Unpack[Storage],
-    ) -> Cache:
-        """Creates a cache.
-
-        Args:
-            batch, max_length: number of sequences and largest number of tokens.
-            device, dtype: device and dtype of the storage; default: those of the parameters.
-            rolling: True to keep only the tokens of the window; requires causal and a left window.
-            eviction: policy that selects the kept tokens, or one policy per query head; only for
-                causal softmax self-attention without a window.
-        """
-        c, like = self.config, (self, self.k_proj.weight)
-        if eviction is not None:
-            policies = self._policies(eviction, rolling)
-            return new.by_policy(
-                *like, policies, batch, max_length, c.kv_heads, c.head_size, **storage
-            )
-        if c.cross:
-            return new.of_source(*like, **storage)
-        if c.forget_gate:
-            if rolling:
-                raise ValueError("Attention: forget_gate must be False for a rolling cache")
-            sizes = batch, max_length, c.kv_heads, c.head_size
-            return new.with_gates(*like, *sizes, num_heads=c.num_heads, **storage)
-        if not rolling:
-            return new.keys_and_values(*like, batch, max_length, c.kv_heads, c.head_size, **storage)
-        if not c.causal or c.window_size[0] < 0:
-            raise ValueError(
-                "Attention: a rolling cache must have causal=True and a left window, "
-                f"got causal={c.causal}, window_size={c.window_size}"
-            )
-        length = min(max_length, c.window_size[0] + 1)
-        return new.of_window(*like, batch, length, c.kv_heads, c.head_size, **storage)
-
-    def _policies(
-        self, eviction: Eviction | Sequence[Eviction], rolling: bool
-    ) -> Eviction | tuple[Eviction, ...]:
-        """Returns one policy, or one per kv head."""
+    def _queries(self, x: Tensor) -> Tensor:
         c = self.config
-        whole = c.causal and c.window_size == (-1, -1) and c.normalizer == "softmax"
-        whole = whole and c.chunk_size is None and not c.forget_gate
-        if rolling or not whole:
-            raise ValueError(
-                "Attention: eviction needs causal self-attention by softmax without a window, "
-                f"got causal={c.causal}, window_size={c.window_size}, chunk_size={c.chunk_size}, "
-                f"normalizer={shown(c.normalizer)}, rolling={rolling}"
-                f"{', forget_gate=True' if c.forget_gate else ''}"
-            )
-        return policies_of_groups("Attention", eviction, c.num_heads, c.kv_heads)
+        if c.ranks is not None:
+            return self.q_factors(x).unflatten(-1, (c.num_heads, -1))
+        latent = x if c.q_rank is None else self.q_down_norm(self.q_down(x))
+        return self._heads(self.q_proj(latent), self.q_norm)
+
+    @property
+    def _key_weight(self) -> Tensor:
+        own = self.config.ranks is None and self.config.shared_kv != "reader"
+        return self.k_proj.weight if own else self.o_proj.weight
 
     def _keys_and_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
         v = self.v_proj(source).unflatten(-1, (self.config.kv_heads, -1))
@@ -336,6 +323,7 @@ class Attention(Mixer):
         relative: RelativeBias | None = None,
         alibi_slopes: Tensor | None = None,
         score_mod: ScoreMod | None = None,
+        shared: dict[str, Any] | None = None,
     ) -> Tensor:
         """Maps x (B, T, dim) to (B, T, dim).
 
@@ -356,6 +344,7 @@ class Attention(Mixer):
             relative, alibi_slopes: distance-dependent score terms, see functional.attention.
             score_mod: f(score, b, h, q, k), see functional.attention. q and k are positions in the
                 sequence, including the tokens in `state`; in cross-attention, rows of x and source.
+            shared: dict by which layers of a model share keys and values, see the config.
         """
         c = self.config
         if c.alibi is not None:
@@ -368,27 +357,31 @@ class Attention(Mixer):
             source, keys = sequences_of("Attention", "source", source, queries=sequences)
         attend = sequences.attention(keys)
         past = 0 if cache is None else cache.length
-        latent = x if c.q_rank is None else self.q_down_norm(self.q_down(x))
-        q = grown(c, self._heads(self.q_proj(latent), self.q_norm), sequences, past)
+        q = grown(c, self._queries(x), sequences, past)
         rope, mask = rope if c.rotary else None, in_chunks(c.chunk_size, mask)
         if c.cross:
             k, v = self._cross_keys_and_values(source, cache, rope)
         else:
             if source is not None:
                 raise ValueError("Attention: source must be None unless cross=True")
-            k, v = self._keys_and_values(x)
+            k, v = own_rows(self, x)
+            v = mixed_values(self, v, shared)
             if rope is not None and (cache is None or not cache.moves):
                 q, k = functional.apply_rotary(
                     q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
                 )
+            if c.ranks is not None:
+                k, v = self.k_factors.joined(x, k), self.v_factors.joined(x, v)
+            reading = Reading(k, v, mask, score_mod, attend)
             if cache is not None:
-                k, v, mask, score_mod, attend = cache.attention(
+                reading = cache.attention(
                     *(k, v, attend, mask, score_mod),
                     bias=bias,
                     positional=any(t is not None for t in (bias, relative, alibi_slopes)),
                     rope=rope,
                     interleaved=c.rope_interleaved,
                 )
+            k, v, mask, score_mod, attend = shared_reading(self, reading, shared)
         if c.normalizer == "sigmoid":
             bias = plus(sigmoid_bias(c, q, k, keys, cache), bias)
         if self.f_proj is not None:

@@ -92,6 +92,21 @@ def require_penalties(op: str, state: State | None) -> SelectiveCache | None:
     raise TypeError(f"{op}: state must be a SelectiveCache, got type(state)={type(state).__name__}")
 
 
+def with_factors(
+    layer: object,
+    weight: Tensor,
+    batch: int,
+    max_length: int,
+    width: int,
+    v_width: int,
+    **storage: Unpack[Storage],
+) -> Cache:
+    """Creates a cache of the factors of all tokens' keys and values, rows of these widths."""
+    return KVCache(
+        batch, max_length, 1, width, v_head_dim=v_width, **_like(layer, weight, **storage)
+    )
+
+
 def with_gates(
     layer: object, weight: Tensor, *sizes: int, num_heads: int, **storage: Unpack[Storage]
 ) -> Cache:
