@@ -260,6 +260,15 @@ def _sharing(**options: Any) -> dict[str, Provider]:
     return layer(config, normal(1, 512, 512), call=lambda module, x: module(x, shared={}))
 
 
+def _streams(form: Any) -> dict[str, Provider]:
+    def call(module: Any, h: Tensor) -> Tensor:
+        x, found = module.read(h)
+        written: Tensor = module.write(h, x, found)
+        return written
+
+    return layer(form.Config(512), normal(1, 512, 4 * 512), call=call)
+
+
 def _swin() -> dict[str, Provider]:
     return layer(m.WindowAttention.Config(192, 6, 7, 3), normal(2, 28, 28, 192))
 
@@ -344,6 +353,13 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
     "pre-, post-, sandwich and parallel norm placement": tuple(
         System(f"{name}-T512C512", lambda name=name: _block(name))
         for name in ("pre", "post", "sandwich")
+    ),
+    "hyper-connections": (System("hyper-B1T512C512", lambda: _streams(m.HyperConnections)),),
+    "manifold-constrained hyper-connections (mHC)": (
+        System("mhc-B1T512C512", lambda: _streams(m.ManifoldHyperConnections)),
+    ),
+    "attention residuals over depth, of layers or blocks (AttnRes)": (
+        System("attnres-B1T512C512", lambda: _streams(m.AttentionResiduals)),
     ),
     "multi-token prediction": (System("mtp-B1T256C256V1000", _mtp),),
     **POSITIONS,

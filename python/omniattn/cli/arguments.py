@@ -13,7 +13,8 @@ from omniattn.suggestions import did_you_mean
 FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "llama-tiny", "llama-medium", "falcon", "gpt2", "mla", "differential"),
-        *("selective", "forgetting", "ssmax", "mfa", "tpa", "resformer", "yoco"),
+        *("selective", "forgetting", "ssmax", "mfa", "tpa", "resformer", "yoco", "hyper", "mhc"),
+        "attnres",
     ),
     "mixtures of experts": ("mixtral", "switch", "llama4", "deepseek-moe", "deepseek-moe-mtp"),
     "sparse attention": (
@@ -35,7 +36,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 COMPARED: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "mqa", "mla", "differential", "selective", "forgetting", "ssmax", "mfa"),
-        *("tpa", "resformer", "yoco"),
+        *("tpa", "resformer", "yoco", "hyper", "mhc", "attnres"),
     ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),

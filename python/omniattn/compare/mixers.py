@@ -16,6 +16,7 @@ from omniattn.modules import (
     S4D,
     SLSTM,
     Attention,
+    AttentionResiduals,
     BigBirdAttention,
     Comba,
     DecoderBlock,
@@ -30,6 +31,7 @@ from omniattn.modules import (
     GatedLinearAttention,
     GatedMLP,
     HubSpokeAttention,
+    HyperConnections,
     KimiDeltaAttention,
     LayerConfig,
     LightningAttention,
@@ -38,6 +40,7 @@ from omniattn.modules import (
     LongformerAttention,
     Mamba,
     Mamba2,
+    ManifoldHyperConnections,
     MoBA,
     MultiHeadLatentAttention,
     MultiScaleRetention,
@@ -79,12 +82,14 @@ class Kind:
         rotates: True if it uses the rotary embedding.
         recurrent: True if its state does not grow with the sequence.
         rwkv: True for RWKV's channel mixer instead of the gated MLP.
+        streams: config of the residual form from its width, None for the plain residual stream.
     """
 
     mixer: Callable[[Place], LayerConfig]
     rotates: bool = False
     recurrent: bool = False
     rwkv: bool = False
+    streams: Callable[[int], LayerConfig] | None = None
 
 
 def _heads(config: Callable[..., LayerConfig], **options: Any) -> Callable[[Place], LayerConfig]:
@@ -152,6 +157,9 @@ KINDS: dict[str, Kind] = {
         rotates=True,
     ),
     "yoco": Kind(_yoco, rotates=True),
+    "hyper": replace(_attention(Attention.Config), streams=HyperConnections.Config),
+    "mhc": replace(_attention(Attention.Config), streams=ManifoldHyperConnections.Config),
+    "attnres": replace(_attention(Attention.Config), streams=AttentionResiduals.Config),
     "mfa": Kind(lambda p: Attention.Config(p.dim, p.heads, 1, q_rank=p.dim // 2), rotates=True),
     "window": _attention(Attention.Config, window_size=(31, 0)),
     "longformer": _attention(LongformerAttention.Config, window=32, global_index=(0,), causal=True),
@@ -270,7 +278,8 @@ class Candidate:
                     *(frame.dim, layer, frame.layers), hidden_dim=hidden, receptance=False
                 )
             mixer = frame.drawn(kind.mixer(frame.place(layer)))
-            blocks.append(DecoderBlock.Config(mixer, frame.drawn(mlp), norm))
+            streams = None if kind.streams is None else kind.streams(frame.dim)
+            blocks.append(DecoderBlock.Config(mixer, frame.drawn(mlp), norm, streams=streams))
         rotates = any(kind.rotates for kind in self.kinds)
         return BlocksConfig(
             vocab_size=frame.vocab,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from omniattn.checks.arguments import shown
 from omniattn.models.decoder import Decoder
@@ -109,6 +110,11 @@ class BlocksConfig(Decoder.Config):
                         f"BlocksConfig: {name} of a block must have the dim of the model, "
                         f"got {name}.dim={dim}, dim={self.dim}"
                     )
+        if any(block.streams != self.blocks[0].streams for block in self.blocks):
+            raise ValueError(
+                "BlocksConfig: all blocks must have the same streams, "
+                f"got {[shown(block.streams) for block in self.blocks]}"
+            )
         if self.schedule is not None:
             layer_schedule(self.schedule, 0)
             if len(self.blocks) != 2:
@@ -122,6 +128,9 @@ class BlocksConfig(Decoder.Config):
         if self.schedule is not None:
             place = _KINDS[layer_schedule(self.schedule, layer + 1)[layer]]
         block = self.blocks[place].with_backend(self.backend)
+        if block.streams is not None:
+            streams: Any = block.streams
+            block = replace(block, streams=replace(streams, place=layer))
         return replace(block, residual_in_fp32=self.residual_in_fp32 or block.residual_in_fp32)
 
     @property

@@ -41,6 +41,15 @@ def _takes_score_mod(layer: nn.Module) -> bool:
     return isinstance(layer, DecoderBlock) and layer.mixer.takes_score_mod
 
 
+def _head_of_streams(config: Any, **factory: Any) -> nn.Module | None:
+    """Builds the end of the blocks' residual streams, None for the plain residual stream."""
+    streams: Any = config.block(0).streams if config.num_layers else None
+    if streams is None:
+        return None
+    end: nn.Module = replace(streams, head=True).build(**factory)
+    return end
+
+
 class Decoder(Model, Stateful):
     """Computes x = E[tokens] (+ P[positions]), the blocks, the norm and logits = x W_head^T.
 
@@ -170,6 +179,7 @@ class Decoder(Model, Stateful):
         self.dropout = Dropout(c.dropout_p)
         self.rotary = None if c.rope is None else RotaryEmbedding(c.rope)
         self.layers = nn.ModuleList(self._blocks(device=device, dtype=dtype))
+        self.collapse = _head_of_streams(c, device=device, dtype=dtype)
         self.norm = c.norm.build(device=device, dtype=dtype)
         head = Linear.Config(c.dim, c.vocab_size, init_std=c.init_std, backend=c.backend)
         self.lm_head = None if c.tie_embeddings else Linear(head, device=device, dtype=dtype)
@@ -282,6 +292,8 @@ class Decoder(Model, Stateful):
                 else:
                     own = None if state is None else state[i]
                     x, residual = layer(x, residual, state=own, **more)
+        if self.collapse is not None:
+            x = self.collapse(x)
         y: torch.Tensor = self.norm(x) if residual is None else self.norm(x, residual)[0]
         return y
 

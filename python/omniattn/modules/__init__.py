@@ -27,8 +27,14 @@ from omniattn.modules.base.residual import DropPath, LayerScale, ParallelResidua
 from omniattn.modules.base.rope import RotaryEmbedding
 from omniattn.modules.base.short_conv import ShortConvolution
 from omniattn.modules.base.state import RecurrentState, State
+from omniattn.modules.base.streams import Streams
 from omniattn.modules.blocks.decoder_block import DecoderBlock
 from omniattn.modules.blocks.mtp import MultiTokenPredictor
+from omniattn.modules.blocks.residual_streams import (
+    AttentionResiduals,
+    HyperConnections,
+    ManifoldHyperConnections,
+)
 from omniattn.modules.caches.cache import Cache
 from omniattn.modules.caches.evicting import EvictingCache
 from omniattn.modules.caches.eviction import H2O, Eviction, SnapKV, Streaming, Threshold, Window
@@ -98,6 +104,7 @@ __all__ = [
     "SLSTM",
     "ALiBi",
     "Attention",
+    "AttentionResiduals",
     "BigBirdAttention",
     "BlockKeyCache",
     "BlockSparseAttention",
@@ -129,6 +136,7 @@ __all__ = [
     "GatedMLP",
     "GroupNorm",
     "HubSpokeAttention",
+    "HyperConnections",
     "KVCache",
     "KimiDeltaAttention",
     "LargeMLSTM",
@@ -144,6 +152,7 @@ __all__ = [
     "LongformerAttention",
     "Mamba",
     "Mamba2",
+    "ManifoldHyperConnections",
     "Mixer",
     "MoBA",
     "MoE",
@@ -190,6 +199,7 @@ __all__ = [
     "State",
     "StateMixer",
     "Streaming",
+    "Streams",
     "SwinBlock",
     "T5RelativeBias",
     "Threshold",

@@ -89,6 +89,21 @@ VARIANTS = (
         "Xiong et al. 2020, arXiv 2002.04745",
     ),
     Variant(
+        "hyper-connections",
+        ("HyperConnections", "DecoderBlock"),
+        "Zhu et al. 2024, arXiv 2409.19606",
+    ),
+    Variant(
+        "manifold-constrained hyper-connections (mHC)",
+        ("ManifoldHyperConnections", "DecoderBlock"),
+        "Xie et al. 2025, arXiv 2512.24880",
+    ),
+    Variant(
+        "attention residuals over depth, of layers or blocks (AttnRes)",
+        ("AttentionResiduals", "DecoderBlock"),
+        "Kimi Team 2026, arXiv 2603.15031",
+    ),
+    Variant(
         "Mamba-attention hybrids: periodic (Jamba), alternating (Samba)",
         ("Mamba", "Attention", "DecoderBlock"),
         "Lieber et al. 2024, arXiv 2403.19887",

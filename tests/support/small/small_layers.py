@@ -11,6 +11,9 @@ ATTENTION, NORM = Attention.Config(8, 2), RMSNorm.Config(8)
 #: Fields of the Config of every module, and what else the module must have.
 FIELDS = {
     "ALiBi": {"num_heads": 2, "trainable": True},
+    "AttentionResiduals": {"dim": 8},
+    "HyperConnections": {"dim": 8},
+    "ManifoldHyperConnections": {"dim": 8},
     "Attention": {"dim": 8, "num_heads": 2, "causal": False},
     "DecoderBlock": {"mixer": ATTENTION, "mlp": MLP.Config(8, 16), "norm": NORM},
     "DeepSeekSparseAttention": {

@@ -41,6 +41,7 @@ from omniattn.modules import (
     S4D,
     SLSTM,
     Attention,
+    AttentionResiduals,
     BigBirdAttention,
     Comba,
     DecoderBlock,
@@ -55,6 +56,7 @@ from omniattn.modules import (
     GatedLinearAttention,
     GatedMLP,
     HubSpokeAttention,
+    HyperConnections,
     KimiDeltaAttention,
     LayerNorm,
     LightningAttention,
@@ -62,6 +64,7 @@ from omniattn.modules import (
     LocalStridedAttention,
     LongformerAttention,
     Mamba,
+    ManifoldHyperConnections,
     MoBA,
     MultiScaleRetention,
     Performer,
@@ -108,6 +111,12 @@ def _samba() -> BlocksConfig:
     )
 
 
+def _sparse(
+    mixers: tuple[LayerConfig, ...],
+    *,
+    rotated: bool = True,
+    streams: LayerConfig | None = None,
+) -> BlocksConfig:
 def _lightning() -> BlocksConfig:
     """Returns a decoder of the size of "llama" whose decays are slower in later layers."""
     base = LlamaConfig()
@@ -130,7 +139,7 @@ def _sparse(mixers: tuple[LayerConfig, ...], *, rotated: bool = True) -> BlocksC
     return BlocksConfig(
         dim=base.dim,
         num_layers=base.num_layers,
-        blocks=tuple(DecoderBlock.Config(mixer, mlp, norm) for mixer in mixers),
+        blocks=tuple(DecoderBlock.Config(mixer, mlp, norm, streams=streams) for mixer in mixers),
         rope=RotaryEmbedding.Config(base.dim // base.num_heads) if rotated else None,
     )
 
@@ -204,6 +213,9 @@ TRAINED: dict[str, ModelConfig] = {
             *(Attention.Config(192, 6, 2, shared_kv=kind) for kind in ("source", "reader")),
         )
     ),
+    "hyper": _sparse((Attention.Config(192, 6, 2),), streams=HyperConnections.Config(192)),
+    "mhc": _sparse((Attention.Config(192, 6, 2),), streams=ManifoldHyperConnections.Config(192)),
+    "attnres": _sparse((Attention.Config(192, 6, 2),), streams=AttentionResiduals.Config(192)),
     "selective": _recurrent(SelectiveAttention.Config(192, 3), RotaryEmbedding.Config(64)),
     "linear": _recurrent(LinearAttention.Config(192, 3)),
     "delta-attention": _recurrent(DeltaAttention.Config(192, 3)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from omniattn.modules.attention.attention import Attention
 from omniattn.modules.base.dropout import Dropout
 from omniattn.modules.base.fields import Positive, Probability
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
+from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 from omniattn.modules.base.mixer import ChannelMixer, Mixer, Norm
 from omniattn.modules.base.residual import DropPath, LayerScale
@@ -28,6 +29,7 @@ from omniattn.modules.base.state import (
     Storage,
     takes_cache,
 )
+from omniattn.modules.base.streams import Streams
 from omniattn.modules.caches.eviction import Eviction
 
 _PLACEMENTS = ("pre", "sandwich", "parallel", "parallel_norms", "post")
@@ -85,6 +87,9 @@ class DecoderBlock(Layer, Stateful):
                 (Transformer of 2017, BART).
             drop_path_p: stochastic depth: probability to leave out a sample's branch in training.
             layer_scale: initial factor per channel of each layer's output, None for no factors.
+            streams: config of Streams, a residual form other than h + f(h), such as
+                HyperConnections, for "pre" without cross. `place` is the block's number; x is then
+                the state h of the streams, and the returned residual is None.
         """
 
         mixer: LayerConfig
@@ -96,6 +101,7 @@ class DecoderBlock(Layer, Stateful):
         placement: str = "pre"
         drop_path_p: Probability = 0.0
         layer_scale: Positive | None = None
+        streams: LayerConfig | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -118,6 +124,23 @@ class DecoderBlock(Layer, Stateful):
                 raise ValueError(
                     f"DecoderBlock: layer_scale must be None with placement={self.placement!r}, "
                     f"got layer_scale={self.layer_scale}"
+                )
+            if self.streams is not None:
+                self._check_streams()
+
+        def _check_streams(self) -> None:
+            Streams.require_config("DecoderBlock", "streams", self.streams)
+            others = {
+                "placement": self.placement != "pre",
+                "cross": self.cross is not None,
+                "layer_scale": self.layer_scale is not None,
+                "residual_in_fp32": self.residual_in_fp32,
+            }
+            wrong = [f"{n}={shown(getattr(self, n))}" for n, given in others.items() if given]
+            if wrong:
+                raise ValueError(
+                    'DecoderBlock: streams needs placement="pre" and no cross, layer_scale and '
+                    f"residual_in_fp32, got {', '.join(wrong)}"
                 )
 
         @property
@@ -167,9 +190,23 @@ class DecoderBlock(Layer, Stateful):
             self.mlp = config.mlp.build(device=device, dtype=dtype)
             self.mlp_output_norm = norm(*after)
             self.mlp_scale = scale()
+        self.mixer_streams, self.mlp_streams = self._new_streams(device, dtype)
         self.dropout = Dropout(config.dropout_p)
         self.drop_path = DropPath(config.drop_path_p) if config.drop_path_p else None
         self.register_load_state_dict_pre_hook(_rename_self_attn)
+
+    def _new_streams(
+        self, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> tuple[Streams | None, Streams | None]:
+        """Builds the residual forms of mixer and mlp, if the config has one."""
+        given: Any = self.config.streams
+        if given is None:
+            return None, None
+        first, second = (
+            replace(given, place=2 * given.place + n).build(device=device, dtype=dtype)
+            for n in range(2)
+        )
+        return first, None if self.mlp is None else second
 
     def new_state(
         self,
@@ -227,6 +264,9 @@ class DecoderBlock(Layer, Stateful):
         more: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
         if self.mixer.shares:
             more["shared"] = shared
+        if self.mixer_streams is not None:
+            given = {"state": state, "rope": rope, "mask": mask, **more}
+            return self._in_streams(self.mixer_streams, x, given, after), None
         y, h = self._input(self.input_layernorm, x, residual)
         x = self.mixer(y, state=state, rope=rope, mask=mask, **more)
         if self.config.is_parallel:
@@ -243,6 +283,24 @@ class DecoderBlock(Layer, Stateful):
             return x, residual
         y, h = self._input(self.post_attention_layernorm, x, residual)
         return self._output(self.mlp(y, **after), self.mlp_output_norm, self.mlp_scale, h)
+
+    def _in_streams(
+        self, first: Streams, x: torch.Tensor, given: dict[str, Any], after: dict[str, Any]
+    ) -> torch.Tensor:
+        """Computes the block on the state of its streams, or on the embeddings in block 0."""
+        h, sequences = sequences_of("DecoderBlock", "x", x)
+        if first.config.place == 0:
+            h = first.start(h)
+        parts = [(first, self.input_layernorm, self.mixer, given)]
+        if self.mlp_streams is not None:
+            assert self.mlp is not None
+            parts.append((self.mlp_streams, self.post_attention_layernorm, self.mlp, after))
+        for streams, norm, layer, options in parts:
+            y, found = streams.read(h)
+            assert norm is not None
+            y, _ = self._output(layer(norm(sequences.restored(y)), **options), None, None, y)
+            h = streams.write(h, y.values()[None] if y.is_nested else y, found)
+        return sequences.restored(h)
 
     def _input(
         self, norm: torch.nn.Module | None, x: torch.Tensor, residual: torch.Tensor | None
