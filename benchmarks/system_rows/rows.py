@@ -269,6 +269,10 @@ def _streams(form: Any) -> dict[str, Provider]:
     return layer(form.Config(512), normal(1, 512, 4 * 512), call=call)
 
 
+def _learned(activation: m.LayerConfig) -> dict[str, Provider]:
+    return layer(m.MLP.Config(512, 1024, learned=activation), normal(1, 512, 512))
+
+
 def _swin() -> dict[str, Provider]:
     return layer(m.WindowAttention.Config(192, 6, 7, 3), normal(2, 28, 28, 192))
 
@@ -353,6 +357,13 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
     "pre-, post-, sandwich and parallel norm placement": tuple(
         System(f"{name}-T512C512", lambda name=name: _block(name))
         for name in ("pre", "post", "sandwich")
+    ),
+    "dynamic tanh in place of norms (DyT)": (
+        System("dyt-T512C512", lambda: layer(m.DynamicTanh.Config(512), normal(1, 512, 512))),
+    ),
+    "learned activations: xIELU, PolyNorm": tuple(
+        System(f"{name}-T512C512", lambda learned=learned: _learned(learned))
+        for name, learned in (("xielu", m.XIELU.Config()), ("polynorm", m.PolyNorm.Config()))
     ),
     "hyper-connections": (System("hyper-B1T512C512", lambda: _streams(m.HyperConnections)),),
     "manifold-constrained hyper-connections (mHC)": (

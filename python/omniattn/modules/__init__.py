@@ -13,6 +13,7 @@ from omniattn.modules.attention.relative_attention import DisentangledAttention,
 from omniattn.modules.attention.transformer_xl import TransformerXLAttention
 from omniattn.modules.base.dropout import Dropout
 from omniattn.modules.base.layer import LayerConfig
+from omniattn.modules.base.learned import XIELU, DynamicTanh, PolyNorm
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import ChannelMixer, Mixer, Norm
 from omniattn.modules.base.mlp import MLP, GatedMLP
@@ -102,6 +103,7 @@ __all__ = [
     "S4",
     "S4D",
     "SLSTM",
+    "XIELU",
     "ALiBi",
     "Attention",
     "AttentionResiduals",
@@ -123,6 +125,7 @@ __all__ = [
     "DropPath",
     "Dropout",
     "DualChunkAttention",
+    "DynamicTanh",
     "EvictingCache",
     "Eviction",
     "ExpertParallel",
@@ -171,6 +174,7 @@ __all__ = [
     "PatchMerging",
     "Performer",
     "PeriodicKeyCache",
+    "PolyNorm",
     "RMSNorm",
     "RMSNormGated",
     "RWKV4TimeMix",

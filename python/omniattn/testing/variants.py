@@ -89,6 +89,16 @@ VARIANTS = (
         "Xiong et al. 2020, arXiv 2002.04745",
     ),
     Variant(
+        "dynamic tanh in place of norms (DyT)",
+        ("DynamicTanh",),
+        "Zhu et al. 2025, arXiv 2503.10622",
+    ),
+    Variant(
+        "learned activations: xIELU, PolyNorm",
+        ("XIELU", "PolyNorm", "MLP"),
+        "Huang and Schlag 2024, arXiv 2411.13010",
+    ),
+    Variant(
         "hyper-connections",
         ("HyperConnections", "DecoderBlock"),
         "Zhu et al. 2024, arXiv 2409.19606",

@@ -36,6 +36,7 @@ class _FeedForward(ChannelMixer):
     config: Any
     up_proj: Linear
     down_proj: Linear
+    act: torch.nn.Module | None
 
     def _by_layers(
         self, x: torch.Tensor, activation: str, gate: Linear | None = None, **clamp: float
@@ -46,7 +47,10 @@ class _FeedForward(ChannelMixer):
         def run(x: torch.Tensor) -> torch.Tensor:
             up = self.up_proj(x)
             first, second = (up, None) if gate is None else (gate(x), up)
-            hidden = activated(first, second, activation=activation, backend=c.backend, **clamp)
+            if self.act is None:
+                hidden = activated(first, second, activation=activation, backend=c.backend, **clamp)
+            else:
+                hidden = self.act(up)
             hidden = functional.dropout(hidden, c.dropout_p, training=self.training)
             y: torch.Tensor = self.down_proj(hidden)
             return y
@@ -65,7 +69,8 @@ class MLP(_FeedForward):
         device, dtype: device and dtype of the parameters.
 
     Shape:
-        x (..., dim) -> (..., dim). Weights up_proj (hidden_dim, dim), down_proj (dim, hidden_dim).
+        x (..., dim) -> (..., dim). Weights up_proj (hidden_dim, dim), down_proj (dim, hidden_dim);
+        with `learned` also those of act.
 
     Reference:
         Vaswani et al., "Attention Is All You Need", 2017, arXiv 1706.03762.
@@ -88,6 +93,8 @@ class MLP(_FeedForward):
             backend: backend of all ops of the layer.
             dropout_p: dropout probability of the activations.
             recompute: True to save no tensor of the hidden size for the backward pass.
+            learned: config of a layer that maps (..., hidden_dim) to the same shape, such as XIELU
+                or PolyNorm, in place of `activation`; None for none.
         """
 
         activations: ClassVar[Mapping[str, Any]] = ACTIVATIONS
@@ -101,6 +108,7 @@ class MLP(_FeedForward):
         backend: Backend = None
         dropout_p: Probability = 0.0
         recompute: bool = False
+        learned: LayerConfig | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -126,12 +134,13 @@ class MLP(_FeedForward):
         wide = Linear.Config(c.dim, c.hidden_dim, c.bias, c.init_std, c.backend)
         narrow = Linear.Config(c.hidden_dim, c.dim, c.bias, c.out_init_std, c.backend)
         self.up_proj = Linear(wide, device=device, dtype=dtype)
+        self.act = None if c.learned is None else c.learned.build(device=device, dtype=dtype)
         self.down_proj = Linear(narrow, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps x (..., dim) to (..., dim)."""
         c = self.config
-        if not is_plain(self.up_proj, self.down_proj):
+        if self.act is not None or not is_plain(self.up_proj, self.down_proj):
             return self._by_layers(x, c.activation)
         return functional.mlp(
             x,
@@ -204,6 +213,7 @@ class GatedMLP(_FeedForward):
     ) -> None:
         super().__init__()
         self.config = c = config
+        self.act = None
         wide = Linear.Config(c.dim, c.hidden_dim, c.bias, c.init_std, c.backend)
         narrow = Linear.Config(c.hidden_dim, c.dim, c.bias, c.out_init_std, c.backend)
         self.gate_proj = Linear(wide, device=device, dtype=dtype)
