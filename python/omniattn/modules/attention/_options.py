@@ -15,7 +15,6 @@ from omniattn.functional.scores.score_mod import MaskMod
 from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.caches.cache import Cache
-from omniattn.modules.caches.forgetting import ForgettingCache
 
 
 def check_options(c: Any) -> None:
@@ -137,10 +136,11 @@ def require_no_position_terms(relative: object, alibi_slopes: Tensor | None) -> 
         )
 
 
-def forget_options(
-    gates: Linear, x: Tensor, sequences: Sequences, cache: ForgettingCache | None
-) -> dict[str, Tensor]:
-    """Returns the options of functional.attention for the forget gates sigmoid(gates(x))."""
+def forget_options(gates: Linear, x: Tensor, sequences: Sequences, cache: Any) -> dict[str, Tensor]:
+    """Returns the options of functional.attention for the forget gates sigmoid(gates(x)).
+
+    `cache` is None or has `forget`, as `caches.new.with_gates` makes it.
+    """
     log_f = torch.nn.functional.logsigmoid(widen(gates(x)))
     if sequences.nested is not None:
         return packed_forget_terms(log_f[0], sequences.nested)
