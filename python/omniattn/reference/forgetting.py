@@ -26,6 +26,8 @@ def forgetting_attention(
     record = pack("forgetting_attention", options, ForgettingOptions)
     tq, tk = q.shape[1], k.shape[1]
     c = widen(log_f).clamp(min=LEAST_LOG_GATE).cumsum(1).transpose(1, 2)
-    own = torch.arange(tk - tq, tk, device=q.device).clamp(min=0)
-    bias = c[:, :, own, None] - c[:, :, None] if tk > 0 else None
+    bias = -c[:, :, None]
+    if tk > 0:
+        own = torch.arange(tk - tq, tk, device=q.device).clamp(min=0)
+        bias = bias + c[:, :, own, None]
     return attend(q, k, v, record._replace(causal=True, bias=bias))[0]

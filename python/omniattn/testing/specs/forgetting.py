@@ -44,14 +44,14 @@ FORGETTING_ATTENTION = OpSpec(
     second_order=True,
     special=("strong",),
     cases=(
-        qkv("tiny", 1, 4, 5, 2, 1, 3),
+        qkv("tiny", 1, 5, 6, 2, 1, 3),
         qkv("plain", 2, 65, 65, 4, 2, 32),
         qkv("strong", 1, 130, 130, 2, 2, 16, 24, ("strong",)),
         qkv("options", 2, 40, 70, 4, 4, 16, None, ("weak", "mask"), softcap=3.0, scale=0.4),
         qkv("window", 1, 70, 70, 2, 1, 16, None, ("weak",), window_size=(20, 0)),
         qkv("dropout", 1, 70, 70, 2, 2, 16, None, ("seed",), dropout_p=0.2),
         qkv("one", 2, 1, 40, 4, 1, 16, None, ("weak",)),
-        qkv("short", 1, 9, 4, 2, 1, 8),
+        qkv("short", 1, 50, 33, 2, 2, 16),
         qkv("nokeys", 1, 5, 0, 2, 1, 8),
     ),
     benchmarks=(
