@@ -21,7 +21,7 @@ from omniattn.reference.precision import compute_dtype
 __all__ = ["forgetting_attention"]
 
 
-def forget_terms(log_f: Tensor, lengths: Tensor | None = None) -> dict[str, Tensor]:
+def forget_terms(log_f: Tensor, lengths: Tensor | None = None) -> dict[str, Any]:
     """Returns the options of `attention` that add c_i - c_j to the logits, c the sum of log_f.
 
     Softmax does not change if c_i is left out, so that a bias of the keys suffices. But c grows
@@ -43,7 +43,7 @@ def forget_terms(log_f: Tensor, lengths: Tensor | None = None) -> dict[str, Tens
     return {"bias": bias.to(log_f.dtype).transpose(1, 2)[:, :, None], "alibi_slopes": slopes}
 
 
-def packed_forget_terms(log_f: Tensor, nested: Any) -> dict[str, Tensor]:
+def packed_forget_terms(log_f: Tensor, nested: Any) -> dict[str, Any]:
     """Returns `forget_terms` for gates (total, H) of the sequences of a nested tensor."""
     offsets, bound = nested.offsets(), length_bound(nested)
     rows = torch.nested.nested_tensor_from_jagged(log_f, offsets, max_seqlen=bound)

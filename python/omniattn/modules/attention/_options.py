@@ -136,7 +136,7 @@ def require_no_position_terms(relative: object, alibi_slopes: Tensor | None) -> 
         )
 
 
-def forget_options(gates: Linear, x: Tensor, sequences: Sequences, cache: Any) -> dict[str, Tensor]:
+def forget_options(gates: Linear, x: Tensor, sequences: Sequences, cache: Any) -> dict[str, Any]:
     """Returns the options of functional.attention for the forget gates sigmoid(gates(x)).
 
     `cache` is None or has `forget`, as `caches.new.with_gates` makes it.

@@ -197,6 +197,8 @@ class Attention(CachingMixer):
             check_options(self)
             check_sharing(self)
 
+    config: Config
+
     class _Fields(Config, OnDevice): ...
 
     @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
