@@ -265,8 +265,8 @@ class DecoderBlock(Layer, Stateful):
         if self.mixer.shares:
             more["shared"] = shared
         if self.mixer_streams is not None:
-            given = {"state": state, "rope": rope, "mask": mask, **more}
-            return self._in_streams(self.mixer_streams, x, given, after), None
+            more |= {"state": state, "rope": rope, "mask": mask}
+            return self._in_streams(self.mixer_streams, x, more, after), None
         y, h = self._input(self.input_layernorm, x, residual)
         x = self.mixer(y, state=state, rope=rope, mask=mask, **more)
         if self.config.is_parallel:
