@@ -111,12 +111,6 @@ def _samba() -> BlocksConfig:
     )
 
 
-def _sparse(
-    mixers: tuple[LayerConfig, ...],
-    *,
-    rotated: bool = True,
-    streams: LayerConfig | None = None,
-) -> BlocksConfig:
 def _lightning() -> BlocksConfig:
     """Returns a decoder of the size of "llama" whose decays are slower in later layers."""
     base = LlamaConfig()
@@ -132,7 +126,12 @@ def _lightning() -> BlocksConfig:
     )
 
 
-def _sparse(mixers: tuple[LayerConfig, ...], *, rotated: bool = True) -> BlocksConfig:
+def _sparse(
+    mixers: tuple[LayerConfig, ...],
+    *,
+    rotated: bool = True,
+    streams: LayerConfig | None = None,
+) -> BlocksConfig:
     """Returns a decoder of the size of "llama" that cycles through these mixers."""
     base = LlamaConfig()
     mlp, norm = GatedMLP.Config(base.dim, base.hidden_dim), RMSNorm.Config(base.dim)
