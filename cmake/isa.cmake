@@ -4,7 +4,7 @@
 # time by csrc/runtime/cpu_isa.h. The objects see no torch include path. Never -march=native.
 
 # Parses the table of csrc/runtime/isa.h and omits the levels that OMNIATTN_LEVELS does not name.
-# OMNIATTN_ISAS are the levels that have all kernels, OMNIATTN_PRODUCT_ISAS the product-only levels,
+# OMNIATTN_ISAS are the levels that have all kernels (the first one for fp64, too), OMNIATTN_PRODUCT_ISAS the product-only levels,
 # OMNIATTN_LEVEL_MASK has one bit for each. OMNIATTN_FLAGS_<isa> enables the compiler's
 # extensions of a level and of all before it. OMNIATTN_TILE_ISAS use AMX tiles, by the statements of
 # tiles.h; OMNIATTN_BF16_TILE_ISAS among them multiply bf16.
@@ -111,7 +111,7 @@ set(OMNIATTN_KERNEL_OPTIONS
 # omniattn_isa_library(target isa flags source...): compiles the sources into namespace isa_<isa>.
 function(omniattn_isa_library target isa flags)
   add_library(${target} OBJECT ${ARGN})
-  target_link_libraries(${target} PRIVATE omniattn_options)
+  target_link_libraries(${target} PRIVATE omniattn_options omniattn_levels)
   target_compile_definitions(${target} PRIVATE OMNIATTN_ISA=isa_${isa})
   target_compile_options(${target} PRIVATE ${OMNIATTN_KERNEL_OPTIONS} ${flags})
   if(OMNIATTN_PRECOMPILE AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
@@ -142,7 +142,7 @@ function(omniattn_isa_libraries prefix)
 endfunction()
 
 # omniattn_add_kernels(SOURCES ... PRODUCTS ... BF16_TILES ...): the released kernels, in OMNIATTN_KERNEL_OBJECTS.
-# Objects that choose among the levels link to omniattn_levels.
+# Kernels and objects that choose among the levels link to omniattn_levels.
 function(omniattn_add_kernels)
   add_library(omniattn_levels INTERFACE)
   if(NOT OMNIATTN_ALL_LEVELS)

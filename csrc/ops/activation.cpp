@@ -73,7 +73,7 @@ void forward(const Problem& p, const Tensor& y) {
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_glu(params, p.gate.rows, stream()));
   } else {
-    run_blocks(params, p.gate.rows, activation_kernels().glu);
+    run_blocks(params, p.gate.rows, activation_kernels(params.dtype).glu);
   }
 }
 
@@ -100,7 +100,7 @@ void backward(const Problem& p, const Rows& grad_y, void* dgate, void* dup) {
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_glu_backward(params, p.gate.rows, stream()));
   } else {
-    run_blocks(params, p.gate.rows, activation_kernels().glu_backward);
+    run_blocks(params, p.gate.rows, activation_kernels(params.dtype).glu_backward);
   }
 }
 

@@ -156,7 +156,7 @@ OptTensor expand_table(AttentionProblem& p) {
   p.relative.stride_q = relative ? -1 : plane / p.tq;
   const int64_t item = (relative ? kExpandedDistances : p.tk) * table_heads(p);
   parallel_ranges(expand_items(p), grain_of(item), [&](int64_t begin, int64_t end) {
-    attention_terms_kernels().expand_table(p, memory.mutable_data_ptr(), begin, end);
+    attention_terms_kernels(p.dtype).expand_table(p, memory.mutable_data_ptr(), begin, end);
   });
   return memory;
 }
@@ -174,7 +174,7 @@ int64_t kv_heads(const Forward& x) { return kv_head_items(x.problem); }
 void run_decode(ForwardProblems problems) {
   const Tensor workspace = share_workspace(
       problems, [](const Forward& x) { return decode_workspace_elements(x.problem); });
-  const auto& kernels = attention_decode_kernels();
+  const auto& kernels = attention_decode_kernels(problems[0].problem.dtype);
   run<Forward>(
       kernels.decode, problems, [](const Forward& x) { return decode_items(x.problem); },
       largest(problems, [](const Forward& x) { return decode_scratch_elements(x.problem); }));
@@ -267,7 +267,7 @@ const PathTable<bool(const AttentionProblem&), void(const AttentionWeightsParams
         {"rows", takes_decode_path,
          [](const AttentionWeightsParams& w) {
            run<AttentionWeightsParams>(
-               attention_few_weights_kernels().weights, {&w, 1},
+               attention_few_weights_kernels(w.problem.dtype).weights, {&w, 1},
                [](const AttentionWeightsParams& x) { return few_rows_items(x.problem); },
                few_rows_scratch_elements(w.problem));
          }},
@@ -283,7 +283,7 @@ const PathTable<bool(const AttentionProblem&), void(const AttentionWeightsParams
 void fit_tail(const Forward& x, Tensors& gathered) {
   const AttentionProblem& p = x.problem;
   if (x.lse_tail == nullptr || !takes_decode_path_cpu(p) || !is_softmax(p.score)) return;
-  const auto& kernels = attention_terms_kernels();
+  const auto& kernels = attention_terms_kernels(p.dtype);
   if (!kernels.has_large_lse(x)) return;
   const Tensor out = empty_tensor({p.batch, p.tq, p.hq, p.dv}, p.dtype);
   const int64_t rows = p.batch * p.hq * p.lse_stride;
@@ -296,7 +296,7 @@ void fit_tail(const Forward& x, Tensors& gathered) {
 
 void set_interpreter(AttentionProblem& p) {
   if (p.program == nullptr) return;
-  const auto& kernels = score_program_kernels();
+  const auto& kernels = score_program_kernels(p.dtype);
   p.run_program = p.dtype == DType::f64 ? kernels.run_double : kernels.run_float;
 }
 

@@ -85,7 +85,7 @@ void GradientParts::gather_table() const {
       gather_scratch_bytes(whole_.problem));
   run_stage(
       std::span(&g, 1), [&](const AttentionTableGradient&) { return items; }, memory,
-      attention_terms_kernels().gather_table);
+      attention_terms_kernels(whole_.problem.dtype).gather_table);
 }
 
 void GradientParts::gather_distances() const {
@@ -96,7 +96,7 @@ void GradientParts::gather_distances() const {
     const AttentionDistanceGradient g{&whole_, problems_.data(), count, d.rows, d.parts, d.grad};
     parallel_ranges((p.*d.rows).rows, grain_of(p.hq * p.d * count),
                     [&](int64_t begin, int64_t end) {
-                      attention_terms_kernels().gather_distances(g, begin, end);
+                      attention_terms_kernels(p.dtype).gather_distances(g, begin, end);
                     });
   }
 }
@@ -107,7 +107,8 @@ void GradientParts::gather_heads() const {
       if (grad == nullptr) return;
       parallel_ranges(b.problem.hq, grain_of(forward_items(b.problem) / b.problem.hq),
                       [&](int64_t begin, int64_t end) {
-                        attention_terms_kernels().gather_heads(b.problem, parts, grad, begin, end);
+                        attention_terms_kernels(b.problem.dtype)
+                            .gather_heads(b.problem, parts, grad, begin, end);
                       });
     };
     gather(b.part_sinks, b.grad_sinks);
@@ -116,14 +117,14 @@ void GradientParts::gather_heads() const {
 }
 
 void GradientParts::gather_program() const {
+  const DType dtype = whole_.problem.dtype;
   for (int64_t n = 0; n < kMaxProgramTables; ++n) {
     const int64_t count = program_parts_[n], size = program_.tables[n].elements;
     if (count == 0) continue;
     const void* const parts = program_.tables[n].whole.data;
     void* const whole = whole_.grad_program->tables[n].whole.data;
     parallel_ranges(size, grain_of(count), [&](int64_t begin, int64_t end) {
-      score_program_kernels().sum_parts(whole_.problem.dtype, parts, count, size, whole, begin,
-                                        end);
+      score_program_kernels(dtype).sum_parts(dtype, parts, count, size, whole, begin, end);
     });
   }
 }

@@ -102,7 +102,7 @@ void gather_pages(AttentionProblem& p, Tensors& memory) {
     memory.push_back(empty_tensor({sizes, 3}, p.dtype));
     void* const to = memory.back().mutable_data_ptr();
     parallel_ranges(p.tk, grain_of(p.hkv * width), [&](int64_t begin, int64_t end) {
-      attention_terms_kernels().gather_pages(p, x, width, to, begin, end);
+      attention_terms_kernels(p.dtype).gather_pages(p, x, width, to, begin, end);
     });
     x = {memory.back().const_data_ptr(), 0, p.hkv * width, width};
   };

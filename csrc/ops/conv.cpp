@@ -117,7 +117,7 @@ Results causal_conv1d(const OpCall& call, const Inputs& in, const SequenceArgume
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_causal_conv(params, stream()));
   } else {
-    run_items(params, conv_rows(params.conv), p.channels, causal_conv_kernels().forward);
+    run_items(params, conv_rows(params.conv), p.channels, causal_conv_kernels(p.dtype).forward);
     if (p.channels > 0) copy_final_state(params.conv, params.final_state);
   }
   return {y, channels_first(final_state)};
@@ -158,7 +158,7 @@ Gradients causal_conv1d_backward(const OpCall& call, const Inputs& in,
     require_launched(
         p.op, launch_causal_conv_backward(params, memory, dweight.data(), dbias.data(), stream()));
   } else {
-    const auto backward = causal_conv_kernels().backward;
+    const auto backward = causal_conv_kernels(p.dtype).backward;
     const int64_t items = conv_rows(params.conv) + p.sequences * (p.taps - 1);
     sum_over_rows(p.dtype, items, p.channels, {dweight, p.taps}, {dbias, 1},
                   [&](void* dw, void* db, int64_t a, int64_t b) {

@@ -6,7 +6,7 @@
 //   if constexpr (kOnCuda) {
 //     require_launched(op, launch_norm(params, stream()));
 //   } else {
-//     run_items(params, rows, cols, norm_kernels().forward);
+//     run_items(params, rows, cols, norm_kernels(params.dtype).forward);
 //   }
 //
 // The compiler checks the other branch, but nothing in it is called or linked.

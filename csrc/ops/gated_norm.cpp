@@ -79,7 +79,7 @@ Result gated_norm(const OpCall& call, const Inputs& in, const Groups& groups,
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_gated_norm(params, stream()));
   } else {
-    run_items(params, params.rows, p.x.cols, gated_norm_kernels().forward);
+    run_items(params, params.rows, p.x.cols, gated_norm_kernels(params.dtype).forward);
   }
   return r;
 }
@@ -125,7 +125,7 @@ Gradients gated_norm_backward(const OpCall& call, const Incoming& grads, const I
     require_launched(p.op, launch_gated_norm_backward(params, weights, stream()));
   } else {
     sum_over_rows(params, p.x.rows, p.cols, {dweight, p.groups}, {dbias, p.groups},
-                  gated_norm_kernels().backward);
+                  gated_norm_kernels(params.dtype).backward);
   }
   return {dx, dz, dweight, dbias};
 }

@@ -62,7 +62,7 @@ Results exponential_gates(const OpCall& call, const Inputs& in,
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_gates(params, stream()));
   } else {
-    run_items(params, p.items(shared), 0, gates_kernels().forward);
+    run_items(params, p.items(shared), 0, gates_kernels(p.dtype).forward);
   }
   return {decay, factor, m, final_state};
 }
@@ -99,7 +99,7 @@ Gradients exponential_gates_backward(const OpCall& call, const Inputs& in,
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_gates_backward(params, stream()));
   } else {
-    run_items(params, p.items(shared), 0, gates_kernels().backward);
+    run_items(params, p.items(shared), 0, gates_kernels(p.dtype).backward);
   }
   return {dg, di, dinitial};
 }

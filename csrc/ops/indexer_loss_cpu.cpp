@@ -21,7 +21,7 @@ void run(AttentionKernel<Params> kernel, const Params& x, int64_t items, int64_t
 void forward(const Call& call, const Tensor& loss, const Output& kept) {
   const IndexerLossParams& p = call.p;
   const IndexerLossForwardParams x{p, loss.mutable_data_ptr(), kept.data()};
-  run(indexer_loss_kernels().forward, x, p.batch * loss_blocks(p), loss_forward_scratch(p));
+  run(indexer_loss_kernels(p.dtype).forward, x, p.batch * loss_blocks(p), loss_forward_scratch(p));
 }
 
 Gradients backward(const Call& call, const Tensor& grad, const Tensor& kept) {
@@ -40,7 +40,7 @@ Gradients backward(const Call& call, const Tensor& grad, const Tensor& kept) {
       .w_grad = dw.data(),
       .splits = splits,
       .sums = sums.mutable_data_ptr()};
-  const auto& kernels = indexer_loss_kernels();
+  const auto& kernels = indexer_loss_kernels(p.dtype);
   run(kernels.backward, x, p.batch * splits, loss_backward_scratch(p));
   parallel_ranges(p.batch * p.tk, grain_of(splits * p.d),
                   [&](int64_t begin, int64_t end) { kernels.finish(x, nullptr, begin, end); });

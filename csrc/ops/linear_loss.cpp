@@ -63,7 +63,7 @@ class CrossEntropyRows {
     if constexpr (kOnCuda) {
       require_launched(problem.op, launch_cross_entropy(params_, stream()));
     } else {
-      run_items(params_, count, params_.cols, loss_kernels().forward);
+      run_items(params_, count, params_.cols, loss_kernels(params_.rows.dtype).forward);
     }
   }
   void backward(const void* row_weight, DType grad_dtype, void* dlogits) {
@@ -75,7 +75,8 @@ class CrossEntropyRows {
     if constexpr (kOnCuda) {
       require_launched(problem.op, launch_cross_entropy_backward(backward, stream()));
     } else {
-      run_items(backward, params_.rows.count, params_.cols, loss_kernels().backward);
+      run_items(backward, params_.rows.count, params_.cols,
+                loss_kernels(params_.rows.dtype).backward);
     }
   }
 
@@ -117,7 +118,7 @@ class DivergenceRows {
     if constexpr (kOnCuda) {
       require_launched(problem.op, launch_divergence(params_, stream()));
     } else {
-      run_items(params_, count, params_.cols, divergence_kernels().forward);
+      run_items(params_, count, params_.cols, divergence_kernels(params_.rows.dtype).forward);
     }
   }
   void backward(const void* row_weight, DType grad_dtype, void* dlogits) {
@@ -129,7 +130,8 @@ class DivergenceRows {
     if constexpr (kOnCuda) {
       require_launched(problem.op, launch_divergence_backward(backward, stream()));
     } else {
-      run_items(backward, params_.rows.count, params_.cols, divergence_kernels().backward);
+      run_items(backward, params_.rows.count, params_.cols,
+                divergence_kernels(params_.rows.dtype).backward);
     }
   }
 

@@ -9,7 +9,7 @@ constexpr int64_t kSumTask = 65536;
 
 // total (...), of dtype `out`, = the sum over chunks, added in order.
 void sum_chunks(const Tensor& sums, int64_t chunks, const Tensor& total, DType out) {
-  const auto sum = loss_kernels().sum_chunks;
+  const auto sum = loss_kernels(out).sum_chunks;
   parallel_ranges(total.numel(), kSumTask, [&](int64_t a, int64_t b) {
     sum(out, sums.const_data_ptr(), chunks, total.numel(), total.mutable_data_ptr(), a, b);
   });

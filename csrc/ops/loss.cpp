@@ -72,7 +72,7 @@ Tensor Problem::reduced(const Tensor& losses) const {
   if constexpr (kOnCuda) {
     require_launched(op, launch_loss_total(all, mean, total.mutable_data_ptr(), stream()));
   } else {
-    loss_kernels().total(all, mean, total.mutable_data_ptr());
+    loss_kernels(all.dtype).total(all, mean, total.mutable_data_ptr());
   }
   return total;
 }
@@ -95,7 +95,7 @@ Tensor Problem::row_weights(const OptTensor& grad, bool divides) const {
   if constexpr (kOnCuda) {
     require_launched(op, launch_row_weights(rows, mean, per_row, from, to, stream()));
   } else {
-    loss_kernels().row_weights(rows, mean, per_row, from, to);
+    loss_kernels(rows.dtype).row_weights(rows, mean, per_row, from, to);
   }
   return weights;
 }
@@ -142,7 +142,7 @@ LossResults cross_entropy(const OpCall& call, const Logits& x, const Targets& ta
   if constexpr (kOnCuda) {
     require_launched(op, launch_cross_entropy(params, stream()));
   } else {
-    run_items(params, rows.rows, rows.cols, loss_kernels().forward);
+    run_items(params, rows.rows, rows.cols, loss_kernels(dtype).forward);
   }
   return {p.reduced(losses), row_max, log_sum};
 }
@@ -178,7 +178,7 @@ Tensor cross_entropy_backward(const OpCall& call, const Incoming& grads, const L
   if constexpr (kOnCuda) {
     require_launched(op, launch_cross_entropy_backward(backward, stream()));
   } else {
-    run_items(backward, rows.rows, rows.cols, loss_kernels().backward);
+    run_items(backward, rows.rows, rows.cols, loss_kernels(dtype).backward);
   }
   return dlogits;
 }
@@ -234,7 +234,7 @@ JsdResults jsd(const OpCall& call, const Models& x, const DivergenceOptions& opt
   if constexpr (kOnCuda) {
     require_launched(op, launch_divergence(params, stream()));
   } else {
-    run_items(params, p.student.rows, p.student.cols, divergence_kernels().forward);
+    run_items(params, p.student.rows, p.student.cols, divergence_kernels(p.dtype).forward);
   }
   return {p.loss.reduced(losses), statistics};
 }
@@ -259,7 +259,7 @@ Tensor jsd_backward(const OpCall& call, const Incoming& grads, const Models& x,
   if constexpr (kOnCuda) {
     require_launched(op, launch_divergence_backward(backward, stream()));
   } else {
-    run_items(backward, p.student.rows, p.student.cols, divergence_kernels().backward);
+    run_items(backward, p.student.rows, p.student.cols, divergence_kernels(p.dtype).backward);
   }
   return dstudent;
 }

@@ -67,7 +67,7 @@ SumResult run(const OpCall& call, const Tensor& x, const OptTensor& residual,
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_norm(params, stream()));
   } else {
-    run_items(params, params.rows, params.cols, norm_kernels().forward);
+    run_items(params, params.rows, params.cols, norm_kernels(params.dtype).forward);
   }
   return r;
 }
@@ -117,7 +117,8 @@ Gradients norm_backward(const OpCall& call, const Backward& x) {
     const WeightGradients weights{partial.mutable_data_ptr(), dweight.data(), dbias.data()};
     require_launched(p.op, launch_norm_backward(params, weights, stream()));
   } else {
-    sum_over_rows(params, p.x.rows, p.x.cols, {dweight, 1}, {dbias, 1}, norm_kernels().backward);
+    sum_over_rows(params, p.x.rows, p.x.cols, {dweight, 1}, {dbias, 1},
+                  norm_kernels(params.dtype).backward);
   }
   return {dx, dh, dweight, dbias};
 }

@@ -54,7 +54,7 @@ Tensor dropout(const OpCall& call, const Draw& in, const DropoutOptions& options
   if constexpr (kOnCuda) {
     require_launched(op, launch_dropout(params, stream()));
   } else {
-    run_blocks(params, random_kernels().dropout);
+    run_blocks(params, random_kernels(dtype).dropout);
   }
   return y;
 }
@@ -77,7 +77,7 @@ Tensor uniform_like(const OpCall& call, const Draw& in) {
   if constexpr (kOnCuda) {
     require_launched(op, launch_uniform(params, stream()));
   } else {
-    run_blocks(params, random_kernels().uniform);
+    run_blocks(params, random_kernels(DType::f32).uniform);
   }
   return y;
 }

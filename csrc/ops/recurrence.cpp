@@ -159,7 +159,7 @@ Results recurrence(const OpCall& call, const Inputs& in, const SequenceArguments
     require_launched(p.op, launch_recurrence(params, memory.mutable_data_ptr(), stream()));
   } else {
     const RecurrenceKernels& kernels =
-        on_tiles_or(shared, recurrence_tile_kernels(), recurrence_kernels());
+        on_tiles_or(shared, recurrence_tile_kernels(), recurrence_kernels(shared.dtype));
     run_items(params, p.sequences * ceil_div(shared.value_heads, heads),
               kernels.bytes(shared, heads), kernels.forward);
   }
@@ -208,8 +208,8 @@ class Shards {
     const auto* const from = static_cast<const char*>(parts.const_data_ptr());
     char* const to = static_cast<char*>(sums.mutable_data_ptr());
     parallel_ranges(count, kTaskElements, [&](int64_t begin, int64_t end) {
-      sum_kernels().sum_shards(p_.acc, from + begin * element, count_, count, end - begin,
-                               to + begin * element);
+      sum_kernels(p_.acc).sum_shards(p_.acc, from + begin * element, count_, count, end - begin,
+                                     to + begin * element);
     });
     if (p_.dtype != p_.acc) torch::stable::copy_(out, sums);
   }
@@ -282,8 +282,8 @@ Gradients recurrence_backward(const OpCall& call, const Incoming& grads, const I
         scratch(ceil_div(recurrence_backward_bytes(shared), size_of(DType::f64)), DType::f64);
     require_launched(p.op, launch_recurrence_backward(params, memory.mutable_data_ptr(), stream()));
   } else {
-    const RecurrenceBackwardKernels& kernels =
-        on_tiles_or(shared, recurrence_tile_backward_kernels(), recurrence_backward_kernels());
+    const RecurrenceBackwardKernels& kernels = on_tiles_or(
+        shared, recurrence_tile_backward_kernels(), recurrence_backward_kernels(shared.dtype));
     run_items(params, p.sequences * ceil_div(all_parts, parts),
               kernels.bytes(shared, shards.count(), parts), kernels.backward);
   }

@@ -130,7 +130,7 @@ void run(const Problem& p) {
       elements += params.tensors[k].heads * params.dim;
     }
     if (elements == 0) return;
-    run_items(params, p.batch * params.tokens, elements, rope_kernels().rotate);
+    run_items(params, p.batch * params.tokens, elements, rope_kernels(params.dtype).rotate);
   }
 }
 
@@ -215,7 +215,8 @@ NormResults norm_rope(const OpCall& call, const Normed& in_, const Tables& table
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_norm_rope(params, p.batch, stream()));
   } else {
-    run_items(params, x.size(0) * x.size(1), x.size(2) * x.size(3), norm_rope_kernels().forward);
+    run_items(params, x.size(0) * x.size(1), x.size(2) * x.size(3),
+              norm_rope_kernels(p.dtype).forward);
   }
   return {y, rstd};
 }
@@ -257,7 +258,7 @@ NormGradients norm_rope_backward(const OpCall& call, const NormGradient& given,
     require_launched(p.op,
                      launch_norm_rope_backward(params, p.batch, sums, dweight.data(), stream()));
   } else {
-    const auto backward = norm_rope_kernels().backward;
+    const auto backward = norm_rope_kernels(p.dtype).backward;
     // The sums are in element order, which sum_over_rows assumes for the accumulator type.
     sum_over_rows(acc, x.size(0) * x.size(1), x.size(3), {dweight, 1}, {},
                   [&](void* dw, void*, int64_t a, int64_t b) { backward(params, dw, a, b); });

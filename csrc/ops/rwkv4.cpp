@@ -62,7 +62,7 @@ Results rwkv4(const OpCall& call, const Inputs& in, const SequenceArguments& seq
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_wkv(params, stream()));
   } else {
-    const WkvKernels& kernels = wkv_kernels();
+    const WkvKernels& kernels = wkv_kernels(p.dtype);
     run_items(params, items_of(wkv), kernels.bytes(wkv), kernels.forward);
   }
   return {y, final_state, states};
@@ -108,7 +108,7 @@ Gradients rwkv4_backward(const OpCall& call, const Inputs& in, const SequenceArg
     const Tensor memory = scratch(wkv_backward_elements(wkv), p.acc);
     require_launched(p.op, launch_wkv_backward(params, memory.mutable_data_ptr(), stream()));
   } else {
-    const WkvKernels& kernels = wkv_kernels();
+    const WkvKernels& kernels = wkv_kernels(p.dtype);
     run_items(params, items_of(wkv), kernels.backward_bytes(wkv), kernels.backward);
   }
   return {sum_of(p, wanted.w_grad, partial, 0), sum_of(p, wanted.u_grad, partial, 1), dk, dv,

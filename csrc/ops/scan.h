@@ -54,7 +54,7 @@ struct ScanProblem : SequenceProblem {
     if constexpr (kOnCuda) {
       launch_sum_shards(acc, from, shards, stride, size, out, stream());
     } else {
-      sum_kernels().sum_shards(acc, from, shards, stride, size, out);
+      sum_kernels(acc).sum_shards(acc, from, shards, stride, size, out);
     }
   }
 };

@@ -142,7 +142,7 @@ void run_step(const Problem& p, void* state, void* y) {
                        .y = y};
   if constexpr (!kOnCuda) {
     // An exponential costs about as much as four products.
-    run_items(step, step_items(step), 4 * kStepHeads * p.states, state_step_kernels().run);
+    run_items(step, step_items(step), 4 * kStepHeads * p.states, state_step_kernels(p.dtype).run);
   }
 }
 
@@ -187,7 +187,7 @@ Results selective_scan(const OpCall& call, const Inputs& in, const SequenceArgum
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_selective(params, stream()));
   } else {
-    const SelectiveKernels& kernels = selective_kernels();
+    const SelectiveKernels& kernels = selective_kernels(p.dtype);
     run_items(params, scan.items(), kernels.bytes(scan), kernels.forward);
   }
   return {y, final_state, states};
@@ -217,7 +217,7 @@ Tensor selective_scan_inplace(const OpCall& call, const Inputs& in, const Writte
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_selective(params, stream()));
   } else {
-    const SelectiveKernels& kernels = selective_kernels();
+    const SelectiveKernels& kernels = selective_kernels(p.dtype);
     run_items(params, params.scan.items(), kernels.bytes(params.scan), kernels.forward);
   }
   return y.tensor();
@@ -315,7 +315,7 @@ Gradients selective_scan_backward(const OpCall& call, const Inputs& in,
     const Tensor memory = scratch(selective_backward_elements(scan), p.acc);
     require_launched(p.op, launch_selective_backward(params, memory.mutable_data_ptr(), stream()));
   } else {
-    const SelectiveBackwardKernels& kernels = selective_backward_kernels();
+    const SelectiveBackwardKernels& kernels = selective_backward_kernels(p.dtype);
     run_items(params, scan.items(), kernels.bytes(scan), kernels.backward);
   }
   return {

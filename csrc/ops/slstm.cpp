@@ -64,7 +64,7 @@ Results slstm(const OpCall& call, const Inputs& in, const SequenceArguments& seq
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_slstm(params, stream()));
   } else if (p.width > 0) {
-    const SlstmKernels& kernels = slstm_kernels();
+    const SlstmKernels& kernels = slstm_kernels(p.dtype);
     run_items(params, p.items(), kernels.bytes(shared), kernels.forward);
   }
   return {y, final_state, trace};
@@ -104,12 +104,12 @@ Gradients slstm_backward(const OpCall& call, const Inputs& in, const SequenceArg
     Tensor partial = scratch(r_grad ? std::max<int64_t>(1, groups) * size : 0, p.acc);
     if (groups == 0) torch::stable::fill_(partial, 0);
     if (r_grad) params.dr = partial.mutable_data_ptr();
-    const SlstmKernels& kernels = slstm_kernels();
+    const SlstmKernels& kernels = slstm_kernels(p.dtype);
     run_items(params, p.items(), kernels.backward_bytes(params.slstm), kernels.backward);
     if (r_grad) {
       // Summed in A: sum_shards to bf16 expects sums in lane order (runtime/row.h), unlike these.
       Tensor sum = empty_tensor(p.r.sizes(), p.acc);
-      sum_kernels().sum_shards(p.acc, params.dr, groups, size, size, sum.mutable_data_ptr());
+      sum_kernels(p.acc).sum_shards(p.acc, params.dr, groups, size, size, sum.mutable_data_ptr());
       Tensor to = dr.tensor();
       torch::stable::copy_(to, sum);
     }

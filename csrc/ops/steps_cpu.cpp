@@ -66,7 +66,7 @@ Tensor causal_conv1d_inplace(const OpCall& call, const Conv& in, const State& st
                             .weight_tap = weight.stride(1),
                             .bias = data_or_null(vector),
                             .y = y.mutable_data_ptr()};
-  run_items(step, step.batch, step.channels * taps, causal_conv_step_kernels().run);
+  run_items(step, step.batch, step.channels * taps, causal_conv_step_kernels(step.dtype).run);
   return y;
 }
 
@@ -127,7 +127,7 @@ Tensor ssd_inplace(const OpCall& call, const Ssd& in, const State& state,
                        .state = initial_state.mutable_data_ptr(),
                        .states_first = !dense,
                        .y = y.mutable_data_ptr()};
-  run_items(step, step_items(step), width * states, state_step_kernels().run);
+  run_items(step, step_items(step), width * states, state_step_kernels(step.dtype).run);
   return y;
 }
 

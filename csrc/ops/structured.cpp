@@ -72,7 +72,7 @@ Tensor vandermonde(const OpCall& call, const Powers& in, const Length& given) {
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_vandermonde(params, stream()));
   } else {
-    const VandermondeKernels& kernels = vandermonde_kernels();
+    const VandermondeKernels& kernels = vandermonde_kernels(p.dtype);
     p.run(params, kernels.bytes(params.sums), kernels.forward);
   }
   return y;
@@ -93,7 +93,7 @@ PowerGradients vandermonde_backward(const OpCall& call, const Powers& in, const 
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_vandermonde_backward(params, stream()));
   } else {
-    const VandermondeKernels& kernels = vandermonde_kernels();
+    const VandermondeKernels& kernels = vandermonde_kernels(p.dtype);
     p.run(params, kernels.bytes(params.sums), kernels.backward);
   }
   return {dc, dx};
@@ -126,7 +126,7 @@ Tensor cauchy(const OpCall& call, const Poles& in) {
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_cauchy(params, stream()));
   } else {
-    const CauchyKernels& kernels = cauchy_kernels();
+    const CauchyKernels& kernels = cauchy_kernels(p.dtype);
     p.run(params, kernels.bytes(params.sums), kernels.forward);
   }
   return y;
@@ -146,7 +146,7 @@ PoleGradients cauchy_backward(const OpCall& call, const Poles& in, const Incomin
   if constexpr (kOnCuda) {
     require_launched(p.op, launch_cauchy_backward(params, stream()));
   } else {
-    const CauchyKernels& kernels = cauchy_kernels();
+    const CauchyKernels& kernels = cauchy_kernels(p.dtype);
     p.run(params, kernels.bytes(params.sums), kernels.backward);
   }
   return {dv, dw};

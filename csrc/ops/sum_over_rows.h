@@ -47,7 +47,7 @@ void sum_over_rows(DType dtype, int64_t rows, int64_t cols, RowSums dweight, Row
     char* const mine = sums + s * width * size;
     backward(dweight.data ? mine : nullptr, dbias.data ? mine + dw_cols * size : nullptr, a, b);
   });
-  const auto reduce = sum_kernels().sum_shards;
+  const auto reduce = sum_kernels(dtype).sum_shards;
   const auto reduce_groups = [&](const char* from, RowSums out) {
     if (out.data == nullptr) return;
     for (int64_t first = 0; first < out.groups * cols; first += cols) {

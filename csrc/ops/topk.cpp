@@ -17,7 +17,7 @@ void run_cpu(const TopKParams& p, int64_t rows) {
   const Tensor all = scratch(shards * elements, dtype);
   char* const memory = static_cast<char*>(all.mutable_data_ptr());
   parallel_shards(rows, shards, [&](int64_t s, int64_t begin, int64_t end) {
-    topk_kernels().top_k(p, memory + s * elements * size_of(dtype), begin, end);
+    topk_kernels(p.dtype).top_k(p, memory + s * elements * size_of(dtype), begin, end);
   });
 }
 

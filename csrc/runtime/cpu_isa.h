@@ -46,11 +46,13 @@ int32_t tile_state();
   }
 #define OMNIATTN_CHOOSE_TABLE(level, operands, present, Type, name)    \
   if constexpr (is_built(Isa::level) && has_all_kernels(Isa::level)) { \
-    if (OMNIATTN_HAS(level)) table = &isa_##level::name##_table;       \
+    if (OMNIATTN_HAS(level) && has_kernels_for(Isa::level, dtype)) {   \
+      table = &isa_##level::name##_table;                              \
+    }                                                                  \
   }
 #define OMNIATTN_CHOOSE_PRODUCT_TABLE(level, operands, present, Type, name) \
   if constexpr (is_built(Isa::level)) {                                     \
-    if (OMNIATTN_HAS(level) && has_products(Isa::level, factors)) {         \
+    if (OMNIATTN_HAS(level) && has_kernels_for(Isa::level, factors)) {      \
       table = &isa_##level::name##_table;                                   \
     }                                                                       \
   }
@@ -61,10 +63,10 @@ int32_t tile_state();
   }
 #define OMNIATTN_HAS(level) (levels >> static_cast<int32_t>(Isa::level) & 1) != 0
 
-// name(): the table for the active ISA.
+// name(dtype): the table of the active ISA, or of the one below it that has kernels for the dtype.
 #define OMNIATTN_KERNEL_TABLE(Type, name)                 \
   OMNIATTN_ARCH_ISAS(OMNIATTN_DECLARE_TABLE, Type, name)  \
-  inline const Type& name() {                             \
+  inline const Type& name(DType dtype) {                  \
     const uint32_t levels = levels_up_to(active_isa());   \
     const Type* table = nullptr;                          \
     OMNIATTN_ARCH_ISAS(OMNIATTN_CHOOSE_TABLE, Type, name) \

@@ -8,10 +8,11 @@ namespace omniattn {
 
 namespace {
 
-// True if this object has kernels for T: product-only ISAs have them for some types only.
+// True if this object has kernels for T: product-only ISAs have them for some types only, and one
+// ISA alone has them for double.
 template <class T>
 #if defined(OMNIATTN_ISA)
-constexpr bool kIsBuiltFor = has_products(OMNIATTN_ISA::kIsa, TypeTraits<T>::kDType);
+constexpr bool kIsBuiltFor = has_kernels_for(OMNIATTN_ISA::kIsa, TypeTraits<T>::kDType);
 #else
 constexpr bool kIsBuiltFor = true;
 #endif
@@ -41,7 +42,12 @@ template <class F>
 // Calls f(C{}) with the compute type of a dtype.
 template <class F>
 [[gnu::always_inline]] inline void dispatch_compute(DType dtype, const F& f) {
-  dtype == DType::f64 ? f(double{}) : f(float{});
+  if (dtype != DType::f64) return f(float{});
+  if constexpr (kIsBuiltFor<double>) {
+    f(double{});
+  } else {
+    OMNIATTN_FAIL("a kernel was called with float64, which it was not built for");
+  }
 }
 
 }  // namespace omniattn

@@ -8,9 +8,9 @@
 
 // level(name, operands, present): slowest first; a level includes the extensions of all before it.
 //
-// operands  the types multiplied in their storage format. A level with f32 has kernels for every
-//           dtype and widens the other 16-bit types. A level without f32 has products of its types
-//           only; everything else runs on the level before it.
+// operands  the types multiplied in their storage format. A level with f32 has all kernels, for
+//           every dtype but f64 (see kF64Level), and widens the other 16-bit types. A level without
+//           f32 has products of its types only; everything else runs on the level before it.
 // present   true if the machine has it; HAS(x) names the extension of the compiler option -mx,
 //           TILES(x) one whose registers the system grants to a process on request (cpu_isa.cpp),
 //           whose instructions tiles.h writes as assembly, since not every compiler has them.
@@ -75,10 +75,17 @@ OMNIATTN_FN bool multiplies_on_tiles(Isa isa) {
 inline constexpr uint32_t kBuiltLevels = OMNIATTN_LEVELS;
 OMNIATTN_FN bool is_built(Isa isa) { return (kBuiltLevels >> static_cast<int>(isa) & 1) != 0; }
 
-// True if the level has every kernel; true if it has products of this type.
+// True if the level has all kernels.
 OMNIATTN_FN bool has_all_kernels(Isa isa) { return multiplies(isa, DType::f32); }
-OMNIATTN_FN bool has_products(Isa isa, DType factors) {
-  return has_all_kernels(isa) || multiplies(isa, factors);
+
+// The only level with kernels for f64, which users compare with rather than train in: the slowest
+// one of the build, since each machine that the build runs on has it. On every further level these
+// kernels would take a third of its size and of its compilation.
+inline constexpr Isa kF64Level = static_cast<Isa>(__builtin_ctz(kBuiltLevels));
+// True if the level has kernels for the dtype: all of them, or its products.
+OMNIATTN_FN bool has_kernels_for(Isa isa, DType dtype) {
+  if (!has_all_kernels(isa)) return multiplies(isa, dtype);
+  return dtype != DType::f64 || isa == kF64Level;
 }
 
 // Namespaces that kernels are compiled into (OMNIATTN_ISA), each with its level. The _emulated and

@@ -11,6 +11,15 @@ namespace {
 
 // SIMD functions.
 
+// As dispatch. Vectors of double exist on every level with all kernels, though its kernels may not.
+template <class F>
+OMNIATTN_INLINE void dispatch_vectors(DType dtype, const F& f) {
+  if constexpr (has_all_kernels(kIsa)) {
+    if (dtype == DType::f64) return f(double{});
+  }
+  dispatch(dtype, f);
+}
+
 template <class T, class F>
 void map_elements(const T* x, T* y, int64_t n, const F& f) {
   constexpr int64_t kWidth = Vec<compute_t<T>>::kWidth;
@@ -55,12 +64,12 @@ void map_function(VecFunction function, const T* x, T* y, int64_t n) {
 }
 
 void map_any(VecFunction f, DType dtype, const void* x, void* y, int64_t n) {
-  dispatch(dtype,
-           [&]<class T>(T) { map_function(f, static_cast<const T*>(x), static_cast<T*>(y), n); });
+  dispatch_vectors(
+      dtype, [&]<class T>(T) { map_function(f, static_cast<const T*>(x), static_cast<T*>(y), n); });
 }
 
 void reduce_any(DType dtype, const void* x, int64_t n, double* sum, double* maximum) {
-  dispatch(dtype, [&]<class T>(T) {
+  dispatch_vectors(dtype, [&]<class T>(T) {
     using V = Vec<compute_t<T>>;
     const T* const p = static_cast<const T*>(x);
     V total = load(p), largest = total;
@@ -180,7 +189,7 @@ template <class H>
 
 double multiply_adds_any(DType operand, int64_t rounds) {
   double flops = 0;
-  dispatch(operand, [&]<class S>(S) {
+  dispatch_vectors(operand, [&]<class S>(S) {
 #if defined(OMNIATTN_PAIRS)
     if constexpr (kOnTiles) {
       flops = tile_multiply_adds<S>(rounds);

@@ -66,7 +66,8 @@ def test_a_lowered_instruction_set_is_named(capsys):
 
 
 def test_the_built_levels_are_named(capsys):
-    assert f"; built for {', '.join(_library.built_isas())} " in printed(capsys) + " "
+    built = _library.built_isas()
+    assert f"; built for {', '.join(built)}; float64 runs on {built[0]} " in printed(capsys) + " "
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ OMNIATTN_ISAS(DEFINE_PRODUCTS)
 
 int main() {
   using namespace omniattn;
-  std::printf("%s", rows().isa);
+  std::printf("%s %s", rows(DType::f64).isa, rows(DType::f32).isa);
   for (const Isa isa :
        {Isa::baseline, Isa::avx512, Isa::avx512_bf16, Isa::amx_bf16, Isa::amx_fp16,
         Isa::dot_f16}) {
@@ -48,7 +48,7 @@ int main() {
       std::printf(" %s", products_on(isa, dtype).isa);
     }
   }
-  std::printf(" %d", has_products(OMNIATTN_ISA::kIsa, DType::bf16));
+  std::printf(" %d", has_kernels_for(OMNIATTN_ISA::kIsa, DType::bf16));
   std::printf(" %s\\n", products(DType::f16).isa);
 }
 """
@@ -70,14 +70,15 @@ def test_kernels_are_chosen_by_level_and_dtype(table):
     include = [f"-I{table / 'csrc'}", f"-I{ROOT / 'csrc'}"]
     subprocess.run(["g++", *flags, *include, "main.cpp", "-o", "main"], cwd=table, check=True)
     result = subprocess.run([table / "main"], capture_output=True, text=True, check=True)
-    rows, *products, built_for_bf16, active = result.stdout.split()
-    assert rows == "avx512"
+    *rows, built_for_bf16, active = result.stdout.split()
+    rows, products = rows[:2], rows[2:]
+    assert rows == ["baseline", "avx512"]  # of f64, on one level alone, and of f32
     assert products[:4] == ["baseline"] * 4
-    assert products[4:8] == ["avx512"] * 4
-    assert products[8:12] == ["avx512", "avx512", "avx512_bf16", "avx512"]
-    assert products[12:16] == ["avx512", "avx512", "amx_bf16", "avx512"]
-    assert products[16:20] == ["avx512", "avx512", "amx_bf16", "amx_fp16"]
-    assert products[20:] == ["avx512", "avx512", "amx_bf16", "dot_f16"]
+    assert products[4:8] == ["baseline", "avx512", "avx512", "avx512"]
+    assert products[8:12] == ["baseline", "avx512", "avx512_bf16", "avx512"]
+    assert products[12:16] == ["baseline", "avx512", "amx_bf16", "avx512"]
+    assert products[16:20] == ["baseline", "avx512", "amx_bf16", "amx_fp16"]
+    assert products[20:] == ["baseline", "avx512", "amx_bf16", "dot_f16"]
     assert built_for_bf16 == "0" and active == "dot_f16"
 
 

@@ -38,6 +38,7 @@ struct Machine {
 """
 PROGRAM = """
 #include <cstdio>
+#include <cstring>
 
 #include "runtime/measured_isa.h"
 
@@ -73,13 +74,17 @@ int main(int count, char** levels) {
     Isa isa;
     if (parse_isa(levels[i], isa)) least_madds(MeasuredOp::attention, isa) = 10;
   }
+  if (count == 2 && std::strcmp(levels[1], "f64") == 0) {
+    std::printf("%s %s", rows(DType::f64).isa, products(DType::f64).isa);
+    return 0;
+  }
   if (count > 1) {
     print_choices();
     return 0;
   }
   const int tiles = tile_state();  // asks, too, if anyone does
   std::printf("%s %s %d", isa_name(detected_isa()), isa_name(active_isa()), tiles);
-  std::printf(" %s", rows().isa);
+  std::printf(" %s", rows(DType::f32).isa);
   for (const DType factors : {DType::f32, DType::bf16, DType::f16}) {
     std::printf(" %s", products(factors).isa);
   }
@@ -101,7 +106,8 @@ PORTABLE = ["OMNIATTN_EMULATED_FROM=amx_bf16", "OMNIATTN_EMULATED_BY=avx2"]
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """program(has, answer, cap, defines, slow): what it prints, split; or what print_choices says
-    where levels are `slow` for attention at less than 10 multiply-adds."""
+    where levels are `slow` for attention at less than 10 multiply-adds; with slow=["f64"], the
+    levels of fp64."""
     folder = tmp_path_factory.mktemp("levels")
     (folder / "runtime").mkdir()
     (folder / "runtime/machine.h").write_text(MACHINE)
@@ -202,6 +208,16 @@ def test_levels_that_were_not_built_are_stepped_over(program):
     answer = ["0", "avx512", "avx512", "amx_bf16", "avx512", "avx512", "amx_bf16"]
     assert program(AMX, defines=built) == ["asked", "amx_bf16", "amx_bf16", *answer]
     assert program(AMX, cap="avx512_bf16", defines=built)[:3] == ["avx512", "avx512", "-2"]
+
+
+@pytest.mark.parametrize("has", ["", AVX2, AVX512, BF16, FP16])
+def test_fp64_runs_on_the_slowest_built_level_alone(program, has):
+    for cap in None, "baseline":
+        assert program(has, cap=cap, slow=["f64"])[-2:] == ["baseline"] * 2
+    for level, mask in ("avx2", "0x2a"), ("avx512", "0x14"):  # and levels above
+        if (level == "avx2" and has) or "avx512f" in has:
+            built = [f"OMNIATTN_LEVELS={mask}"]
+            assert program(has, defines=built, slow=["f64"])[-2:] == [level] * 2
 
 
 @pytest.mark.parametrize(

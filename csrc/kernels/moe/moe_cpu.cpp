@@ -327,7 +327,7 @@ void bias_grad_any(const MoeBiasGradParams& p, int64_t begin, int64_t end) {
 }
 
 void slot_sum_any(const MoeSlotSumParams& p, int64_t begin, int64_t end) {
-  p.dtype == DType::f64 ? slot_sum<double>(p, begin, end) : slot_sum<float>(p, begin, end);
+  dispatch_compute(p.dtype, [&]<class C>(C) { slot_sum<C>(p, begin, end); });
 }
 
 }  // namespace

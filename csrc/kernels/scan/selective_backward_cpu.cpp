@@ -338,8 +338,11 @@ struct Backward {
 };
 
 int64_t bytes(const Selective& p) {
-  return p.dtype == DType::f64 ? BackwardMemory<double>::elements(p) * 8
-                               : BackwardMemory<float>::elements(p) * 4;
+  int64_t bytes = 0;
+  dispatch_compute(p.dtype, [&]<class C>(C) {
+    bytes = BackwardMemory<C>::elements(p) * static_cast<int64_t>(sizeof(C));
+  });
+  return bytes;
 }
 
 void backward(const SelectiveBackwardParams& p, void* memory, int64_t begin, int64_t end) {

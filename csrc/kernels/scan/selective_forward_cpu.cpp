@@ -146,8 +146,11 @@ void forward_item(const SelectiveParams& params, compute_t<T>* memory, int64_t i
 }
 
 int64_t bytes(const Selective& p) {
-  return p.dtype == DType::f64 ? ForwardMemory<double>::elements(p) * 8
-                               : ForwardMemory<float>::elements(p) * 4;
+  int64_t bytes = 0;
+  dispatch_compute(p.dtype, [&]<class C>(C) {
+    bytes = ForwardMemory<C>::elements(p) * static_cast<int64_t>(sizeof(C));
+  });
+  return bytes;
 }
 
 void forward(const SelectiveParams& p, void* memory, int64_t begin, int64_t end) {

@@ -301,12 +301,18 @@ struct Backward {
 };
 
 int64_t bytes(const Slstm& p) {
-  return p.dtype == DType::f64 ? ForwardMemory<double>::elements(p) * 8
-                               : ForwardMemory<float>::elements(p) * 4;
+  int64_t bytes = 0;
+  dispatch_compute(p.dtype, [&]<class C>(C) {
+    bytes = ForwardMemory<C>::elements(p) * static_cast<int64_t>(sizeof(C));
+  });
+  return bytes;
 }
 int64_t backward_bytes(const Slstm& p) {
-  return p.dtype == DType::f64 ? BackwardMemory<double>::elements(p) * 8
-                               : BackwardMemory<float>::elements(p) * 4;
+  int64_t bytes = 0;
+  dispatch_compute(p.dtype, [&]<class C>(C) {
+    bytes = BackwardMemory<C>::elements(p) * static_cast<int64_t>(sizeof(C));
+  });
+  return bytes;
 }
 
 void forward(const SlstmParams& p, void* memory, int64_t begin, int64_t end) {

@@ -31,7 +31,7 @@ struct ProgramRow {
 using RunProgram = void (*)(const ProgramRow& row, const ProgramRun& run, int32_t in, void* x);
 
 struct ScoreProgramKernels {
-  RunProgram run_float, run_double;
+  RunProgram run_float, run_double;  // run_double is null on levels without f64
   // out[i] = sum over n of parts[n * elements + i], in order, for i in [begin, end).
   void (*sum_parts)(DType dtype, const void* parts, int64_t count, int64_t elements, void* out,
                     int64_t begin, int64_t end);

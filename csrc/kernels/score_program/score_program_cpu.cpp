@@ -283,6 +283,13 @@ void run_program(const ProgramRow& row, const ProgramRun& run, int32_t in, void*
   Interpreter<A>(row).run(run, in, static_cast<A*>(x));
 }
 
+// Null if this object has no kernels for A.
+template <class A>
+constexpr RunProgram run_or_null() {
+  if constexpr (kIsBuiltFor<A>) return run_program<A>;
+  return nullptr;
+}
+
 void sum_parts(DType dtype, const void* parts, int64_t count, int64_t elements, void* out,
                int64_t begin, int64_t end) {
   OMNIATTN_ASSERT_ITEMS(begin, end, elements);
@@ -298,7 +305,7 @@ void sum_parts(DType dtype, const void* parts, int64_t count, int64_t elements, 
 
 }  // namespace
 
-extern const ScoreProgramKernels score_program_kernels_table = {run_program<float>,
-                                                                run_program<double>, sum_parts};
+extern const ScoreProgramKernels score_program_kernels_table = {run_or_null<float>(),
+                                                                run_or_null<double>(), sum_parts};
 
 }  // namespace omniattn::OMNIATTN_ISA

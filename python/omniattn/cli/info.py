@@ -23,7 +23,7 @@ from omniattn.ops._precision import split_bf16_of
 _CPU_NUMBERS = {"family": "cpu family", "model": "model"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
-#: Description of each ISA level; all levels support all dtypes.
+#: Description of each ISA level; float64 runs on the slowest built one.
 _MEANING = {
     "baseline": "portable code for any CPU, much slower than the others; "
     "bfloat16 and float16 are computed in float32",
@@ -88,7 +88,8 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     cpu = found["cpu"]
     numbers = [f"{text} {cpu[k]}" for k, text in _CPU_NUMBERS.items() if k in cpu]
     yield "CPU", ", ".join(filter(None, (cpu["name"], *numbers, cpu["machine"])))
-    yield "kernels", "{level} ({reason}): {meaning}; built for {built}".format(**found["kernels"])
+    kernels = "{level} ({reason}): {meaning}; built for {built}; float64 runs on {float64}"
+    yield "kernels", kernels.format(**found["kernels"])
     yield "linear", _linear_row(found["linear"])
     if found["levels"]:
         yield "levels", "; ".join(found["levels"])
@@ -141,8 +142,9 @@ def _kernels() -> dict[str, str]:
         reason = f"the best this CPU supports, less than OMNIATTN_CPU_ISA={config.CPU_ISA}"
     else:
         reason = "the best this CPU supports, detected from its instructions, not its name"
-    built = ", ".join(_library.built_isas())
-    return {"level": chosen, "reason": reason, "meaning": _MEANING[chosen], "built": built}
+    levels = _library.built_isas()
+    facts = {"level": chosen, "reason": reason, "meaning": _MEANING[chosen]}
+    return facts | {"built": ", ".join(levels), "float64": levels[0]}
 
 
 def _linear() -> dict[str, str]:

@@ -23,7 +23,7 @@ from torch._C import _is_tracing as is_tracing
 from torch.compiler import is_compiling
 
 from omniattn.config import CPU_ISAS
-from omniattn.ops import _library as _library  # loads the ops
+from omniattn.ops import _library  # loads the ops
 from omniattn.ops._cpu import cpu_family, cpuinfo, record_of_family
 from omniattn.ops._plain import may_need_gradient
 
@@ -83,6 +83,17 @@ RULES = (
         "fp32 on Intel with AVX-512 forward 0.8x to 1.6x, backward 0.7x to 1.05x; "
         "fp64 0.7x to 0.9x",
     ),
+)
+
+
+#: Applies where float64 has kernels on a slower level than other dtypes (`kF64Level` in
+#: csrc/runtime/isa.h).
+SLOW_FLOAT64 = Rule(
+    (torch.float64,),
+    "float64 kernels built for a slower level",
+    lambda isa, mkl: True,
+    False,
+    "with AVX2 1.5x slower on baseline",
 )
 
 
@@ -162,7 +173,9 @@ def _choose() -> dict[torch.dtype, Rule | Crossings]:
         dtype: next(r for r in RULES if dtype in r.dtypes and r.applies(isa, mkl))
         for dtype in RULES[-1].dtypes
     }
-    return rules | _recorded(cpu_family(), CPU_ISAS[isa], json.loads(RECORDS.read_text()))
+    found = rules | _recorded(cpu_family(), CPU_ISAS[isa], json.loads(RECORDS.read_text()))
+    built = [n for n in _library.built_isas() if CPU_ISAS.index(n) <= min(isa, _AVX512)]
+    return found if len(built) == 1 else found | {torch.float64: SLOW_FLOAT64}
 
 
 #: dtype -> rule or measured crossings that apply on this machine.
