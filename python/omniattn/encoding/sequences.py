@@ -40,6 +40,8 @@ def sequences_of(op: str, options: StateOptions, names: type = SequenceOptions) 
     """Packs the options of a call of `op`, which accepts the options that `names` annotates."""
     if not options:
         return _DEFAULTS
+    if names is SequenceOptions:
+        return records.packed(op, Sequences, options)
     if not options.keys() <= names.__annotations__.keys():
         raise records.unexpected(op, options, names.__annotations__)
     return Sequences(**options)

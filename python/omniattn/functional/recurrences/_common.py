@@ -121,8 +121,8 @@ def attempt(
 ) -> tuple[Tensor, Tensor] | None:
     """Runs a recurrence of plain tensors in the dtypes of the op.
 
-    Returns None for other calls, and for those that the checks must name in an error. `decays` has
-    the numbers of dimensions that g may have."""
+    Returns None for other calls, and for those that the checks must name in an error or whose g
+    holds NaN. `decays` has the numbers of dimensions that g may have."""
     initial_state, cu_seqlens, backend = sequences
     if backend is not None or cu_seqlens is not None or type(l2norm) is not bool:
         return None
@@ -133,6 +133,8 @@ def attempt(
         if t is not None and t.dtype != wide:
             return None
     if (NO_DECAY if g is None else g.ndim) not in decays:
+        return None
+    if g is not None and g.numel() > 0 and not g.detach().max().item() <= 0.0:
         return None
     width = q.shape[-1]
     if scale is None:
@@ -147,8 +149,6 @@ def attempt(
         *(q, k, v, g, beta, None, None, None, None, None),
         *(initial_state, None, scale, delta, 0, False, 0.0, False),
     )
-    if found is not None and g is not None:
-        require_range(op, "g", g, most=0.0)
     return found
 
 
