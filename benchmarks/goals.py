@@ -56,6 +56,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "mla": goal_rows.mla_rows,
     "caches": goal_rows.cache_rows,
     "eviction": goal_caches.eviction_rows,
+    "int8 caches": goal_caches.int8_rows,
     "experts": goal_rows.expert_rows,
     "state space": goal_state_space.rows,
     "scans": goal_scans.rows,

@@ -100,6 +100,7 @@ KINDS = {
 TITLES = {
     "attention_varlen": "attention, packed sequences",
     "attention_cached": "attention, decoding on a cache",
+    "attention_int8": "attention, decoding on a cache",
     "attention_weights": "attention, weights and selection",
     "select_attention": "attention, weights and selection",
     "dsa_indexer": "attention, selected blocks of keys",

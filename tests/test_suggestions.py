@@ -29,6 +29,12 @@ NEEDED = {
         **dict.fromkeys("qkv", torch.zeros(1, 2, 1, 4)),
         "cache_seqlens": torch.ones(1, dtype=torch.int32),
     },
+    "attention_int8": {
+        "q": torch.zeros(1, 2, 1, 4),
+        **dict.fromkeys("kv", torch.zeros(1, 2, 1, 4, dtype=torch.int8)),
+        **dict.fromkeys(("k_scale", "v_scale"), torch.zeros(1, 2, 1)),
+        "cache_seqlens": torch.ones(1, dtype=torch.int32),
+    },
     "attention_varlen": {
         **dict.fromkeys("qkv", torch.zeros(2, 1, 4)),
         **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 2])),

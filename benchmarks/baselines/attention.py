@@ -233,6 +233,7 @@ BASELINES = {
     "attention_weights": {"eager": eager_weights},
     "attention_varlen": {"aten": padded_varlen},
     "attention_cached": {"aten": masked_cached},
+    "attention_int8": {"eager": reference.attention_int8},
     "select_attention": {"eager": reference.select_attention},
     "selected_attention": {"eager": gathered_attention},
     "selective_attention": {"eager": reference.selective_attention},

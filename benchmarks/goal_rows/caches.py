@@ -1,4 +1,4 @@
-"""Rows of goals.py for cache eviction: a decode step after 32k tokens."""
+"""Rows of goals.py for caches: eviction after 32k tokens, and keys and values in int8."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from goal_rows.goal import Provider, Row, tensors
+from goal_rows.goal import BF16, F32, Provider, Row, provider, tensors
 from omniattn import functional
 from omniattn.modules import H2O, EvictingCache, Eviction, KVCache, SnapKV, Streaming, Threshold
 
@@ -68,3 +68,29 @@ def eviction_rows() -> Iterator[Row]:
             goal,
             bytes=2 * 4 * kept * KV_HEADS * DIM,
         )
+
+
+def int8_rows() -> Iterator[Row]:
+    """Decoding of keys and values in int8 at the rate of bytes of those in the queries' dtype."""
+    cached = functional.attention_cached
+    for heads, kv_heads, length in ((32, 8, 5120), (32, 8, 16384), (8, 8, 16384)):
+        for dtype in (F32, BF16):
+            shapes = [(1, kv_heads, length, DIM)] * 2  # contiguous per head, as in a KVCache
+            q, *rows = tensors((1, 1, heads, DIM), *shapes, dtype=dtype)
+            k, v = (t.transpose(1, 2) for t in rows)
+            lengths = {"cache_seqlens": torch.tensor([length])}
+            (codes_k, scale_k), (codes_v, scale_v) = map(functional.quantize_int8, rows)
+            stored = {"k": codes_k, "v": codes_v, "k_scale": scale_k, "v_scale": scale_v}
+            stored = {name: t.transpose(1, 2) for name, t in stored.items()}
+            count = sum(t.nbytes for t in stored.values())
+            yield Row(
+                f"int8 cache decode H{heads}/{kv_heads} N{length}",
+                "forward",
+                provider("forward", {"q": q} | stored | lengths, functional.attention_int8),
+                provider("forward", {"q": q, "k": k, "v": v} | lengths, cached),
+                "rate of q's dtype",
+                1.0,
+                share=count / (k.nbytes + v.nbytes),
+                dtype=dtype,
+                bytes=count,
+            )

@@ -136,6 +136,9 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "KV caches: contiguous, rolling, paged, cross-attention": (
         *(("attention_cached", "decode"), ("attention_cached", "pages")),
     ),
+    "KV caches in int8, with a factor for each token and head": (
+        *(("attention_int8", "decode"), ("attention_int8", "pages")),
+    ),
 }
 
 

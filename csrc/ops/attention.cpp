@@ -1,5 +1,5 @@
-// attention, attention_backward, attention_weights, attention_select: checks and results, for
-// either device.
+// attention, attention_int8, attention_backward, attention_weights, attention_select: checks and
+// results, for either device.
 #include "ops/attention.h"
 
 #include <algorithm>
@@ -15,10 +15,17 @@ namespace {
 constexpr size_t kFixedParams = 2;
 
 // A tensor (B, T, H, D) with unit stride in its last dimension: a copy if the stride differs.
-Tensor as_heads(const char* op, const char* name, const Tensor& t, DType dtype) {
-  require_tensor(op, name, t, dtype);
+Tensor as_heads(const char* op, const char* name, const Tensor& t, ScalarType type) {
+  require_tensor(op, name, t, type);
   require(t.dim() == 4, op, name, " must have 4 dimensions (B, T, H, D), got ", t.dim());
   return with_unit_last_stride(t);
+}
+
+// Factors of the rows of k or v, of this shape.
+HeadView factors_of(const char* op, const char* name, const Tensor& t, DType dtype, Sizes sizes) {
+  require_tensor(op, name, t, accumulator(dtype));
+  require_sizes(op, name, t, sizes);
+  return view_of(t);
 }
 
 void check_dropout(const Arguments& given, Call& call) {
@@ -43,12 +50,14 @@ void read_seed(Call& call, const Tensor& seed) {
 }
 
 Call check(const Arguments& given) {
-  const auto& [op, q, k, v, aux, seed, mask, score, params] = given;
+  const auto& [op, q, k, v, aux, seed, mask, score, params, k_scale, v_scale] = given;
   Call call{};
   AttentionProblem& p = call.problem;
   p.dtype = dtype_of(op, "q", q);
-  call.kept = {as_heads(op, "q", q, p.dtype), as_heads(op, "k", k, p.dtype),
-               as_heads(op, "v", v, p.dtype)};
+  p.is_int8 = k_scale != nullptr;
+  const ScalarType type = scalar_type(p.dtype), type_k = p.is_int8 ? ScalarType::Char : type;
+  call.kept = {as_heads(op, "q", q, type), as_heads(op, "k", k, type_k),
+               as_heads(op, "v", v, type_k)};
   p.batch = q.size(0), p.tq = q.size(1), p.hq = q.size(2), p.d = q.size(3);
   p.tk = k.size(1), p.hkv = k.size(2), p.dv = v.size(3);
   p.lse_stride = p.tq;
@@ -63,6 +72,10 @@ Call check(const Arguments& given) {
   p.q = view_of(call.kept[0]);
   p.k = view_of(call.kept[1]);
   p.v = view_of(call.kept[2]);
+  if (p.is_int8) {
+    p.k_scale = factors_of(op, "k_scale", *k_scale, p.dtype, {k_sizes, 3});
+    p.v_scale = factors_of(op, "v_scale", *v_scale, p.dtype, {k_sizes, 3});
+  }
 
   require(params.size() >= kFixedParams, op, "params must hold scale and dropout_p, got ",
           params.size(), " values");
@@ -103,6 +116,25 @@ bool has_work(const AttentionProblem& p) {
 // lse (B, Hq, Tq); lse_tail, of the same shape, is the rounding error of lse (semantics/softmax.h).
 OMNIATTN_FIELDS(Attended, Tensor out, lse; Output lse_tail);
 
+Attended run(const Call& call, bool saves) {
+  const AttentionProblem& p = call.problem;
+  const Tensor out = empty_tensor(call.out_sizes, p.dtype);
+  const Tensor lse = empty_tensor(call.lse_sizes, accumulator(p.dtype));
+  const Output lse_tail(saves, call.lse_sizes, accumulator(p.dtype));
+  if (lse.numel() == 0) return {out, lse, lse_tail};
+  // Kernels do not write rows of packed sequences without keys, and do not run without work.
+  if (call.is_packed || !has_work(p)) {
+    fill(out, 0);
+    fill(lse, is_softmax(p.score) ? -INFINITY : 0);
+    if (saves) fill(lse_tail.tensor(), 0);
+  }
+  if (has_work(p)) {
+    run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(), lse_tail.data(), nullptr},
+                call.sequences);
+  }
+  return {out, lse, lse_tail};
+}
+
 Attended attention(const OpCall& op, const Heads& x, const Side& side, const Seed& seed,
                    const Rules& rules) {
   const DeviceScope scope(x.q);
@@ -115,22 +147,31 @@ Attended attention(const OpCall& op, const Heads& x, const Side& side, const See
                            .mask = list(rules.mask),
                            .score = list(rules.score),
                            .params = rules.params});
-  const AttentionProblem& p = call.problem;
-  const Tensor out = empty_tensor(call.out_sizes, p.dtype);
-  const Tensor lse = empty_tensor(call.lse_sizes, accumulator(p.dtype));
-  const Output lse_tail(op.saves, call.lse_sizes, accumulator(p.dtype));
-  if (lse.numel() == 0) return {out, lse, lse_tail};
-  // Kernels do not write rows of packed sequences without keys, and do not run without work.
-  if (call.is_packed || !has_work(p)) {
-    fill(out, 0);
-    fill(lse, is_softmax(p.score) ? -INFINITY : 0);
-    if (op.saves) fill(lse_tail.tensor(), 0);
-  }
-  if (has_work(p)) {
-    run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(), lse_tail.data(), nullptr},
-                call.sequences);
-  }
-  return {out, lse, lse_tail};
+  return run(call, op.saves);
+}
+
+OMNIATTN_FIELDS(CodedHeads, Tensor q, k, v, k_scale, v_scale);
+OMNIATTN_FIELDS(AttendedCodes, Tensor out, lse);
+
+// attention of a cached or paged batch to int8 keys and values, each row of which has a factor:
+// k_scale and v_scale (B, Tk, Hkv), or pages of them. No gradient.
+AttendedCodes attention_int8(const OpCall& op, const CodedHeads& x, const Side& side,
+                             const Rules& rules) {
+  const DeviceScope scope(x.q);
+  const Call call = check({.op = op.op,
+                           .q = x.q,
+                           .k = x.k,
+                           .v = x.v,
+                           .aux = list(side.aux),
+                           .seed = {},
+                           .mask = list(rules.mask),
+                           .score = list(rules.score),
+                           .params = rules.params,
+                           .k_scale = &x.k_scale,
+                           .v_scale = &x.v_scale});
+  require(call.has_layout && !call.is_packed, op.op, "keys must be those of a cache");
+  const Attended found = run(call, false);
+  return {found.out, found.lse};
 }
 
 // Results of the forward and their gradients, checked and in the layout that kernels read.
@@ -141,7 +182,7 @@ struct Results {
 Results check_results(const char* op, const Call& call, Results x) {
   const DType dtype = call.problem.dtype;
   const auto heads = [&](const char* name, Tensor& t) {
-    const Tensor rows = as_heads(op, name, t, dtype);
+    const Tensor rows = as_heads(op, name, t, scalar_type(dtype));
     require_sizes(op, name, t, call.out_sizes);
     t = rows;
   };
@@ -318,6 +359,7 @@ Selected attention_select(const OpCall& given, const Keys& keys, const Side& sid
 
 const Registry registry([](Registry& ops) {
   ops.add<attention>("attention", saves_last);
+  ops.add<attention_int8>("attention_int8");
   ops.add<attention_backward>("attention_backward");
   ops.add<attention_weights>("attention_weights", differentiable);
   ops.name("attention_select", {{"select_attention"}});

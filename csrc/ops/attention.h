@@ -22,6 +22,7 @@ struct Arguments {
   const Ints& mask;
   const Ints& score;
   const Floats& params;
+  const Tensor *k_scale = nullptr, *v_scale = nullptr;  // factors of rows of k and v, then int8
 };
 
 // A decoded score_mod program with the memory that it points to.

@@ -289,7 +289,7 @@ void fit_tail(const Forward& x, Tensors& gathered) {
   const int64_t rows = p.batch * p.hq * p.lse_stride;
   const Tensor lse = buffer(rows, p.dtype), tail = buffer(rows, p.dtype);
   Forward blocks{p, mutable_view_of(out), lse.mutable_data_ptr(), tail.mutable_data_ptr(), nullptr};
-  if (p.pages.table != nullptr) gather_pages(blocks.problem, gathered);
+  if (is_gathered(p)) gather_rows(blocks.problem, gathered);
   run_blocks({&blocks, 1});
   kernels.fit_tails(x, blocks);
 }
@@ -310,8 +310,8 @@ void run_forward(AttentionForwardParams f, const Sequences& sequences) {
   auto problems = problems_of(f, sequences);
   Tensors gathered;
   for (Forward& x : problems) {
-    const bool reads_pages = takes_decode_path_cpu(x.problem);
-    if (x.problem.pages.table != nullptr && !reads_pages) gather_pages(x.problem, gathered);
+    const bool reads_in_place = takes_decode_path_cpu(x.problem);
+    if (is_gathered(x.problem) && !reads_in_place) gather_rows(x.problem, gathered);
   }
   run_paths(kForwardPaths, std::span(problems), kv_heads);
   for (const Forward& x : problems) fit_tail(x, gathered);

@@ -83,19 +83,24 @@ void run_program_gradients(const char* op, const AttentionBackwardParams& b,
   }
 }
 
-// Copies paged k and v into the returned memory and points k and v to it.
-Tensors gather_pages(const char* op, AttentionProblem& p) {
-  if (p.pages.table == nullptr) return {};
-  const auto gather = [&](const HeadView& from, int64_t width) {
+// True if the call is decoded, by the kernel that reads pages and int8 in place.
+bool takes_split(const AttentionProblem& p) { return p.program == nullptr && takes_split_path(p); }
+
+// Copies k and v in pages or in int8 into the returned memory and points k and v to it.
+Tensors gather_rows(const char* op, AttentionProblem& p) {
+  if ((p.pages.table == nullptr && !p.is_int8) || takes_split(p)) return {};
+  const auto gather = [&](const HeadView& from, const HeadView& factors, int64_t width) {
     const int64_t sizes[] = {p.batch, p.tk, p.hkv, width};
     const Tensor rows = empty_tensor({sizes, 4}, p.dtype);
-    require_launched(
-        op, launch_attention_gather_pages(p, from, width, rows.mutable_data_ptr(), stream()));
+    require_launched(op, launch_attention_gather_rows(p, from, factors, width,
+                                                      rows.mutable_data_ptr(), stream()));
     return rows;
   };
-  const Tensors memory = {gather(p.k, p.d), gather(p.v, p.dv)};
+  const Tensors memory = {gather(p.k, p.k_scale, p.d), gather(p.v, p.v_scale, p.dv)};
   p.k = view_of(memory[0]);
   p.v = view_of(memory[1]);
+  p.pages = {};
+  p.is_int8 = false;
   return memory;
 }
 
@@ -111,10 +116,7 @@ Status run_split(AttentionForwardParams& f) {
 const PathTable<bool(const AttentionForwardParams&), Status(AttentionForwardParams&)> kForwardPaths(
     "attention",
     {
-        {"split",
-         [](const AttentionForwardParams& f) {
-           return f.problem.program == nullptr && takes_split_path(f.problem);
-         },
+        {"split", [](const AttentionForwardParams& f) { return takes_split(f.problem); },
          run_split},
         {"mma",
          [](const AttentionForwardParams& f) {
@@ -152,7 +154,7 @@ void decode_seed(Call& call, const Tensor& seed) {
 void run_forward(AttentionForwardParams f, const Sequences&) {
   constexpr const char* op = "attention";
   const Tensor program = upload_program(op, f.problem);
-  const Tensors pages = gather_pages(op, f.problem);
+  const Tensors rows = gather_rows(op, f.problem);
   const Tensor table = expand_table(op, f.problem);
   require_launched(op, kForwardPaths.first(f).run(f));
 }

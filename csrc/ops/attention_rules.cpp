@@ -97,7 +97,9 @@ void decode_layout(const Arguments& given, Call& call) {
   const Ints& code = given.mask;
   AttentionProblem& p = call.problem;
   const auto kind = static_cast<LayoutKind>(code[0]);
-  const char* const op = kind == LayoutKind::packed ? "attention_varlen" : "attention_cached";
+  const char* const op = p.is_int8                    ? given.op
+                         : kind == LayoutKind::packed ? "attention_varlen"
+                                                      : "attention_cached";
   const auto fits = [](int64_t longest) { return longest >= 0 && longest < kMaskParamLimit; };
   require(fits(code[1]) && fits(code[2]), op, "longest sequences must be >= 0 and below 2^40, got ",
           code[1], " and ", code[2]);

@@ -54,8 +54,10 @@ AttentionProblem problem_of(AttentionProblem p, const Sequence& s) {
   if (p.pages.table != nullptr) {
     p.pages.table += s.row * p.pages.stride_b;
   } else {
-    move_rows(p.k, s, s.k_begin, size);
-    move_rows(p.v, s, s.k_begin, size);
+    move_rows(p.k, s, s.k_begin, key_size(p));
+    move_rows(p.v, s, s.k_begin, key_size(p));
+    move_rows(p.k_scale, s, s.k_begin, wide);
+    move_rows(p.v_scale, s, s.k_begin, wide);
   }
   p.mask.tq = s.tq;
   p.mask.tk = s.tk;
@@ -96,19 +98,20 @@ AttentionBackwardParams of_sequence(AttentionBackwardParams x, const Sequence& s
   return x;
 }
 
-void gather_pages(AttentionProblem& p, Tensors& memory) {
-  const auto gather = [&](HeadView& x, int64_t width) {
+void gather_rows(AttentionProblem& p, Tensors& memory) {
+  const auto gather = [&](HeadView& x, const HeadView& factors, int64_t width) {
     const int64_t sizes[] = {p.tk, p.hkv, width};
     memory.push_back(empty_tensor({sizes, 3}, p.dtype));
     void* const to = memory.back().mutable_data_ptr();
     parallel_ranges(p.tk, grain_of(p.hkv * width), [&](int64_t begin, int64_t end) {
-      attention_terms_kernels(p.dtype).gather_pages(p, x, width, to, begin, end);
+      attention_terms_kernels(p.dtype).gather_rows(p, x, factors, width, to, begin, end);
     });
     x = {memory.back().const_data_ptr(), 0, p.hkv * width, width};
   };
-  gather(p.k, p.d);
-  gather(p.v, p.dv);
+  gather(p.k, p.k_scale, p.d);
+  gather(p.v, p.v_scale, p.dv);
   p.pages = {};
+  p.is_int8 = false;
 }
 
 }  // namespace omniattn::ops::attention

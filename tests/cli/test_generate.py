@@ -75,8 +75,18 @@ def test_an_encoder_decoder_reads_the_prompt(tmp_path, capsys):
     save_model(model, tmp_path / "t5.safetensors")
     source = torch.tensor([[4, 9, 2]])
     wanted = generate(model, torch.zeros(1, 1, dtype=torch.long), 6, source=source)[0, 1:]
-    printed = output(capsys, tmp_path / "t5.safetensors", "--tokens", "4,9,2", *GREEDY)
-    assert printed == " ".join(map(str, wanted.tolist()))
+    given = [str(tmp_path / "t5.safetensors"), "--tokens", "4,9,2", *GREEDY]
+    assert output(capsys, *given) == " ".join(map(str, wanted.tolist()))
+    assert main(["generate", *given, "--kv-dtype", "int8"]) == 1
+    assert "--kv-dtype needs a decoder, got a T5" in capsys.readouterr().err
+
+
+def test_keys_and_values_in_int8(checkpoint, capsys):
+    model, path = checkpoint
+    prompt = torch.tensor([list(b"The")])
+    wanted = generate(model, prompt, 6, kv_dtype=torch.int8)[0]
+    printed = output(capsys, path, "--prompt", "The", *GREEDY, "--kv-dtype", "int8")
+    assert printed == bytes(wanted.tolist()).decode(errors="replace")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ VARIED = (
     f"-attention_varlen-(?!.*({SEQUENCES}))",
     f"-attention_cached-(?!.*({SEQUENCES}))",
 )
-LAYOUTS = ("-attention_varlen-", "-attention_cached-")
+LAYOUTS = ("-attention_varlen-", "-attention_cached-", "-attention_int8-")
+#: Rows of int8 in both kinds of caches.
+FEW_CODES = tuple(f"-attention_int8-{case}-" for case in ("tiny", "window", "pages"))
 LOOKS = ("-attention_weights-", "-select_attention-")
 SELECTED = ("-selected_attention-",)
 #: Made of the kernels of other ops.
@@ -144,6 +146,7 @@ RUNS = {
         (FEW, PLACES, ("f32",)),
         (FEW_WANTED + FEW[1:2], ("each_gradient",), ("f64", "f32", "f16")),
         (LOOKS, ("strided", "poisoned"), ("f32",)),
+        (FEW_CODES, ("strided", "poisoned", "deterministic"), ("f32", "bf16")),
         (FEW_SELECTED, PLACES, ("bf16",)),
         (FEW_SELECTED[:1], VALUES, ("f64", "f32", "f16")),
         (INDEXER, ("forward", *PLACES), ("f32", "bf16")),
@@ -159,7 +162,7 @@ RUNS = {
         (FEW_INDEXED, ("forward",), ("bf16",)),
         (CHECKED_SELECTED, VALUES, ("bf16",)),
         (FEW, ("derivatives",), ("bf16",)),
-        (LOOKS, ("forward",), ("bf16",)),
+        (LOOKS + FEW_CODES, ("forward",), ("bf16",)),
         (FEW_EXPERTS, ("derivatives",), ("f32", "bf16")),
         (FEW_STATES, VALUES, ("bf16",)),
         (FEW_SCANS, VALUES, ("bf16",)),
@@ -171,7 +174,7 @@ RUNS = {
         (FEW_INDEXED, ("forward", "strided"), ("bf16",)),
         (CHECKED_SELECTED, (*VALUES, "strided"), ("bf16",)),
         (FEW, ("derivatives",), ("bf16",)),
-        (LOOKS, ("forward",), ("bf16",)),
+        (LOOKS + FEW_CODES, ("forward",), ("bf16",)),
         (FEW_EXPERTS, ("derivatives",), ("f32", "bf16")),
         (FEW_STATES, VALUES, ("bf16",)),
         (FEW_STATES[2:4], ("strided",), ("bf16",)),

@@ -396,3 +396,16 @@ def test_errors(tmp_path):
     (tmp_path / "config.json").write_text(text.replace('"Mamba"', '"Mamba9"'))
     with pytest.raises((ValueError, CheckpointError), match="got type='Mamba9'; import the module"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_keys_and_values_in_int8(tmp_path):
+    torch.manual_seed(0)
+    config = OmniattnConfig(CONFIG, kv_dtype="int8")
+    model = OmniattnForCausalLM(config).eval()
+    prompt = torch.randint(61, (2, 7))
+    expected = generate(model.model, prompt, 5, kv_dtype=torch.int8)
+    assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), expected)
+    config.save_pretrained(tmp_path)
+    assert OmniattnConfig.from_pretrained(tmp_path).kv_dtype == "int8"
+    with pytest.raises(ValueError, match=r"kv_dtype must be 'int8' or None, got kv_dtype='fp8'"):
+        OmniattnConfig(CONFIG, kv_dtype="fp8")

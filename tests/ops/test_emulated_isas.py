@@ -23,7 +23,7 @@ OPS = {
         *("attention", "scaled_dot_product_attention", "na2d"),
         *("attention_weights", "select_attention"),
     ),
-    "sequences": ("attention_varlen", "attention_cached", "selected_attention"),
+    "sequences": ("attention_varlen", "attention_cached", "attention_int8", "selected_attention"),
     "recurrences": ("delta_rule", "gated_delta_rule", "gated_linear_attention", "retention", "ssd"),
     "products": (
         *("moe_experts", "linear", "glu_mlp", "mlp"),

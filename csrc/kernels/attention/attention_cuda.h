@@ -25,10 +25,11 @@ bool takes_split_path(const AttentionProblem& p);
 int64_t attention_decode_workspace(const AttentionProblem& p);
 Status launch_attention_decode(const AttentionForwardParams& p, Stream stream);
 
-// Copies keys or values of a paged batch to (B, Tk, Hkv, width), since the
-// other kernels do not read pages.
-Status launch_attention_gather_pages(const AttentionProblem& p, const HeadView& from, int64_t width,
-                                     void* to, Stream stream);
+// Copies keys or values in pages or in int8 to rows (B, Tk, Hkv, width) of dtype, since only the
+// decode kernel reads them in place. `factors` are those of int8.
+Status launch_attention_gather_rows(const AttentionProblem& p, const HeadView& from,
+                                    const HeadView& factors, int64_t width, void* to,
+                                    Stream stream);
 
 // Computes the table term of all pairs: attention_table_elements of the compute type,
 // viewed by the problem's `relative`.

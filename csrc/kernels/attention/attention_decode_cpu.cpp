@@ -3,7 +3,8 @@
 // them, and leaves one partial (O, m, l) per row; merge adds the partials in key order. K
 // and V are read in place, through a table of row offsets, which also serves pages. Many
 // rows of one kv head (MLA: 128 heads on one latent) are multiplied by register tiles:
-// S^T = K Q^T, with Q packed once per item.
+// S^T = K Q^T, with Q packed once per item. Rows of int8 are read as they are stored: their
+// factors multiply the products q.k, and the weights of the values.
 #include "kernels/attention/attention_decode_tile.h"
 #include "kernels/attention/attention_kernels_cpu.h"
 #include "runtime/assert.h"
@@ -22,11 +23,13 @@ struct Rows {
   OMNIATTN_INLINE int64_t query(int64_t r) const { return r % queries; }
 };
 
-// Places of the rows of a split's keys: offsets from head 0 of k and v, in elements.
+// Places of the rows of a split's keys: offsets from head 0 of k, v and their factors, in elements.
 struct KeyRows {
   int64_t first;                          // the first key
   int64_t k[kTileSplitKeys + kKeyPanel];  // includes the next panel, which is prefetched
   int64_t v[kTileSplitKeys + kKeyPanel];
+  int64_t k_scale[kTileSplitKeys + kKeyPanel];
+  int64_t v_scale[kTileSplitKeys + kKeyPanel];
 };
 
 inline void locate_keys(const AttentionProblem& p, int64_t b, int64_t first, KeyRows& rows) {
@@ -40,6 +43,9 @@ inline void locate_keys(const AttentionProblem& p, int64_t b, int64_t first, Key
     for (; t < end; ++t) {
       rows.k[t - first] = page * p.k.stride_b + (t - begin) * p.k.stride_t;
       rows.v[t - first] = page * p.v.stride_b + (t - begin) * p.v.stride_t;
+      if (!p.is_int8) continue;
+      rows.k_scale[t - first] = page * p.k_scale.stride_b + (t - begin) * p.k_scale.stride_t;
+      rows.v_scale[t - first] = page * p.v_scale.stride_b + (t - begin) * p.v_scale.stride_t;
     }
   }
 }
@@ -123,12 +129,38 @@ void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_
   RowDropout<A>(p, score.b, score.h, score.q, score.key).apply(s, {0, keys});
 }
 
-// Processes keys [keys.begin, keys.end), at most a panel, for all rows of one kv head.
-template <class T>
+// Factors of the rows of a panel of int8 keys or values: in place if they are adjacent.
+template <class A>
+struct RowFactors {
+  const A* factors;
+  A copy[kKeyPanel];
+
+  // `at`: offsets of the rows' factors from head 0.
+  void read(const AttentionProblem& p, const HeadView& x, const int64_t* at, int64_t count,
+            int64_t head) {
+    const A* const from = static_cast<const A*>(x.data) + head * x.stride_h;
+    if (x.stride_t == 1 && p.pages.table == nullptr) {
+      factors = from + at[0];
+      return;
+    }
+    for (int64_t n = 0; n < count; ++n) copy[n] = from[at[n]];
+    factors = copy;
+  }
+  void apply(A* s, int64_t count) const {
+    for (int64_t n = 0; n < count; n += Vec<A>::kWidth) {
+      store(s + n, load(s + n) * load_n(factors + n, count - n));
+    }
+  }
+};
+
+// Processes keys [keys.begin, keys.end), at most a panel, for all rows of one kv head. K is the
+// type in which keys and values are stored.
+template <class K>
 void decode_keys(const AttentionForwardParams& params, const Rows& rows, const KeyRows& at,
-                 int64_t split, Range keys, int64_t panel, const compute_t<T>* q,
-                 Arena<compute_t<T>> arena) {
-  using A = compute_t<T>;
+                 int64_t split, Range keys, int64_t panel, const compute_t<K>* q,
+                 Arena<compute_t<K>> arena) {
+  using A = compute_t<K>;
+  constexpr bool kScaled = std::is_same_v<K, Int8<A>>;
   const AttentionProblem& p = params.problem;
   const int64_t count = keys.end - keys.begin;
   bool skip = true, masked = false;
@@ -139,9 +171,9 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
   }
   if (skip) return;
   const bool tiles = decodes_by_tiles(p);
-  KeyTile<T> x{};
-  x.k = static_cast<const T*>(p.k.data) + rows.kv_head * p.k.stride_h;
-  x.v = static_cast<const T*>(p.v.data) + rows.kv_head * p.v.stride_h;
+  KeyTile<K> x{};
+  x.k = static_cast<const K*>(p.k.data) + rows.kv_head * p.k.stride_h;
+  x.v = static_cast<const K*>(p.v.data) + rows.kv_head * p.v.stride_h;
   x.at_k = at.k + (keys.begin - at.first);
   x.at_v = at.v + (keys.begin - at.first);
   x.count = count;
@@ -161,15 +193,24 @@ void decode_keys(const AttentionForwardParams& params, const Rows& rows, const K
   } else {
     const int64_t ahead = (rows.kv_head - rows.heads.begin) * panel;
     dot_rows(p, rows.count, x,
-             [&](int64_t n) { fetch_ahead<T>(p, rows, at, keys.begin + panel, ahead + n); });
+             [&](int64_t n) { fetch_ahead<K>(p, rows, at, keys.begin + panel, ahead + n); });
+  }
+  RowFactors<A> of_keys, of_values;
+  if constexpr (kScaled) {
+    const int64_t first = keys.begin - at.first;
+    of_keys.read(p, p.k_scale, at.k_scale + first, count, rows.kv_head);
+    of_values.read(p, p.v_scale, at.v_scale + first, count, rows.kv_head);
   }
   for (int64_t r = 0; r < rows.count; ++r) {
     uint64_t visible[kMaskWords] = {};
     if (masked) visible[0] = seen_bits(p.mask, rows.b, rows.head(r), rows.query(r), keys.begin);
     const RowScore<A> score{
         p, rows.b, rows.head(r), rows.query(r), keys.begin, masked ? visible : nullptr, registers};
-    softmax_partial(p, score, count, x.s + r * kKeyPanel,
+    A* const s = x.s + r * kKeyPanel;
+    if constexpr (kScaled) of_keys.apply(s, count);
+    softmax_partial(p, score, count, s,
                     partial_of<A>(params, rows.b, split, rows.head(r), rows.query(r)));
+    if constexpr (kScaled) of_values.apply(s, count);
   }
   tiles ? weigh_tiles(p, rows.count, x, wide) : weigh_rows(p, rows.count, x);
 }
@@ -194,7 +235,7 @@ void pack_queries(const AttentionProblem& p, const Rows& rows, compute_t<T>* q,
   }
 }
 
-template <class T>
+template <class T, class K>
 void decode_item(const AttentionForwardParams& params, void* scratch, int64_t item) {
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
@@ -220,12 +261,12 @@ void decode_item(const AttentionForwardParams& params, void* scratch, int64_t it
   if (is_empty(seen)) return;
   KeyRows at;
   locate_keys(p, b, split * split_keys(p), at);
-  const int64_t panel = decode_panel(p, heads.end - heads.begin, sizeof(T));
+  const int64_t panel = decode_panel(p, heads.end - heads.begin, sizeof(K));
   for (int64_t key = seen.begin / panel * panel; key < seen.end; key += panel) {
     const Range keys = intersect(seen, {key, key + panel});
     for (int64_t h = heads.begin; h < heads.end; ++h) {
       const Rows rows{b, h, head_rows, h * group, p.tq, heads};
-      decode_keys<T>(params, rows, at, split, keys, panel,
+      decode_keys<K>(params, rows, at, split, keys, panel,
                      q + (h - heads.begin) * decode_query_elements(p), arena);
     }
   }
@@ -270,7 +311,11 @@ void decode(const AttentionForwardParams& p, void* scratch, int64_t begin, int64
   OMNIATTN_ASSERT_ITEMS(begin, end, decode_items(p.problem));
   OMNIATTN_ASSERT_HAS(scratch, decode_scratch_elements(p.problem));
   dispatch(p.problem.dtype, [&](auto type) {
-    for (int64_t i = begin; i < end; ++i) decode_item<decltype(type)>(p, scratch, i);
+    using T = decltype(type);
+    const auto run = [&](auto key) {
+      for (int64_t i = begin; i < end; ++i) decode_item<T, decltype(key)>(p, scratch, i);
+    };
+    p.problem.is_int8 ? run(Int8<compute_t<T>>{}) : run(T{});
   });
 }
 

@@ -1,10 +1,12 @@
 // Few query rows against many keys, see attention_params.h. Keys are split at fixed places. A
 // block reads its K and V once, 16 bytes per access, for all query rows that share them
 // (the queries of all heads of a group), and leaves one partial (O, m, l) per row; merge
-// adds the partials in key order.
+// adds the partials in key order. Rows of int8 are read as they are stored: their factors multiply
+// the products q.k and the weights of the values.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_tile_cuda.h"
 #include "runtime/gpu_row.h"
+#include "runtime/int8.h"
 
 namespace omniattn {
 namespace {
@@ -40,6 +42,40 @@ size_t shared_bytes(const AttentionProblem& p) {
   return static_cast<size_t>(padded_rows(p) * (p.d + kSplit) + kThreads * kRows * W) * sizeof(A);
 }
 
+template <class K>
+inline constexpr bool kHasFactors = false;
+template <class A>
+inline constexpr bool kHasFactors<Int8<A>> = true;
+
+template <class K, int W>
+__device__ __forceinline__ compute_t<K> element(const Pack<K, W>& x, int j) {
+  if constexpr (kHasFactors<K>) {
+    return omniattn::widen(x.v[j]);
+  } else {
+    return x[j];
+  }
+}
+
+// The keys of a split, for one kv head.
+template <class K>
+struct SplitKeys {
+  const AttentionProblem& p;
+  int64_t entry, first, head;
+
+  // Key n, its value, or the factor of either.
+  template <class S = K>
+  __device__ __forceinline__ const S* row(const HeadView& x, int n) const {
+    return static_cast<const S*>(x.data) + key_offset(p, x, entry, first + n) + head * x.stride_h;
+  }
+  __device__ __forceinline__ compute_t<K> factor(const HeadView& x, int n) const {
+    if constexpr (kHasFactors<K>) {
+      return *row<compute_t<K>>(x, n);
+    } else {
+      return compute_t<K>(1);
+    }
+  }
+};
+
 // Smallest power of two that is at least n, but at most `most`.
 __device__ __forceinline__ int threads_for(int64_t n, int most) {
   int threads = 1;
@@ -48,23 +84,24 @@ __device__ __forceinline__ int threads_for(int64_t n, int most) {
 }
 
 // s[r][n] = q_r . k_n for the split's `count` keys; adjacent threads read pieces of one key.
-template <class T, int W>
-__device__ __forceinline__ void multiply_keys(const AttentionProblem& p, const T* k, int count,
-                                              const compute_t<T>* q, compute_t<T>* s) {
-  using A = compute_t<T>;
+template <class K, int W>
+__device__ __forceinline__ void multiply_keys(const AttentionProblem& p, const SplitKeys<K>& stored,
+                                              int count, const compute_t<K>* q, compute_t<K>* s) {
+  using A = compute_t<K>;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int width = threads_for(p.d / W, 32), keys = 32 / width, part = lane % width;
   for (int base = warp * keys; base < count; base += kWarps * keys) {
     const int n = base + lane / width;
-    const T* const row = k + (n < count ? n : 0) * p.k.stride_t;
+    const K* const row = stored.row(p.k, n < count ? n : 0);
+    const A factor = stored.factor(p.k_scale, n < count ? n : 0);
     for (int r = 0; r < padded_rows(p); r += kRows) {
       A sum[kRows] = {};
       for (int64_t c = part * W; c < p.d; c += width * W) {
-        const Pack<T, W> x = load_constant<W>(row + c);
+        const Pack<K, W> key = load_constant<W>(row + c);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-          for (int j = 0; j < W; ++j) sum[i] += q[(r + i) * p.d + c + j] * x[j];
+          for (int j = 0; j < W; ++j) sum[i] += q[(r + i) * p.d + c + j] * element(key, j);
         }
       }
 #pragma unroll
@@ -72,7 +109,7 @@ __device__ __forceinline__ void multiply_keys(const AttentionProblem& p, const T
         for (int bits = width / 2; bits > 0; bits /= 2) {
           sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], bits);
         }
-        if (part == 0 && n < count) s[(r + i) * kSplit + n] = sum[i];
+        if (part == 0 && n < count) s[(r + i) * kSplit + n] = sum[i] * factor;
       }
     }
   }
@@ -118,11 +155,12 @@ __device__ __forceinline__ void softmax_row(const AttentionProblem& p, const Til
 
 // O = P V of the split: each thread sums W columns over a subset of the keys; then threads with the
 // same columns add their sums in order.
-template <class T, int W>
-__device__ __forceinline__ void multiply_values(const AttentionProblem& p, const T* v, int count,
-                                                const compute_t<T>* s, compute_t<T>* parts,
-                                                compute_t<T>* partial) {
-  using A = compute_t<T>;
+template <class K, int W>
+__device__ __forceinline__ void multiply_values(const AttentionProblem& p,
+                                                const SplitKeys<K>& stored, int count,
+                                                const compute_t<K>* s, compute_t<K>* parts,
+                                                compute_t<K>* partial) {
+  using A = compute_t<K>;
   const int thread = static_cast<int>(threadIdx.x);
   const int width = threads_for(p.dv / W, kThreads), groups = kThreads / width;
   const int group = thread / width, column = thread % width;
@@ -131,11 +169,13 @@ __device__ __forceinline__ void multiply_values(const AttentionProblem& p, const
     for (int r = 0; r < padded_rows(p); r += kRows) {
       A sum[kRows][W] = {};
       for (int n = group; c < p.dv && n < count; n += groups) {
-        const Pack<T, W> x = load_constant<W>(v + n * p.v.stride_t + c);
+        const Pack<K, W> value = load_constant<W>(stored.row(p.v, n) + c);
+        const A factor = stored.factor(p.v_scale, n);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
+          const A weight = s[(r + i) * kSplit + n] * factor;
 #pragma unroll
-          for (int j = 0; j < W; ++j) sum[i][j] += s[(r + i) * kSplit + n] * x[j];
+          for (int j = 0; j < W; ++j) sum[i][j] += weight * element(value, j);
         }
       }
 #pragma unroll
@@ -157,7 +197,19 @@ __device__ __forceinline__ void multiply_values(const AttentionProblem& p, const
   }
 }
 
-template <class T, int W>
+// Requires that the pages of a split's keys exist.
+__device__ __forceinline__ void require_pages(const AttentionProblem& p, int64_t b, int64_t first,
+                                              int count) {
+  if (p.pages.table == nullptr) return;
+  const int64_t end = ceil_div(first + count, p.pages.size);
+  for (int64_t n = first / p.pages.size + threadIdx.x; n < end; n += kThreads) {
+    const int64_t page = p.pages.table[b * p.pages.stride_b + n];
+    GPU_REQUIRE(page >= 0 && page < p.sequences.rows_k,
+                "attention_cached: block_table must name pages of k and v");
+  }
+}
+
+template <class T, class K, int W>
 __global__ void __launch_bounds__(kThreads)
     attention_decode_kernel(const __grid_constant__ AttentionForwardParams params) {
   using A = compute_t<T>;
@@ -172,6 +224,8 @@ __global__ void __launch_bounds__(kThreads)
     const int count = left < kSplit ? static_cast<int>(left) : kSplit;
     const auto head = [&](int64_t r) { return kv * group_size(p) + r / p.tq; };
     A* const partial = static_cast<A*>(params.workspace) + item * rows * partial_width(p);
+    const SplitKeys<K> keys{p, s.entry, s.k + key, kv};
+    require_pages(p, keys.entry, keys.first, count);
 
     for (int64_t i = threadIdx.x; i < padded_rows(p) * p.d; i += kThreads) {
       const int64_t r = i / p.d, c = i % p.d;
@@ -182,15 +236,14 @@ __global__ void __launch_bounds__(kThreads)
       shared.s[i] = 0;
     }
     __syncthreads();
-    multiply_keys<T, W>(p, row_of<T>(p.k, s.entry, s.k + key, kv), count, shared.q, shared.s);
+    multiply_keys<K, W>(p, keys, count, shared.q, shared.s);
     __syncthreads();
     for (int64_t r = threadIdx.x / 32; r < rows; r += kWarps) {
       const Tile row{s, b, head(r), r % p.tq, key, p.mask.count > 0};
       softmax_row(p, row, count, shared.s + r * kSplit, partial + r * partial_width(p));
     }
     __syncthreads();
-    multiply_values<T, W>(p, row_of<T>(p.v, s.entry, s.k + key, kv), count, shared.s, shared.parts,
-                          partial);
+    multiply_values<K, W>(p, keys, count, shared.s, shared.parts, partial);
     __syncthreads();
   }
 }
@@ -239,7 +292,11 @@ __global__ void __launch_bounds__(kThreads)
 bool takes_split_path(const AttentionProblem& p) {
   if (!takes_decode_path(p) || p.d > kMaxHead) return false;
   // Shared memory for the widest vectors: the other widths need less.
-  const auto bytes = p.dtype == DType::f64 ? shared_bytes<double, 2>(p) : shared_bytes<float, 8>(p);
+  const bool is_double = p.dtype == DType::f64;
+  const auto bytes = p.is_int8
+                         ? is_double ? shared_bytes<double, 16>(p) : shared_bytes<float, 16>(p)
+                     : is_double ? shared_bytes<double, 2>(p)
+                                 : shared_bytes<float, 8>(p);
   return static_cast<int64_t>(bytes) <= shared_memory_limit();
 }
 
@@ -249,16 +306,25 @@ int64_t attention_decode_workspace(const AttentionProblem& p) {
 
 Status launch_attention_decode(const AttentionForwardParams& params, Stream stream) {
   const AttentionProblem& p = params.problem;
-  const auto vectorised = [&]<class T, int W>(T, Width<W>) {
-    const auto fits = [](const HeadView& x) {
-      return aligned_16(x.data) && x.stride_b % W == 0 && x.stride_t % W == 0 &&
-             x.stride_h % W == 0;
+  const auto fits = [&](int width) {
+    const auto rows_fit = [&](const HeadView& x) {
+      return aligned_16(x.data) && x.stride_b % width == 0 && x.stride_t % width == 0 &&
+             x.stride_h % width == 0;
     };
-    return p.d % W == 0 && p.dv % W == 0 && fits(p.k) && fits(p.v);
+    return p.d % width == 0 && p.dv % width == 0 && rows_fit(p.k) && rows_fit(p.v);
   };
-  dispatch_width(p.dtype, vectorised, [&]<class T, int W>(T, Width<W>) {
-    GPU_LAUNCH((attention_decode_kernel<T, W>), item_grid(items(p)), kThreads,
-               (shared_bytes<compute_t<T>, W>(p)), stream, params);
+  dispatch(p.dtype, [&]<class T>(T) {
+    using A = compute_t<T>;
+    const auto launch = [&]<class K, int W>(K, Width<W>) {
+      GPU_LAUNCH((attention_decode_kernel<T, K, W>), item_grid(items(p)), kThreads,
+                 (shared_bytes<A, W>(p)), stream, params);
+    };
+    constexpr int kWide = kVectorWidth<T>, kCodes = kVectorWidth<Int8<A>>;
+    if (p.is_int8) {
+      fits(kCodes) ? launch(Int8<A>{}, Width<kCodes>{}) : launch(Int8<A>{}, Width<1>{});
+    } else {
+      fits(kWide) ? launch(T{}, Width<kWide>{}) : launch(T{}, Width<1>{});
+    }
     GPU_LAUNCH(attention_merge_kernel<T>, item_grid(merge_items(p)), kThreads, 0, stream, params);
   });
   return launch_status();

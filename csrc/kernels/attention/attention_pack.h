@@ -4,7 +4,7 @@
 #include "kernels/attention/attention_sizes_cpu.h"
 #include "runtime/assert.h"
 #include "runtime/gemm_tile.h"
-#include "runtime/vec.h"
+#include "runtime/vec_int8.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {

@@ -52,6 +52,9 @@ struct AttentionProblem {
   HeadView q;  // (B, Tq, Hq, D)
   HeadView k;  // (B, Tk, Hkv, D)
   HeadView v;  // (B, Tk, Hkv, Dv)
+  // True if k and v are int8. Their rows then have factors (B, Tk, Hkv), in the compute type.
+  bool is_int8;
+  HeadView k_scale, v_scale;
   PageView pages;
   AttentionMask mask;
   uint32_t terms;  // set of the score's rules, see ScoreKind
@@ -73,6 +76,14 @@ struct AttentionProblem {
   SequenceRows sequences;  // if any, tq and tk are the largest lengths, batch is their number
 };
 
+// Size of an element of k and v.
+OMNIATTN_FN int64_t key_size(const AttentionProblem& p) { return p.is_int8 ? 1 : size_of(p.dtype); }
+// Place of key t of batch entry b in a tensor of keys, of values or of their factors, at head 0.
+OMNIATTN_FN int64_t key_offset(const AttentionProblem& p, const HeadView& x, int64_t b, int64_t t) {
+  if (p.pages.table == nullptr) return b * x.stride_b + t * x.stride_t;
+  const int64_t page = p.pages.table[b * p.pages.stride_b + t / p.pages.size];
+  return page * x.stride_b + t % p.pages.size * x.stride_t;
+}
 OMNIATTN_FN bool has_distance_rows(const AttentionProblem& p) {
   return p.relative_keys.data != nullptr || p.relative_queries.data != nullptr;
 }

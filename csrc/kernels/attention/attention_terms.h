@@ -1,5 +1,5 @@
 // Work around the attention kernels on the CPU: expands the table term to all
-// pairs, copies pages into rows, sums the partial gradients of parameters, and fits
+// pairs, copies pages and int8 into rows, sums the partial gradients of parameters, and fits
 // the lse of few rows to the backward.
 #pragma once
 
@@ -58,9 +58,10 @@ struct AttentionTermsKernels {
   // Items: heads. Sums parts (B, Hq, query blocks), in order, to a gradient (Hq,).
   void (*gather_heads)(const AttentionProblem&, const void* parts, void* grad, int64_t begin,
                        int64_t end);
-  // Items: keys. Copies the rows (Tk, Hkv, width) of a paged problem from its pages.
-  void (*gather_pages)(const AttentionProblem&, const HeadView& from, int64_t width, void* to,
-                       int64_t begin, int64_t end);
+  // Items: keys. Copies the rows (Tk, Hkv, width) of one sequence from its pages; rows of int8
+  // become rows of dtype, multiplied by their factors.
+  void (*gather_rows)(const AttentionProblem&, const HeadView& from, const HeadView& factors,
+                      int64_t width, void* to, int64_t begin, int64_t end);
   // Few rows sum logits in an order other than that of the backward's blocks, which shows in the
   // backward's probabilities at large logits: lse_tail becomes the lse of the blocks minus theirs.
   bool (*has_large_lse)(const AttentionForwardParams&);

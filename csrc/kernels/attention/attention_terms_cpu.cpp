@@ -4,7 +4,7 @@
 #include <cstddef>
 
 #include "runtime/dispatch.h"
-#include "runtime/vec.h"
+#include "runtime/vec_int8.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -129,20 +129,36 @@ void gather_heads(const AttentionProblem& p, const void* parts, void* grad, int6
   });
 }
 
-void gather_pages(const AttentionProblem& p, const HeadView& from, int64_t width, void* to,
-                  int64_t begin, int64_t end) {
-  const int64_t bytes = width * size_of(p.dtype);
-  if (bytes == 0) return;  // `to` may be null
-  const auto* const data = static_cast<const char*>(from.data);
-  auto* row = static_cast<char*>(to) + begin * p.hkv * bytes;
-  for (int64_t t = begin; t < end; ++t) {
-    const int64_t at =
-        p.pages.table[t / p.pages.size] * from.stride_b + t % p.pages.size * from.stride_t;
-    for (int64_t h = 0; h < p.hkv; ++h, row += bytes) {
-      __builtin_memcpy(row, data + (at + h * from.stride_h) * size_of(p.dtype),
-                       static_cast<size_t>(bytes));
-    }
+// to[c] = factor * from[c], narrowed to T.
+template <class T>
+void widen_row(const Int8<compute_t<T>>* from, compute_t<T> factor, int64_t width, T* to) {
+  using V = Vec<compute_t<T>>;
+  for (int64_t c = 0; c < width; c += V::kWidth) {
+    store_n(to + c, load_n(from + c, width - c) * V(factor), width - c);
   }
+}
+
+void gather_rows(const AttentionProblem& p, const HeadView& from, const HeadView& factors,
+                 int64_t width, void* to, int64_t begin, int64_t end) {
+  if (width == 0) return;  // `to` may be null
+  dispatch(p.dtype, [&]<class T>(T) {
+    using A = compute_t<T>;
+    T* row = static_cast<T*>(to) + begin * p.hkv * width;
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t at = key_offset(p, from, 0, t);
+      for (int64_t h = 0; h < p.hkv; ++h, row += width) {
+        if (p.is_int8) {
+          const A* const factor =
+              static_cast<const A*>(factors.data) + key_offset(p, factors, 0, t);
+          widen_row(static_cast<const Int8<A>*>(from.data) + at + h * from.stride_h,
+                    factor[h * factors.stride_h], width, row);
+        } else {
+          __builtin_memcpy(row, static_cast<const T*>(from.data) + at + h * from.stride_h,
+                           static_cast<size_t>(width) * sizeof(T));
+        }
+      }
+    }
+  });
 }
 
 // Calls f(n) with the index of each row in lse.
@@ -183,6 +199,6 @@ void fit_tails(const AttentionForwardParams& rows, const AttentionForwardParams&
 
 extern const AttentionTermsKernels attention_terms_kernels_table = {
     expand_table, gather_table,  gather_distances, gather_heads,
-    gather_pages, has_large_lse, fit_tails};
+    gather_rows,  has_large_lse, fit_tails};
 
 }  // namespace omniattn::OMNIATTN_ISA

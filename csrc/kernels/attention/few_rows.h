@@ -4,6 +4,7 @@
 
 #include "runtime/gemm_tile.h"
 #include "runtime/lane_sums.h"
+#include "runtime/vec_int8.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {

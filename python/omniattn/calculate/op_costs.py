@@ -177,6 +177,7 @@ def _sequential(given: Given) -> Cost:
 #: Op -> its cost; names without the suffixes of variants.
 COSTS: dict[str, Callable[[Given], Cost]] = {
     "attention": _attention,
+    "attention_int8": _attention,
     "attention_weights": _attention_weights,
     "attention_select": _attention_weights,
     "selected_attention": _selected,

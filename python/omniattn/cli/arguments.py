@@ -135,6 +135,9 @@ def generate(parser: argparse.ArgumentParser) -> None:
     add("--num-draft-tokens", type=_not_negative, default=0, help="drafts of the model's own")
     add("--seed", type=_seed, default=0, help="seed of the draws (default: 0)")
     add("--dtype", choices=["float32", "bfloat16"], help="default: that of the weights")
+    add(
+        "--kv-dtype", choices=["int8"], help="of cached keys and values (default: that of the rest)"
+    )
     add("--device", default="cpu", help="cpu (default) or cuda")
     add("--backend", choices=["cpu", "cuda", "reference"], help="force the backend of all ops")
 

@@ -96,6 +96,10 @@ def run(args: argparse.Namespace) -> int:
     model, ends = _load(path, args)
     options: dict[str, Any] = {name: getattr(args, name) for name in _OPTIONS}
     options |= {"eos": ends or None, "stop": stop}
+    if args.kv_dtype is not None:
+        if hasattr(model, "encode"):
+            raise CommandError(f"--kv-dtype needs a decoder, got a {type(model).__name__}")
+        options["kv_dtype"] = getattr(torch, args.kv_dtype)
     if args.temperature is None:
         options["temperature"] = 0.8 if args.num_beams == 1 else 0.0
     if args.num_beams > 1:

@@ -5,6 +5,7 @@ from omniattn.functional import scores as scores
 from omniattn.functional._keywords import explain_keywords
 from omniattn.functional.attention.attention import attention
 from omniattn.functional.attention.forgetting import forgetting_attention
+from omniattn.functional.attention.int8 import attention_int8, quantize_int8
 from omniattn.functional.attention.lse import attention_weights, merge_attention
 from omniattn.functional.attention.sdpa import scaled_dot_product_attention
 from omniattn.functional.attention.selection import select_attention
@@ -151,6 +152,7 @@ __all__ = [
     "apply_rotary",
     "attention",
     "attention_cached",
+    "attention_int8",
     "attention_varlen",
     "attention_weights",
     "axial_frequencies",
@@ -228,6 +230,7 @@ __all__ = [
     "orthogonal_gaussian",
     "packed_positions",
     "qk_norm_rotary",
+    "quantize_int8",
     "random_feature_attention",
     "random_features",
     "reglu",

@@ -48,6 +48,8 @@ class OmniattnConfig(PretrainedConfig):
 
     Args:
         model: the decoder's config, or its `to_dict()` with an "architecture" entry.
+        use_cache: True to return states in evaluation, see `OmniattnForCausalLM.forward`.
+        kv_dtype: "int8" to store cached keys and values in int8.
 
     Example:
         >>> from omniattn.models import PRESETS
@@ -59,11 +61,20 @@ class OmniattnConfig(PretrainedConfig):
 
     model: Any = None
     use_cache: bool = True
+    kv_dtype: str | None = None
     tie_word_embeddings: bool = False
 
     def __init__(
-        self, model: ModelConfig | dict[str, Any] | None = None, use_cache: bool = True, **more: Any
+        self,
+        model: ModelConfig | dict[str, Any] | None = None,
+        use_cache: bool = True,
+        kv_dtype: str | None = None,
+        **more: Any,
     ) -> None:
+        if kv_dtype not in (None, "int8"):
+            raise ValueError(
+                f"OmniattnConfig: kv_dtype must be 'int8' or None, got kv_dtype={shown(kv_dtype)}"
+            )
         if model is not None and not isinstance(model, dict | Decoder.Config):
             raise TypeError(
                 "OmniattnConfig: model must be the config of a decoder, such as "
@@ -74,6 +85,7 @@ class OmniattnConfig(PretrainedConfig):
             model = {"architecture": model.architecture, **model.to_dict()}
         self.model = {} if model is None else model
         self.use_cache = use_cache
+        self.kv_dtype = kv_dtype
         self.vocab_size = self.model.get("vocab_size", 0)
         self.hidden_size = self.model.get("dim", 0)
         self.num_hidden_layers = self.model.get("num_layers", 0)
@@ -199,7 +211,8 @@ class OmniattnForCausalLM(PreTrainedModel, GenerationMixin):
                 f"packed sequences, got {', '.join(others)}"
             )
         if states is None and self._caches(use_cache, packed is not None, shifted is not None):
-            states = DecoderStates(self.model)
+            kv_dtype = None if self.config.kv_dtype is None else torch.int8
+            states = DecoderStates(self.model, kv_dtype=kv_dtype)
         if packed is not None:
             x = self.model.hidden(packed).values()[None]
         else:

@@ -19,6 +19,7 @@ class DecoderStates:
     Args:
         decoder: the decoder that uses the states.
         max_length: initial capacity in tokens; it doubles when exceeded.
+        kv_dtype: torch.int8 to store keys and values in int8, as in `Attention.new_state`.
     """
 
     #: Attributes that transformers reads from a cache.
@@ -27,9 +28,12 @@ class DecoderStates:
     is_sliding = (False,)
     is_linear = (False,)
 
-    def __init__(self, decoder: Decoder, max_length: int = 64) -> None:
+    def __init__(
+        self, decoder: Decoder, max_length: int = 64, kv_dtype: torch.dtype | None = None
+    ) -> None:
         self.decoder = decoder
         self.max_length = max_length
+        self.kv_dtype = kv_dtype
         self.states: list[State] | None = None
 
     def __repr__(self) -> str:
@@ -42,7 +46,9 @@ class DecoderStates:
             return self.states
         before = self.states
         self.max_length = max(needed, self.max_length * (1 if before is None else 2))
-        self.states = self.decoder.new_state(batch, self.max_length, dtype=dtype)
+        self.states = self.decoder.new_state(
+            batch, self.max_length, kv_dtype=self.kv_dtype, dtype=dtype
+        )
         for after, state in zip(self.states, before or (), strict=False):
             after.load_state_dict(state.state_dict())
         return self.states

@@ -230,14 +230,18 @@ class Decoder(Model, Stateful):
         max_length: int,
         *,
         eviction: Eviction | Sequence[Eviction] | None = None,
+        kv_dtype: torch.dtype | None = None,
         **storage: Unpack[Storage],
     ) -> list[State]:
-        """Returns the empty states of all layers; `eviction` as in `Attention.new_state`."""
+        """Returns the empty states of all layers; `eviction` and `kv_dtype` as in
+        `Attention.new_state`."""
         options: dict[str, Any] = dict(storage)
-        if eviction is not None:
+        for name, given in (("eviction", eviction), ("kv_dtype", kv_dtype)):
+            if given is None:
+                continue
             if not any(isinstance(module, Attention) for module in self.layers.modules()):
-                raise ValueError("Decoder: eviction needs a layer of Attention, got none")
-            options["eviction"] = eviction
+                raise ValueError(f"Decoder: {name} needs a layer of Attention, got none")
+            options[name] = given
         blocks = (cast(Stateful, layer) for layer in self.layers)
         return [block.new_state(batch, max_length, **options) for block in blocks]
 

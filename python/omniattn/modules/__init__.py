@@ -48,6 +48,7 @@ from omniattn.modules.caches.kv_cache import (
     PeriodicKeyCache,
 )
 from omniattn.modules.caches.paged import PagedCache, PagePool
+from omniattn.modules.caches.quantized import QuantizedCache
 from omniattn.modules.caches.rolling import RollingCache
 from omniattn.modules.caches.selective import SelectiveCache
 from omniattn.modules.experts.expert_parallel import ExpertParallel
@@ -175,6 +176,7 @@ __all__ = [
     "Performer",
     "PeriodicKeyCache",
     "PolyNorm",
+    "QuantizedCache",
     "RMSNorm",
     "RMSNormGated",
     "RWKV4TimeMix",

@@ -17,7 +17,7 @@ from omniattn.ops._names import like
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
-__all__ = ["attention", "attention_select", "attention_weights"]
+__all__ = ["attention", "attention_int8", "attention_select", "attention_weights"]
 
 
 def _alone(aux: Sequence[Tensor], seed: Tensor | None) -> bool:
@@ -158,6 +158,30 @@ attention = DifferentiableOp(
     formula=_formula,
     fold=Fold(("q", "k", "v"), when=_alone),
 )
+
+
+def _int8_formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    aux: Sequence[Tensor],
+    mask: Sequence[int],
+    score: Sequence[int],
+    params: Sequence[float],
+) -> tuple[Tensor, Tensor]:
+    """Computes attention_int8 in plain torch from its own arguments."""
+    layout, options = decode(aux, mask, score, params, (q.shape[1], k.shape[1]))
+    assert layout is not None
+    *table, lengths = layout[3] if layout[0] == MaskKind.PAGED else layout[3][:1]
+    options |= {"return_lse": True, "block_table": table[0] if table else None}
+    out, lse = reference.attention_int8(q, k, v, k_scale, v_scale, lengths, **options)
+    return out, lse
+
+
+#: (q, k, v, k_scale, v_scale, aux, mask, score, params) -> (out, lse); no gradient
+attention_int8 = Op("attention_int8", fakes={"out": _out, "lse": _rows}, formula=_int8_formula)
 
 
 def _weights(q: Tensor, k: Tensor, column_sums: bool, group_sums: bool) -> Tensor:

@@ -22,6 +22,7 @@ from omniattn.reference.attention import (
     merge_attention,
     scaled_dot_product_attention,
 )
+from omniattn.reference.attention_int8 import attention_int8, quantize_int8
 from omniattn.reference.conv import causal_conv1d
 from omniattn.reference.delta_variants import comba, gated_delta_product, gated_delta_rule_2
 from omniattn.reference.dual_chunk import (
@@ -127,6 +128,7 @@ __all__ = [
     "apply_rotary",
     "attention",
     "attention_cached",
+    "attention_int8",
     "attention_varlen",
     "attention_weights",
     "axial_frequencies",
@@ -185,6 +187,7 @@ __all__ = [
     "nsa_attention",
     "packed_positions",
     "qk_norm_rotary",
+    "quantize_int8",
     "random_feature_attention",
     "recurrence",
     "reglu",

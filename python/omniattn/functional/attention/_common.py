@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from omniattn.checks.arguments import (
     autocast_dtype,
@@ -21,6 +22,7 @@ from omniattn.checks.arguments import (
     shown,
 )
 from omniattn.functional.masks import Mask, SlidingWindow
+from omniattn.ops._plain import any_dual
 from omniattn.reference.precision import compute_dtype
 
 if TYPE_CHECKING:
@@ -79,6 +81,15 @@ def check_shapes(
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
         raise ValueError(f"{op}: Hq must be a multiple of Hkv, got Hq={heads}, Hkv={kv_heads}")
     return batch, heads, tq, tk
+
+
+def refuse_gradients(op: str, *tensors: Tensor) -> None:
+    """Raises if a gradient or tangent would pass through an op without derivatives."""
+    needed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if needed or (forward_ad._current_level >= 0 and any_dual(tensors)):
+        raise RuntimeError(
+            f"{op}: supports inference only and has no gradient, wrap the call in torch.no_grad()"
+        )
 
 
 def _refuse_dimensions(op: str, shapes: Iterable[tuple[str, Sequence[int]]]) -> NoReturn:

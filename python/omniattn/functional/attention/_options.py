@@ -41,6 +41,7 @@ from omniattn.functional.attention._common import (
     causal_mask,
     four_dims,
     mask_of_keys,
+    refuse_gradients,
     require_bias,
     require_broadcastable,
     require_parameter,
@@ -78,8 +79,12 @@ def run(
     return_lse: bool,
     backend: str | None,
     layout: Rule | None = None,
+    factors: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Returns O and lse of a call with shape `full` = (B, Hq, Tq, Tk)."""
+    """Returns O and lse of a call with shape `full` = (B, Hq, Tq, Tk).
+
+    `factors` are those of the rows of int8 k and v, if they are int8.
+    """
     aux, mask, score, params = checked_codes(op, q, full, options, layout)
     require_bool(op, "return_lse", return_lse)
     if return_lse and options.normalizer != "softmax":
@@ -87,8 +92,14 @@ def run(
             f"{op}: return_lse needs softmax, got normalizer={shown(options.normalizer)}"
         )
     seed = require_seed(op, options.seed, q) if options.dropout_p > 0 else None
+    found: tuple[Tensor, Tensor]
+    if factors:
+        refuse_gradients(op, q, *factors, *aux)
+        attend = implementation(op, backend, q, ops.attention_int8)
+        found = attend(q, k, v, *factors, aux, mask, score, params)
+        return found
     attend = implementation(op, backend, q, ops.attention)
-    found: tuple[Tensor, Tensor] = attend(q, k, v, aux, seed, mask, score, params)
+    found = attend(q, k, v, aux, seed, mask, score, params)
     return found
 
 

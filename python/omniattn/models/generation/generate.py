@@ -152,6 +152,8 @@ def generate(
         source: (B, S) int, input of the encoder, if the model has one.
         eviction: eviction policy of the caches, if the model's `new_state` accepts it.
         source_mask: (B, S) bool, False for padding of the source.
+        kv_dtype: torch.int8 to store keys and values in int8, if the model's `new_state` accepts
+            it.
 
     Returns:
         (B, T + n) int64 with n <= max_new_tokens.

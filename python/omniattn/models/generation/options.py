@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
+import torch
 from torch import Tensor
 
 from omniattn.checks.arguments import (
@@ -36,6 +37,7 @@ class GenerationOptions(TypedDict, total=False):
     source: Tensor | None
     eviction: Eviction | Sequence[Eviction] | None
     source_mask: Tensor | None
+    kv_dtype: torch.dtype | None
 
 
 class Generation(NamedTuple):
@@ -53,6 +55,7 @@ class Generation(NamedTuple):
     source: Tensor | None = None
     eviction: Eviction | Sequence[Eviction] | None = None
     source_mask: Tensor | None = None
+    kv_dtype: torch.dtype | None = None
 
     @property
     def ends(self) -> tuple[int, ...]:

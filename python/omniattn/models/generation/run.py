@@ -20,14 +20,16 @@ class Run:
     Args:
         model: the model, in eval mode.
         batch, max_length: sizes of the states.
-        options: options of the call, for the encoder's input and the caches' eviction policy.
+        options: options of the call, for the encoder's input, and for the caches their eviction
+            policy and the dtype in which they store keys and values.
     """
 
     def __init__(self, model: Generator, batch: int, max_length: int, options: Generation) -> None:
         self.model = model
         new_state: Callable[..., Any] = model.new_state
-        more = {} if options.eviction is None else {"eviction": options.eviction}
-        self._state = new_state(batch, max_length, **more)
+        more = {"eviction": options.eviction, "kv_dtype": options.kv_dtype}
+        given = {name: value for name, value in more.items() if value is not None}
+        self._state = new_state(batch, max_length, **given)
         self._memory: tuple[Tensor, ...] = ()
         self._real: Tensor | None = None  # which tokens of the source are no padding
         if options.source is not None:

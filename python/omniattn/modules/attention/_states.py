@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -36,6 +37,7 @@ class CachingMixer(Mixer):
         *,
         rolling: bool = False,
         eviction: Eviction | Sequence[Eviction] | None = None,
+        kv_dtype: torch.dtype | None = None,
         **storage: Unpack[Storage],
     ) -> Cache:
         """Creates a cache.
@@ -46,8 +48,17 @@ class CachingMixer(Mixer):
             rolling: True to keep only the tokens of the window; requires causal and a left window.
             eviction: policy that selects the kept tokens, or one policy per query head; only for
                 causal softmax self-attention without a window.
+            kv_dtype: torch.int8 to store keys and values in int8, with a factor for each token and
+                head; for self-attention whose cache keeps all keys and values, and no more.
         """
         c, like = self.config, (self, self._key_weight)
+        plain = not (c.cross or c.ranks or c.shared_kv or c.forget_gate)
+        if kv_dtype is not None and (not plain or rolling or eviction is not None):
+            raise ValueError(
+                "Attention: kv_dtype needs a cache of all tokens of self-attention, "
+                f"got kv_dtype={kv_dtype}, cross={c.cross}, rolling={rolling}, "
+                f"eviction={shown(eviction)}{_more(c)}"
+            )
         if eviction is not None:
             policies = self._policies(eviction, rolling)
             return new.by_policy(
@@ -68,7 +79,8 @@ class CachingMixer(Mixer):
             sizes = batch, max_length, c.kv_heads, c.head_size
             return new.with_gates(*like, *sizes, num_heads=c.num_heads, **storage)
         if not rolling:
-            return new.keys_and_values(*like, batch, max_length, c.kv_heads, c.head_size, **storage)
+            sizes = batch, max_length, c.kv_heads, c.head_size
+            return new.keys_and_values(*like, *sizes, kv_dtype=kv_dtype, **storage)
         if not c.causal or c.window_size[0] < 0:
             raise ValueError(
                 "Attention: a rolling cache must have causal=True and a left window, "
@@ -96,6 +108,6 @@ class CachingMixer(Mixer):
 
 
 def _more(c: Any) -> str:
-    """Returns the options that exclude eviction and are not named in every error."""
+    """Returns the options that exclude eviction and int8 and are not named in every error."""
     given = {"forget_gate": c.forget_gate, "ranks": c.ranks, "shared_kv": c.shared_kv}
     return "".join(f", {name}={shown(value)}" for name, value in given.items() if value)

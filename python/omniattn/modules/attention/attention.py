@@ -99,6 +99,7 @@ class Attention(CachingMixer):
     shares = True
     takes_score_mod = True
     evicts = True
+    quantizes = True
 
     @dataclass(frozen=True)
     class Config(HeadsConfig):

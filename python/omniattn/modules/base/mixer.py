@@ -51,6 +51,8 @@ class Mixer(Layer, Stateful):
     takes_score_mod: ClassVar[bool] = False
     #: True if `new_state` accepts an `eviction`.
     evicts: ClassVar[bool] = False
+    #: True if `new_state` accepts a `kv_dtype`.
+    quantizes: ClassVar[bool] = False
 
 
 class ChannelMixer(Layer):

@@ -214,21 +214,27 @@ class DecoderBlock(Layer, Stateful):
         max_length: int,
         *,
         eviction: Eviction | Sequence[Eviction] | None = None,
+        kv_dtype: torch.dtype | None = None,
         **storage: Unpack[Storage],
     ) -> State:
         """Creates the state of the mixer, or of both layers if the channel mixer has a state too.
 
-        `eviction` is as in `Attention`; mixers with a constant-size state ignore it.
+        `eviction` and `kv_dtype` are as in `Attention`; mixers with a constant-size state ignore
+        them.
         """
-        more: dict[str, Any] = {}
-        if eviction is not None and self.mixer.evicts:
-            more["eviction"] = eviction
+        given = {
+            "eviction": (eviction, self.mixer.evicts),
+            "kv_dtype": (kv_dtype, self.mixer.quantizes),
+        }
+        asked = {name: x for name, (x, _) in given.items() if x is not None}
+        more: dict[str, Any] = {name: x for name, x in asked.items() if given[name][1]}
         state: State = self.mixer.new_state(batch, max_length, **storage, **more)
-        if eviction is not None and not more and not isinstance(state, RecurrentState):
-            raise ValueError(
-                "DecoderBlock: eviction needs Attention or a mixer whose state does not grow, "
-                f"got mixer={type(self.mixer).__name__}"
-            )
+        for name in asked.keys() - more.keys():
+            if not isinstance(state, RecurrentState):
+                raise ValueError(
+                    f"DecoderBlock: {name} needs Attention or a mixer whose state does not grow, "
+                    f"got mixer={type(self.mixer).__name__}"
+                )
         if not isinstance(self.mlp, Stateful):
             return state
         return StatePair(state, self.mlp.new_state(batch, max_length, **storage))

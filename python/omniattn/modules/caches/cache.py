@@ -240,6 +240,13 @@ def storage_like(
     }
 
 
+def require_storage_dtype(name: str, dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in FLOATS:
+        raise TypeError(
+            f"{name}: dtype must be float64, float32, bfloat16 or float16, got dtype={dtype}"
+        )
+
+
 def new_storage(
     name: str,
     shape: tuple[int, int, int],
@@ -251,10 +258,7 @@ def new_storage(
 
     `sizes` is (D, Dv); Dv is None if it equals D.
     """
-    if dtype is not None and dtype not in FLOATS:
-        raise TypeError(
-            f"{name}: dtype must be float64, float32, bfloat16 or float16, got dtype={dtype}"
-        )
+    require_storage_dtype(name, dtype)
     k_dim, v_dim = sizes
     k = torch.zeros(*shape, k_dim, device=device, dtype=dtype)
     return k, k.new_zeros(*shape, k_dim if v_dim is None else v_dim)

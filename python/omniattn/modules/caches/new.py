@@ -25,6 +25,7 @@ from omniattn.modules.caches.kv_cache import (
     LatentCache,
     PeriodicKeyCache,
 )
+from omniattn.modules.caches.quantized import QuantizedCache, require_int8
 from omniattn.modules.caches.rolling import RollingCache
 from omniattn.modules.caches.selective import SelectiveCache
 
@@ -57,11 +58,14 @@ def keys_and_values(
     head_dim: int,
     *,
     v_head_dim: int | None = None,
+    kv_dtype: torch.dtype | None = None,
     **storage: Unpack[Storage],
 ) -> Cache:
-    """Creates a cache of all tokens."""
+    """Creates a cache of all tokens, which it stores in `kv_dtype`, int8, if it is given."""
     like = _like(layer, weight, **storage)
-    return KVCache(batch, max_length, heads, head_dim, v_head_dim=v_head_dim, **like)
+    require_int8(type(layer).__name__, kv_dtype)
+    kind = KVCache if kv_dtype is None else QuantizedCache
+    return kind(batch, max_length, heads, head_dim, v_head_dim=v_head_dim, **like)
 
 
 def with_block_means(

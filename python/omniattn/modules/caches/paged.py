@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.checks.arguments import require_int
+from omniattn.checks.arguments import require_int, shown
 from omniattn.functional.masks import KeyPadding, Mask
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.modules.base.state import require_index, take
@@ -22,6 +22,15 @@ from omniattn.modules.caches.cache import (
     check_new,
     head_sizes,
     new_storage,
+    require_storage_dtype,
+)
+from omniattn.modules.caches.quantized import (
+    int8_rows,
+    new_int8_storage,
+    reading_int8,
+    refuse_layer,
+    require_int8,
+    widened,
 )
 
 
@@ -32,6 +41,8 @@ class PagePool:
         num_pages, page_size, num_kv_heads, head_dim: sizes of the storage.
         v_head_dim: head size of the values, default `head_dim`.
         device, dtype: device and dtype of the storage.
+        kv_dtype: torch.int8 to store keys and values of `dtype` in int8, with a factor for each
+            token and head, as a QuantizedCache does.
 
     Example:
         >>> pool = PagePool(8, 4, 1, 16)
@@ -51,12 +62,22 @@ class PagePool:
         v_head_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"PagePool: page_size must be positive, got page_size={page_size}")
+        require_int8("PagePool", kv_dtype)
+        require_storage_dtype("PagePool", dtype)
         shape = (num_pages, num_kv_heads, page_size)
         sizes = (head_dim, v_head_dim)
-        self.k, self.v = new_storage("PagePool", shape, sizes, device, dtype)
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        #: Factors (num_pages, Hkv, page_size) of the rows of k and v in int8; otherwise empty.
+        self.factors: tuple[Tensor, ...] = ()
+        if kv_dtype is None:
+            self.k, self.v = new_storage("PagePool", shape, sizes, device, dtype)
+        else:
+            self.k, self.v, *factors = new_int8_storage(shape, sizes, device, self.dtype)
+            self.factors = tuple(factors)
         self._owners = [0] * num_pages
         self._free = list(range(num_pages))[::-1]
 
@@ -68,7 +89,16 @@ class PagePool:
     @property
     def nbytes(self) -> int:
         """Size of all pages in bytes."""
-        return self.k.nbytes + self.v.nbytes
+        return sum(t.nbytes for t in self.stored)
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """Keys, values and, if they are int8, their factors: (num_pages, Hkv, page_size, ...)."""
+        return (self.k, self.v, *self.factors)
+
+    def rows(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Returns new keys and values as they are `stored`."""
+        return int8_rows(k, v) if self.factors else (k, v)
 
     @property
     def used_pages(self) -> int:
@@ -105,8 +135,8 @@ class PagePool:
     def copy(self, page: int) -> int:
         """Returns a copy of a shared page, for one of its owners to write to."""
         copy = self.acquire()
-        self.k[copy] = self.k[page]
-        self.v[copy] = self.v[page]
+        for stored in self.stored:
+            stored[copy] = stored[page]
         self.release([page])
         return copy
 
@@ -118,7 +148,7 @@ class PagedCache(Cache):
     `functional.attention_cached` reads `pages` in place by `block_table` and `lengths`, as
     `Attention` does without mask and bias tensors. The views are gathered copies, in which shorter
     sequences are padded on the left, so that bottom-right aligned masks stay valid; `mask` hides
-    the padding.
+    the padding. Pages in int8 are read in place only, without mask and bias tensors.
 
     Args:
         pool: pool of pages, which several caches can share.
@@ -152,7 +182,7 @@ class PagedCache(Cache):
     def nbytes(self) -> int:
         """Size in bytes of the pages that the sequences own; counts shared pages once."""
         pages = {page for row in self._pages for page in row}
-        return len(pages) * (self.pool.k[:1].nbytes + self.pool.v[:1].nbytes)
+        return len(pages) * sum(t[:1].nbytes for t in self.pool.stored)
 
     @property
     def block_table(self) -> Tensor:
@@ -188,8 +218,8 @@ class PagedCache(Cache):
         """Returns gathered copies, padded on the left to the longest sequence."""
         position = torch.arange(self.length, device=self.pool.k.device)
         page, slot = self._where(position - (self.length - self.lengths[:, None]))
-        k, v = (pages[page, slot] for pages in self.pages)
-        return k, v
+        k, v, *factors = (t.transpose(1, 2)[page, slot] for t in self.pool.stored)
+        return widened(self.pool.dtype, k, v, *factors) if factors else (k, v)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self.store(k, v)
@@ -203,8 +233,8 @@ class PagedCache(Cache):
             return
         self._reserve(new)
         page, slot = self._where(self.lengths[:, None] + torch.arange(new, device=k.device))
-        for pages, rows in zip(self.pages, (k, v), strict=True):
-            pages[page, slot] = rows
+        for stored, rows in zip(self.pool.stored, self.pool.rows(k, v), strict=True):
+            stored.transpose(1, 2)[page, slot] = rows
         self._lengths = [length + new for length in self._lengths]
 
     def attention(
@@ -219,6 +249,8 @@ class PagedCache(Cache):
         **options: Any,
     ) -> Reading:
         """Reads the pages in place unless there is a mask or bias, which index the views."""
+        if self.pool.factors:
+            return self._attention_int8(k, v, mask, bias, score_mod)
         if mask is not None or bias is not None:
             return super().attention(k, v, attend, mask, score_mod, bias=bias, **options)
         self.store(k, v)
@@ -226,6 +258,38 @@ class PagedCache(Cache):
             functional.attention_cached, cache_seqlens=self.lengths, block_table=self.block_table
         )
         return Reading(*self.pages, mask, score_mod, attend)
+
+    def _attention_int8(
+        self,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | Mask | MaskMod | None,
+        bias: Tensor | None,
+        score_mod: ScoreMod | None,
+    ) -> Reading:
+        for name, given in (("mask", mask), ("bias", bias)):
+            if given is not None:
+                raise ValueError(
+                    f"PagedCache: {name} must be None for pages in int8, got {name}={shown(given)}"
+                )
+        self.store(k, v)
+        factors = (t.transpose(1, 2) for t in self.pool.factors)
+        attend = reading_int8(self.lengths, *factors, block_table=self.block_table)
+        return Reading(*self.pages, None, score_mod, attend)
+
+    def extend(
+        self,
+        k: Tensor,
+        v: Tensor,
+        attend: Attend,
+        mask: Tensor | Mask | MaskMod | None = None,
+        score_mod: ScoreMod | None = None,
+        *,
+        positional: bool = False,
+    ) -> Reading:
+        if self.pool.factors:
+            refuse_layer("PagedCache")
+        return super().extend(k, v, attend, mask, score_mod, positional=positional)
 
     def _reserve(self, new: int) -> None:
         """Acquires unshared pages for the next `new` tokens of every sequence."""
@@ -306,30 +370,40 @@ class PagedCache(Cache):
         table = self.block_table
         pages = table[table >= 0].unique()
         local = torch.searchsorted(pages, table.clamp(min=0)).to(torch.int32)
-        return {
-            "k": self.pool.k[pages.long()],
-            "v": self.pool.v[pages.long()],
+        stored = {
+            name: t[pages.long()] for name, t in zip(self._names(), self.pool.stored, strict=True)
+        }
+        return stored | {
             "block_table": torch.where(table < 0, -1, local),
             "lengths": self.lengths,
         }
 
+    def _names(self) -> tuple[str, ...]:
+        """Returns the names of the stored tensors in a `state_dict`."""
+        return ("k", "v", "k_scale", "v_scale") if self.pool.factors else ("k", "v")
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        k, v, table, lengths = take("PagedCache", state, "k", "v", "block_table", "lengths")
-        table, lengths = table.tolist(), lengths.tolist()
-        for name, new, stored in (("k", k, self.pool.k), ("v", v, self.pool.v)):
-            fits = (len(k), *stored.shape[1:])
+        names = self._names()
+        *tensors, table, lengths = take("PagedCache", state, *names, "block_table", "lengths")
+        table, lengths, count = table.tolist(), lengths.tolist(), len(tensors[0])
+        for name, new, stored in zip(names, tensors, self.pool.stored, strict=True):
+            fits = (count, *stored.shape[1:])
             if new.shape != fits:
                 raise ValueError(
                     f"PagedCache: {name} must have shape {fits}, got {name}={tuple(new.shape)}"
                 )
+            if (new.dtype == torch.int8) != (stored.dtype == torch.int8):
+                raise TypeError(
+                    f"PagedCache: {name} must be {stored.dtype}, got {name}.dtype={new.dtype}"
+                )
         rows = [row[: -(-n // self.pool.page_size)] for row, n in zip(table, lengths, strict=True)]
-        in_range = all(0 <= page < len(k) for row in rows for page in row)
+        in_range = all(0 <= page < count for row in rows for page in row)
         long_enough = all(
             0 <= n <= len(row) * self.pool.page_size for row, n in zip(rows, lengths, strict=True)
         )
         if not in_range or not long_enough:
             raise ValueError(
-                f"PagedCache: block_table must give pages in 0..{len(k) - 1} for all tokens, "
+                f"PagedCache: block_table must give pages in 0..{count - 1} for all tokens, "
                 f"got block_table={table}, lengths={lengths}"
             )
         self.free()
@@ -341,7 +415,8 @@ class PagedCache(Cache):
             )
         home = {page: self.pool.acquire() for page in used}
         for page, mine in home.items():
-            self.pool.k[mine], self.pool.v[mine] = k[page], v[page]
+            for stored, new in zip(self.pool.stored, tensors, strict=True):
+                stored[mine] = new[page]
         self._pages = [[home[page] for page in row] for row in rows]
         self._lengths = lengths
         for row in self._pages:

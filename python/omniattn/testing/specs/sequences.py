@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn import functional
 from omniattn.functional import masks
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BF16, EACH, F32, FORWARD
@@ -164,7 +165,49 @@ ATTENTION_CACHED = OpSpec(
 )
 
 
-SPECS = (ATTENTION_VARLEN, ATTENTION_CACHED)
+def _int8_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    made = _cached_inputs(case, random)
+    order = ("q", "k", "v", "k_scale", "v_scale")
+    for name in ("k", "v"):
+        rows = made[name].clone()
+        rows[:, :1] = 0  # a factor of 0
+        rows[:, -1:, :, :1] *= 30  # a channel that is far larger than the others
+        made[name], made[f"{name}_scale"] = functional.quantize_int8(rows)
+    return {name: made[name] for name in order} | made
+
+
+ATTENTION_INT8 = OpSpec(
+    name="attention_int8",
+    family="attention",
+    cuda="emulated",
+    paper="Zhao et al. 2023, arXiv 2310.19102",
+    inputs=_int8_inputs,
+    differentiable=(),
+    flops=_sequence_flops,
+    special=("pages",),
+    cases=(
+        qkv("tiny", 2, 2, 4, 2, 1, 3, causal=True, return_lse=True),
+        qkv("decode", 4, 1, 700, 4, 2, 32, causal=True, return_lse=True),
+        qkv("chunk", 3, 60, 200, 4, 2, 32, causal=True, return_lse=True),
+        qkv("shared", 2, 1, 300, 40, 1, 36, causal=True),
+        qkv("window", 3, 3, 300, 4, 2, 16, causal=True, window_size=(50, 0)),
+        qkv("terms", 3, 2, 100, 4, 2, 16, None, ("alibi", "sinks", "mask"), causal=True),
+        qkv("bias", 3, 2, 100, 4, 2, 20, 12, ("bias", "head scale"), softcap=3.0),
+        qkv("mod", 3, 6, 100, 4, 2, 16, score_mod=tiles, causal=True),
+        qkv("relu2", 2, 1, 100, 4, 2, 16, normalizer="relu2", scale=0.05),
+        qkv("nokeys", 2, 1, 0, 2, 2, 8, None, ("sinks",)),
+        _paged("pages", 3, 1, 5, 16, 4, 2, 32, causal=True, return_lse=True),
+        _paged("oddpages", 4, 3, 90, 7, 4, 2, 16, ("sinks",), causal=True),
+        _paged("chunkofpages", 3, 60, 5, 40, 4, 2, 16, causal=True),
+    ),
+    benchmarks=(
+        Benchmark(qkv("decode", 4, 1, 4096, 32, 8, 128, causal=True), (F32, BF16), FORWARD),
+        Benchmark(_paged("pages", 4, 1, 64, 64, 32, 8, 128, causal=True), (F32, BF16), FORWARD),
+    ),
+)
+
+
+SPECS = (ATTENTION_VARLEN, ATTENTION_CACHED, ATTENTION_INT8)
 
 VARIANTS = (
     Variant(
@@ -176,6 +219,11 @@ VARIANTS = (
         "KV caches: contiguous, rolling, paged, cross-attention",
         ("attention_cached", "KVCache", "RollingCache", "PagedCache", "CrossCache"),
         "Kwon et al. 2023, arXiv 2309.06180",
+    ),
+    Variant(
+        "KV caches in int8, with a factor for each token and head",
+        ("attention_int8", "quantize_int8"),
+        "Zhao et al. 2023, arXiv 2310.19102",
     ),
     Variant(
         "KV cache eviction: threshold, H2O, StreamingLLM, SnapKV",
