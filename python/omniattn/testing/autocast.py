@@ -23,8 +23,7 @@ MEANING: dict[Rule, str] = {
 #: Functions by rule; all others follow "first".
 _OTHERS: dict[Rule, tuple[str, ...]] = {
     "cast": (
-        *("attention", "attention_cached", "attention_int8", "attention_varlen"),
-        "attention_weights",
+        *("attention", "attention_cached", "attention_varlen", "attention_weights"),
         *("bigbird_attention", "detsa_attention", "dual_chunk_attention", "hub_spoke_attention"),
         *("local_strided_attention", "longformer_attention", "moba_attention", "na1d", "na2d"),
         *("na3d", "nsa_attention", "routed_block_attention", "rwkv_quadratic"),

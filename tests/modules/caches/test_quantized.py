@@ -217,7 +217,7 @@ def test_what_does_not_combine_is_named():
 
 def test_blocks_with_other_states():
     mlp, norm = GatedMLP.Config(24, 32), RMSNorm.Config(24)
-    mamba = DecoderBlock(DecoderBlock.Config(Mamba2.Config(24, head_dim=12), mlp, norm))
+    mamba = DecoderBlock(DecoderBlock.Config(Mamba2.Config(24, headdim=12), mlp, norm))
     mamba.new_state(1, 4, kv_dtype=torch.int8)  # of constant size
     latent = MultiHeadLatentAttention.Config(24, 4, 8, 8, 6, 0, 5)
     block = DecoderBlock(DecoderBlock.Config(latent, mlp, norm))

@@ -10,7 +10,6 @@ from typing_extensions import Unpack
 
 from omniattn import reference
 from omniattn.checks.arguments import (
-    autocast_dtype,
     require_device,
     require_float,
     require_shape,
@@ -151,9 +150,6 @@ def attention_int8(
     op = "attention_int8"
     packed = pack(op, options, WeightOptions)
     require_float(op, "q", q)
-    dtype = autocast_dtype(q)
-    if dtype is not None and q.dtype != torch.float64:
-        q = q.to(dtype)
     for name, t in (("k", k), ("v", v)):
         _require_dtype(op, name, t, torch.int8, "int8, as quantize_int8 returns it", q)
     batch, heads, tq, tk = check_shapes(op, q, k, v, paged=block_table is not None)
