@@ -28,8 +28,8 @@ class Run:
         self.model = model
         new_state: Callable[..., Any] = model.new_state
         more = {"eviction": options.eviction, "kv_dtype": options.kv_dtype}
-        given = {name: value for name, value in more.items() if value is not None}
-        self._state = new_state(batch, max_length, **given)
+        asked = {name: value for name, value in more.items() if value is not None}
+        self._state = new_state(batch, max_length, **asked)
         self._memory: tuple[Tensor, ...] = ()
         self._real: Tensor | None = None  # which tokens of the source are no padding
         if options.source is not None:
