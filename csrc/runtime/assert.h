@@ -7,11 +7,8 @@
 #include <cstdio>
 #include <cstdlib>
 
-#define OMNIATTN_FAIL(message)                                                   \
-  do {                                                                           \
-    std::fprintf(stderr, "omniattn: %s (%s:%d)\n", message, __FILE__, __LINE__); \
-    std::abort();                                                                \
-  } while (false)
+#define OMNIATTN_FAIL(message) \
+  (std::fprintf(stderr, "omniattn: %s (%s:%d)\n", message, __FILE__, __LINE__), std::abort())
 
 // Checked at the entry of a kernel: its items are among `count`; a tensor or buffer of `bytes`
 // bytes is given, unless it is empty.
