@@ -273,8 +273,8 @@ class PagedCache(Cache):
                     f"PagedCache: {name} must be None for pages in int8, got {name}={shown(given)}"
                 )
         self.store(k, v)
-        factors = (t.transpose(1, 2) for t in self.pool.factors)
-        attend = reading_int8(self.lengths, *factors, block_table=self.block_table)
+        k_scale, v_scale = (t.transpose(1, 2) for t in self.pool.factors)
+        attend = reading_int8(self.lengths, k_scale, v_scale, self.block_table)
         return Reading(*self.pages, None, score_mod, attend)
 
     def extend(
