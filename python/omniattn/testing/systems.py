@@ -33,7 +33,7 @@ SECTIONS = {
 }
 #: Rows of another kind than that of their section.
 _KINDS = {
-    **dict.fromkeys(("S10", "M12"), "stack"),
+    **dict.fromkeys(("S10", "M12", "R13", "R14"), "stack"),
     **dict.fromkeys(("A36", "R30"), "tool"),
     **dict.fromkeys(("C4", "C8", "C13", "C14"), "layer"),
     **dict.fromkeys(("C10", "C12", "C21", "C22", "C23", "C24", "C25"), "text"),
