@@ -14,7 +14,7 @@ from omniattn.reference.precision import widen
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (..., D) -> codes (..., D) int8, scale (...): codes * scale is x up to scale / 2.
 
-    scale = max |x| / 127; rows of zeros have scale 0 and codes 0.
+    ``scale = max |x| / 127``; rows of zeros have scale 0 and codes 0.
     """
     wide = widen(x)
     if x.shape[-1] == 0:

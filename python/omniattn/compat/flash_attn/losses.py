@@ -69,8 +69,8 @@ class CrossEntropyLoss(nn.Module):
     """Computes :func:`cross_entropy_loss` and its sum or mean over rows that count.
 
     Args:
-        ignore_index, label_smoothing, logit_scale, lse_square_scale, inplace_backward,
-            process_group: see :func:`cross_entropy_loss`.
+        ignore_index, label_smoothing, logit_scale: see :func:`cross_entropy_loss`.
+        lse_square_scale, inplace_backward, process_group: see :func:`cross_entropy_loss`.
         reduction: "mean", "sum" or "none".
         return_z_loss: if True, also returns the part from `lse_square_scale`.
     """
