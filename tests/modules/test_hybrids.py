@@ -81,7 +81,9 @@ def test_a_layer_joins_by_being_defined():
     assert isinstance(Average.Config(8).build(), Average)
     with pytest.raises(TypeError, match=r"mixer must be .*, Average, .*got .*RMSNorm"):
         DecoderBlock.Config(RMSNorm.Config(8), GatedMLP.Config(8, 8), RMSNorm.Config(8))
-    with pytest.raises(TypeError, match=r"norm must be the Config of LayerNorm, RMSNorm, got "):
+    with pytest.raises(
+        TypeError, match=r"norm must be the Config of DynamicTanh, LayerNorm, RMSNorm, got "
+    ):
         DecoderBlock.Config(Average.Config(8), GatedMLP.Config(8, 8), Average.Config(8))
     with pytest.raises(ValueError, match="names must be unique, got name='Attention' of omniattn"):
 

@@ -23,7 +23,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
-        "kda",
+        *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn2", "lightning", "based"),
+        *("rebased", "kda"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "xlstm", "xlstm-large"),
     "state-space models": ("s4d", "mamba", "mamba2"),
@@ -35,8 +36,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 #: Names of `compare --models`: mixers of omniattn.compare.KINDS.
 COMPARED: dict[str, tuple[str, ...]] = {
     "softmax attention": (
-        *("llama", "mqa", "mla", "differential", "selective", "forgetting", "ssmax", "mfa"),
-        *("tpa", "resformer", "yoco", "hyper", "mhc", "attnres"),
+        *("llama", "mqa", "mla", "differential", "selective", "forgetting", "ssmax"),
+        *("tpa", "resformer", "yoco", "hyper", "mhc", "attnres", "mfa"),
     ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),
@@ -44,7 +45,8 @@ COMPARED: dict[str, tuple[str, ...]] = {
     ),
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
-        "kda",
+        *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn2", "lightning", "based"),
+        *("rebased", "kda"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "mlstm", "slstm"),
     "state-space models": ("s4", "s4d", "mamba", "mamba2"),

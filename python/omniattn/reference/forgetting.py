@@ -8,6 +8,7 @@ from typing_extensions import Unpack
 
 from omniattn.encoding.options import ForgettingOptions, pack, spelled_out
 from omniattn.reference.attention import attend
+from omniattn.reference.limits import clamp
 from omniattn.reference.precision import widen
 
 #: Smallest log gate: exp(-1000) is 0 in every dtype, and sums of such gates stay finite.
@@ -25,7 +26,7 @@ def forgetting_attention(
     """
     record = pack("forgetting_attention", options, ForgettingOptions)
     tq, tk = q.shape[1], k.shape[1]
-    c = widen(log_f).clamp(min=LEAST_LOG_GATE).cumsum(1).transpose(1, 2)
+    c = clamp(widen(log_f), LEAST_LOG_GATE).cumsum(1).transpose(1, 2)
     bias = -c[:, :, None]
     if tk > 0:
         own = torch.arange(tk - tq, tk, device=q.device).clamp(min=0)

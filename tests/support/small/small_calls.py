@@ -27,6 +27,7 @@ del PRESETS["llama-medium"]  # takes as long as ten others and has no layer of i
 WITHOUT = {
     *("RotaryEmbedding", "SinCosPositional2d", "SinusoidalPositional"),
     *("MultiTokenPredictor", "T5RelativeBias"),
+    *("AttentionResiduals", "HyperConnections", "ManifoldHyperConnections"),
 }
 
 

@@ -43,7 +43,7 @@ FIELDS = {
     "LearnedPositional": {"max_positions": 4, "dim": 8},
     "DynamicTanh": {"dim": 8},
     "PolyNorm": {"eps": 1e-3},
-    "XIELU": {"beta": 0.25},
+    "XIELU": {"alpha_p": 0.7, "beta": 0.25},
     "Experts": {"dim": 8, "hidden_dim": 4, "experts": 4},
     "LinearAttention": {"dim": 8, "num_heads": 2},
     "Mamba": {"dim": 8},

@@ -9,13 +9,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from omniattn import reference
-from omniattn.checks.arguments import require_shape, use_reference
+from omniattn.checks.arguments import require_seed, require_shape, use_reference
 from omniattn.checks.jagged import is_jagged, length_bound, require_ragged, same_boundaries
 from omniattn.encoding.options import ForgettingOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes, require_bias
-from omniattn.functional.attention._options import run
+from omniattn.functional.attention._options import checked_codes, run
 from omniattn.functional.attention.attention import attention
 from omniattn.reference.forgetting import LEAST_LOG_GATE
+from omniattn.reference.limits import clamp
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["forgetting_attention"]
@@ -33,11 +34,11 @@ def forget_terms(log_f: Tensor, lengths: Tensor | None = None) -> dict[str, Any]
         log_f: (B, T, H) in the compute dtype.
         lengths: (B,) number of tokens of each sequence, followed by zeros.
     """
-    c = log_f.double().clamp(min=LEAST_LOG_GATE).cumsum(1)
+    c = clamp(log_f.double(), LEAST_LOG_GATE).cumsum(1)
     c = c - c[:, :1]
     last = c[:, -1:].detach().sum(1)  # (B, H), also without tokens
     steps = max(log_f.shape[1] - 1, 1) if lengths is None else (lengths - 1).clamp(min=1)[:, None]
-    slopes = (-last / steps).to(log_f.dtype)
+    slopes = (-last / steps).nan_to_num(0, 0, 0).to(log_f.dtype)  # NaN stays behind its token
     place = torch.arange(log_f.shape[1], dtype=c.dtype, device=c.device)
     bias = -c - slopes.to(c.dtype)[:, None] * place[:, None]
     return {"bias": bias.to(log_f.dtype).transpose(1, 2)[:, :, None], "alibi_slopes": slopes}
@@ -109,6 +110,9 @@ def forgetting_attention(
     require_bias(op, "log_f", log_f, q)
     require_shape(op, "log_f", log_f, (full[0], full[3], full[1]))
     if use_reference(op, backend, q):
+        checked_codes(op, q, full, record)
+        if record.dropout_p > 0:
+            require_seed(op, record.seed, q)
         return reference.forgetting_attention(q, k, v, log_f, **options)
     terms = forget_terms(log_f.to(compute_dtype(q)))
     record = record._replace(causal=True, **terms)

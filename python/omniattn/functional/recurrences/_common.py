@@ -134,6 +134,8 @@ def attempt(
             return None
     if (NO_DECAY if g is None else g.ndim) not in decays:
         return None
+    if g is not None and g.layout != torch.strided:
+        return None
     if g is not None and g.numel() > 0 and not g.detach().max().item() <= 0.0:
         return None
     width = q.shape[-1]

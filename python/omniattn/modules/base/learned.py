@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.checks.arguments import require_number, widen
+from omniattn.checks.arguments import require_float, require_number, widen
 from omniattn.modules.base.fields import Backend, Epsilon, Positive, Signed, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
@@ -77,6 +77,7 @@ class DynamicTanh(Norm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Maps x (..., dim) to y, or (y, x + residual) when a residual is given."""
+        require_float("DynamicTanh", "x", x)
         h = x if residual is None else x + residual
         y = self.weight * torch.tanh(self.alpha * widen(h))
         y = (y if self.bias is None else y + self.bias).to(x.dtype)
@@ -100,8 +101,8 @@ class XIELU(Layer):
         equal to transformers' XIELUActivation (Apertus).
 
     Example:
-        >>> XIELU()(torch.tensor([0.0, 1.0]))
-        tensor([0.0000, 1.3000], grad_fn=...)
+        >>> XIELU()(torch.tensor([1.0, 2.0]))
+        tensor([1.3000, 4.2000], grad_fn=...)
     """
 
     @dataclass(frozen=True)
@@ -112,17 +113,18 @@ class XIELU(Layer):
             alpha_p: initial a.
             alpha_n: initial b, greater than beta.
             beta: slope at 0.
-            eps: largest exponent, just below 0.
+            eps: largest exponent, in (-1, 0).
         """
 
         alpha_p: Positive = 0.8
         alpha_n: Positive = 0.8
-        beta: Signed = 0.5
+        beta: Positive = 0.5
         eps: Signed = -1e-6
 
         def __post_init__(self) -> None:
             super().__post_init__()
             require_number("XIELU", "alpha_n", self.alpha_n, above=self.beta)
+            require_number("XIELU", "eps", self.eps, above=-1.0, below=0.0)
 
     class _Fields(Config, OnDevice): ...
 
@@ -148,6 +150,7 @@ class XIELU(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x (...) to (...)."""
+        require_float("XIELU", "x", x)
         c, wide = self.config, widen(x)
         a = nn.functional.softplus(widen(self.alpha_p))
         b = c.beta + nn.functional.softplus(widen(self.alpha_n))
@@ -209,6 +212,7 @@ class PolyNorm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x (..., dim) to (..., dim)."""
+        require_float("PolyNorm", "x", x)
         c, wide = self.config, widen(x)
         powers = (wide * wide * wide, wide * wide, wide)
         norms = (functional.rms_norm(p, eps=c.eps, backend=c.backend) for p in powers)

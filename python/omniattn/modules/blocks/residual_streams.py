@@ -137,6 +137,11 @@ class HyperConnections(_Mixed):
             nn.init.zeros_(parameter)
         nn.init.constant_(self.scale, 0.01)
 
+    @property
+    def undecayed(self) -> tuple[str, ...]:
+        """Names of parameters without weight decay: in the paper those that no token changes."""
+        return () if self.config.head else ("static_alpha",)
+
     def weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns a, b and A of each token."""
         c = self.config

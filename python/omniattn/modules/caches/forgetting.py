@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from omniattn.checks.arguments import widen
-from omniattn.modules.base.state import Storage, take
+from omniattn.modules.base.state import take
 from omniattn.modules.caches.kv_cache import KVCache
 
 
@@ -38,9 +38,10 @@ class ForgettingCache(KVCache):
         head_dim: int,
         *,
         num_heads: int,
-        **storage: Unpack[Storage],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(batch, max_length, num_kv_heads, head_dim, **storage)
+        super().__init__(batch, max_length, num_kv_heads, head_dim, device=device, dtype=dtype)
         self._gates = widen(self._k.new_zeros(batch, max_length, num_heads))
 
     @property
