@@ -238,7 +238,7 @@ def _attend(
 
 
 def _unpacked(op: str, name: str, x: Tensor, form: str) -> tuple[Tensor, ...]:
-    """Returns the tensors packed in x, whose dimensions are those of `form`."""
+    """Returns the tensors packed in x, which has the dimensions `form`."""
     require_tensor(op, name, x)
     sizes = form.split(", ")
     place = len(sizes) - 3

@@ -175,7 +175,7 @@ def _append(
     table: Tensor | None,
     capacity: int,
 ) -> None:
-    """Writes new keys and values behind `lengths` entries of each sequence."""
+    """Writes new keys and values after the first `lengths` entries of each sequence."""
     batch, steps, size = len(lengths), new[0].shape[1], caches[0].shape[1]
     for name, cache, rows in zip("kv", caches, new, strict=True):
         require_real(op, **{name: rows})

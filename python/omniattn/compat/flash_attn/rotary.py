@@ -83,7 +83,7 @@ def apply_rotary_emb_qkv_(
     Args:
         qkv: (B, T, 3, H, D), or (B, T, Hq + 2 Hkv, D) with `num_heads_q`.
         cos, sin, interleaved, seqlen_offsets: see :func:`apply_rotary_emb`.
-        cos_k, sin_k: tables of the keys; None for those of the queries.
+        cos_k, sin_k: tables of the keys; None to use cos and sin.
         num_heads_q: Hq, the number of heads of the queries.
 
     Returns:

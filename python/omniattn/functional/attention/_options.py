@@ -83,7 +83,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Returns O and lse of a call with shape `full` = (B, Hq, Tq, Tk).
 
-    `factors` are those of the rows of int8 k and v, if they are int8.
+    `factors` has the scales of the rows of k and v, if these are int8.
     """
     aux, mask, score, params = checked_codes(op, q, full, options, layout)
     require_bool(op, "return_lse", return_lse)

@@ -38,7 +38,8 @@ def forget_terms(log_f: Tensor, lengths: Tensor | None = None) -> dict[str, Any]
     c = c - c[:, :1]
     last = c[:, -1:].detach().sum(1)  # (B, H), also without tokens
     steps = max(log_f.shape[1] - 1, 1) if lengths is None else (lengths - 1).clamp(min=1)[:, None]
-    slopes = (-last / steps).nan_to_num(0, 0, 0).to(log_f.dtype)  # NaN stays behind its token
+    # Slopes that are not finite would carry a NaN gate to the tokens before it.
+    slopes = (-last / steps).nan_to_num(0, 0, 0).to(log_f.dtype)
     place = torch.arange(log_f.shape[1], dtype=c.dtype, device=c.device)
     bias = -c - slopes.to(c.dtype)[:, None] * place[:, None]
     return {"bias": bias.to(log_f.dtype).transpose(1, 2)[:, :, None], "alibi_slopes": slopes}

@@ -16,10 +16,10 @@ from omniattn.checks.arguments import (
     require_strided,
     require_tensor,
 )
-from omniattn.encoding.masks import MaskKind, Rule
 from omniattn.encoding.options import WeightOptions, pack, spelled_out
-from omniattn.functional.attention._common import check_shapes, require_int32_or_int64
+from omniattn.functional.attention._common import check_shapes
 from omniattn.functional.attention._options import run
+from omniattn.functional.attention.varlen import cache_layout
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["attention_int8", "quantize_int8"]
@@ -152,24 +152,12 @@ def attention_int8(
     require_float(op, "q", q)
     for name, t in (("k", k), ("v", v)):
         _require_dtype(op, name, t, torch.int8, "int8, as quantize_int8 returns it", q)
-    batch, heads, tq, tk = check_shapes(op, q, k, v, paged=block_table is not None)
+    full = check_shapes(op, q, k, v, paged=block_table is not None)
     wide = compute_dtype(q)
     for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
         _require_dtype(op, name, t, wide, f"{wide} for q of {q.dtype}", q)
         require_shape(op, name, t, tuple(k.shape[:3]))
-    require_int32_or_int64(op, "cache_seqlens", cache_seqlens, q)
-    require_shape(op, "cache_seqlens", cache_seqlens, (batch,))
-    layout: Rule = (MaskKind.CACHED, 0, 0, (cache_seqlens,))
-    if block_table is not None:
-        require_int32_or_int64(op, "block_table", block_table, q)
-        if block_table.dim() != 2 or block_table.shape[0] != batch or tk == 0:
-            raise ValueError(
-                f"{op}: block_table must have shape (B, N) and pages tokens, "
-                f"got block_table.shape={tuple(block_table.shape)}, k.shape={tuple(k.shape)}"
-            )
-        tk *= block_table.shape[1]
-        layout = (MaskKind.PAGED, 0, 0, (block_table, cache_seqlens))
-    full = (batch, heads, tq, tk)
+    layout, full = cache_layout(op, q, k, full, cache_seqlens, block_table)
     out, lse = run(op, q, k, v, full, packed, return_lse, backend, layout, (k_scale, v_scale))
     return (out, lse) if return_lse else out
 

@@ -238,22 +238,37 @@ def attention_cached(
             return found if return_lse else found[0]
     packed = pack(op, options)
     q, k, v = autocast(op, q, k, v)
-    batch, heads, tq, tk = check_shapes(op, q, k, v, paged=block_table is not None)
-    require_int32_or_int64(op, "cache_seqlens", cache_seqlens, q)
-    require_shape(op, "cache_seqlens", cache_seqlens, (batch,))
-    layout: Rule = (MaskKind.CACHED, 0, 0, (cache_seqlens,))
-    if block_table is not None:
-        require_int32_or_int64(op, "block_table", block_table, q)
-        if block_table.dim() != 2 or block_table.shape[0] != batch or tk == 0:
-            raise ValueError(
-                f"{op}: block_table must have shape (B, N) and pages tokens, "
-                f"got block_table.shape={tuple(block_table.shape)}, k.shape={tuple(k.shape)}"
-            )
-        tk *= block_table.shape[1]
-        layout = (MaskKind.PAGED, 0, 0, (block_table, cache_seqlens))
-    full = (batch, heads, tq, tk)
+    full = check_shapes(op, q, k, v, paged=block_table is not None)
+    layout, full = cache_layout(op, q, k, full, cache_seqlens, block_table)
     out, lse = run(op, q, k, v, full, packed, return_lse, backend, layout)
     return (out, lse) if return_lse else out
+
+
+def cache_layout(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    full: tuple[int, int, int, int],
+    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+) -> tuple[Rule, tuple[int, int, int, int]]:
+    """Checks the lengths and pages of a cache; returns their rule, and (B, Hq, Tq, capacity).
+
+    `full` is (B, Hq, Tq, Tk) with Tk the capacity of k's rows, with a block table that of a page.
+    """
+    batch, heads, tq, tk = full
+    require_int32_or_int64(op, "cache_seqlens", cache_seqlens, q)
+    require_shape(op, "cache_seqlens", cache_seqlens, (batch,))
+    if block_table is None:
+        return (MaskKind.CACHED, 0, 0, (cache_seqlens,)), full
+    require_int32_or_int64(op, "block_table", block_table, q)
+    if block_table.dim() != 2 or block_table.shape[0] != batch or tk == 0:
+        raise ValueError(
+            f"{op}: block_table must have shape (B, N) and pages tokens, "
+            f"got block_table.shape={tuple(block_table.shape)}, k.shape={tuple(k.shape)}"
+        )
+    layout: Rule = (MaskKind.PAGED, 0, 0, (block_table, cache_seqlens))
+    return layout, (batch, heads, tq, tk * block_table.shape[1])
 
 
 def _longest(op: str, of: str, cu_seqlens: Tensor, total: int, options: AttentionOptions) -> int:

@@ -274,7 +274,7 @@ class PVTv2(Classifier):
         return y.contiguous()
 
     def _stages(self, patches: Tensor) -> Iterator[Tensor]:
-        """Yields the tokens after each stage; those of the last have no norm yet."""
+        """Yields the tokens after each stage; the last stage gives them before its norm."""
         x = patches
         for stage in self.stages:
             x = stage(x)
