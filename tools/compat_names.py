@@ -29,13 +29,15 @@ SOURCES = {
     "flash_attn": ("flash_attn", "flash_attn/__init__.py"),
     "liger_kernel": ("src/liger_kernel", "pyproject.toml"),
     "mamba_ssm": ("mamba_ssm", "mamba_ssm/__init__.py"),
+    "natten": ("src/natten", "src/natten/version.py"),
 }
 #: Modules without names for users: code of one device, distribution, tests, command lines.
 INNER = re.compile(
     r"(^|\.)(backends?|cp|cute|cutedsl|cutile|tilelang|gluon|megatron|triton\.monkey_patch|testing"
     r"|benchmark|determinism|env_report|flash_attn_triton(_og)?|flash_blocksparse\w*|library"
     r"|triton\.mamba3|kernels|experimental|decoding|trainer|trainer_integration|fsdp"
-    r"|distributed|tensor_parallel|generation|pretrained|cpp_functions)(\.|$)"
+    r"|distributed|tensor_parallel|generation|pretrained|cpp_functions"
+    r"|natten\.(profil\w+|token_permute|utils(?!\.varlen)))(\.|$)"
 )
 #: Names that are steps of a kernel.
 STEP = re.compile(

@@ -20,6 +20,7 @@ PACKAGES = (
     "compat.fla",
     "compat.flash_attn",
     "compat.mamba_ssm",
+    "compat.natten",
     "training",
 )
 

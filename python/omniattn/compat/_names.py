@@ -14,6 +14,7 @@ MODULES = {
     "flash_attn": "omniattn.compat.flash_attn",
     "liger_kernel": "omniattn.compat.liger",
     "mamba_ssm": "omniattn.compat.mamba_ssm",
+    "natten": "omniattn.compat.natten",
 }
 
 
