@@ -30,6 +30,7 @@ SOURCES = {
     "liger_kernel": ("src/liger_kernel", "pyproject.toml"),
     "mamba_ssm": ("mamba_ssm", "mamba_ssm/__init__.py"),
     "natten": ("src/natten", "src/natten/version.py"),
+    "xformers": ("xformers", "version.txt"),
 }
 #: Modules without names for users: code of one device, distribution, tests, command lines.
 INNER = re.compile(
@@ -37,14 +38,16 @@ INNER = re.compile(
     r"|benchmark|determinism|env_report|flash_attn_triton(_og)?|flash_blocksparse\w*|library"
     r"|triton\.mamba3|kernels|experimental|decoding|trainer|trainer_integration|fsdp"
     r"|distributed|tensor_parallel|generation|pretrained|cpp_functions"
-    r"|natten\.(profil\w+|token_permute|utils(?!\.varlen)))(\.|$)"
+    r"|natten\.(profil\w+|token_permute|utils(?!\.varlen))|xformers\.(attn_bias_utils|benchmarks|csrc"
+    r"|checkpoint|components|fwbw_overlap|info|profiler|sparse|test|triton|utils|flash_attn_3)"
+    r"|xformers\.ops\.(common|differentiable_collectives|fmha\.(?!attn_bias)\w+))(\.|$)"
 )
 #: Names that are steps of a kernel.
 STEP = re.compile(
     r"^(init_to_zero|get_num_warps|config_prune|custom_amp_decorator|round_multiple|test_\w+"
     r"|maybe_\w+|ensure_\w+|triton_\w+|get_configs\w*|get_bucket_m|compare_version|is_hip"
     r"|device_context|calculate_settings|get_npu_\w+|set_large_\w+|infer_device|\w+_triton"
-    r"|(?!liger_)\w+_(forward|backward)(_\w+)?)$"
+    r"|(?!liger_|memory_)\w+_(forward|backward)(_\w+)?)$"
     r"|(_(fwd|bwd|fwdbwd|kernel|kernel\w+|fwd_\w+|bwd_\w+|back|impl)|Function|Fn|Func)$|^(fwd|bwd)_"
 )
 #: Reasons of refusals, by package and module.name.
@@ -53,7 +56,9 @@ REFUSED = [
     (r"flash_attn\.modules\.", "layers are in omniattn.modules"),
     (r"fla\.models\b", "models are in omniattn.models, and Model.from_hf loads checkpoints"),
     (r"mamba_ssm\.models\.|MambaLMHeadModel", "models are in omniattn.models"),
-    (r"Parallel(?!_)", "weights are not split over processes here"),
+    (r"Parallel(?!_)|xformers\.ops\.(\w+\.)?(fused_(all|any|lin)|sequence_parallel)",
+     "weights are not split over processes here"),
+    (r"[Ss]pars(e|ify)24", "weights with 2 zeros of 4 are for tensor cores"),
     (r"apply_liger_kernel|_apply_liger|AutoLiger|monkey_patch",
      "omniattn.hf.patch patches models of transformers"),
     (r"liger_kernel\.transformers\.model\.", "omniattn.hf.patch patches models of transformers"),
@@ -109,23 +114,27 @@ def public_names(package: str, checkout: str) -> dict[str, set[str]]:
     modules = sources(package, checkout)
     found: dict[str, set[str]] = {}
     for module, (tree, is_package) in modules.items():
-        names = {n.name for n in tree.body if is_public(n)}
-        for node in tree.body:
+        names, kept = {n.name for n in tree.body if is_public(n)}, set[str]()
+        tries = [n for node in tree.body if isinstance(node, ast.Try) for n in node.body]
+        for node in [*tree.body, *tries]:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 value, target = node.value, node.targets[0].id
                 applied = isinstance(value, ast.Attribute) and value.attr == "apply"
                 aliased = isinstance(value, ast.Name) and target.islower()
                 if (applied or aliased) and not target.startswith("_"):
                     names.add(target)
-            inner = isinstance(node, ast.ImportFrom) and (
-                node.level > 0 or (node.module or "").split(".")[0] == package
-            )
-            if is_package and inner:
-                names |= {a.asname or a.name for a in node.names}
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            root = node.module.split(".")[0]
+            inner = is_package and (node.level > 0 or root == package)
+            if inner or root == "mslk":  # xformers has the code of fmha in a package of its own
+                found_names = {a.asname or a.name for a in node.names}
+                names |= found_names
+                kept |= found_names & {node.module}  # a function of the name of its module
         is_ops = re.match(r"fla\.ops\.\w+\.(?!gate$)", module)  # users import from the packages
         names = {n for n in names if not n.startswith("_") and not STEP.search(n)}
         if is_package:
-            names -= {n.removeprefix(f"{module}.") for n in modules}
+            names -= {n.removeprefix(f"{module}.") for n in modules} - kept
         if names and not is_ops:
             found[module] = names
     for module, (tree, is_package) in modules.items():  # fla.ops.gla.chunk has what gla exports
@@ -152,9 +161,10 @@ def status(name: str, ours: set[str]) -> tuple[str, str]:
 
 def write_names(package: str, checkout: str) -> None:
     _, place = SOURCES[package]
-    version = re.search(r"version\S* = \"(.+)\"", show(checkout, "show", f"HEAD:{place}"))
+    content = show(checkout, "show", f"HEAD:{place}")
+    version = re.search(r"version\S* = \"(.+)\"|^(\d\S+)$", content)
     assert version is not None
-    lines = [f"{version[1]} {show(checkout, 'rev-parse', 'HEAD')[:12]}"]
+    lines = [f"{version[1] or version[2]} {show(checkout, 'rev-parse', 'HEAD')[:12]}"]
     ours = set(importlib.import_module(MODULES[package]).__all__)
     for module, names in public_names(package, checkout).items():
         lines.append(f"[{module}]")

@@ -21,6 +21,7 @@ PACKAGES = (
     "compat.flash_attn",
     "compat.mamba_ssm",
     "compat.natten",
+    "compat.xformers",
     "training",
 )
 

@@ -32,6 +32,12 @@ class _Module(ModuleType):
             return importlib.import_module(f"{path}.{name}")
         raise AttributeError(f"module {path!r} of omniattn.compat has no attribute {name!r}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        names = library(self.__name__.partition(".")[0]).modules.get(self.__name__)
+        if isinstance(value, _Module) and names is not None and name in names.there:
+            return  # importing a module does not hide the function of its name
+        super().__setattr__(name, value)
+
     def __dir__(self) -> list[str]:
         modules = library(self.__name__.partition(".")[0]).modules
         names = modules.get(self.__name__)

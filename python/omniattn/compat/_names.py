@@ -15,6 +15,7 @@ MODULES = {
     "liger_kernel": "omniattn.compat.liger",
     "mamba_ssm": "omniattn.compat.mamba_ssm",
     "natten": "omniattn.compat.natten",
+    "xformers": "omniattn.compat.xformers",
 }
 
 
