@@ -27,6 +27,7 @@ SOURCES = {
     "causal_conv1d": ("causal_conv1d", "causal_conv1d/__init__.py"),
     "fla": ("fla", "fla/__init__.py"),
     "flash_attn": ("flash_attn", "flash_attn/__init__.py"),
+    "flash_attn_interface": ("hopper/flash_attn_interface.py", "hopper/__init__.py"),
     "liger_kernel": ("src/liger_kernel", "pyproject.toml"),
     "mamba_ssm": ("mamba_ssm", "mamba_ssm/__init__.py"),
     "natten": ("src/natten", "src/natten/version.py"),
@@ -34,7 +35,7 @@ SOURCES = {
 }
 #: Modules without names for users: code of one device, distribution, tests, command lines.
 INNER = re.compile(
-    r"(^|\.)(backends?|cp|cute|cutedsl|cutile|tilelang|gluon|megatron|triton\.monkey_patch|testing"
+    r"(^|\.)(backends?|cp|cute\.(?!interface)\w+|cutedsl|cutile|tilelang|gluon|megatron|triton\.monkey_patch|testing"
     r"|benchmark|determinism|env_report|flash_attn_triton(_og)?|flash_blocksparse\w*|library"
     r"|triton\.mamba3|kernels|experimental|decoding|trainer|trainer_integration|fsdp"
     r"|distributed|tensor_parallel|generation|pretrained|cpp_functions"
@@ -46,7 +47,7 @@ INNER = re.compile(
 STEP = re.compile(
     r"^(init_to_zero|get_num_warps|config_prune|custom_amp_decorator|round_multiple|test_\w+"
     r"|maybe_\w+|ensure_\w+|triton_\w+|get_configs\w*|get_bucket_m|compare_version|is_hip"
-    r"|device_context|calculate_settings|get_npu_\w+|set_large_\w+|infer_device|\w+_triton"
+    r"|device_context|calculate_settings|get_npu_\w+|set_large_\w+|infer_device|\w+_triton|(\w+_)?setup_context"
     r"|(?!liger_|memory_)\w+_(forward|backward)(_\w+)?)$"
     r"|(_(fwd|bwd|fwdbwd|kernel|kernel\w+|fwd_\w+|bwd_\w+|back|impl)|Function|Fn|Func)$|^(fwd|bwd)_"
 )
@@ -67,6 +68,10 @@ REFUSED = [
 ]  # fmt: skip
 #: Names that are called otherwise here, because two modules use one name.
 ALIASES = {
+    "flash_attn.cute.flash_attn_func": "cute_flash_attn_func",
+    "flash_attn.cute.flash_attn_varlen_func": "cute_flash_attn_varlen_func",
+    "flash_attn.cute.interface.flash_attn_func": "cute_flash_attn_func",
+    "flash_attn.cute.interface.flash_attn_varlen_func": "cute_flash_attn_varlen_func",
     "flash_attn.ops.triton.layer_norm.RMSNorm": "TritonRMSNorm",
     "mamba_ssm.ops.triton.layernorm_gated.RMSNorm": "GatedRMSNorm",
     "mamba_ssm.ops.triton.layernorm_gated.LayerNorm": "GatedLayerNorm",
@@ -89,7 +94,10 @@ def sources(package: str, checkout: str) -> dict[str, tuple[ast.Module, bool]]:
         for path in files.getnames():
             if not path.endswith(".py"):
                 continue
-            parts = (package, *Path(path).relative_to(folder).with_suffix("").parts)
+            parts = (
+                package,
+                *Path(path).with_suffix("").relative_to(folder.removesuffix(".py")).parts,
+            )
             is_package = parts[-1] == "__init__"
             name = ".".join(parts[:-1] if is_package else parts)
             if not INNER.search(name) and "._" not in name:

@@ -19,6 +19,7 @@ PACKAGES = (
     "compat.causal_conv1d",
     "compat.fla",
     "compat.flash_attn",
+    "compat.flash_attn.hopper",
     "compat.mamba_ssm",
     "compat.natten",
     "compat.xformers",

@@ -12,6 +12,7 @@ MODULES = {
     "causal_conv1d": "omniattn.compat.causal_conv1d",
     "fla": "omniattn.compat.fla",
     "flash_attn": "omniattn.compat.flash_attn",
+    "flash_attn_interface": "omniattn.compat.flash_attn.hopper",
     "liger_kernel": "omniattn.compat.liger",
     "mamba_ssm": "omniattn.compat.mamba_ssm",
     "natten": "omniattn.compat.natten",

@@ -1,5 +1,7 @@
 """flash-attn 2: `flash_attn`, with its padding, rotary positions, losses and norms.
 
+`cute_flash_attn_func`, `cute_flash_attn_varlen_func` and `flash_attn_combine` are flash-attn 4's
+`flash_attn.cute`, and `compat.flash_attn.hopper` has flash-attn 3's `flash_attn_interface`.
 Functions of `functional` compute all of them, so they run on the CPU and in every floating dtype.
 """
 
@@ -10,6 +12,11 @@ from omniattn.compat.flash_attn.bert_padding import (
     pad_input,
     unpad_input,
     unpad_input_for_concatenated_sequences,
+)
+from omniattn.compat.flash_attn.cute import (
+    cute_flash_attn_func,
+    cute_flash_attn_varlen_func,
+    flash_attn_combine,
 )
 from omniattn.compat.flash_attn.interface import (
     flash_attn_func,
@@ -56,8 +63,11 @@ __all__ = [
     "apply_rotary_emb_qkv_",
     "apply_rotary_emb_torch",
     "cross_entropy_loss",
+    "cute_flash_attn_func",
+    "cute_flash_attn_varlen_func",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

@@ -81,49 +81,85 @@ def flash_attn_with_kvcache(
         TypeError, ValueError: dtypes, shapes or devices do not match, or the cache is too short.
     """
     op = "flash_attn_with_kvcache"
-    _require_caches(op, q, k_cache, v_cache)
-    require_flags(op, rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     require_int(op, "num_splits", num_splits)
     options = options_of(op, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    table = _table(op, len(q), k_cache, block_table, cache_batch_idx)
+    rotary = rotary_cos, rotary_sin, None, rotary_interleaved
+    places = cache_seqlens, cache_batch_idx, cache_leftpad, block_table, "block_table"
+    out, lse = with_cache(op, q, (k_cache, v_cache), (k, v), rotary, places, options)
+    require_flags(op, return_softmax_lse=return_softmax_lse)
+    return (out, lse) if return_softmax_lse else out
+
+
+def with_cache(
+    op: str,
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    new: tuple[Tensor | None, Tensor | None],
+    rotary: tuple[Tensor | None, Tensor | None, Tensor | None, bool],
+    places: tuple[Tensor | int | None, Tensor | None, Tensor | None, Tensor | None, str],
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Appends to caches and attends to them; returns O and lse.
+
+    Args:
+        op: name for errors.
+        q, caches, new: see :func:`flash_attn_with_kvcache`.
+        rotary: cosines, sines, first positions instead of the lengths or None, interleaved.
+        places: lengths, rows and left padding of caches, pages and their name.
+        options: options of `functional.attention`.
+    """
+    (k_cache, v_cache), (k, v), (cos, sin, first, interleaved) = caches, new, rotary
+    cache_seqlens, batch_idx, leftpad, pages, pages_name = places
+    _require_caches(op, q, k_cache, v_cache)
+    require_flags(op, rotary_interleaved=interleaved)
+    table = _table(op, len(q), k_cache, pages, batch_idx, pages_name)
     size = k_cache.shape[1]
     capacity = size if table is None else size * table.shape[1]
     lengths = _lengths(op, q, cache_seqlens, capacity, k is not None)
-    if rotary_cos is not None or rotary_sin is not None:
-        if k is None or rotary_cos is None or rotary_sin is None:
+    if cos is not None or sin is not None:
+        if k is None or cos is None or sin is None:
             raise ValueError(
                 f"{op}: rotary_cos and rotary_sin must be given together, and with k, got "
-                f"rotary_cos is None: {rotary_cos is None}, rotary_sin is None: "
-                f"{rotary_sin is None}, k is None: {k is None}"
+                f"rotary_cos is None: {cos is None}, rotary_sin is None: "
+                f"{sin is None}, k is None: {k is None}"
             )
-        steps = torch.arange(max(q.shape[1], k.shape[1]), device=q.device)
-        moving = causal or tuple(window_size) != (-1, -1)
-        tables: dict[str, Any] = {
-            "cos": rotary_cos,
-            "sin": rotary_sin,
-            "interleaved": rotary_interleaved,
-        }
-        first = lengths.long()[:, None]
-        with errors_of(op, cos="rotary_cos", sin="rotary_sin", positions="cache_seqlens"):
-            places = first + steps[: q.shape[1]] * int(moving)
-            q = functional.apply_rotary(q, None, positions=places, **tables)[0]
-            places = first + steps[: k.shape[1]]
-            k = functional.apply_rotary(k, None, positions=places, **tables)[0]
+        moving = options["causal"] or tuple(options["window_size"]) != (-1, -1)
+        start = lengths if first is None else first
+        q, k = _rotated(op, q, k, (cos, sin, interleaved), start, moving)
     if (k is None) != (v is None):
         raise ValueError(f"{op}: k and v must be given together, got k is None: {k is None}")
     if k is not None and v is not None:
-        _append(op, (k_cache, v_cache), (k, v), lengths, table, capacity)
+        _append(op, caches, (k, v), lengths, table, capacity, pages_name)
         lengths = lengths + k.shape[1]
-    if cache_leftpad is not None:
-        require_index(op, "cache_leftpad", cache_leftpad, (len(q),), q, "q")
-        seen = torch.arange(capacity, device=q.device) >= cache_leftpad[:, None]
-        options["mask"] = masks.KeyPadding(seen)
-    names = {"scale": "softmax_scale", "k": "k_cache", "v": "v_cache"}
-    with errors_of(op, **names):
+    if leftpad is not None:
+        require_index(op, "cache_leftpad", leftpad, (len(q),), q, "q")
+        seen = masks.KeyPadding(torch.arange(capacity, device=q.device) >= leftpad[:, None])
+        options["mask"] = options["mask"] & seen if "mask" in options else seen
+    with errors_of(op, scale="softmax_scale", k="k_cache", v="v_cache"):
         out, lse = functional.attention_cached(
             q, k_cache, v_cache, lengths, block_table=table, return_lse=True, **options
         )
-    return (out, lse) if return_softmax_lse else out
+    return out, lse
+
+
+def _rotated(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    tables: tuple[Tensor, Tensor, bool],
+    first: Tensor,
+    moving: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns q and k at positions first, first + 1, ...; all of q at `first` if not moving."""
+    start = first.long()[:, None]
+    steps = torch.arange(max(q.shape[1], k.shape[1]), device=q.device)
+    options: dict[str, Any] = dict(zip(("cos", "sin", "interleaved"), tables, strict=True))
+    with errors_of(op, cos="rotary_cos", sin="rotary_sin", positions="cache_seqlens"):
+        places = start + steps[: q.shape[1]] * int(moving)
+        q = functional.apply_rotary(q, None, positions=places, **options)[0]
+        places = start + steps[: k.shape[1]]
+        k = functional.apply_rotary(k, None, positions=places, **options)[0]
+    return q, k
 
 
 def _require_caches(op: str, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -136,21 +172,26 @@ def _require_caches(op: str, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Non
 
 
 def _table(
-    op: str, batch: int, cache: Tensor, block_table: Tensor | None, batch_idx: Tensor | None
+    op: str,
+    batch: int,
+    cache: Tensor,
+    block_table: Tensor | None,
+    batch_idx: Tensor | None,
+    name: str,
 ) -> Tensor | None:
     """Returns the pages of each sequence; rows of a cache are pages of its capacity."""
     if block_table is None and batch_idx is None:
         return None
     if block_table is not None and batch_idx is not None:
-        raise ValueError(f"{op}: cache_batch_idx must be None with block_table")
+        raise ValueError(f"{op}: cache_batch_idx must be None with {name}")
     if batch_idx is not None:
         require_index(op, "cache_batch_idx", batch_idx, (batch,), cache, "k_cache")
         require_rows(op, "cache_batch_idx", batch_idx, len(cache))
         return batch_idx.int()[:, None]
     if not isinstance(block_table, Tensor) or block_table.ndim != 2 or cache.shape[1] < 1:
-        raise ValueError(f"{op}: block_table must be a tensor (B, M), and pages must have tokens")
+        raise ValueError(f"{op}: {name} must be a tensor (B, M), and pages must have tokens")
     shape = batch, block_table.shape[1]
-    require_index(op, "block_table", block_table, shape, cache, "k_cache")
+    require_index(op, name, block_table, shape, cache, "k_cache")
     return block_table
 
 
@@ -174,6 +215,7 @@ def _append(
     lengths: Tensor,
     table: Tensor | None,
     capacity: int,
+    name_of_pages: str,
 ) -> None:
     """Writes new keys and values after the first `lengths` entries of each sequence."""
     batch, steps, size = len(lengths), new[0].shape[1], caches[0].shape[1]
@@ -191,6 +233,6 @@ def _append(
     row = torch.arange(batch, device=lengths.device)[:, None]
     if table is not None:
         row = table[row, places // size].long()
-        require_rows(op, "block_table", row, len(caches[0]))
+        require_rows(op, name_of_pages, row, len(caches[0]))
     for cache, rows in zip(caches, new, strict=True):
         cache[row, places % size] = rows
