@@ -35,7 +35,7 @@ SOURCES = {
 }
 #: Modules without names for users: code of one device, distribution, tests, command lines.
 INNER = re.compile(
-    r"(^|\.)(backends?|cp|cute\.(?!interface)\w+|cutedsl|cutile|tilelang|gluon|megatron|triton\.monkey_patch|testing"
+    r"(^|\.)(backends?|cp|(?<!flash_attn\.)cute|cute\.(?!interface)\w+|cutedsl|cutile|tilelang|gluon|megatron|triton\.monkey_patch|testing"
     r"|benchmark|determinism|env_report|flash_attn_triton(_og)?|flash_blocksparse\w*|library"
     r"|triton\.mamba3|kernels|experimental|decoding|trainer|trainer_integration|fsdp"
     r"|distributed|tensor_parallel|generation|pretrained|cpp_functions"
@@ -124,6 +124,9 @@ def public_names(package: str, checkout: str) -> dict[str, set[str]]:
     for module, (tree, is_package) in modules.items():
         names, kept = {n.name for n in tree.body if is_public(n)}, set[str]()
         tries = [n for node in tree.body if isinstance(node, ast.Try) for n in node.body]
+        names |= {
+            n.name for i in tree.body if isinstance(i, ast.If) for n in i.body if is_public(n)
+        }
         for node in [*tree.body, *tries]:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 value, target = node.value, node.targets[0].id

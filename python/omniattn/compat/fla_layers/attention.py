@@ -1,0 +1,129 @@
+"""Softmax attention of `fla.layers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omniattn import functional
+from omniattn.compat._errors import errors_of
+from omniattn.compat._fla_norms import RMSNorm
+from omniattn.compat._fla_parts import RotaryEmbedding, prepare_lens_from_mask
+from omniattn.compat.fla_layers.base import Layer, Result
+from omniattn.functional import masks
+
+
+class Attention(Layer):
+    """Causal softmax attention with rotary positions.
+
+    Args:
+        hidden_size: width of x and y.
+        num_heads, num_kv_heads: number of heads of queries, and of keys and values.
+        qkv_bias: True for biases of q, k and v.
+        qk_norm: True for a norm of the heads of q and k.
+        window_size: number of keys that a query sees, or None.
+        rope_theta: base of the rotary positions.
+        max_position_embeddings: has no effect: tables of positions grow.
+        layer_idx: number of the layer, for a cache.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        num_heads: int = 32,
+        num_kv_heads: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        window_size: int | None = None,
+        rope_theta: float | None = 10000.0,
+        max_position_embeddings: int | None = None,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._sizes(hidden_size, 1.0, 1.0, num_heads)
+        self._group(num_kv_heads)
+        self.head_dim, self.kv_dim = self.head_k_dim, self.key_dim_per_group
+        self.qkv_bias, self.qk_norm, self.window_size = qkv_bias, qk_norm, window_size
+        self.rope_theta, self.layer_idx = rope_theta, layer_idx
+        self.max_position_embeddings = max_position_embeddings
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, self.kv_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(hidden_size, self.kv_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        if qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, dtype=torch.float32)
+            self.k_norm = RMSNorm(self.head_dim, dtype=torch.float32)
+        self.rotary = RotaryEmbedding(self.head_dim, 10000.0 if rope_theta is None else rope_theta)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        output_attentions: bool = False,
+        use_cache: bool = False,
+        **kwargs: Any,
+    ) -> Result:
+        """Returns y, None and the cache; `cu_seqlens` are the boundaries of packed sequences."""
+        _, tokens = self._checked(hidden_states, attention_mask)
+        x, cu = hidden_states, kwargs.get("cu_seqlens")
+        q, k, v = (
+            projected(x).unflatten(-1, (-1, self.head_dim))
+            for projected in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        offset = (
+            past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
+        )
+        if attention_mask is None or cu is not None:
+            options: dict[str, Any] = {"max_seqlen": tokens + offset, "cu_seqlens": cu}
+            q, k = self.rotary(q, k, seqlen_offset=offset, **options)
+        else:
+            q, k = self._rotated(q, k, attention_mask, offset)
+        if past_key_values is not None:
+            k, v = self._cached(k, v, tokens, past_key_values)
+        y = self.o_proj(self._attend(q, k, v, attention_mask, cu).flatten(-2))
+        return y, None, past_key_values
+
+    def _rotated(
+        self, q: Tensor, k: Tensor, attention_mask: Tensor, offset: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rotates q and k at positions that count real tokens only."""
+        tokens = q.shape[1]
+        cos, sin = self.rotary._updated(q, 0, tokens + offset)[:2]
+        padding = attention_mask.shape[-1] - prepare_lens_from_mask(attention_mask)
+        places = torch.arange(tokens, device=q.device) + offset - padding[:, None]
+        with errors_of("Attention"):
+            return functional.apply_rotary(q, k, cos, sin, positions=places.clamp(min=0))
+
+    def _cached(self, k: Tensor, v: Tensor, tokens: int, cache: Any) -> tuple[Tensor, Tensor]:
+        """Appends keys and values to the cache, and returns all that queries see."""
+        filled = cache.get_seq_length(self.layer_idx) > 0
+        kept = cache.update(
+            attn_state=(k.flatten(-2), v.flatten(-2)),
+            layer_idx=self.layer_idx,
+            offset=tokens,
+            cache_kwargs={"window_size": self.window_size},
+        )["attn_state"]
+        if not filled:
+            return k, v
+        keys, values = (t.unflatten(-1, (-1, self.head_dim)) for t in kept)
+        return keys, values
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu: Tensor | None
+    ) -> Tensor:
+        window = (-1, -1) if self.window_size is None else (self.window_size - 1, 0)
+        options: dict[str, Any] = {"causal": True, "window_size": window}
+        with errors_of("Attention"):
+            if cu is not None:
+                rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+                packed: Tensor = functional.attention_varlen(*rows, cu, cu, **options)
+                return packed.view(*q.shape[:2], *packed.shape[1:])
+            if mask is not None:
+                options["mask"] = masks.KeyPadding(mask[:, -k.shape[1] :].bool())
+            out: Tensor = functional.attention(q, k, v, **options)
+        return out if mask is None else out * mask[:, -q.shape[1] :, None, None].to(out.dtype)

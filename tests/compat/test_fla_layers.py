@@ -1,0 +1,179 @@
+"""Layers of fla: names of weights, and results against formulas in plain torch.
+
+The code compared with is flash-linear-attention 0.5.2, commit bc3b101dcb71, `fla/layers`.
+"""
+
+import pytest
+import torch
+from torch.nn import functional as nnf
+
+from omniattn import compat, functional, modules
+from omniattn.compat import fla
+
+WIDTH = 16
+
+
+def layers():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=WIDTH, num_heads=4, layer_idx=0)
+    conv = dict(use_short_conv=True, conv_size=3)
+    heads = dict(hidden_size=WIDTH, num_heads=2, head_dim=4, layer_idx=0)
+    return {
+        "gla": fla.GatedLinearAttention(**sizes, num_kv_heads=2, expand_k=1.0, **conv),
+        "retention": fla.MultiScaleRetention(**sizes, num_kv_heads=2, feature_map="relu"),
+        "simple": fla.SimpleGatedLinearAttention(**sizes, num_kv_heads=1, fuse_norm=False),
+        "linear": fla.LinearAttention(**sizes, feature_map="hedgehog", output_norm="identity"),
+        "hgrn2": fla.HGRN2Attention(hidden_size=WIDTH, expand_ratio=4, layer_idx=0, **conv),
+        "delta": fla.DeltaNet(**sizes, conv_size=3),
+        "delta_elu": fla.DeltaNet(
+            **sizes, qk_activation="elu", qk_norm="sum", use_beta=False, use_gate=True
+        ),
+        "gated_delta": fla.GatedDeltaNet(**heads, num_v_heads=4, conv_bias=True),
+        "kda": fla.KimiDeltaAttention(**heads, num_v_heads=4, lower_bound=-3.0),
+        "attention": fla.Attention(WIDTH, 4, 2, qk_norm=True, window_size=3, layer_idx=0),
+    }
+
+
+LAYERS = layers()
+#: Layers in which padding also decays states, as in fla.
+DECAYING = ("simple", "linear")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_steps_padding_and_packing_are_the_parallel_form(name):
+    layer, x = LAYERS[name], torch.randn(2, 7, WIDTH)
+    whole, weights, cache = layer(x, output_attentions=True)
+    assert whole.shape == x.shape and weights is None and cache is None
+    cache, pieces = fla.FLACache(), []
+    for part in (x[:, :4], x[:, 4:5], x[:, 5:6], x[:, 6:]):
+        y, _, cache = layer(part, past_key_values=cache, use_cache=True)
+        pieces.append(y)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole)
+    assert cache.get_seq_length(0) == 7 and len(cache) == 1
+    if name in DECAYING:
+        return
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7])
+    padded = layer(x, attention_mask=mask)[0]
+    torch.testing.assert_close(padded[:1, 3:], layer(x[:1, 3:])[0])
+    torch.testing.assert_close(padded[1:], whole[1:])
+    assert (padded[0, :3] == 0).all()
+    cache = fla.FLACache()
+    first = layer(x[:, :5], mask[:, :5], cache, use_cache=True)[0]
+    last = [layer(x[:, n : n + 1], mask[:, : n + 1], cache, use_cache=True)[0] for n in (5, 6)]
+    torch.testing.assert_close(torch.cat([first, *last], 1), padded)
+    boundaries = torch.tensor([0, 3, 7], dtype=torch.int32)
+    packed = layer(x[:1], cu_seqlens=boundaries)[0]
+    torch.testing.assert_close(packed[:, 3:], layer(x[:1, 3:])[0])
+
+
+def loaded(ours, layer, **renamed):
+    """Loads the weights of an fla layer into a layer of this package."""
+    weights = {}
+    for name, value in layer.state_dict().items():
+        head, dot, tail = name.partition(".")
+        weights[renamed.get(head, head) + dot + tail] = value
+    ours.load_state_dict(weights)
+    return ours
+
+
+def test_layers_are_those_of_this_package():
+    torch.manual_seed(1)
+    x = torch.randn(2, 9, WIDTH)
+    theirs = fla.GatedLinearAttention(hidden_size=WIDTH, num_heads=2)
+    ours = modules.GatedLinearAttention(dim=WIDTH, num_heads=2, head_dim=4, v_head_dim=8)
+    names = set(theirs.state_dict())
+    assert "g_norm_swish_gate.weight" in names and "gk_proj.1.bias" in names
+    loaded(ours, theirs, g_norm_swish_gate="o_norm")
+    torch.testing.assert_close(ours(x), theirs(x)[0])
+
+
+def test_groups_of_heads_share_keys():
+    layer, x = LAYERS["gla"], torch.randn(1, 6, WIDTH)
+    wide = fla.GatedLinearAttention(
+        hidden_size=WIDTH, num_heads=4, expand_k=1.0, use_short_conv=True, conv_size=3
+    )
+    weights = {}
+    for name, value in layer.state_dict().items():
+        shared = name.split(".")[0] in ("k_proj", "v_proj", "k_conv1d", "v_conv1d")
+        if shared or name.startswith("gk_proj.1"):
+            value = value.unflatten(0, (2, 4)).repeat_interleave(2, 0).flatten(0, 1)
+        weights[name] = value
+    wide.load_state_dict(weights)
+    torch.testing.assert_close(wide(x)[0], layer(x)[0])
+
+
+def test_delta_rules_have_the_activations_and_norms_of_fla():
+    layer, x = LAYERS["delta_elu"], torch.randn(1, 6, WIDTH)
+
+    def convolved(name, activation):
+        y = nnf.pad(getattr(layer, f"{name}_proj")(x).mT, (3, 0))
+        y = nnf.conv1d(y, getattr(layer, f"{name}_conv1d").weight, groups=WIDTH).mT
+        return activation(y).unflatten(-1, (4, 4))
+
+    q, k = (convolved(n, lambda y: nnf.elu(y) + 1) for n in "qk")
+    v = convolved("v", nnf.silu)
+    q, k = (t / t.sum(-1, keepdim=True) for t in (q, k))
+    o = functional.delta_rule(q, k, v, torch.ones(1, 6, 4), backend="reference")[0]
+    gate = layer.g_proj(x).unflatten(-1, (4, 4))
+    o = nnf.rms_norm(o, (4,), layer.o_norm.weight, 1e-5) * nnf.silu(gate)
+    torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(-2)))
+
+
+def test_hgrn2_has_lower_bounds_from_the_second_layer_on():
+    torch.manual_seed(0)
+    x, bound = torch.randn(1, 6, WIDTH), torch.full((WIDTH,), 0.3)
+    layer = fla.HGRN2Attention(hidden_size=WIDTH, expand_ratio=8, layer_idx=1)
+    f = 0.3 + 0.7 * layer.f_proj(x).sigmoid()
+    q, k, g, i = (
+        t.unflatten(-1, (2, 8))
+        for t in (nnf.silu(layer.q_proj(x)), 1 - f, f.log(), layer.i_proj(x))
+    )
+    o = functional.gated_linear_attention(q, k, i, g, backend="reference")[0].flatten(-2)
+    wanted = layer.o_proj(nnf.rms_norm(o, (WIDTH,), layer.g_norm.weight, 1e-5))
+    torch.testing.assert_close(layer(x, lower_bound=bound)[0], wanted)
+    layer.layer_idx = 0
+    assert not torch.allclose(layer(x, lower_bound=bound)[0], wanted)
+
+
+def test_gradients_reach_all_parameters():
+    for name, layer in LAYERS.items():
+        layer(torch.randn(1, 5, WIDTH))[0].sum().backward()
+        missing = [n for n, p in layer.named_parameters() if p.grad is None]
+        assert not missing, f"{name}: {missing}"
+        layer.zero_grad(None)
+
+
+def test_errors_name_arguments_of_fla():
+    x = torch.randn(1, 4, WIDTH)
+    for create, text in (
+        (lambda: fla.GatedLinearAttention("chunks"), "GatedLinearAttention: mode must be one of"),
+        (lambda: fla.MultiScaleRetention(num_kv_heads=3), "num_kv_heads must divide num_heads"),
+        (lambda: fla.DeltaNet(qk_norm="l3"), "DeltaNet: qk_norm must be one of"),
+        (lambda: fla.GatedDeltaNet(head_dim=5, expand_v=0.5), "head_dim . expand_v must be"),
+        (lambda: fla.LinearAttention(feature_map="elo"), "feature_map must be one of .*did you"),
+        (lambda: LAYERS["kda"](x[0]), "KimiDeltaAttention: hidden_states must have shape"),
+        (lambda: LAYERS["kda"](x, torch.ones(1, 4, 4)), "attention_mask must have shape"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            create()
+    layer = fla.GatedLinearAttention(hidden_size=WIDTH)
+    with pytest.raises(ValueError, match="layer_idx must be given with past_key_values"):
+        layer(x, past_key_values=fla.FLACache())
+    with pytest.raises(NotImplementedError, match='mode must be "chunk"'):
+        fla.DeltaNet("fused_chunk")
+    with pytest.warns(UserWarning, match="use_short_conv=False"):
+        fla.DeltaNet(hidden_size=WIDTH, use_short_conv=False)
+
+
+def test_scripts_import_layers_of_fla():
+    if not compat.install("fla")["fla"]:
+        pytest.skip("fla is installed")
+    try:
+        from fla.layers import GatedDeltaNet
+        from fla.layers.gla import GatedLinearAttention
+        from fla.models.utils import Cache
+
+        assert GatedDeltaNet is fla.GatedDeltaNet
+        assert GatedLinearAttention is fla.GatedLinearAttention and Cache is fla.FLACache
+    finally:
+        compat.uninstall()
