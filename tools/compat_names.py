@@ -73,6 +73,7 @@ ALIASES = {
     "flash_attn.cute.interface.flash_attn_func": "cute_flash_attn_func",
     "flash_attn.cute.interface.flash_attn_varlen_func": "cute_flash_attn_varlen_func",
     "flash_attn.ops.triton.layer_norm.RMSNorm": "TritonRMSNorm",
+    "liger_kernel.chunked_loss.functional.liger_fused_linear_jsd": "chunked_liger_fused_linear_jsd",
     "mamba_ssm.ops.triton.layernorm_gated.RMSNorm": "GatedRMSNorm",
     "mamba_ssm.ops.triton.layernorm_gated.LayerNorm": "GatedLayerNorm",
 }
