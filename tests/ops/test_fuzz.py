@@ -45,9 +45,9 @@ SIGNS = {("rwkv4", "w"): 1}
 SIGNS |= {(name, "A"): -1 for name in ("selective_scan", "ssd")}
 #: Dtype of valid calls; test_emulated_isas.py sets it to the operand dtype of emulated levels.
 DTYPE = getattr(torch, os.environ.get("OMNIATTN_FUZZ_DTYPE", "float32"))
-#: Number of examples, the same in every run. Before a release, use more:
-#: OMNIATTN_FUZZ_EXAMPLES=1000.
-EXAMPLES = int(os.environ.get("OMNIATTN_FUZZ_EXAMPLES", "100"))
+#: Number of examples, the same in every run: few, as tests/fuzz_record.csv counts the calls that
+#: tools/fuzz.py has made. Before a release, use more: OMNIATTN_FUZZ_EXAMPLES=1000.
+EXAMPLES = int(os.environ.get("OMNIATTN_FUZZ_EXAMPLES", "40"))
 FUZZ = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)
 CALLS = valid_calls(DTYPE)
 
@@ -241,7 +241,7 @@ def systems():
 
 
 @pytest.mark.parametrize("name", sorted(systems()))
-@settings(FUZZ, max_examples=50)
+@settings(FUZZ, max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_functions_without_a_spec(name, data):
     """An error that says in which function and what was wrong, or results of the usual shapes."""
