@@ -20,11 +20,13 @@ pytestmark = pytest.mark.skipif(
 
 ROOT = Path(__file__).parents[2]
 NATIVE = [spec for spec in registry().values() if spec.cuda != "planned"]
-#: Families that have runs of their own.
-FAMILIES = ("attention", "moe", "recurrence", "scan")
+#: Families with kernels of their own, without those that have runs of their own: attention,
+#: experts, recurrences and scans.
+FAMILIES = ("activation", "conv", "ffn", "gemm", "loss", "norm", "random", "rope", "structured")
+FAMILIES += ("topk",)
 # Regular expressions: labels read property-op-case-dtype, and an op's name can be part of another
 # one's or of a case.
-OPS = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family not in FAMILIES)
+OPS = tuple(f"-{spec.name}-" for spec in NATIVE if spec.family in FAMILIES)
 ATTENTION = ("-attention-",)
 #: Long cases, and those that only repeat others in the backward.
 SEQUENCES = "prefix|strided|short|decode|self|chunk|oddpages"
@@ -43,6 +45,11 @@ COMPOSED = ("-moba_attention-", "-nsa_attention-", "-routed_block_attention-", "
 FEW_COMPOSED = (
     *("-moba_attention-softcap-", "-nsa_attention-dropout-", "-routed_block_attention-dropout-"),
     "-dsa_indexer_loss-",
+    *(
+        f"-{spec.name}-{spec.cases[0].label}-"
+        for spec in NATIVE
+        if spec.family not in (*FAMILIES, "attention", "moe", "recurrence", "scan")
+    ),
 )
 INDEXER = ("-dsa_indexer-",)
 #: Lists that are full more than once, of both orders of the walk, and few keys.
@@ -217,10 +224,11 @@ SWEEPS = {
 
 
 def processes(table):
-    """(variant, schedules, runs), two for a row: each imports and collects for five seconds."""
+    """(variant, schedules, runs), of about five runs: each imports and collects for five seconds."""
     for (variant, schedules), runs in table.items():
-        for part in range(min(2, len(runs))):
-            yield variant, schedules, runs[part::2]
+        parts = -(-len(runs) // 5)
+        for part in range(parts):
+            yield variant, schedules, runs[part::parts]
 
 
 def labels(ops, properties, dtypes):
