@@ -224,7 +224,7 @@ SWEEPS = {
 
 
 def processes(table):
-    """(variant, schedules, runs), of about five runs: each imports and collects for five seconds."""
+    """(variant, schedules, five runs): each process imports and collects for five seconds."""
     for (variant, schedules), runs in table.items():
         parts = -(-len(runs) // 5)
         for part in range(parts):

@@ -52,6 +52,7 @@ from omniattn.modules import (
     RoutedBlockAttention,
     RWKV6TimeMix,
     RWKVChannelMix,
+    SelectAttention,
     SelectiveAttention,
     T5RelativeBias,
     TransformerXLAttention,
@@ -188,6 +189,7 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "dsa": lambda: sparse_latent("sparse"),
     "dsa-dense": lambda: sparse_latent("dense"),
+    "select": lambda: rotated(SelectAttention.Config(16, 4, 2, **STD)),
     "selective": lambda: rotated(SelectiveAttention.Config(16, 4, 2, **STD)),
     "routed-blocks": lambda: rotated(
         RoutedBlockAttention.Config(16, 4, 2, block_size=2, topk=2, query_block=2, **STD)

@@ -13,7 +13,18 @@ from omniattn.suggestions import did_you_mean
 FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "llama-tiny", "llama-medium", "falcon", "gpt2", "mla", "differential"),
-        *("selective", "forgetting", "ssmax", "mfa", "tpa", "resformer", "yoco", "hyper", "mhc"),
+        *(
+            "select",
+            "selective",
+            "forgetting",
+            "ssmax",
+            "mfa",
+            "tpa",
+            "resformer",
+            "yoco",
+            "hyper",
+            "mhc",
+        ),
         "attnres",
     ),
     "mixtures of experts": ("mixtral", "switch", "llama4", "deepseek-moe", "deepseek-moe-mtp"),
@@ -36,7 +47,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 #: Names of `compare --models`: mixers of omniattn.compare.KINDS.
 COMPARED: dict[str, tuple[str, ...]] = {
     "softmax attention": (
-        *("llama", "mqa", "mla", "differential", "selective", "forgetting", "ssmax"),
+        *("llama", "mqa", "mla", "differential", "select", "selective", "forgetting", "ssmax"),
         *("tpa", "resformer", "yoco", "hyper", "mhc", "attnres", "mfa"),
     ),
     "sparse attention": (

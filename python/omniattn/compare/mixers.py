@@ -54,6 +54,7 @@ from omniattn.modules import (
     RWKV6TimeMix,
     RWKV7TimeMix,
     RWKVChannelMix,
+    SelectAttention,
     SelectiveAttention,
 )
 
@@ -148,6 +149,7 @@ KINDS: dict[str, Kind] = {
         ),
         rotates=True,
     ),
+    "select": _attention(SelectAttention.Config),
     "selective": _attention(SelectiveAttention.Config),
     "forgetting": Kind(_heads(Attention.Config, forget_gate=True)),
     "ssmax": _attention(Attention.Config, log_scale=True),

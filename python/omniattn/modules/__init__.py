@@ -91,6 +91,7 @@ from omniattn.modules.sparse.neighborhood import (
 )
 from omniattn.modules.sparse.nsa import NSA, NSAState
 from omniattn.modules.sparse.routed_blocks import RoutedBlockAttention
+from omniattn.modules.sparse.select_attention import SelectAttention
 from omniattn.modules.sparse.selective_attention import SelectiveAttention
 from omniattn.modules.vision.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.vision.swin import PatchMerging, SwinBlock, WindowAttention
@@ -194,6 +195,7 @@ __all__ = [
     "RoutedBlockAttention",
     "Router",
     "RouterState",
+    "SelectAttention",
     "SelectiveAttention",
     "SelectiveCache",
     "ShortConvolution",

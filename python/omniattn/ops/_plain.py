@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled
+from torch._C import _is_any_autocast_enabled, _is_tracing
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -65,5 +65,5 @@ def are_alike(dtype: torch.dtype, *tensors: Tensor) -> bool:
 
 
 def may_need_gradient(t: Tensor) -> bool:
-    """Returns True if a gradient of `t` may be requested; unknown inside vmap."""
-    return t.requires_grad or peek_interpreter_stack() is not None
+    """Returns True if a gradient of `t` may be requested; unknown inside vmap and for traces."""
+    return t.requires_grad or peek_interpreter_stack() is not None or _is_tracing()

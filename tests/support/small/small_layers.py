@@ -70,6 +70,7 @@ FIELDS = {
     "NeighborhoodAttention2D": {"dim": 8, "num_heads": 2, "kernel_size": (3, 5)},
     "NeighborhoodAttention3D": {"dim": 8, "num_heads": 2, "kernel_size": 3, "stride": (1, 2, 3)},
     "Performer": {"dim": 8, "num_heads": 2},
+    "SelectAttention": {"dim": 8, "num_heads": 2},
     "SelectiveAttention": {"dim": 8, "num_heads": 2},
     "BigBirdAttention": {"dim": 8, "num_heads": 2},
     "BlockSparseAttention": {"dim": 8, "num_heads": 2, "block_size": 4},

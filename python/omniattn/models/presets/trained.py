@@ -77,6 +77,7 @@ from omniattn.modules import (
     RWKV6TimeMix,
     RWKV7TimeMix,
     RWKVChannelMix,
+    SelectAttention,
     SelectiveAttention,
 )
 from omniattn.modules.base.layer import LayerConfig
@@ -215,6 +216,7 @@ TRAINED: dict[str, ModelConfig] = {
     "hyper": _sparse((Attention.Config(192, 6, 2),), streams=HyperConnections.Config(192)),
     "mhc": _sparse((Attention.Config(192, 6, 2),), streams=ManifoldHyperConnections.Config(192)),
     "attnres": _sparse((Attention.Config(192, 6, 2),), streams=AttentionResiduals.Config(192)),
+    "select": _recurrent(SelectAttention.Config(192, 3), RotaryEmbedding.Config(64)),
     "selective": _recurrent(SelectiveAttention.Config(192, 3), RotaryEmbedding.Config(64)),
     "linear": _recurrent(LinearAttention.Config(192, 3)),
     "delta-attention": _recurrent(DeltaAttention.Config(192, 3)),

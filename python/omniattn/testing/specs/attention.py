@@ -337,7 +337,11 @@ VARIANTS = (
         ("DistanceRows", "attention"),
         "Shaw et al. 2018, arXiv 1803.02155",
     ),
-    Variant("hard attention: one selected key per query", ("select_attention",), "this package"),
+    Variant(
+        "hard attention: one selected key per query",
+        ("select_attention", "SelectAttention"),
+        "this package",
+    ),
     Variant(
         "T5 relative bias", ("T5Bias", "T5RelativeBias"), "Raffel et al. 2019, arXiv 1910.10683"
     ),
