@@ -111,6 +111,7 @@ TITLES = {
     "selected_attention": "attention, selected blocks of keys",
     "selective_attention": "attention, weights and selection",
     "forgetting_attention": "attention, weights and selection",
+    "path_attention": "attention, weights and selection",
     "norm": "norms",
     "rope": "rotary embeddings",
     "activation": "gated activations",

@@ -238,6 +238,7 @@ BASELINES = {
     "selected_attention": {"eager": gathered_attention},
     "selective_attention": {"eager": reference.selective_attention},
     "forgetting_attention": {"eager": reference.forgetting_attention},
+    "path_attention": {"eager": reference.path_attention},
     "moba_attention": {"eager": reference.moba_attention},
     "nsa_attention": {"eager": reference.nsa_attention},
     "routed_block_attention": {"eager": reference.routed_block_attention},

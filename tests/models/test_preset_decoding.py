@@ -84,6 +84,7 @@ def test_recurrent_states_have_one_size_for_any_length(name):
         "differential",
         "selective",
         "forgetting",
+        "path",
         "mamba",
         "mamba2",
         "jamba",

@@ -216,3 +216,14 @@ def test_gated_delta_product():
     k, v, beta = (x[name].unflatten(1, (-1, 2)) for name in ("k", "v", "beta"))
     found = F.gated_delta_product(q, k, v, g, beta, scale=1.0)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_path_attention():
+    """They multiply the gates by the scale, too."""
+    theirs = peer_packages.load("fla", "ops/path_attn/naive.py")
+    q, k, w = (torch.randn(B, 70, heads, K) for heads in (2 * H, H, H))
+    v, g = torch.randn(B, 70, H, V), torch.nn.functional.logsigmoid(torch.randn(B, 70, 2 * H))
+    w, beta = torch.nn.functional.normalize(w, dim=-1), 2 * torch.rand(B, 70, H)
+    expected = theirs.naive_path_attn(q, k, v, w, beta, g, 0.4)
+    found = F.path_attention(q, k, v, w, beta, 0.4 * g, scale=0.4)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -13,19 +13,8 @@ from omniattn.suggestions import did_you_mean
 FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "llama-tiny", "llama-medium", "falcon", "gpt2", "mla", "differential"),
-        *(
-            "select",
-            "selective",
-            "forgetting",
-            "ssmax",
-            "mfa",
-            "tpa",
-            "resformer",
-            "yoco",
-            "hyper",
-            "mhc",
-        ),
-        "attnres",
+        *("select", "selective", "forgetting", "path", "ssmax", "mfa", "tpa", "resformer"),
+        *("yoco", "hyper", "mhc", "attnres"),
     ),
     "mixtures of experts": ("mixtral", "switch", "llama4", "deepseek-moe", "deepseek-moe-mtp"),
     "sparse attention": (
@@ -47,8 +36,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 #: Names of `compare --models`: mixers of omniattn.compare.KINDS.
 COMPARED: dict[str, tuple[str, ...]] = {
     "softmax attention": (
-        *("llama", "mqa", "mla", "differential", "select", "selective", "forgetting", "ssmax"),
-        *("tpa", "resformer", "yoco", "hyper", "mhc", "attnres", "mfa"),
+        *("llama", "mqa", "mla", "differential", "select", "selective", "forgetting", "path"),
+        *("ssmax", "tpa", "resformer", "yoco", "hyper", "mhc", "attnres", "mfa"),
     ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),

@@ -44,6 +44,7 @@ from omniattn.modules import (
     MoBA,
     MultiHeadLatentAttention,
     MultiScaleRetention,
+    PaTHAttention,
     Performer,
     ReBased,
     RMSNorm,
@@ -152,6 +153,7 @@ KINDS: dict[str, Kind] = {
     "select": _attention(SelectAttention.Config),
     "selective": _attention(SelectiveAttention.Config),
     "forgetting": Kind(_heads(Attention.Config, forget_gate=True)),
+    "path": Kind(_heads(PaTHAttention.Config)),
     "ssmax": _attention(Attention.Config, log_scale=True),
     "tpa": _attention(Attention.Config, ranks=(4, 2, 2)),
     "resformer": Kind(

@@ -7,6 +7,7 @@ from omniattn.functional.attention.attention import attention
 from omniattn.functional.attention.forgetting import forgetting_attention
 from omniattn.functional.attention.int8 import attention_int8, quantize_int8
 from omniattn.functional.attention.lse import attention_weights, merge_attention
+from omniattn.functional.attention.path_attention import path_attention
 from omniattn.functional.attention.sdpa import scaled_dot_product_attention
 from omniattn.functional.attention.selection import select_attention
 from omniattn.functional.attention.varlen import attention_cached, attention_varlen
@@ -229,6 +230,7 @@ __all__ = [
     "orpo_loss",
     "orthogonal_gaussian",
     "packed_positions",
+    "path_attention",
     "qk_norm_rotary",
     "quantize_int8",
     "random_feature_attention",

@@ -9,6 +9,7 @@ from omniattn.modules.attention.differential import DifferentialAttention
 from omniattn.modules.attention.gau import GatedAttentionUnit
 from omniattn.modules.attention.mla import MultiHeadLatentAttention
 from omniattn.modules.attention.multihead import MultiheadAttention
+from omniattn.modules.attention.path_attention import PaTHAttention
 from omniattn.modules.attention.relative_attention import DisentangledAttention, T5RelativeBias
 from omniattn.modules.attention.transformer_xl import TransformerXLAttention
 from omniattn.modules.base.dropout import Dropout
@@ -48,6 +49,7 @@ from omniattn.modules.caches.kv_cache import (
     PeriodicKeyCache,
 )
 from omniattn.modules.caches.paged import PagedCache, PagePool
+from omniattn.modules.caches.path import PathCache
 from omniattn.modules.caches.quantized import QuantizedCache
 from omniattn.modules.caches.rolling import RollingCache
 from omniattn.modules.caches.selective import SelectiveCache
@@ -170,10 +172,12 @@ __all__ = [
     "NeighborhoodAttention2D",
     "NeighborhoodAttention3D",
     "Norm",
+    "PaTHAttention",
     "PagePool",
     "PagedCache",
     "ParallelResidual",
     "PatchMerging",
+    "PathCache",
     "Performer",
     "PeriodicKeyCache",
     "PolyNorm",

@@ -45,6 +45,7 @@ from omniattn.reference.loss import (
 from omniattn.reference.moe import moe_experts
 from omniattn.reference.neighborhood import na1d, na2d, na3d
 from omniattn.reference.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
+from omniattn.reference.path_attention import path_attention
 from omniattn.reference.positions import (
     alibi_bias,
     alibi_slopes,
@@ -186,6 +187,7 @@ __all__ = [
     "na3d",
     "nsa_attention",
     "packed_positions",
+    "path_attention",
     "qk_norm_rotary",
     "quantize_int8",
     "random_feature_attention",

@@ -25,6 +25,7 @@ from omniattn.modules.caches.kv_cache import (
     LatentCache,
     PeriodicKeyCache,
 )
+from omniattn.modules.caches.path import PathCache
 from omniattn.modules.caches.quantized import QuantizedCache, require_int8
 from omniattn.modules.caches.rolling import RollingCache
 from omniattn.modules.caches.selective import SelectiveCache
@@ -126,6 +127,25 @@ def require_gates(state: State | None) -> ForgettingCache | None:
         "Attention: state must be a ForgettingCache with forget_gate=True, "
         f"got type(state)={type(state).__name__}"
     )
+
+
+def with_path(
+    layer: object,
+    weight: Tensor,
+    *sizes: int,
+    num_heads: int,
+    taps: int,
+    **storage: Unpack[Storage],
+) -> Cache:
+    """Creates a cache of all tokens whose keys every token changes."""
+    return PathCache(*sizes, num_heads=num_heads, taps=taps, **_like(layer, weight, **storage))
+
+
+def require_path(op: str, state: State | None) -> PathCache | None:
+    """Requires that `state` is a cache of path attention or None, and returns it."""
+    if state is None or isinstance(state, PathCache):
+        return state
+    raise TypeError(f"{op}: state must be a PathCache, got type(state)={type(state).__name__}")
 
 
 def of_latents(layer: object, weight: Tensor, *sizes: int, **storage: Unpack[Storage]) -> Cache:

@@ -1,0 +1,154 @@
+"""Attention with products of Householder-like matrices between keys and queries (PaTH)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from omniattn import reference
+from omniattn.checks.arguments import (
+    autocast_dtype,
+    require_bool,
+    require_number,
+    require_shape,
+    use_reference,
+)
+from omniattn.checks.jagged import over_sequences
+from omniattn.compositions.path_attention import path_attention as composed
+from omniattn.functional.attention._common import autocast, check_shapes, require_bias
+from omniattn.functional.recurrences._common import require_boundaries
+from omniattn.reference.attention import default_scale
+
+__all__ = ["path_attention"]
+
+
+@overload
+def path_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_keys: Literal[False] = False,
+    backend: str | None = None,
+) -> Tensor: ...
+@overload
+def path_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_keys: bool,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@over_sequences("q", "k", "v", "w", "beta", "g")
+def path_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_keys: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention whose positions are products of matrices that depend on the tokens (PaTH).
+
+    ``O = softmax(scale q_i^T M_i M_(i-1) ... M_(j+1) k_j + c_i - c_j) v`` over the keys j up to
+    query i, with ``M_t = I - beta_t w_t w_t^T`` and ``c_t = g_0 + ... + g_t``. For w of length 1
+    and beta = 2 each matrix is a reflection. Nothing overflows with strong gates, and no (T, T)
+    tensor is made. Calls take one and a half to two times as long as causal `attention`.
+
+    Args:
+        q: (B, T, Hq, D), float64, float32, bfloat16 or float16. The queries are the last T of the
+            Tk tokens.
+        k: (B, Tk, Hkv, D) of q's dtype; Hq must be a multiple of Hkv. The first Tk - T keys are
+            those that a call with `return_keys` returned for the earlier tokens.
+        v: (B, Tk, Hkv, Dv) of q's dtype.
+        w: (B, T, Hkv, D), usually of length 1.
+        beta: (B, T, Hkv), in (0, 2) for w of length 1.
+        g: (B, Tk, Hq), logarithms of forget gates (PaTH-FoX), such as ``logsigmoid(x)``; None for
+            none. Values below -1000, -inf among them, count as -1000 and have no gradient. w, beta
+            and g may be of any floating dtype not wider than q's accumulator.
+        scale: default D^-0.5.
+        cu_seqlens: (N + 1,), int32 or int64, boundaries of sequences packed along T, with B = 1.
+            Instead, all tensors may be jagged nested tensors with the same boundaries.
+        return_keys: also return the keys after the last token, ``M_T ... M_(j+1) k_j``, for calls
+            with later tokens.
+        backend: "native", "reference" or None.
+
+    Returns:
+        O (B, T, Hq, Dv) of q's dtype, and with return_keys the keys (B, Tk, Hkv, D).
+
+    Raises:
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
+
+    Note:
+        Products of matrices are computed in fp32 (fp64 for fp64), gates are summed in fp64. For the
+        gradients a call keeps log2(T / 64) + 1 copies of q, k and O.
+
+    Reference:
+        Yang et al., PaTH Attention: Position Encoding via Accumulating Householder Transformations,
+        2025, arXiv:2505.16381. Equal to `naive_path_attn` of fla-org/flash-linear-attention at
+        commit bc3b101, which multiplies g by `scale`, too: pass ``g * scale`` for its results.
+
+    Example:
+        >>> q = k = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).view(1, 2, 1, 2)
+        >>> w = torch.tensor([0.5, 0.5]).sqrt().expand(1, 2, 1, 2)
+        >>> v, beta = torch.tensor([0.0, 1.0]).view(1, 2, 1, 1), torch.full((1, 2, 1), 2.0)
+        >>> path_attention(q, k, v, w, beta, scale=1.0).flatten()
+        tensor([0.0000, 0.7311])
+    """
+    op = "path_attention"
+    q, k, v = autocast(op, q, k, v)
+    batch, heads, steps, total = check_shapes(op, q, k, v)
+    if steps > total:
+        raise ValueError(f"{op}: T must be at most Tk, got T={steps}, Tk={total}")
+    shape = (batch, steps, k.shape[2], q.shape[3])
+    for name, t, of in (("w", w, shape), ("beta", beta, shape[:3]), ("g", g, None)):
+        if t is not None:
+            require_bias(op, name, t, q)
+            require_shape(op, name, t, (batch, total, heads) if of is None else of)
+    if scale is not None:
+        require_number(op, "scale", scale)
+    require_bool(op, "return_keys", return_keys)
+    ids = None
+    if cu_seqlens is not None:
+        ids = _ids(op, cu_seqlens, q, total, return_keys)
+    if use_reference(op, backend, q):
+        return reference.path_attention(
+            q, k, v, w, beta, g, scale=scale, cu_seqlens=cu_seqlens, return_keys=return_keys
+        )
+    scale = default_scale(q.shape[3]) if scale is None else scale
+    is_cast = autocast_dtype(q) is not None  # export makes a graph of its own of each such block
+    with torch.autocast(q.device.type, enabled=False) if is_cast else contextlib.nullcontext():
+        out, keys = composed(q, k, v, w, beta, g, ids, scale)
+    return (out, keys) if return_keys else out
+
+
+def _ids(op: str, cu_seqlens: Tensor, q: Tensor, total: int, return_keys: bool) -> Tensor:
+    """Returns the number of each token's sequence (1, T)."""
+    require_boundaries(op, cu_seqlens, q, "q")
+    if return_keys or q.shape[1] != total:
+        raise ValueError(
+            f"{op}: cu_seqlens must be None with return_keys or keys of earlier calls, "
+            f"got T={q.shape[1]}, Tk={total}, return_keys={return_keys}"
+        )
+    tokens = torch.arange(total, device=q.device)
+    return torch.searchsorted(cu_seqlens.long(), tokens, right=True)[None]
