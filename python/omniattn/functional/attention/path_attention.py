@@ -17,9 +17,14 @@ from omniattn.checks.arguments import (
     use_reference,
 )
 from omniattn.checks.jagged import over_sequences
+from omniattn.checks.packed import require_all_tokens
 from omniattn.compositions.path_attention import path_attention as composed
-from omniattn.functional.attention._common import autocast, check_shapes, require_bias
-from omniattn.functional.recurrences._common import require_boundaries
+from omniattn.functional.attention._common import (
+    autocast,
+    check_shapes,
+    require_bias,
+    require_int32_or_int64,
+)
 from omniattn.reference.attention import default_scale
 
 __all__ = ["path_attention"]
@@ -144,7 +149,13 @@ def path_attention(
 
 def _ids(op: str, cu_seqlens: Tensor, q: Tensor, total: int, return_keys: bool) -> Tensor:
     """Returns the number of each token's sequence (1, T)."""
-    require_boundaries(op, cu_seqlens, q, "q")
+    require_int32_or_int64(op, "cu_seqlens", cu_seqlens, q)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or q.shape[0] != 1:
+        raise ValueError(
+            f"{op}: cu_seqlens must have shape (N + 1,), and q B = 1, "
+            f"got cu_seqlens.shape={tuple(cu_seqlens.shape)}, q.shape={tuple(q.shape)}"
+        )
+    require_all_tokens(op, cu_seqlens, q.shape[1])
     if return_keys or q.shape[1] != total:
         raise ValueError(
             f"{op}: cu_seqlens must be None with return_keys or keys of earlier calls, "
