@@ -112,6 +112,7 @@ TITLES = {
     "selective_attention": "attention, weights and selection",
     "forgetting_attention": "attention, weights and selection",
     "path_attention": "attention, weights and selection",
+    "wall_attention": "attention, weights and selection",
     "norm": "norms",
     "rope": "rotary embeddings",
     "activation": "gated activations",

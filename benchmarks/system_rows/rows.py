@@ -78,6 +78,7 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "selective attention": (("selective_attention", "model"),),
     "forgetting attention (FoX): gates between key and query": (("forgetting_attention", "model"),),
     "PaTH attention: products of reflections between key and query": (("path_attention", "model"),),
+    "wall attention: decays of channels between key and query": (("wall_attention", "model"),),
     "ALiBi": (("attention", "alibi"),),
     "feed-forward layers: ReLU, GELU, SiLU, squared ReLU": (
         *(("mlp", "gelu"), ("mlp", "relu"), ("mlp", "silu"), ("mlp", "relu2")),

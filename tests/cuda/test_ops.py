@@ -141,7 +141,7 @@ RUNS = {
         (FEW_COMPOSED, VALUES, ("bf16",)),
         (("-selective_attention-",), VALUES, ("f32", "bf16")),
         (("-forgetting_attention-(tiny|options|one)-",), VALUES, ("bf16",)),
-        (("-path_attention-(tiny|plain|one)-",), VALUES, ("bf16",)),
+        (("-(path|wall)_attention-(tiny|plain|one)-",), VALUES, ("bf16",)),
         (EXPERTS, VALUES, ("f32", "bf16")),
         (STATES, VALUES, ("bf16",)),
         (SCANS, VALUES, ("f64", "bf16")),

@@ -11,6 +11,7 @@ from omniattn.functional.attention.path_attention import path_attention
 from omniattn.functional.attention.sdpa import scaled_dot_product_attention
 from omniattn.functional.attention.selection import select_attention
 from omniattn.functional.attention.varlen import attention_cached, attention_varlen
+from omniattn.functional.attention.wall_attention import wall_attention
 from omniattn.functional.layers.activation import (
     bilinear,
     clamped_swiglu,
@@ -278,6 +279,7 @@ __all__ = [
     "update_default_vectors",
     "update_router_bias",
     "vandermonde",
+    "wall_attention",
 ]
 
 explain_keywords(__name__, __all__)

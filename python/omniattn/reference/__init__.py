@@ -114,6 +114,7 @@ from omniattn.reference.sparse import (
 from omniattn.reference.state_space import ssm_kernel, ssm_recurrence
 from omniattn.reference.structured import cauchy, vandermonde
 from omniattn.reference.topk import top_k
+from omniattn.reference.wall_attention import wall_attention
 
 __all__ = [
     "DynamicNTKScaling",
@@ -221,4 +222,5 @@ __all__ = [
     "top_k",
     "uniform_like",
     "vandermonde",
+    "wall_attention",
 ]

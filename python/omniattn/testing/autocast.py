@@ -29,7 +29,7 @@ _OTHERS: dict[Rule, tuple[str, ...]] = {
         *("na3d", "nsa_attention", "routed_block_attention", "rwkv_quadratic"),
         *("scaled_dot_product_attention", "select_attention", "selected_attention"),
         *("selective_attention", "dsa_indexer", "dsa_indexer_loss", "forgetting_attention"),
-        "path_attention",
+        *("path_attention", "wall_attention"),
         *("glu_mlp", "linear", "linear_cross_entropy", "linear_jsd", "linear_log_prob", "mlp"),
         "moe_experts",
     ),

@@ -135,7 +135,7 @@ def path_attention(
     require_bool(op, "return_keys", return_keys)
     ids = None
     if cu_seqlens is not None:
-        ids = _ids(op, cu_seqlens, q, total, return_keys)
+        ids = sequence_ids(op, cu_seqlens, q, total, return_keys)
     if use_reference(op, backend, q):
         return reference.path_attention(
             q, k, v, w, beta, g, scale=scale, cu_seqlens=cu_seqlens, return_keys=return_keys
@@ -147,7 +147,7 @@ def path_attention(
     return (out, keys) if return_keys else out
 
 
-def _ids(op: str, cu_seqlens: Tensor, q: Tensor, total: int, return_keys: bool) -> Tensor:
+def sequence_ids(op: str, cu_seqlens: Tensor, q: Tensor, total: int, return_keys: bool) -> Tensor:
     """Returns the number of each token's sequence (1, T)."""
     require_int32_or_int64(op, "cu_seqlens", cu_seqlens, q)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or q.shape[0] != 1:
