@@ -116,16 +116,21 @@ def before(blocks: Blocks, k: Tensor, tokens: Tokens, scale: float) -> tuple[Ten
     return blocks.out * own + out * others, both
 
 
-def _joined(left: Blocks, right: Blocks, tokens: Tokens, carry: Carry, scale: float) -> Blocks:
-    """Joins blocks to those on their right; `tokens` are both."""
+def _joined(
+    left: Blocks, right: Blocks, tokens: Tokens, carry: Carry | None, scale: float
+) -> Blocks:
+    """Joins blocks to those on their right; `tokens` are both. Without `carry` q is not complete."""
     out, lse = before(right, left.k, left.tokens, scale)
+    out, lse = torch.cat([left.out, out], 2), torch.cat([left.lse, lse], 2)
+    if carry is None:
+        return right._replace(tokens=tokens, out=out, lse=lse)
     return Blocks(
         tokens,
         torch.cat([left.q, carry.queries(right.q, left.through)], 2),
         torch.cat([carry.keys(left.k, right.through), right.k], 2),
         carry.both(right.through, left.through),
-        torch.cat([left.out, out], 2),
-        torch.cat([left.lse, lse], 2),
+        out,
+        lse,
     )
 
 
@@ -133,22 +138,24 @@ def _part(blocks: Blocks, first: int, last: int, step: int = 1) -> Blocks:
     return blocks.map(lambda t: t[:, first:last:step])
 
 
-def join_all(blocks: Blocks, carry: Carry, scale: float) -> Blocks:
-    """Joins the blocks of each row to one."""
+def join_all(blocks: Blocks, carry: Carry, scale: float, carried: bool) -> Blocks:
+    """Joins the blocks of each row to one, whose q, k and through are computed if `carried`."""
+    last = carry if carried else None
     single: list[Blocks] = []
-    while (n := blocks.q.shape[1]) > 1:
+    while (n := blocks.out.shape[1]) > 1:
         paired = n // 2 * 2
         if paired < n:
             single.append(_part(blocks, paired, n))
         tokens = blocks.tokens.map(lambda t: t[:, : t.shape[1] // 2 * 2])
         tokens = tokens.map(lambda t: t.unflatten(1, (-1, 2)).flatten(2, 3))
         left, right = (_part(blocks, first, paired, 2) for first in range(2))
-        blocks = _joined(left, right, tokens, carry, scale)
+        blocks = _joined(left, right, tokens, carry if single or n > 3 else last, scale)
     # Those left over follow the large one, in the order of their sizes; the last are joined first.
-    right = (single or [blocks])[0]
-    for left in [*single, blocks][1:]:
+    *between, right = [blocks, *reversed(single)]
+    while between:
+        left = between.pop()
         tokens = Tokens(*map(_after, left.tokens, right.tokens))
-        right = _joined(left, right, tokens, carry, scale)
+        right = _joined(left, right, tokens, carry if between else last, scale)
     return right
 
 

@@ -26,15 +26,16 @@ _BLOCK = 64
 
 
 def _queries(q: Tensor, through: Tensor) -> Tensor:
-    grouped = q.unflatten(3, (through.shape[2], -1))
-    return torch.einsum("bnshgd,bnhde->bnshge", grouped, through).flatten(3, 4)
+    carried: Tensor = q.flatten(2, 3) @ through
+    return carried.unflatten(2, q.shape[2:4])
 
 
 def _keys(k: Tensor, through: Tensor) -> Tensor:
-    return torch.einsum("bnshe,bnhde->bnshd", k, through)
+    carried: Tensor = k.squeeze(3) @ through.mT
+    return carried.unsqueeze(3)
 
 
-#: `through` is (B, n, Hkv, D, D).
+#: `through` is (B, n, D, D), and Hkv is 1.
 CARRY = Carry(_queries, _keys, torch.matmul)
 
 
@@ -47,6 +48,7 @@ def path_attention(
     g: Tensor | None,
     ids: Tensor | None,
     scale: float,
+    return_keys: bool,
 ) -> tuple[Tensor, Tensor]:
     """Computes path attention of the last T of Tk tokens; returns out and the carried keys.
 
@@ -55,15 +57,20 @@ def path_attention(
         k, v: (B, Tk, Hkv, D), (B, Tk, Hkv, Dv); the keys before the T tokens are carried to them.
         w, beta: (B, T, Hkv, D), (B, T, Hkv).
         g: log gates (B, Tk, Hq).
-        ids: numbers of the tokens' sequences (B, T), if Tk = T.
+        ids: numbers of the tokens' sequences (1, T), if Tk = T and B = 1.
         scale: factor of the products.
+        return_keys: False if the returned keys are not used.
     """
-    dtype, steps = v.dtype, q.shape[1]
-    q, k, v, w, beta = (t.to(compute_dtype(v)) for t in (q, k, v, w, beta))
+    dtype, (batch, steps, heads, _), kv_heads = v.dtype, q.shape, k.shape[2]
     past = k.shape[1] - steps
-    if steps == 0:
+    q, k, v, w, beta = (t.to(compute_dtype(v)) for t in (q, k, v, w, beta))
+    if steps == 0 or batch * heads == 0:
         return attend(q[:, None], k[:, None], v[:, None], scale)[0][:, 0].to(dtype), k.to(dtype)
     gates = None if g is None else clamp(g.double(), LEAST_LOG_GATE).cumsum(1)
+    gates = None if gates is None else _rows(gates.unsqueeze(3), kv_heads).squeeze(3)
+    q, k, v, w = (_rows(t, kv_heads) for t in (q, k, v, w))
+    beta = _rows(beta.unsqueeze(3), kv_heads).squeeze(3)
+    ids = None if ids is None else ids.expand(kv_heads, -1)
     new = Tokens(v, ids, gates).map(lambda t: t[:, past:])
     size = min(_BLOCK, steps)
 
@@ -72,20 +79,30 @@ def path_attention(
         return blocks_of(torch.nn.functional.pad(t, pad), size)
 
     rows = (in_blocks(t) for t in (q, k[:, past:], w, beta))
-    whole = join_all(_within(*rows, new.map(in_blocks), scale), CARRY, scale)
-    keys = k[:, None, :past]
-    out = whole.out
+    blocks = _within(*rows, new.map(in_blocks), scale)
+    whole = join_all(blocks, CARRY, scale, past > 0 or return_keys)
+    keys, out = k[:, None, :past], whole.out
     if past > 0:
         old = Tokens(v, ids, gates).map(lambda t: t[:, None, :past])
         out = before(whole, keys, old, scale)[0]
         # One token costs less by its vector than by its matrix.
         keys = _keys(keys, whole.through) if steps > 1 else _reflected(keys, w, beta)
-    keys = torch.cat([keys[:, 0], whole.k[:, 0, :steps]], 1)
-    return out[:, 0, :steps].to(dtype), keys.to(dtype)
+    keys = torch.cat([keys[:, 0], whole.k[:, 0, :steps]], 1) if past or return_keys else k
+    out = _of_rows(out[:, 0, :steps], batch)
+    return out.to(dtype), _of_rows(keys, batch).to(dtype)
+
+
+def _rows(t: Tensor, kv_heads: int) -> Tensor:
+    """Converts (B, T, Hkv G, D) to (B Hkv, T, G, D), so that products read it in place."""
+    return t.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def _of_rows(t: Tensor, batch: int) -> Tensor:
+    return t.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
 
 
 def _reflected(k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
-    """Applies the matrix of one token to keys (B, 1, S, H, D)."""
+    """Applies the matrix of one token to keys (B, 1, S, 1, D)."""
     w, beta = w[:, None], beta[:, None, ..., None]
     return k - (k * w).sum(-1, keepdim=True) * (beta * w)
 
@@ -97,16 +114,14 @@ def _within(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, tokens: Tokens, scale
     the outputs are ``q_i (1 - M_i ... M_(j+1)) k_j`` and the carried queries. The final state holds
     the differences of the carried keys from the keys, and the product of all matrices.
     """
-    rows, blocks, size, heads, dim = q.shape
-    group = heads // k.shape[3]
-    before_key = torch.ones(size, size, dtype=torch.bool, device=q.device).tril(-1)
-    products = torch.einsum("bnthd,bnjhd->bnthj", w, k)
-    products = products.masked_fill(~before_key[:, None], 0)
-    values = torch.cat([products, torch.zeros_like(w)], -1)
+    rows, blocks, size, group, dim = q.shape
+    products = (w.squeeze(3) @ k.squeeze(3).mT).tril(-1)
+    values = torch.nn.functional.pad(products, (0, dim)).unsqueeze(3)
     eye = torch.eye(dim, dtype=q.dtype, device=q.device)
     start = torch.nn.functional.pad(eye, (size, 0))
-    start = start.expand(rows * blocks, heads, dim, size + dim)
-    key, values, beta = (_repeated(t, group).flatten(0, 1) for t in (w, values, beta))
+    start = start.expand(rows * blocks, group, dim, size + dim)
+    key, values = (t.expand(-1, -1, -1, group, -1).flatten(0, 1) for t in (w, values))
+    beta = beta.expand(-1, -1, -1, group).flatten(0, 1)
     nothing = (None,) * 5
     o, state = recurrence(
         *(q.flatten(0, 1), key, values, None, beta, *nothing),
@@ -117,12 +132,7 @@ def _within(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, tokens: Tokens, scale
         c = tokens.gates.flatten(0, 1).transpose(1, 2)
         bias = bias + (c[..., None] - c[..., None, :]).to(bias.dtype)
     out, lse = attend(q, k, tokens.v, scale, causal=True, bias=bias, ids=(tokens.ids, tokens.ids))
-    state = state[:, ::group].unflatten(0, (rows, blocks))
-    carried = k - state[..., :size].movedim(-1, 2)
+    state = state[:, 0].unflatten(0, (rows, blocks))
+    carried = k - state[..., :size].mT.unsqueeze(3)
     queries = o[..., size:].unflatten(0, (rows, blocks))
     return Blocks(tokens, queries, carried, state[..., size:], out, lse)
-
-
-def _repeated(t: Tensor, group: int) -> Tensor:
-    """Repeats the heads of (B, n, S, H, ...) for the query heads of their group."""
-    return t if group == 1 else t.repeat_interleave(group, 3)

@@ -33,6 +33,7 @@ def wall_attention(
     sinks: Tensor | None,
     ids: Tensor | None,
     scale: float,
+    return_keys: bool,
 ) -> tuple[Tensor, Tensor]:
     """Computes wall attention of the last T of Tk tokens; returns out and the decayed keys.
 
@@ -44,6 +45,7 @@ def wall_attention(
         sinks: logits (Hq,) of keys without values.
         ids: numbers of the tokens' sequences (B, T), if Tk = T.
         scale: factor of the products.
+        return_keys: False if the returned keys are not used.
     """
     dtype, steps = v.dtype, q.shape[1]
     q, k, v, g = (t.to(compute_dtype(v)) for t in (q, k, v, g))
@@ -63,7 +65,8 @@ def wall_attention(
 
     decay = in_blocks(clamp(g, LEAST_LOG_GATE).exp(), 1.0)
     rows = in_blocks(q), in_blocks(k[:, past:]), decay
-    whole = join_all(_within(*rows, new.map(in_blocks), scale), CARRY, scale)
+    blocks = _within(*rows, new.map(in_blocks), scale)
+    whole = join_all(blocks, CARRY, scale, past > 0 or return_keys)
     out, lse = whole.out, whole.lse
     if past > 0:
         old = Tokens(v, ids, gates).map(lambda t: t[:, None, :past])
@@ -71,7 +74,7 @@ def wall_attention(
         keys = _decayed(keys, whole.through)
     if sinks is not None:
         out = out * (lse - torch.logaddexp(lse, sinks.to(lse.dtype))).exp()[..., None]
-    keys = torch.cat([keys[:, 0], whole.k[:, 0, :steps]], 1)
+    keys = torch.cat([keys[:, 0], whole.k[:, 0, :steps]], 1) if past or return_keys else k
     return out[:, 0, :steps].to(dtype), keys.to(dtype)
 
 

@@ -143,7 +143,7 @@ def path_attention(
     scale = default_scale(q.shape[3]) if scale is None else scale
     is_cast = autocast_dtype(q) is not None  # export makes a graph of its own of each such block
     with torch.autocast(q.device.type, enabled=False) if is_cast else contextlib.nullcontext():
-        out, keys = composed(q, k, v, w, beta, g, ids, scale)
+        out, keys = composed(q, k, v, w, beta, g, ids, scale, return_keys)
     return (out, keys) if return_keys else out
 
 

@@ -145,5 +145,5 @@ def wall_attention(
     scale = default_scale(q.shape[3]) if scale is None else scale
     is_cast = autocast_dtype(q) is not None  # export makes a graph of its own of each such block
     with torch.autocast(q.device.type, enabled=False) if is_cast else contextlib.nullcontext():
-        out, keys = composed(q, k, v, g, g_scalar, sinks, ids, scale)
+        out, keys = composed(q, k, v, g, g_scalar, sinks, ids, scale, return_keys)
     return (out, keys) if return_keys else out
