@@ -119,7 +119,10 @@ def before(blocks: Blocks, k: Tensor, tokens: Tokens, scale: float) -> tuple[Ten
 def _joined(
     left: Blocks, right: Blocks, tokens: Tokens, carry: Carry | None, scale: float
 ) -> Blocks:
-    """Joins blocks to those on their right; `tokens` are both. Without `carry` q is not complete."""
+    """Joins blocks, whose tokens are `tokens`, to those on their right.
+
+    Without `carry` the result has no q, k and through of its own.
+    """
     out, lse = before(right, left.k, left.tokens, scale)
     out, lse = torch.cat([left.out, out], 2), torch.cat([left.lse, lse], 2)
     if carry is None:
