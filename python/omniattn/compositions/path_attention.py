@@ -61,11 +61,9 @@ def path_attention(
         scale: factor of the products.
         return_keys: False if the returned keys are not used.
     """
-    dtype, (batch, steps, heads, _), kv_heads = v.dtype, q.shape, k.shape[2]
+    dtype, (batch, steps), kv_heads = v.dtype, q.shape[:2], k.shape[2]
     past = k.shape[1] - steps
     q, k, v, w, beta = (t.to(compute_dtype(v)) for t in (q, k, v, w, beta))
-    if steps == 0 or batch * heads == 0:
-        return attend(q[:, None], k[:, None], v[:, None], scale)[0][:, 0].to(dtype), k.to(dtype)
     gates = None if g is None else clamp(g.double(), LEAST_LOG_GATE).cumsum(1)
     gates = None if gates is None else _rows(gates.unsqueeze(3), kv_heads).squeeze(3)
     q, k, v, w = (_rows(t, kv_heads) for t in (q, k, v, w))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.compositions.halving import Blocks, Carry, Tokens, attend, before, blocks_of, join_all
+from omniattn.compositions.halving import Blocks, Carry, Tokens, before, blocks_of, join_all
 from omniattn.reference.forgetting import LEAST_LOG_GATE
 from omniattn.reference.limits import clamp
 from omniattn.reference.precision import compute_dtype
@@ -54,9 +54,6 @@ def wall_attention(
     gates = None if g_scalar is None else clamp(g_scalar.double(), LEAST_LOG_GATE).cumsum(1)
     new = Tokens(v, ids, gates).map(lambda t: t[:, past:])
     keys = k[:, None, :past]
-    if steps == 0:
-        out, _ = attend(q[:, None], k[:, None], v[:, None], scale)
-        return out[:, 0].to(dtype), k.to(dtype)
     size = min(_BLOCK, 1 << (steps - 1).bit_length())
 
     def in_blocks(t: Tensor, value: float = 0.0) -> Tensor:

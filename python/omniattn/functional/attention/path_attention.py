@@ -118,25 +118,27 @@ def path_attention(
         >>> w = torch.tensor([0.5, 0.5]).sqrt().expand(1, 2, 1, 2)
         >>> v, beta = torch.tensor([0.0, 1.0]).view(1, 2, 1, 1), torch.full((1, 2, 1), 2.0)
         >>> path_attention(q, k, v, w, beta, scale=1.0).flatten()
-        tensor([0.0000, 0.7311])
+        tensor([0.0000, 0.8808])
     """
     op = "path_attention"
     q, k, v = autocast(op, q, k, v)
     batch, heads, steps, total = check_shapes(op, q, k, v)
     if steps > total:
         raise ValueError(f"{op}: T must be at most Tk, got T={steps}, Tk={total}")
-    shape = (batch, steps, k.shape[2], q.shape[3])
-    for name, t, of in (("w", w, shape), ("beta", beta, shape[:3]), ("g", g, None)):
-        if t is not None:
-            require_bias(op, name, t, q)
-            require_shape(op, name, t, (batch, total, heads) if of is None else of)
+    of_keys = (batch, steps, k.shape[2])
+    given = [("w", w, (*of_keys, q.shape[3])), ("beta", beta, of_keys)]
+    if g is not None:
+        given.append(("g", g, (batch, total, heads)))
+    for name, t, shape in given:
+        require_bias(op, name, t, q)
+        require_shape(op, name, t, shape)
     if scale is not None:
         require_number(op, "scale", scale)
     require_bool(op, "return_keys", return_keys)
     ids = None
     if cu_seqlens is not None:
         ids = sequence_ids(op, cu_seqlens, q, total, return_keys)
-    if use_reference(op, backend, q):
+    if use_reference(op, backend, q) or q.numel() == 0 or v.numel() == 0:
         return reference.path_attention(
             q, k, v, w, beta, g, scale=scale, cu_seqlens=cu_seqlens, return_keys=return_keys
         )

@@ -139,7 +139,7 @@ def wall_attention(
     ids = None
     if cu_seqlens is not None:
         ids = sequence_ids(op, cu_seqlens, q, total, return_keys)
-    if use_reference(op, backend, q):
+    if use_reference(op, backend, q) or total <= 1 or q.numel() == 0 or v.numel() == 0:
         options = {"scale": scale, "cu_seqlens": cu_seqlens, "return_keys": return_keys}
         return reference.wall_attention(q, k, v, g, g_scalar, sinks=sinks, **options)
     scale = default_scale(q.shape[3]) if scale is None else scale
