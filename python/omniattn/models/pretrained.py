@@ -12,6 +12,7 @@ import torch
 
 from omniattn.checks.arguments import shown
 from omniattn.models.checkpoint import CheckpointError
+from omniattn.models.families import fla
 from omniattn.models.hf import complement, copied
 from omniattn.models.model import Model, ModelConfig, config_of_hf
 
@@ -27,6 +28,8 @@ def from_hf(
     Args:
         model_or_folder: a model, which keeps its weights, or a folder of `save_pretrained` with
             config.json and weights in one or more files of safetensors. Nothing is downloaded.
+            Folders of flash-linear-attention's GLA, RetNet, DeltaNet, gated DeltaNet, KDA and
+            HGRN-2 load without fla.
         backend: backend of all ops of the model.
 
     Returns:
@@ -56,6 +59,8 @@ def from_hf(
             "from_hf: model_or_folder must be a model of transformers or a folder with "
             f"config.json, got {shown(str(folder))}"
         )
+    if fla.model_type_of(folder) is not None:
+        return fla.load(folder, backend)
     from transformers import AutoConfig
 
     theirs = AutoConfig.from_pretrained(folder, local_files_only=True)
