@@ -85,6 +85,7 @@ def test_recurrent_states_have_one_size_for_any_length(name):
         "selective",
         "forgetting",
         "path",
+        "wall",
         "mamba",
         "mamba2",
         "jamba",

@@ -13,8 +13,8 @@ from omniattn.suggestions import did_you_mean
 FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "llama-tiny", "llama-medium", "falcon", "gpt2", "mla", "differential"),
-        *("select", "selective", "forgetting", "path", "ssmax", "mfa", "tpa", "resformer"),
-        *("yoco", "hyper", "mhc", "attnres"),
+        *("select", "selective", "forgetting", "path", "wall", "ssmax", "mfa", "tpa"),
+        *("resformer", "yoco", "hyper", "mhc", "attnres"),
     ),
     "mixtures of experts": ("mixtral", "switch", "llama4", "deepseek-moe", "deepseek-moe-mtp"),
     "sparse attention": (
@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 COMPARED: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "mqa", "mla", "differential", "select", "selective", "forgetting", "path"),
-        *("ssmax", "tpa", "resformer", "yoco", "hyper", "mhc", "attnres", "mfa"),
+        *("wall", "ssmax", "tpa", "resformer", "yoco", "hyper", "mhc", "attnres", "mfa"),
     ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),

@@ -57,6 +57,7 @@ from omniattn.modules import (
     RWKVChannelMix,
     SelectAttention,
     SelectiveAttention,
+    WallAttention,
 )
 
 
@@ -154,6 +155,7 @@ KINDS: dict[str, Kind] = {
     "selective": _attention(SelectiveAttention.Config),
     "forgetting": Kind(_heads(Attention.Config, forget_gate=True)),
     "path": Kind(_heads(PaTHAttention.Config)),
+    "wall": Kind(_heads(WallAttention.Config)),
     "ssmax": _attention(Attention.Config, log_scale=True),
     "tpa": _attention(Attention.Config, ranks=(4, 2, 2)),
     "resformer": Kind(

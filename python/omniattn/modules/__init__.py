@@ -12,6 +12,7 @@ from omniattn.modules.attention.multihead import MultiheadAttention
 from omniattn.modules.attention.path_attention import PaTHAttention
 from omniattn.modules.attention.relative_attention import DisentangledAttention, T5RelativeBias
 from omniattn.modules.attention.transformer_xl import TransformerXLAttention
+from omniattn.modules.attention.wall_attention import WallAttention
 from omniattn.modules.base.dropout import Dropout
 from omniattn.modules.base.layer import LayerConfig
 from omniattn.modules.base.learned import XIELU, DynamicTanh, PolyNorm
@@ -216,6 +217,7 @@ __all__ = [
     "T5RelativeBias",
     "Threshold",
     "TransformerXLAttention",
+    "WallAttention",
     "Window",
     "WindowAttention",
 ]

@@ -51,6 +51,7 @@ from omniattn.modules import (
     SelectiveAttention,
     SimpleSelectiveSSM,
     TransformerXLAttention,
+    WallAttention,
 )
 
 STD = {"init_std": 0.5}
@@ -124,6 +125,7 @@ MIXERS = [
     RWKV7TimeMix.Config(24, head_dim=8, init_std=0.5),
     SelectAttention.Config(24, 4, 2, init_std=0.5),
     PaTHAttention.Config(24, 4, 2, forget_gate=True, init_std=0.5),
+    WallAttention.Config(24, 4, 2, scalar_gate=True, init_std=0.5),
     SelectiveAttention.Config(24, 4, 2, init_std=0.5),
     SimpleSelectiveSSM.Config(24, 5, init_std=0.5),
     SimpleSelectiveSSM.Config(24, 5, a_dep=True, init_std=0.5),

@@ -71,6 +71,7 @@ FIELDS = {
     "NeighborhoodAttention3D": {"dim": 8, "num_heads": 2, "kernel_size": 3, "stride": (1, 2, 3)},
     "Performer": {"dim": 8, "num_heads": 2},
     "SelectAttention": {"dim": 8, "num_heads": 2},
+    "WallAttention": {"dim": 8, "num_heads": 2},
     "PaTHAttention": {"dim": 8, "num_heads": 2, "w_rank": 4},
     "SelectiveAttention": {"dim": 8, "num_heads": 2},
     "BigBirdAttention": {"dim": 8, "num_heads": 2},

@@ -80,6 +80,7 @@ from omniattn.modules import (
     RWKVChannelMix,
     SelectAttention,
     SelectiveAttention,
+    WallAttention,
 )
 from omniattn.modules.base.layer import LayerConfig
 
@@ -200,6 +201,7 @@ TRAINED: dict[str, ModelConfig] = {
     "differential": DifferentialConfig(),
     "forgetting": _sparse((Attention.Config(192, 6, 2, forget_gate=True),), rotated=False),
     "path": _sparse((PaTHAttention.Config(192, 6, 2, w_rank=None),), rotated=False),
+    "wall": _sparse((WallAttention.Config(192, 6, 2),), rotated=False),
     "ssmax": _sparse((Attention.Config(192, 6, 2, log_scale=True),)),
     "mfa": _sparse((Attention.Config(192, 6, 1, q_rank=96),)),
     "tpa": _sparse((Attention.Config(192, 6, ranks=(6, 2, 2)),)),

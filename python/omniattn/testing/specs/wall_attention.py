@@ -56,7 +56,7 @@ SPECS = (WALL_ATTENTION,)
 VARIANTS = (
     Variant(
         "wall attention: decays of channels between key and query",
-        ("wall_attention",),
+        ("wall_attention", "WallAttention"),
         "Averbuch and Pai 2026, https://blog.tilderesearch.com/blog/wall-attn",
     ),
 )
