@@ -245,7 +245,7 @@ def test_caches_hold_floating_point(cache):
 
 
 #: Numbers that may be below 0, and what else is not nonsense for its field.
-SENSIBLE = {"lower_bound", "offset", "scale", "clamp_length", "theta"}
+SENSIBLE = {"gate_bias", "lower_bound", "offset", "scale", "clamp_length", "theta"}
 
 
 def numeric_fields(config):

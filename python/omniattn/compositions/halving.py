@@ -44,7 +44,8 @@ class Tokens(NamedTuple):
     gates: Tensor | None  # (B, n, S, Hq), fp64, the sum of the log gates up to the token
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Tokens:
-        return Tokens(*(t if t is None else change(t) for t in self))
+        ids, gates = (t if t is None else change(t) for t in (self.ids, self.gates))
+        return Tokens(change(self.v), ids, gates)
 
 
 class Blocks(NamedTuple):
@@ -157,10 +158,14 @@ def join_all(blocks: Blocks, carry: Carry, scale: float, carried: bool) -> Block
     *between, right = [blocks, *reversed(single)]
     while between:
         left = between.pop()
-        tokens = Tokens(*map(_after, left.tokens, right.tokens))
+        tokens = _after(left.tokens, right.tokens)
         right = _joined(left, right, tokens, carry if between else last, scale)
     return right
 
 
-def _after(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    return None if left is None or right is None else torch.cat([left, right], 2)
+def _after(left: Tokens, right: Tokens) -> Tokens:
+    ids, gates = (
+        None if t is None or after is None else torch.cat([t, after], 2)
+        for t, after in zip(left[1:], right[1:], strict=True)
+    )
+    return Tokens(torch.cat([left.v, right.v], 2), ids, gates)

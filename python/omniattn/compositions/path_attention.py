@@ -76,8 +76,8 @@ def path_attention(
         pad = (*(0, 0) * (t.dim() - 2), 0, -steps % size)
         return blocks_of(torch.nn.functional.pad(t, pad), size)
 
-    rows = (in_blocks(t) for t in (q, k[:, past:], w, beta))
-    blocks = _within(*rows, new.map(in_blocks), scale)
+    q, own, w_blocks, beta_blocks = (in_blocks(t) for t in (q, k[:, past:], w, beta))
+    blocks = _within(q, own, w_blocks, beta_blocks, new.map(in_blocks), scale)
     whole = join_all(blocks, CARRY, scale, past > 0 or return_keys)
     keys, out = k[:, None, :past], whole.out
     if past > 0:

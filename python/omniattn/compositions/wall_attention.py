@@ -54,7 +54,7 @@ def wall_attention(
     gates = None if g_scalar is None else clamp(g_scalar.double(), LEAST_LOG_GATE).cumsum(1)
     new = Tokens(v, ids, gates).map(lambda t: t[:, past:])
     keys = k[:, None, :past]
-    size = min(_BLOCK, 1 << (steps - 1).bit_length())
+    size = min(_BLOCK, 1 << (int(steps) - 1).bit_length())
 
     def in_blocks(t: Tensor, value: float = 0.0) -> Tensor:
         pad = (*(0, 0) * (t.dim() - 2), 0, -steps % size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -140,8 +140,9 @@ def wall_attention(
     if cu_seqlens is not None:
         ids = sequence_ids(op, cu_seqlens, q, total, return_keys)
     if use_reference(op, backend, q) or total <= 1 or q.numel() == 0 or v.numel() == 0:
-        options = {"scale": scale, "cu_seqlens": cu_seqlens, "return_keys": return_keys}
-        return reference.wall_attention(q, k, v, g, g_scalar, sinks=sinks, **options)
+        options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens}
+        options |= {"sinks": sinks, "return_keys": return_keys}
+        return reference.wall_attention(q, k, v, g, g_scalar, **options)
     scale = default_scale(q.shape[3]) if scale is None else scale
     is_cast = autocast_dtype(q) is not None  # export makes a graph of its own of each such block
     with torch.autocast(q.device.type, enabled=False) if is_cast else contextlib.nullcontext():
