@@ -113,6 +113,7 @@ TITLES = {
     "forgetting_attention": "attention, weights and selection",
     "path_attention": "attention, weights and selection",
     "wall_attention": "attention, weights and selection",
+    "stick_breaking_attention": "attention, weights and selection",
     "norm": "norms",
     "rope": "rotary embeddings",
     "activation": "gated activations",

@@ -239,6 +239,7 @@ BASELINES = {
     "selective_attention": {"eager": reference.selective_attention},
     "forgetting_attention": {"eager": reference.forgetting_attention},
     "path_attention": {"eager": reference.path_attention},
+    "stick_breaking_attention": {"eager": reference.stick_breaking_attention},
     "moba_attention": {"eager": reference.moba_attention},
     "nsa_attention": {"eager": reference.nsa_attention},
     "routed_block_attention": {"eager": reference.routed_block_attention},

@@ -314,6 +314,7 @@ Tensor attention_weights(const OpCall& given, const Keys& keys, const Weighed& s
   const DeviceScope scope(keys.q);
   const Call call = check_keys(op, keys, {side.aux}, rules);
   const AttentionProblem& p = call.problem;
+  require(!is_stick(p.score), op, "weights that break a stick are not computed from lse");
   require_tensor(op, "lse", lse, accumulator(p.dtype));
   require_sizes(op, "lse", lse, call.lse_sizes);
   const Tensor lse_rows = torch::stable::contiguous(lse);

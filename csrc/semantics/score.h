@@ -124,8 +124,8 @@ OMNIATTN_FN uint32_t product_terms() {
 // joins the row later, and a normalizer weighs logits. Any other rule, including a new one, changes
 // the logits.
 OMNIATTN_FN bool leaves_logits(uint32_t terms) {
-  return (terms &
-          ~(product_terms() | terms_of(ScoreRole::sinks) | terms_of(ScoreRole::normalizer))) == 0;
+  return (terms & ~(product_terms() | terms_of(ScoreRole::sinks) | terms_of(ScoreRole::normalizer) |
+                    terms_of(ScoreRole::stick))) == 0;
 }
 
 // True if logits must be in natural units: a term is added to them, a sink joins them in the
@@ -143,7 +143,7 @@ struct Score {
   double chain;          // scale / pre: ds/dx is chain, multiplied by g'(x) if there is a transform
   bool natural;          // true: logits are s; false: s log2(e)
   ScoreKind transform;   // none: x is the logit
-  ScoreKind normalizer;  // none: softmax
+  ScoreKind normalizer;  // of either role, none: softmax
 };
 
 // `c` is the parameter of the transform, if any.
@@ -151,7 +151,9 @@ OMNIATTN_FN Score make_score(double scale, uint32_t terms, double c) {
   const bool natural = is_natural(terms);
   const double unit = natural ? 1.0 : kLog2E;
   const ScoreKind transform = rule_of(terms, ScoreRole::transform);
-  const ScoreKind normalizer = rule_of(terms, ScoreRole::normalizer);
+  const ScoreKind stick = rule_of(terms, ScoreRole::stick);
+  const ScoreKind normalizer =
+      stick == ScoreKind::none ? rule_of(terms, ScoreRole::normalizer) : stick;
   return transform == ScoreKind::none
              ? Score{scale * unit, 0.0, natural ? 1.0 : kLn2, natural, transform, normalizer}
              : Score{scale / c, c * unit, c, natural, transform, normalizer};
@@ -159,6 +161,10 @@ OMNIATTN_FN Score make_score(double scale, uint32_t terms, double c) {
 
 // True if the weights of a row are normalised jointly, by a softmax.
 OMNIATTN_FN bool is_softmax(const Score& score) { return score.normalizer == ScoreKind::none; }
+// True if the weights of a row break a stick, see stick_breaking.h.
+OMNIATTN_FN bool is_stick(const Score& score) {
+  return score.normalizer == ScoreKind::stick_breaking;
+}
 
 // For logits a and b: e^(a - b) = 2^(factor * (a - b)).
 template <class T>

@@ -10,6 +10,7 @@
 //                                            score_program.h
 //   sinks       (Hq,)                        the logit of one more key, whose value is 0
 //   normalizer                               the weight of each logit, instead of a softmax
+//   stick                                    weights that break a stick, see stick_breaking.h
 //
 // with i = q + Tk - Tq. The struct of a transform or normalizer gives its value and derivative at x
 // (at), written once for vectors and scalars on the CPU and for CUDA. The struct of a table gives
@@ -31,13 +32,12 @@
 namespace omniattn {
 
 // name, number in the encoded form, struct
-#define OMNIATTN_SCORE_RULES(rule)                                                         \
-  rule(bias, 0, Bias) rule(softcap, 1, Softcap) rule(sinks, 2, Sinks)                      \
-      rule(head_scale, 3, HeadScale) rule(sigmoid, 4, Sigmoid) rule(relu2, 5, SquaredRelu) \
-          rule(alibi, 6, Alibi) rule(buckets, 7, Buckets) rule(distances, 8, Distances)    \
-              rule(window, 9, Window) rule(program, 10, Program)                           \
-                  rule(relative_keys, 11, RelativeKeys)                                    \
-                      rule(relative_queries, 12, RelativeQueries)
+#define OMNIATTN_SCORE_RULES(rule)                                                                \
+  rule(bias, 0, Bias) rule(softcap, 1, Softcap) rule(sinks, 2, Sinks)                             \
+      rule(head_scale, 3, HeadScale) rule(sigmoid, 4, Sigmoid) rule(relu2, 5, SquaredRelu)        \
+          rule(alibi, 6, Alibi) rule(buckets, 7, Buckets) rule(distances, 8, Distances) rule(     \
+              window, 9, Window) rule(program, 10, Program) rule(relative_keys, 11, RelativeKeys) \
+              rule(relative_queries, 12, RelativeQueries) rule(stick_breaking, 13, StickBreaking)
 
 enum class ScoreKind : int32_t {
   none = -1,
@@ -55,7 +55,8 @@ enum class ScoreRole : int32_t {
   table,
   program,
   sinks,
-  normalizer
+  normalizer,
+  stick
 };
 
 constexpr double kLog2E = 1.4426950408889634074;
@@ -123,6 +124,10 @@ struct Sinks {
 };
 struct Normalizer {
   static constexpr ScoreRole kRole = ScoreRole::normalizer;
+  static constexpr int32_t kParameters = 0;
+};
+struct StickBreaking {
+  static constexpr ScoreRole kRole = ScoreRole::stick;
   static constexpr int32_t kParameters = 0;
 };
 

@@ -3,11 +3,13 @@
 // only here: output 0, lse -inf, gradients 0. A logit of NaN or +inf makes l NaN, and
 // with it the output and lse of its row; m alone may miss a NaN. A sink is a key with value 0
 // that a row sees before all others. Other normalizers (see score_rules.h) need neither m nor l;
-// their lse is 0.
+// their lse is 0. A row that breaks a stick keeps its cost in m and l, and its lse is the logarithm
+// of the remainder.
 #pragma once
 
 #include "semantics/macros.h"
 #include "semantics/score.h"
+#include "semantics/stick_breaking.h"
 
 namespace omniattn {
 
@@ -87,6 +89,7 @@ OMNIATTN_FN T row_factor(const Score& score, T l) {
 }
 template <class T>
 OMNIATTN_FN Lse<T> row_lse(const Score& score, T m, T l, T ln_l) {
+  if (is_stick(score)) return {-(m + l), -((m - (m + l)) + l)};
   if (!is_softmax(score)) return {T(0), T(0)};
   return softmax_lse(score, m, l, ln_l);
 }

@@ -86,6 +86,7 @@ def test_recurrent_states_have_one_size_for_any_length(name):
         "forgetting",
         "path",
         "wall",
+        "stick-breaking",
         "mamba",
         "mamba2",
         "jamba",

@@ -59,7 +59,9 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& ro
   for (int64_t r = 0; r < count; ++r) {
     const int64_t row = x.row + r;
     const T* const out = row_of<T>(params.out, x.b, x.queries.begin + r, x.h);
-    const auto [shift, exponent] = softmax_backward_shift(p.score, Lse<A>{lse[r], tail[r]});
+    const auto [shift, exponent] = is_stick(p.score)
+                                       ? BackwardShift<A>{A(0), A(0)}
+                                       : softmax_backward_shift(p.score, Lse<A>{lse[r], tail[r]});
     const A factor = exp2(V(exponent)).v[0];
     const A kept = kSplits<operand_t<T>> ? factor : A(1);  // folding it into dO would round
     auto* const grad = rows.grad_out(row);
@@ -73,6 +75,10 @@ void prepare_block(const AttentionBackwardParams& params, const QueryRows<T>& ro
         kept * reduce_add(sum) - (grad_lse != nullptr ? factor * grad_lse[stat + r] : A(0));
     rows.shift(row) = shift;
     rows.factor(row) = kept;
+    if (is_stick(p.score)) {
+      rows.delta(row) = grad_lse != nullptr ? grad_lse[stat + r] : A(0);
+      rows.left(row) = {-lse[r], -tail[r]};
+    }
   }
   if constexpr (kSumsColumns<T>) {
     transpose_rows(rows.q(x.row), rows.ldq, count, p.d, rows.q_columns(x.row));

@@ -3,6 +3,7 @@
 // operands of the following products.
 #pragma once
 
+#include "kernels/attention/attention_stick.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/transpose.h"
 
@@ -15,7 +16,8 @@ template <class T>
 constexpr bool kSumsColumns = kKeepsQueries<T> && !kSplits<operand_t<T>>;
 
 // Workspace for rows [first, first + count) of all (b, h, q): x_q = pre * q, dO times the factor of
-// its row of P, dQ once per split, Delta, shift, and the factor if dO lacks it. If kSumsColumns,
+// its row of P, dQ once per split, Delta, shift, and the factor if dO lacks it. A row that breaks a
+// stick has the cost of the keys not yet visited, and the sum of stick_gradients. If kSumsColumns,
 // also x_q and dO as columns, with the rows of a block of queries together.
 template <class T>
 struct QueryRows {
@@ -27,6 +29,7 @@ struct QueryRows {
   int64_t d, dv;
   M *q_, *grad_out_, *q_columns_, *grad_out_columns_;
   A *grad_q_, *delta_, *shift_, *factor_;
+  ExactSum<A>* left_;
 
   QueryRows(const AttentionBackwardParams& params, void* memory, int64_t first_row, int64_t rows)
       : first(first_row),
@@ -46,6 +49,7 @@ struct QueryRows {
     delta_ = arena.take(count);
     shift_ = arena.take(count);
     factor_ = arena.take(count);
+    left_ = reinterpret_cast<ExactSum<A>*>(arena.take(2 * count));
   }
   OMNIATTN_INLINE M* q(int64_t row) const { return q_ + (row - first) * ldq; }
   OMNIATTN_INLINE M* grad_out(int64_t row) const { return grad_out_ + (row - first) * ldo; }
@@ -60,6 +64,7 @@ struct QueryRows {
   OMNIATTN_INLINE A& delta(int64_t row) const { return delta_[row - first]; }
   OMNIATTN_INLINE A& shift(int64_t row) const { return shift_[row - first]; }
   OMNIATTN_INLINE A& factor(int64_t row) const { return factor_[row - first]; }
+  OMNIATTN_INLINE ExactSum<A>& left(int64_t row) const { return left_[row - first]; }
 };
 
 #if defined(OMNIATTN_PAIRS)
@@ -160,14 +165,19 @@ void gradient_row(const GradientTile<T>& tile, const RowScore<compute_t<T>>& sco
   const int64_t row = tile.row + r;
   if constexpr (kSplits<operand_t<T>>) scale_row(ds, columns, tile.rows.factor(row));
   drop(ds);
-  const V mean(is_softmax(problem.score) ? tile.rows.delta(row) : A(0));  // weighted mean of dP
-  with_weight(problem.score, tile.rows.shift(row), [&](auto weight) {
-    for_columns<A>(columns, [&](int64_t n) {
-      const auto w = weight(load(weights + n));
-      store(weights + n, w.value);
-      store(ds + n, w.slope * (load(ds + n) - mean));
+  if (is_stick(problem.score)) {
+    score.hide(ds, columns, A(0));
+    stick_gradients(weights, ds, columns, tile.rows.left(row), tile.rows.delta(row));
+  } else {
+    const V mean(is_softmax(problem.score) ? tile.rows.delta(row) : A(0));  // weighted mean of dP
+    with_weight(problem.score, tile.rows.shift(row), [&](auto weight) {
+      for_columns<A>(columns, [&](int64_t n) {
+        const auto w = weight(load(weights + n));
+        store(weights + n, w.value);
+        store(ds + n, w.slope * (load(ds + n) - mean));
+      });
     });
-  });
+  }
   if (problem.program != nullptr) {
     score.run_program(problem.program->gradient, 1, ds, columns, tile.grad_program);
   }

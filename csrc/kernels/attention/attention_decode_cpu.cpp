@@ -7,6 +7,7 @@
 // factors multiply the products q.k, and the weights of the values.
 #include "kernels/attention/attention_decode_tile.h"
 #include "kernels/attention/attention_kernels_cpu.h"
+#include "kernels/attention/attention_stick.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
 #include "semantics/softmax.h"
@@ -90,11 +91,29 @@ struct Partial {
   OMNIATTN_INLINE A& l() const { return o[width + 1]; }
 };
 template <class A>
+OMNIATTN_INLINE void scale_partial(const Partial<A>& row, A factor) {
+  using V = Vec<A>;
+  for (int64_t c = 0; c < row.width; c += V::kWidth) store(row.o + c, load(row.o + c) * V(factor));
+}
+template <class A>
 OMNIATTN_INLINE Partial<A> partial_of(const AttentionForwardParams& params, int64_t b,
                                       int64_t split, int64_t h, int64_t q) {
   const AttentionProblem& p = params.problem;
   const int64_t row = ((b * decode_splits(p) + split) * p.hq + h) * p.tq + q;
   return {static_cast<A*>(params.workspace) + row * partial_elements(p), padded_row(p.dv)};
+}
+
+// Replaces logits that break a stick by weights, as if no key came after these; `m` of the row's
+// partial is the cost of its keys.
+template <class A>
+void stick_partial(int64_t keys, A* s, const Partial<A>& row) {
+  using V = Vec<A>;
+  StickRow<A> stick;
+  const Range columns{0, round_up(keys, V::kWidth)};
+  const A cost = stick.set(s, columns);
+  for_columns<A>(columns, [&](int64_t n) { store(s + n, stick.weights(n, A(0))); });
+  scale_partial(row, exp(V(-cost)).v[0]);
+  row.m() += cost;
 }
 
 // Turns logits of up to 64 keys of one row into probabilities, and updates the row's partial.
@@ -111,20 +130,24 @@ void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_
   }
   const A highest = reduce_max(top);
   if (is_softmax(p.score) && highest > row.m()) {
-    const V alpha = exp2(V((row.m() - highest) * exponent_factor<A>(p.score)));
-    row.l() *= alpha.v[0];
-    for (int64_t c = 0; c < row.width; c += V::kWidth) store(row.o + c, load(row.o + c) * alpha);
+    const A alpha = exp2(V((row.m() - highest) * exponent_factor<A>(p.score))).v[0];
+    row.l() *= alpha;
+    scale_partial(row, alpha);
     row.m() = highest;
   }
-  with_weight(p.score, softmax_shift(row.m()), [&](auto weight) {
-    V sum = zero<A>();
-    for (int64_t n = 0; n < keys; n += V::kWidth) {
-      const V w = weight(load(s + n)).value;
-      sum += w;
-      store(s + n, w);
-    }
-    row.l() += reduce_add(sum);
-  });
+  if (is_stick(p.score)) {
+    stick_partial(keys, s, row);
+  } else {
+    with_weight(p.score, softmax_shift(row.m()), [&](auto weight) {
+      V sum = zero<A>();
+      for (int64_t n = 0; n < keys; n += V::kWidth) {
+        const V w = weight(load(s + n)).value;
+        sum += w;
+        store(s + n, w);
+      }
+      row.l() += reduce_add(sum);
+    });
+  }
   if (p.dropout.threshold == 0) return;
   RowDropout<A>(p, score.b, score.h, score.q, score.key).apply(s, {0, keys});
 }
@@ -272,6 +295,45 @@ void decode_item(const AttentionForwardParams& params, void* scratch, int64_t it
   }
 }
 
+// Final m and l of a row.
+template <class A>
+struct RowSums {
+  A m, l;
+};
+
+// The functions below replace m of each partial of a row by its weight.
+template <class A, class F>
+RowSums<A> weigh_partials(const AttentionProblem& p, A sink, int64_t splits, const F& partial) {
+  using V = Vec<A>;
+  A m = sink;
+  for (int64_t n = 0; n < splits; ++n) {
+    const A top = partial(n).m();
+    if (top > m) m = top;
+  }
+  const auto weight = [&](A top) {
+    return exp2(V((top - softmax_shift(m)) * exponent_factor<A>(p.score))).v[0];
+  };
+  A l = weight(sink);  // 0 without a sink
+  for (int64_t n = 0; n < splits; ++n) {
+    const Partial<A> part = partial(n);
+    part.m() = weight(part.m());
+    l += part.m() * part.l();
+  }
+  return {m, l};
+}
+// For rows that break a stick.
+template <class A, class F>
+RowSums<A> break_partials(int64_t splits, const F& partial) {
+  ExactSum<A> beyond{A(0), A(0)};
+  for (int64_t n = splits - 1; n >= 0; --n) {
+    const Partial<A> part = partial(n);
+    const A weight = exp(Vec<A>(-beyond.total())).v[0];
+    beyond.add(part.m());
+    part.m() = weight;
+  }
+  return {beyond.value, beyond.error};
+}
+
 template <class T>
 void merge_row(const AttentionForwardParams& params, int64_t item) {
   using A = compute_t<T>;
@@ -280,25 +342,14 @@ void merge_row(const AttentionForwardParams& params, int64_t item) {
   const int64_t b = item / (p.hq * p.tq), h = item / p.tq % p.hq, q = item % p.tq;
   const int64_t splits = decode_splits(p), stride = p.hq * p.tq * partial_elements(p);
   const Partial<A> first = partial_of<A>(params, b, 0, h, q);
-  const A sink = initial_maximum<A>(p, h);
-  A m = sink;
-  for (int64_t n = 0; n < splits; ++n) {
-    const A top = Partial<A>{first.o + n * stride, first.width}.m();
-    if (top > m) m = top;
-  }
-  const auto weight = [&](A top) {
-    return exp2(V((top - softmax_shift(m)) * exponent_factor<A>(p.score))).v[0];
-  };
-  A l = weight(sink);                     // 0 without a sink
-  for (int64_t n = 0; n < splits; ++n) {  // m of a partial is replaced by its weight
-    const Partial<A> part{first.o + n * stride, first.width};
-    part.m() = weight(part.m());
-    l += part.m() * part.l();
-  }
+  const auto partial = [&](int64_t n) { return Partial<A>{first.o + n * stride, first.width}; };
+  const auto [m, l] = is_stick(p.score)
+                          ? break_partials<A>(splits, partial)
+                          : weigh_partials(p, initial_maximum<A>(p, h), splits, partial);
   for (int64_t c = 0; c < p.dv; c += V::kWidth) {
     V sum = zero<A>();
     for (int64_t n = 0; n < splits; ++n) {
-      const Partial<A> part{first.o + n * stride, first.width};
+      const Partial<A> part = partial(n);
       sum = fma(V(part.m()), load(part.o + c), sum);
     }
     store(first.o + c, sum);

@@ -1,10 +1,12 @@
 // Tiled forward (see attention_kernels_cpu.h). One query block of one head walks the visible key
-// blocks, keeps S (96 x 128), O and the softmax state in L2 and writes O and lse once. A work item
+// blocks, keeps S (96 x 128), O and the softmax state in L2 and writes O and lse once. A stick is
+// broken from the last key block to the first. A work item
 // is one such block, or all blocks of a kv head if there are enough heads: the packed K and V then
 // stay in the caches of one core.
 #include "kernels/attention/attention_distance.h"
 #include "kernels/attention/attention_kernels_cpu.h"
 #include "kernels/attention/attention_softmax.h"
+#include "kernels/attention/attention_stick.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
@@ -69,6 +71,27 @@ void raise_maxima(const SoftmaxTile<A>& tile, int64_t row, int64_t end, Range co
   }
 }
 
+// Computes the weights of row r, whose logits break a stick; m and l of the row hold its cost.
+template <class To, class A>
+void break_stick(const SoftmaxTile<A>& tile, int64_t r, Range columns) {
+  const SoftmaxRow<A> row = tile.row(r, A(1));
+  StickRow<A> stick;
+  const A cost = stick.set(row.s, columns);
+  ExactSum<A> beyond{*row.m, *row.l};
+  for_columns<A>(columns,
+                 [&](int64_t n) { store_weights<To>(row.s, n, stick.weights(n, beyond.total())); });
+  beyond.add(cost);
+  *row.m = beyond.value;
+  *row.l = beyond.error;
+}
+
+// Computes the unnormalised weights of row r.
+template <class M, class To, class A>
+OMNIATTN_INLINE void weigh_row(const SoftmaxTile<A>& tile, int64_t r, A factor, Range columns) {
+  if (is_stick(tile.p.score)) return break_stick<To>(tile, r, columns);
+  weigh<M, To>(tile.p.score, tile.row(r, factor), columns);
+}
+
 // Computes logits, softmax and dropout of a tile.
 template <class M, class A>
 void softmax_tile(const SoftmaxTile<A>& tile, A product_factor) {
@@ -79,7 +102,8 @@ void softmax_tile(const SoftmaxTile<A>& tile, A product_factor) {
   for (int64_t g = 0; g < plan.groups(); ++g) {
     const Range columns = plan.columns[g], rows = plan.group_rows(g);
     if (is_empty(columns)) continue;
-    const bool is_plain = leaves_logits(p.terms) && !plan.masked[g] && product_factor > A(0);
+    const bool is_plain =
+        leaves_logits(p.terms) && !plan.masked[g] && product_factor > A(0) && !is_stick(p.score);
     const A factor = is_plain ? product_factor : A(1);
     for (int64_t r = rows.begin; r < rows.end && !is_plain; ++r) {
       A* const s = tile.s + r * kKeyBlock;
@@ -92,13 +116,13 @@ void softmax_tile(const SoftmaxTile<A>& tile, A product_factor) {
       raise_maxima(tile, r, smaller(r + V::kWidth, rows.end), columns, factor);
     }
     for (int64_t r = rows.begin; r < rows.end; ++r) {
-      const SoftmaxRow<A> row = tile.row(r, factor);
       if (p.dropout.threshold == 0) {
-        weigh<M, computed_t<M>>(p.score, row, columns);
+        weigh_row<M, computed_t<M>>(tile, r, factor, columns);
       } else {
-        weigh<M, A>(p.score, row, columns);
-        RowDropout<A>(p, tile.b, tile.h, plan.queries.begin + r, key).apply(row.s, columns);
-        narrow_row<computed_t<M>>(row.s, columns);
+        A* const s = tile.s + r * kKeyBlock;
+        weigh_row<M, A>(tile, r, factor, columns);
+        RowDropout<A>(p, tile.b, tile.h, plan.queries.begin + r, key).apply(s, columns);
+        narrow_row<computed_t<M>>(s, columns);
       }
     }
   }
@@ -130,11 +154,12 @@ void forward_block(const AttentionForwardParams& params, int64_t b, int64_t h, i
   const A first = initial_maximum<A>(p, h);
   for (int64_t r = 0; r < rows; ++r) {
     m[r] = first;
-    l[r * V::kWidth] = softmax_initial_sum(first);
+    if (is_softmax(p.score)) l[r * V::kWidth] = softmax_initial_sum(first);
   }
 
   TilePlan plan;
-  for (Tiles<Along::keys> tiles(p, b, h, queries); tiles.next(plan);) {
+  for (Tiles<Along::keys> tiles(p, b, h, queries);
+       is_stick(p.score) ? tiles.last(plan) : tiles.next(plan);) {
     const Range keys = plan.keys;
     for_parts<kOnTiles>(plan, [&](const TilePlan& part) {
       const int64_t row = part.queries.begin - queries.begin;

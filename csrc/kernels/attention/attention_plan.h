@@ -76,6 +76,8 @@ struct Tiles {
   Tiles(const AttentionProblem& problem, int64_t b, int64_t h, Range others);
   // Plans the next tile; false at the end.
   bool next(TilePlan& plan);
+  // Plans the last tile that is left; false if none is.
+  bool last(TilePlan& plan);
 };
 extern template struct Tiles<Along::keys>;
 extern template struct Tiles<Along::queries>;

@@ -82,6 +82,16 @@ bool Tiles<kAlong>::next(TilePlan& plan) {
   return false;
 }
 
+template <Along kAlong>
+bool Tiles<kAlong>::last(TilePlan& plan) {
+  bool planned = false;
+  for (Range left = blocks.left; !planned && !is_empty(left); blocks.left = left) {
+    blocks.left = {--left.end, left.end + 1};
+    planned = next(plan);
+  }
+  return planned;
+}
+
 template struct Tiles<Along::keys>;
 template struct Tiles<Along::queries>;
 

@@ -159,8 +159,10 @@ OMNIATTN_FN int64_t heads_per_item(const AttentionBackwardParams& p) {
 OMNIATTN_FN int64_t backward_owners(const AttentionBackwardParams& p) {
   return ceil_div(p.problem.batch, batches_per_item(p)) * (p.problem.hkv / heads_per_item(p));
 }
-// `owners` is the sum of backward_owners over all problems of the call.
+// `owners` is the sum of backward_owners over all problems of the call. A stick is broken along all
+// keys of a row, in order.
 OMNIATTN_FN int64_t backward_splits(const AttentionBackwardParams& p, int64_t owners) {
+  if (is_stick(p.problem.score)) return 1;
   const int64_t wanted = ceil_div(kBackwardItems, owners);
   const int64_t limit = wanted < kBackwardSplits ? wanted : kBackwardSplits;
   const int64_t blocks = key_block_count(p.problem);
@@ -180,10 +182,10 @@ OMNIATTN_FN int64_t column_elements(const AttentionProblem& p, int64_t rows, int
   return size_of(p.dtype) == 2 ? round_up(rows * width, 32) / 2 : 0;
 }
 // Memory for `rows` query rows: pre * q and dO, both also as columns, one dQ per split, Delta, the
-// shift of the exponent and the factor of the row.
+// shift of the exponent, the factor of the row and the cost of its keys.
 OMNIATTN_FN int64_t backward_workspace_elements(const AttentionBackwardParams& p, int64_t rows) {
   const AttentionProblem& x = p.problem;
-  return rows * (padded_row(x.d) * (1 + p.splits) + padded_row(x.dv) + 3) +
+  return rows * (padded_row(x.d) * (1 + p.splits) + padded_row(x.dv) + 5) +
          column_elements(x, rows, x.d) + column_elements(x, rows, x.dv);
 }
 // Memory for packed K^T, V^T and K, the dK and dV of one key block, and the P and dS

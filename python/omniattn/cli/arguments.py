@@ -14,6 +14,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "llama-tiny", "llama-medium", "falcon", "gpt2", "mla", "differential"),
         *("select", "selective", "forgetting", "path", "wall", "ssmax", "mfa", "tpa"),
+        *("select", "selective", "forgetting", "stick-breaking", "ssmax", "mfa", "tpa"),
         *("resformer", "yoco", "hyper", "mhc", "attnres"),
     ),
     "mixtures of experts": ("mixtral", "switch", "llama4", "deepseek-moe", "deepseek-moe-mtp"),
@@ -38,6 +39,8 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "mqa", "mla", "differential", "select", "selective", "forgetting", "path"),
         *("wall", "ssmax", "tpa", "resformer", "yoco", "hyper", "mhc", "attnres", "mfa"),
+        *("llama", "mqa", "mla", "differential", "select", "selective", "forgetting"),
+        *("stick-breaking", "ssmax", "tpa", "resformer", "yoco", "hyper", "mhc", "attnres", "mfa"),
     ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),

@@ -156,6 +156,9 @@ KINDS: dict[str, Kind] = {
     "forgetting": Kind(_heads(Attention.Config, forget_gate=True)),
     "path": Kind(_heads(PaTHAttention.Config)),
     "wall": Kind(_heads(WallAttention.Config)),
+    "stick-breaking": Kind(
+        _heads(Attention.Config, normalizer="stick_breaking", attend_current=False)
+    ),
     "ssmax": _attention(Attention.Config, log_scale=True),
     "tpa": _attention(Attention.Config, ranks=(4, 2, 2)),
     "resformer": Kind(

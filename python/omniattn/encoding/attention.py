@@ -18,7 +18,7 @@ from torch import Tensor
 
 from omniattn.encoding.masks import LAYOUTS, PARTS, MaskKind, Rule, Rules
 from omniattn.encoding.options import (
-    NORMALIZERS,
+    ALL_NORMALIZERS,
     TABLES,
     TRANSFORMS,
     EncodedRows,
@@ -140,7 +140,7 @@ def _option(kind: ScoreKind, tensor: Tensor | None, parameters: Sequence[float])
     name = kind.name.lower()
     if name in TRANSFORMS:
         return {name: parameters[0]}
-    if name in NORMALIZERS:
+    if name in ALL_NORMALIZERS:
         return {"normalizer": name}
     if kind in TABLES:
         return {"relative": Table(kind, tensor, tuple(parameters))}

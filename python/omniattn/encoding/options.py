@@ -41,9 +41,10 @@ class ScoreKind(IntEnum):
     PROGRAM = 10  # program of a score_mod, the last rule, see score_program.py
     RELATIVE_KEYS = 11  # scale q_i . rows[k - i + zero], rows (rows, Hq, D), as above
     RELATIVE_QUERIES = 12  # scale k_j . rows[k - i + zero]
+    STICK_BREAKING = 13  # weights that break a stick instead of softmax, see break_stick
 
 
-Normalizer: TypeAlias = Literal["softmax", "sigmoid", "relu2"]
+Normalizer: TypeAlias = Literal["softmax", "sigmoid", "relu2", "stick_breaking"]
 
 #: Option name -> g; an option c > 0 replaces scores s by c g(s / c), 0 is off.
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"softcap": torch.tanh}
@@ -52,6 +53,9 @@ NORMALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "relu2": lambda s: torch.relu(s).square(),
 }
+#: All normalizers, and those among them whose rows have an lse.
+ALL_NORMALIZERS = ("softmax", *NORMALIZERS, "stick_breaking")
+WITH_LSE = ("softmax", "stick_breaking")
 #: Kinds whose tensor is a table.
 TABLES = (ScoreKind.ALIBI, ScoreKind.BUCKETS, ScoreKind.DISTANCES, ScoreKind.WINDOW)
 
@@ -226,6 +230,13 @@ class ForgettingOptions(FormOptions, total=False):
     mask: Tensor | EncodedMask | MaskMod | None
 
 
+class StickBreakingOptions(FormOptions, total=False):
+    """Options of `stick_breaking_attention`."""
+
+    window_size: tuple[int, int]
+    mask: Tensor | EncodedMask | MaskMod | None
+
+
 class SelectedOptions(SinkOptions, DropoutOptions, total=False):
     """Options of `selected_attention`."""
 
@@ -257,6 +268,17 @@ class Options(NamedTuple):
 
 #: Number of options that are plain values.
 PLAIN_OPTIONS = Options._fields.index("mask")
+
+
+def break_stick(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the weights of logits s (..., Tk) and the logarithm (...) of what they leave.
+
+    From the last key to the first, each takes the share sigmoid(s) of what later keys left.
+    """
+    left = torch.nn.functional.logsigmoid(-s)
+    later = torch.nn.functional.pad(left[..., 1:], (0, min(1, s.shape[-1])))
+    later = later.flip(-1).cumsum(-1).flip(-1)
+    return torch.sigmoid(s) * later.exp(), left.sum(-1)
 
 
 def transform_of(options: Options) -> tuple[str, float] | None:

@@ -112,6 +112,7 @@ from omniattn.reference.sparse import (
     longformer_attention,
 )
 from omniattn.reference.state_space import ssm_kernel, ssm_recurrence
+from omniattn.reference.stick_breaking import stick_breaking_attention
 from omniattn.reference.structured import cauchy, vandermonde
 from omniattn.reference.topk import top_k
 from omniattn.reference.wall_attention import wall_attention
@@ -218,6 +219,7 @@ __all__ = [
     "ssd",
     "ssm_kernel",
     "ssm_recurrence",
+    "stick_breaking_attention",
     "swiglu",
     "top_k",
     "uniform_like",

@@ -16,6 +16,7 @@ from omniattn.encoding.options import (
     AttentionOptions,
     Options,
     WeightOptions,
+    break_stick,
     pack,
     spelled_out,
     transform_of,
@@ -39,8 +40,9 @@ def attention(
     """q (B,Tq,Hq,D), k (B,Tk,Hkv,D), v (B,Tk,Hkv,Dv) -> O (B,Tq,Hq,Dv) [, lse (B,Hq,Tq)].
 
     Query head h reads kv head h // (Hq / Hkv). `mask` (True = attend) and `bias` broadcast to
-    (B,Hq,Tq,Tk). Fully masked rows have O = 0, lse = -inf and zero gradients. Normalizers other
-    than softmax compute each weight from its own logit; their lse is 0.
+    (B,Hq,Tq,Tk). Fully masked rows have O = 0, lse = -inf and zero gradients. With stick_breaking
+    lse is the logarithm of the remainder, 0 without keys. Other normalizers compute each weight
+    from its own logit; their lse is 0.
     """
     out, lse = attend(q, k, v, pack("attention", options))
     return (out, lse) if return_lse else out
@@ -48,7 +50,7 @@ def attention(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Returns O and lse of :func:`attention` with packed options."""
-    return _attention(q, k, v, _seeded(options))
+    return _attention(q, k, v, seeded(options))
 
 
 @spelled_out(AttentionOptions)
@@ -78,7 +80,7 @@ def attention_varlen(
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     if len(ends_q) == 1:  # one empty sequence, so that gradients are zeros and not None
         ends_q, ends_k = [0, 0], [0, 0]
-    record = _seeded(pack(op, options))
+    record = seeded(pack(op, options))
     outs, lses = [], []
     for n in range(len(ends_q) - 1):
         (q0, q1), (k0, k1) = ends_q[n : n + 2], ends_k[n : n + 2]
@@ -113,7 +115,7 @@ def attention_cached(
         k, v = (t[block_table.clamp(0, max(0, t.shape[0] - 1))].flatten(1, 2) for t in (k, v))
     lies = (cache_seqlens >= 0) & (cache_seqlens <= k.shape[1])
     require_values(f"{op}: cache_seqlens must lie in [0, capacity]", lies)
-    record = _seeded(pack(op, options))
+    record = seeded(pack(op, options))
     outs, lses = [], []
     for n, tk in enumerate(cache_seqlens.tolist() or [0]):  # an empty batch has gradients, too
         one = slice(n, n + 1)
@@ -133,7 +135,7 @@ def _require_pages(op: str, block_table: Tensor, cache_seqlens: Tensor, k: Tenso
     require_values(f"{op}: block_table must name pages of k", exists | ~read)
 
 
-def _seeded(options: Options) -> Options:
+def seeded(options: Options) -> Options:
     """Returns the options with a seed if there is dropout, drawing one if needed, else None."""
     if options.dropout_p == 0:
         return options._replace(seed=None)
@@ -173,6 +175,8 @@ def _attention(
     s = attention_logits(q, k, options)
     if options.normalizer == "softmax":
         p, lse = softmax(s, None if options.sinks is None else widen(options.sinks).to(s.dtype))
+    elif options.normalizer == "stick_breaking":
+        p, lse = break_stick(s)
     else:
         p = NORMALIZERS[options.normalizer](s)
         lse = s.new_zeros(batch, heads, tq)

@@ -27,9 +27,10 @@ from omniattn.checks.tracing import may_train
 from omniattn.encoding.attention import Codes, after_layout, encode
 from omniattn.encoding.masks import BLOCK, MAX_RULES, MaskKind, Rule, Sizes
 from omniattn.encoding.options import (
-    NORMALIZERS,
+    ALL_NORMALIZERS,
     PLAIN_OPTIONS,
     TRANSFORMS,
+    WITH_LSE,
     Options,
     ScoreKind,
     ScoreRule,
@@ -87,7 +88,7 @@ def run(
     """
     aux, mask, score, params = checked_codes(op, q, full, options, layout)
     require_bool(op, "return_lse", return_lse)
-    if return_lse and options.normalizer != "softmax":
+    if return_lse and options.normalizer not in WITH_LSE:
         raise ValueError(
             f"{op}: return_lse needs softmax, got normalizer={shown(options.normalizer)}"
         )
@@ -212,7 +213,7 @@ def _settings(op: str, dim: int, is_double: bool, left: int, right: int, *others
     window: tuple[Rule, ...] = ()
     if options.causal or left >= 0 or right >= 0:
         window = tuple(SlidingWindow(left, 0 if options.causal else right).rules())
-    require_choice(op, "normalizer", options.normalizer, ("softmax", *NORMALIZERS))
+    require_choice(op, "normalizer", options.normalizer, ALL_NORMALIZERS)
     first: tuple[ScoreRule, ...] = ()
     if transform is not None:
         first = ((ScoreKind[name.upper()], None, (c,)),)

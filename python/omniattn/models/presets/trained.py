@@ -199,6 +199,10 @@ TRAINED: dict[str, ModelConfig] = {
     "gpt2": GPT2Config(),
     "mla": MLAConfig(),
     "differential": DifferentialConfig(),
+    "stick-breaking": _sparse(
+        (Attention.Config(192, 6, 2, normalizer="stick_breaking", attend_current=False),),
+        rotated=False,
+    ),
     "forgetting": _sparse((Attention.Config(192, 6, 2, forget_gate=True),), rotated=False),
     "path": _sparse((PaTHAttention.Config(192, 6, 2, w_rank=None),), rotated=False),
     "wall": _sparse((WallAttention.Config(192, 6, 2),), rotated=False),

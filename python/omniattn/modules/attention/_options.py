@@ -26,7 +26,7 @@ def check_options(c: Any) -> None:
         ("gate", c.gate, (None, "elementwise", "headwise")),
         ("gate_activation", c.gate_activation, ("sigmoid", "silu")),
         ("qk_norm", c.qk_norm, (None, "rms", "rms_full", "rms_fixed", "layer", "l2")),
-        ("normalizer", c.normalizer, ("softmax", "sigmoid")),
+        ("normalizer", c.normalizer, ("softmax", "sigmoid", "stick_breaking")),
     ):
         if value not in known:
             raise ValueError(f"Attention: {name} must be one of {known}, got {name}={shown(value)}")
@@ -44,10 +44,12 @@ def check_options(c: Any) -> None:
         raise ValueError(f"Attention: alibi must be None with cross=True, got alibi={c.alibi}")
     if c.alibi is None and c.alibi_scale != 1.0:
         raise ValueError(f"Attention: alibi_scale needs alibi, got alibi_scale={c.alibi_scale}")
-    if c.normalizer == "softmax" and c.norm_n is not None:
+    if c.normalizer != "sigmoid" and c.norm_n is not None:
         raise ValueError(f"Attention: norm_n needs sigmoid, got norm_n={c.norm_n}")
-    if c.normalizer == "sigmoid" and c.sinks:
-        raise ValueError("Attention: sinks need softmax, got normalizer='sigmoid'")
+    if c.normalizer != "softmax" and c.sinks:
+        raise ValueError(f"Attention: sinks need softmax, got normalizer={shown(c.normalizer)}")
+    if not c.attend_current and not c.causal:
+        raise ValueError("Attention: attend_current=False needs causal=True, got causal=False")
     if c.chunk_size is not None and (not c.causal or c.window_size != (-1, -1)):
         raise ValueError(
             "Attention: chunk_size needs causal=True and no window, got "
@@ -71,19 +73,29 @@ def check_options(c: Any) -> None:
         )
 
 
-def in_chunks(size: int | None, mask: Tensor | Mask | MaskMod | None) -> Any:
-    """Returns the mask that also hides the keys of other chunks, if there is a chunk size."""
-    if size is None:
-        return mask
-    chunks = Chunked(size)
+def in_chunks(c: Any, mask: Tensor | Mask | MaskMod | None) -> Any:
+    """Returns the mask that also hides the keys that the config hides beyond causality.
+
+    These are the keys of other chunks, if there is a chunk size, and a query's own key.
+    """
+    if c.chunk_size is not None:
+        size = c.chunk_size
+        mask = _narrowed(mask, Chunked(size), lambda b, h, q, k: q // size == k // size)
+    if not c.attend_current:
+        mask = _narrowed(mask, Chunked(1, back=(1, None)), lambda b, h, q, k: k < q)
+    return mask
+
+
+def _narrowed(mask: Tensor | Mask | MaskMod | None, rule: Mask, sees: MaskMod) -> Any:
+    """Combines a mask with a rule, also given as a function."""
     if mask is None:
-        return chunks
+        return rule
     if isinstance(mask, Tensor):
-        return BoolMask(mask) & chunks
+        return BoolMask(mask) & rule
     if isinstance(mask, Mask):
-        return mask & chunks
+        return mask & rule
     seen: MaskMod = mask
-    return lambda b, h, q, k: seen(b, h, q, k) & (q // size == k // size)
+    return lambda b, h, q, k: seen(b, h, q, k) & sees(b, h, q, k)
 
 
 def grown(c: Any, q: Tensor, sequences: Sequences, past: int) -> Tensor:

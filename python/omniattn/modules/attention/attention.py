@@ -88,7 +88,8 @@ class Attention(CachingMixer):
         Factorization Attention, 2024, arXiv 2412.19255; ranks: Zhang et al., Tensor Product
         Attention Is All You Need, 2025, arXiv 2501.06425 (T6-new/model/T6.py of tensorgi/TPA at
         commit bd94673); value_residual: Zhou et al., Value Residual Learning, 2024, arXiv
-        2410.17897; shared_kv: Sun et al., You Only Cache Once, 2024, arXiv 2405.05254.
+        2410.17897; shared_kv: Sun et al., You Only Cache Once, 2024, arXiv 2405.05254;
+        stick_breaking: Tan et al. 2024, arXiv 2410.17980.
 
     Example:
         >>> layer = Attention(Attention.Config(dim=16, num_heads=4, num_kv_heads=2))
@@ -134,7 +135,8 @@ class Attention(CachingMixer):
             backend: backend of all ops of the layer.
             qk_norm_offset: offset added to the weights of "rms" and "rms_full", which then start at
                 1 - offset; 1.0 is the form 1 + w of Gemma 3 and Qwen3-Next.
-            normalizer: "softmax", or elementwise "sigmoid" with a bias of -ln n.
+            normalizer: "softmax", elementwise "sigmoid" with a bias of -ln n, or "stick_breaking",
+                see functional.stick_breaking_attention.
             norm_n: n of "sigmoid"; 1 for no bias; None for the number of keys, for which decoding
                 would be inexact and raises an error.
             alibi: largest exponent of ALiBi's slopes, 8 in its paper; None for no ALiBi.
@@ -155,6 +157,7 @@ class Attention(CachingMixer):
                 values w_1 v_first + w_2 v, w learned, initially 1/2 each (ResFormer).
             shared_kv: "source" for a layer whose keys and values, and cache, the later "reader"
                 layers use, which have none (YOCO's cross-decoder, cross-layer attention).
+            attend_current: False to hide each query's own key, as stick-breaking attention does.
         """
 
         causal: bool = True
@@ -192,6 +195,7 @@ class Attention(CachingMixer):
         ranks: tuple[int, int, int] | None = None
         value_residual: str | None = None
         shared_kv: str | None = None
+        attend_current: bool = True
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -361,7 +365,7 @@ class Attention(CachingMixer):
         attend = sequences.attention(keys)
         past = 0 if cache is None else cache.length
         q = grown(c, self._queries(x), sequences, past)
-        rope, mask = rope if c.rotary else None, in_chunks(c.chunk_size, mask)
+        rope, mask = rope if c.rotary else None, in_chunks(c, mask)
         if c.cross:
             k, v = self._cross_keys_and_values(source, cache, rope)
         else:
@@ -380,7 +384,8 @@ class Attention(CachingMixer):
                 reading = cache.attention(
                     *(k, v, attend, mask, score_mod),
                     bias=bias,
-                    positional=any(t is not None for t in (bias, relative, alibi_slopes)),
+                    positional=c.normalizer == "stick_breaking"
+                    or any(t is not None for t in (bias, relative, alibi_slopes)),
                     rope=rope,
                     interleaved=c.rope_interleaved,
                 )

@@ -1,0 +1,61 @@
+"""OpSpec of stick-breaking attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
+from omniattn.testing.specs._attention_cases import attention_flops, attention_inputs, qkv
+from omniattn.testing.specs._cases import BF16, F32, TRAINING
+
+
+def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    others = tuple(name for name in case.tensors if name != "strong")
+    made = attention_inputs(replace(case, tensors=others), random)
+    if "strong" in case.tensors:  # logits of up to 100: most keys take all or nothing
+        made["q"] = 30 * made["q"]
+    return made
+
+
+def _flops(case: Case, pass_: Pass) -> float:
+    return attention_flops(replace(case, options={"causal": True}), pass_)
+
+
+STICK_BREAKING_ATTENTION = OpSpec(
+    name="stick_breaking_attention",
+    family="attention",
+    cuda="planned",
+    paper="Tan et al. 2024, arXiv 2410.17980",
+    inputs=_inputs,
+    differentiable=("q", "k", "v"),
+    flops=_flops,
+    second_order=True,
+    special=("strong",),
+    cases=(
+        qkv("tiny", 1, 5, 6, 2, 1, 3, return_remainder=True),
+        qkv("plain", 2, 65, 65, 4, 2, 32),
+        qkv("current", 1, 130, 260, 2, 1, 16, 24, attend_current=True, return_remainder=True),
+        qkv("strong", 1, 130, 130, 2, 2, 16, None, ("strong",), return_remainder=True),
+        qkv("options", 2, 40, 70, 4, 4, 16, None, ("mask",), softcap=3.0, scale=0.4),
+        qkv("window", 1, 70, 70, 2, 1, 16, window_size=(20, 0)),
+        qkv("dropout", 1, 70, 70, 2, 2, 16, None, ("seed",), dropout_p=0.2),
+        qkv("one", 2, 1, 600, 4, 1, 16, return_remainder=True),
+        qkv("short", 1, 50, 33, 2, 2, 16, return_remainder=True),
+        qkv("nokeys", 1, 5, 0, 2, 1, 8, return_remainder=True),
+    ),
+    benchmarks=(
+        Benchmark(qkv("model", 1, 2048, 2048, 8, 8, 64), (F32, BF16), TRAINING, "compute"),
+    ),
+)
+
+SPECS = (STICK_BREAKING_ATTENTION,)
+
+VARIANTS = (
+    Variant(
+        "stick-breaking attention",
+        ("stick_breaking_attention", "Attention"),
+        "Tan et al. 2024, arXiv 2410.17980",
+    ),
+)
