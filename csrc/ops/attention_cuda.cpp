@@ -1,6 +1,7 @@
 // attention, attention_backward, attention_weights and attention_select on CUDA.
 #include "kernels/attention/attention_cuda.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -84,7 +85,9 @@ void run_program_gradients(const char* op, const AttentionBackwardParams& b,
 }
 
 // True if the call is decoded, by the kernel that reads pages and int8 in place.
-bool takes_split(const AttentionProblem& p) { return p.program == nullptr && takes_split_path(p); }
+bool takes_split(const AttentionProblem& p) {
+  return p.program == nullptr && !is_stick(p.score) && takes_split_path(p);
+}
 
 // Copies k and v in pages or in int8 into the returned memory and points k and v to it.
 Tensors gather_rows(const char* op, AttentionProblem& p) {
@@ -107,6 +110,28 @@ Tensors gather_rows(const char* op, AttentionProblem& p) {
 bool takes_any(const AttentionForwardParams&) { return true; }
 bool takes_any(const AttentionBackwardParams&) { return true; }
 
+// Gradients of q, k and v where weights break a stick.
+Status run_stick_gradients(AttentionBackwardParams& b) {
+  const AttentionProblem& p = b.problem;
+  require(b.grad_bias == nullptr && b.grad_table == nullptr && b.grad_head_scale == nullptr &&
+              b.grad_program == nullptr && !has_distance_rows(p),
+          "attention_backward",
+          "with stick_breaking CUDA has gradients of q, k and v only, and no rows of distances");
+  const Tensor states[] = {buffer(attention_stick_states(p), p.dtype),
+                           buffer(attention_stick_states(p), p.dtype)};
+  const Tensor checkpoints = buffer(attention_stick_checkpoints(p), p.dtype);
+  const Tensor sums = buffer(attention_stick_sums(p), p.dtype);
+  Status status = nullptr;
+  for (int64_t n = 0; status == nullptr && n * kStickKeys < std::max<int64_t>(p.tk, 1); ++n) {
+    const Range keys = intersect({n * kStickKeys, (n + 1) * kStickKeys}, {0, p.tk});
+    const StickSegment segment{keys, states[n % 2].const_data_ptr(),
+                               states[(n + 1) % 2].mutable_data_ptr(),
+                               checkpoints.mutable_data_ptr(), sums.mutable_data_ptr()};
+    status = launch_attention_stick_gradients(b, segment, stream());
+  }
+  return status;
+}
+
 Status run_split(AttentionForwardParams& f) {
   const Tensor workspace = buffer(attention_decode_workspace(f.problem), f.problem.dtype);
   f.workspace = workspace.mutable_data_ptr();
@@ -118,6 +143,8 @@ const PathTable<bool(const AttentionForwardParams&), Status(AttentionForwardPara
     {
         {"split", [](const AttentionForwardParams& f) { return takes_split(f.problem); },
          run_split},
+        {"stick", [](const AttentionForwardParams& f) { return is_stick(f.problem.score); },
+         [](AttentionForwardParams& f) { return launch_attention_stick(f, stream()); }},
         {"mma",
          [](const AttentionForwardParams& f) {
            return f.problem.program == nullptr && takes_mma_path(f.problem);
@@ -127,20 +154,21 @@ const PathTable<bool(const AttentionForwardParams&), Status(AttentionForwardPara
     });
 
 const PathTable<bool(const AttentionBackwardParams&), Status(AttentionBackwardParams&)>
-    kBackwardPaths("attention_backward", {
-                                             {"mma",
-                                              [](const AttentionBackwardParams& b) {
-                                                return b.problem.program == nullptr &&
-                                                       takes_mma_path(b);
-                                              },
-                                              [](AttentionBackwardParams& b) {
-                                                return launch_attention_gradients_mma(b, stream());
-                                              }},
-                                             {"fma", takes_any,
-                                              [](AttentionBackwardParams& b) {
-                                                return launch_attention_gradients(b, stream());
-                                              }},
-                                         });
+    kBackwardPaths(
+        "attention_backward",
+        {
+            {"stick", [](const AttentionBackwardParams& b) { return is_stick(b.problem.score); },
+             run_stick_gradients},
+            {"mma",
+             [](const AttentionBackwardParams& b) {
+               return b.problem.program == nullptr && takes_mma_path(b);
+             },
+             [](AttentionBackwardParams& b) {
+               return launch_attention_gradients_mma(b, stream());
+             }},
+            {"fma", takes_any,
+             [](AttentionBackwardParams& b) { return launch_attention_gradients(b, stream()); }},
+        });
 
 }  // namespace
 

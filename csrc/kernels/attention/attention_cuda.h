@@ -25,6 +25,9 @@ bool takes_split_path(const AttentionProblem& p);
 int64_t attention_decode_workspace(const AttentionProblem& p);
 Status launch_attention_decode(const AttentionForwardParams& p, Stream stream);
 
+// For weights that break a stick, with any dtype and head size.
+Status launch_attention_stick(const AttentionForwardParams& p, Stream stream);
+
 // Copies keys or values in pages or in int8 to rows (B, Tk, Hkv, width) of dtype, since only the
 // decode kernel reads them in place. `factors` are those of int8.
 Status launch_attention_gather_rows(const AttentionProblem& p, const HeadView& from,
@@ -47,6 +50,21 @@ Status launch_attention_gradients(const AttentionBackwardParams& p, Stream strea
 // ... or by tensor cores, if they can be used, ...
 bool takes_mma_path(const AttentionBackwardParams& p);
 Status launch_attention_gradients_mma(const AttentionBackwardParams& p, Stream stream);
+// ... or, if weights break a stick, for one segment of keys after another, which replaces Delta.
+// The numbers of elements of the compute type belong to the memory of StickSegment.
+struct StickSegment {
+  Range keys;
+  const void* entered;  // states of the rows before the segment; not read for the first one
+  void* left;           // states after it
+  void* checkpoints;    // states of the rows at each tile of the segment
+  void* sums;           // dQ of the keys up to here
+};
+constexpr int64_t kStickKeys = 4096;  // keys of a segment
+int64_t attention_stick_states(const AttentionProblem& p);
+int64_t attention_stick_checkpoints(const AttentionProblem& p);
+int64_t attention_stick_sums(const AttentionProblem& p);
+Status launch_attention_stick_gradients(const AttentionBackwardParams& p, const StickSegment& s,
+                                        Stream stream);
 // ... the gradient of the bias, ...
 Status launch_attention_bias_gradient(const AttentionBackwardParams& p, Stream stream);
 // ... the gradient of the table, with attention_table_parts elements in part_relative, ...

@@ -106,7 +106,7 @@ OMNIATTN_INLINE Partial<A> partial_of(const AttentionForwardParams& params, int6
 // Replaces logits that break a stick by weights, as if no key came after these; `m` of the row's
 // partial is the cost of its keys.
 template <class A>
-void stick_partial(int64_t keys, A* s, const Partial<A>& row) {
+[[gnu::noinline]] void stick_partial(int64_t keys, A* s, const Partial<A>& row) {
   using V = Vec<A>;
   StickRow<A> stick;
   const Range columns{0, round_up(keys, V::kWidth)};

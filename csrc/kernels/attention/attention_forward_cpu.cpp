@@ -73,7 +73,7 @@ void raise_maxima(const SoftmaxTile<A>& tile, int64_t row, int64_t end, Range co
 
 // Computes the weights of row r, whose logits break a stick; m and l of the row hold its cost.
 template <class To, class A>
-void break_stick(const SoftmaxTile<A>& tile, int64_t r, Range columns) {
+[[gnu::noinline]] void break_stick(const SoftmaxTile<A>& tile, int64_t r, Range columns) {
   const SoftmaxRow<A> row = tile.row(r, A(1));
   StickRow<A> stick;
   const A cost = stick.set(row.s, columns);

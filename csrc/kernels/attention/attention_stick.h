@@ -1,4 +1,5 @@
-// Rows of tiles whose weights break a stick (see semantics/stick_breaking.h).
+// Rows of tiles whose weights break a stick (see semantics/stick_breaking.h). The functions that
+// compute whole rows are out of line: inlined, their arrays slow the rows of a softmax.
 #pragma once
 
 #include "kernels/attention/attention_row.h"
@@ -73,7 +74,8 @@ struct StickRow {
 // Turns the logits and dP of a row into weights and dS. `left` is the cost of this tile's keys and
 // all keys after them, `before` dL/d(-cost) and the sum of w dP over all keys before them.
 template <class A>
-void stick_gradients(A* weights, A* ds, Range columns, ExactSum<A>& left, A& before) {
+[[gnu::noinline]] void stick_gradients(A* weights, A* ds, Range columns, ExactSum<A>& left,
+                                       A& before) {
   using V = Vec<A>;
   StickRow<A> row;
   left.add(-row.set(weights, columns));

@@ -1,12 +1,12 @@
-"""Attention with forget gates, scores times s log n, and queries of low rank."""
+"""Attention with forget gates, scores times s log n, queries of low rank, stick-breaking."""
 
 import math
 
 import pytest
 import torch
 
-from omniattn.functional import attention, forgetting_attention
-from omniattn.modules import Attention, KVCache
+from omniattn.functional import attention, forgetting_attention, stick_breaking_attention
+from omniattn.modules import Attention, KVCache, RollingCache
 
 F64 = torch.float64
 
@@ -68,9 +68,39 @@ def test_queries_of_low_rank():
     torch.testing.assert_close(layer(x), layer.o_proj(want.flatten(-2)))
 
 
+@pytest.mark.parametrize("current", [False, True])
+def test_stick_breaking(current):
+    layer, x, k, v = made(normalizer="stick_breaking", attend_current=current)
+    q = layer.q_proj(x).unflatten(-1, (4, 6))
+    options = {"attend_current": current, "backend": "reference"}
+    want = layer.o_proj(stick_breaking_attention(q, k, v, **options).flatten(-2))
+    torch.testing.assert_close(layer(x), want)
+    even = torch.arange(9) % 2 == 0
+    masked = layer(x, mask=even.expand(9, 9))
+    torch.testing.assert_close(layer(x, mask=lambda b, h, q, k: k % 2 == 0), masked)
+    state = layer.new_state(2, 9, dtype=F64)
+    with torch.no_grad():
+        steps = torch.cat([layer(token, state=state) for token in x.split(1, 1)], 1)
+    torch.testing.assert_close(steps, want)
+
+
+@torch.no_grad()
+def test_stick_breaking_needs_keys_in_order():
+    layer, x, *_ = made(normalizer="stick_breaking", window_size=(3, 0), attend_current=False)
+    state = layer.new_state(2, 9, rolling=True)
+    steps = torch.cat([layer(token, state=state) for token in x.split(1, 1)], 1)
+    torch.testing.assert_close(steps, layer(x))
+    unsorted = RollingCache(2, 4, 2, 6, dtype=F64)
+    with pytest.raises(ValueError, match="must be sorted by position"):
+        layer(x[:, :1], state=unsorted)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"attend_current": False, "causal": False}, "attend_current=False needs causal=True"),
+        ({"normalizer": "stick_breaking", "sinks": True}, "sinks need softmax"),
+        ({"normalizer": "stick_breaking", "norm_n": 3}, "norm_n needs sigmoid"),
         ({"log_scale": True, "head_scale": True}, "log_scale needs causal=True and no other"),
         ({"log_scale": True, "causal": False}, "log_scale needs causal=True"),
         ({"forget_gate": True, "causal": False}, "forget_gate needs causal=True and softmax"),

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from omniattn import reference
-from omniattn.checks.arguments import require_bool, require_seed, use_reference
+from omniattn.checks.arguments import (
+    is_causal_bias,
+    require_bool,
+    require_seed,
+    use_reference,
+)
 from omniattn.checks.jagged import is_jagged
-from omniattn.encoding.masks import EncodedMask
 from omniattn.encoding.options import StickBreakingOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention._options import checked_codes, run
@@ -23,12 +28,18 @@ __all__ = ["stick_breaking_attention"]
 _EARLIER = Chunked(1, back=(1, None))
 
 
-def before_query(mask: Tensor | EncodedMask | None) -> Mask:
-    """Returns the mask that also hides each query's own key and all keys after it."""
-    if mask is None:
-        return _EARLIER
-    earlier: Mask = (BoolMask(mask) if isinstance(mask, Tensor) else mask) & _EARLIER
-    return earlier
+def before_query(op: str, mask: Any) -> Any:
+    """Returns the mask that also hides each query's own key and all keys after it.
+
+    A value that is no mask is returned for the error that names it.
+    """
+    if is_causal_bias(mask):
+        raise TypeError(f"{op}: mask must not be a CausalBias, as the function is causal")
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        mask = BoolMask(mask)
+    if mask is None or isinstance(mask, Mask):
+        return _EARLIER if mask is None else mask & _EARLIER
+    return mask
 
 
 @overload
@@ -140,7 +151,7 @@ def stick_breaking_attention(
             )
     record = record._replace(causal=True, normalizer="stick_breaking")
     if not attend_current:
-        record = record._replace(mask=before_query(record.mask))
+        record = record._replace(mask=before_query(op, record.mask))
     if is_jagged(q):
         named: dict[str, Any] = record._asdict()
         out, lse = attention(q, k, v, return_lse=True, backend=backend, **named)

@@ -87,7 +87,8 @@ class CachingMixer(Mixer):
                 f"got causal={c.causal}, window_size={c.window_size}"
             )
         length = min(max_length, c.window_size[0] + 1)
-        return new.of_window(*like, batch, length, c.kv_heads, c.head_size, **storage)
+        sizes, sort = (batch, length, c.kv_heads, c.head_size), c.normalizer == "stick_breaking"
+        return new.of_window(*like, *sizes, sort=sort, **storage)
 
     def _policies(
         self, eviction: Eviction | Sequence[Eviction], rolling: bool

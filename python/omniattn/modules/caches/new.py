@@ -159,9 +159,11 @@ def of_source(layer: object, weight: Tensor, **storage: Unpack[Storage]) -> Cach
     return CrossCache()
 
 
-def of_window(layer: object, weight: Tensor, *sizes: int, **storage: Unpack[Storage]) -> Cache:
+def of_window(
+    layer: object, weight: Tensor, *sizes: int, sort: bool = False, **storage: Unpack[Storage]
+) -> Cache:
     """Creates a cache of the last tokens."""
-    return RollingCache(*sizes, **_like(layer, weight, **storage))
+    return RollingCache(*sizes, sort=sort, **_like(layer, weight, **storage))
 
 
 def by_policy(
