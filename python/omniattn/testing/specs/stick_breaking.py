@@ -27,7 +27,7 @@ def _flops(case: Case, pass_: Pass) -> float:
 STICK_BREAKING_ATTENTION = OpSpec(
     name="stick_breaking_attention",
     family="attention",
-    cuda="planned",
+    cuda="emulated",
     paper="Tan et al. 2024, arXiv 2410.17980",
     inputs=_inputs,
     differentiable=("q", "k", "v"),
