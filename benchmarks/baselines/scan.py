@@ -10,6 +10,24 @@ from torch.nn import functional as F
 from baselines._common import lacks
 
 
+def linear_scan(
+    x: Tensor,
+    g: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Takes a step of elementwise torch for each token, as fla's naive form does."""
+    lacks(cu_seqlens=cu_seqlens is not None, empty=x.shape[1] == 0)
+    decay, wide = g.exp(), x.to(g.dtype)
+    h = wide.new_zeros(x.shape[0], x.shape[2]) if initial_state is None else initial_state
+    found = []
+    for t in range(x.shape[1]):
+        h = decay[:, t] * h + wide[:, t]
+        found.append(h)
+    return torch.stack(found, 1).to(x.dtype), h
+
+
 def rwkv4(
     w: Tensor,
     u: Tensor,
@@ -207,6 +225,7 @@ def mamba(
 
 
 BASELINES = {
+    "linear_scan": {"aten": linear_scan},
     "rwkv4": {"hf": rwkv4},
     "rwkv_quadratic": {"aten": rwkv_quadratic},
     "rwkv_recurrent": {"hf": rwkv_recurrent},

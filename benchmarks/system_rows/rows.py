@@ -113,6 +113,7 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "gated delta product: several updates for each token": (("gated_delta_product", "head64"),),
     "Comba: another key erases": (("comba", "head64"),),
     "Gated DeltaNet-2: gates of erased and written channels": (("gated_delta_rule_2", "head64"),),
+    "HGRN: forget gates of channels": (("linear_scan", "model"),),
     "RWKV-4 to 7": (("rwkv4", "model"), ("rwkv6", "head64"), ("rwkv7", "head64")),
     "RWKV weighted means with exponent r . k: quadratic, recurrent": (
         *(("rwkv_quadratic", "head64"), ("rwkv_recurrent", "head64")),

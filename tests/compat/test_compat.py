@@ -333,6 +333,20 @@ def test_rwkv_4_and_7():
     assert torch.equal(o, expected)
 
 
+@pytest.mark.parametrize("name", ["chunk_hgrn", "fused_recurrent_hgrn"])
+def test_hgrn(name):
+    """h_t = exp(g_t) h_{t-1} + x_t, as fla's naive form."""
+    torch.manual_seed(0)
+    x, g, h = torch.randn(B, T, K), nnf.logsigmoid(torch.randn(B, T, K)), torch.randn(B, K)
+    function, start, expected = getattr(compat.fla, name), h, []
+    for t in range(T):
+        h = g[:, t].exp() * h + x[:, t]
+        expected.append(h)
+    o, final = function(x, g, start, output_final_state=True)
+    torch.testing.assert_close((o, final), (torch.stack(expected, 1), h))
+    assert function(x, g)[1] is None
+
+
 def test_what_changes_results_is_refused_and_what_does_not_is_taken():
     x = tensors()
     given = x["q"], x["k"], x["v"], x["gk"]

@@ -41,7 +41,7 @@ PARTS = {"dual_chunk_attention", "moba_attention"}
 #: Arguments that must be finite; NaN passes.
 FINITE = {("rwkv_quadratic", "w"), ("rwkv_recurrent", "w")}
 #: Arguments that must not be below 0, and those that must not be above.
-SIGNS = {("rwkv4", "w"): 1}
+SIGNS = {("rwkv4", "w"): 1, ("linear_scan", "g"): -1}
 SIGNS |= {(name, "A"): -1 for name in ("selective_scan", "ssd")}
 #: Dtype of valid calls; test_emulated_isas.py sets it to the operand dtype of emulated levels.
 DTYPE = getattr(torch, os.environ.get("OMNIATTN_FUZZ_DTYPE", "float32"))

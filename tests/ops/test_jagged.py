@@ -196,6 +196,7 @@ RECURRENT = {
     "rwkv6": lambda q, k, v: (F.rwkv6, (q, k, v, gate_of(q, 2, 4), constant), {}),
     "rwkv6-constant": lambda q, k, v: (F.rwkv6, (q, k, v, constant, constant), {}),
     "rwkv7": lambda q, k, v: (F.rwkv7, (q, gate_of(q, 2, 4), k, v, q, k), {}),
+    "linear_scan": lambda q, k, v: (F.linear_scan, (q.flatten(2), gate_of(q, 8)), {}),
     "rwkv4": lambda q, k, v: (
         F.rwkv4,
         (-constant.flatten(), constant.flatten(), k.flatten(2), v.flatten(2)),

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from omniattn.modules import (
+    HGRN,
     HGRN2,
     MLSTM,
     S4,
@@ -85,6 +86,7 @@ RECURRENT = {
     "retention": MultiScaleRetention.Config(16, 4, normalize=True, conv_size=2),
     "delta": DeltaNet.Config(16, 2),
     "gated-delta": GatedDeltaNet.Config(16, 2, num_v_heads=4),
+    "hgrn": HGRN.Config(16, conv_size=2),
     "hgrn2": HGRN2.Config(16, 2, num_v_heads=4, conv_size=2),
     "lightning": LightningAttention.Config(16, 2),
     "rebased": ReBased.Config(16, 2),

@@ -193,6 +193,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "cauchy": _cauchy,
     "linear": _linear,
     "linear_cross_entropy": _linear,
+    "linear_scan": _sequential,
     "rwkv4": _sequential,
     "exponential_gates": _sequential,
 }

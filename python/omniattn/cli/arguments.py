@@ -24,7 +24,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
-        *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn2", "lightning", "based"),
+        *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn", "hgrn2", "lightning", "based"),
         *("rebased", "kda"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "xlstm", "xlstm-large"),
@@ -48,7 +48,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     ),
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
-        *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn2", "lightning", "based"),
+        *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn", "hgrn2", "lightning", "based"),
         *("rebased", "kda"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "mlstm", "slstm"),

@@ -9,6 +9,7 @@ from typing import Any
 from omniattn.compare.baselines import TorchRecurrence
 from omniattn.models import BlocksConfig
 from omniattn.modules import (
+    HGRN,
     HGRN2,
     MLSTM,
     NSA,
@@ -200,6 +201,7 @@ KINDS: dict[str, Kind] = {
     "gated-deltaproduct": _recurrence(GatedDeltaProduct.Config),
     "gated-deltanet2": _recurrence(GatedDeltaNet2.Config),
     "comba": _recurrence(Comba.Config),
+    "hgrn": _space(HGRN.Config),
     "hgrn2": _recurrence(HGRN2.Config),
     "lightning": Kind(
         lambda p: LightningAttention.Config(p.dim, p.heads, layer_idx=p.layer, num_layers=p.layers),

@@ -16,6 +16,7 @@ from omniattn.reference.precision import widen
 
 __all__ = [
     "chunk_gla",
+    "chunk_hgrn",
     "chunk_linear_attn",
     "chunk_retention",
     "chunk_rwkv6",
@@ -25,6 +26,7 @@ __all__ = [
     "fused_chunk_retention",
     "fused_mul_recurrent_rwkv7",
     "fused_recurrent_gla",
+    "fused_recurrent_hgrn",
     "fused_recurrent_linear_attn",
     "fused_recurrent_retention",
     "fused_recurrent_rwkv4",
@@ -317,6 +319,32 @@ def fused_mul_recurrent_rwkv7(
     require_shape(op, "kk", kk, tuple(a.shape))
     require_device(op, "kk", kk, a, "a")
     return functional.rwkv7, (r, w, k, v, -kk, kk * a)
+
+
+@fla_function()
+def chunk_hgrn(
+    x: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """Computes :func:`functional.linear_scan`. Takes `cu_seqlens` too, which fla's does not."""
+    return functional.linear_scan, (x, g)
+
+
+@fla_function()
+def fused_recurrent_hgrn(
+    x: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """Computes :func:`functional.linear_scan`."""
+    return functional.linear_scan, (x, g)
 
 
 def fused_recurrent_rwkv4(

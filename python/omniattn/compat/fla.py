@@ -38,6 +38,7 @@ from omniattn.compat._fla_heads import (
 )
 from omniattn.compat._fla_linear import (
     chunk_gla,
+    chunk_hgrn,
     chunk_linear_attn,
     chunk_retention,
     chunk_rwkv6,
@@ -47,6 +48,7 @@ from omniattn.compat._fla_linear import (
     fused_chunk_retention,
     fused_mul_recurrent_rwkv7,
     fused_recurrent_gla,
+    fused_recurrent_hgrn,
     fused_recurrent_linear_attn,
     fused_recurrent_retention,
     fused_recurrent_rwkv4,
@@ -159,6 +161,7 @@ __all__ = [
     "chunk_dplr_delta_rule",
     "chunk_gated_delta_rule",
     "chunk_gla",
+    "chunk_hgrn",
     "chunk_iplr_delta_rule",
     "chunk_kda",
     "chunk_lightning_attn",
@@ -182,6 +185,7 @@ __all__ = [
     "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gla",
+    "fused_recurrent_hgrn",
     "fused_recurrent_iplr_delta_rule",
     "fused_recurrent_kda",
     "fused_recurrent_lightning_attn",

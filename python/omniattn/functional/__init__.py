@@ -85,7 +85,7 @@ from omniattn.functional.recurrences.random_features import (
     random_features,
 )
 from omniattn.functional.recurrences.rwkv import rwkv6, rwkv7, rwkv_quadratic, rwkv_recurrent
-from omniattn.functional.recurrences.scan import rwkv4, slstm
+from omniattn.functional.recurrences.scan import linear_scan, rwkv4, slstm
 from omniattn.functional.routing import (
     Routing,
     cv_squared,
@@ -211,6 +211,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_prob",
+    "linear_scan",
     "llama4_top_k",
     "load_balance_loss",
     "local_strided_attention",

@@ -61,6 +61,7 @@ from omniattn.modules.experts.router import Router
 from omniattn.modules.experts.router_state import RouterState
 from omniattn.modules.recurrent.delta_net import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from omniattn.modules.recurrent.delta_variants import Comba, GatedDeltaNet2, GatedDeltaProduct
+from omniattn.modules.recurrent.hgrn import HGRN
 from omniattn.modules.recurrent.large_mlstm import LargeMLSTM
 from omniattn.modules.recurrent.linear_attention import (
     DeltaAttention,
@@ -101,6 +102,7 @@ from omniattn.modules.vision.swin import PatchMerging, SwinBlock, WindowAttentio
 
 __all__ = [
     "H2O",
+    "HGRN",
     "HGRN2",
     "MLP",
     "MLSTM",

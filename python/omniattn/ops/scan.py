@@ -1,4 +1,4 @@
-"""Scans: rwkv4, slstm, the gates of mLSTM, and the selective scan."""
+"""Scans: linear_scan, rwkv4, slstm, the gates of mLSTM, and the selective scan."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from omniattn.reference.precision import compute_dtype
 
 __all__ = [
     "exponential_gates",
+    "linear_scan",
     "rwkv4",
     "selective_scan",
     "selective_scan_inplace",
@@ -50,6 +51,28 @@ rwkv4 = DifferentiableOp(
     private=("states",),
     formula=reference.rwkv4,
     fold=Fold(("k", "v", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
+)
+
+
+def _linear_state(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return x.new_empty((_sequences(x, cu_seqlens), x.shape[2]), dtype=compute_dtype(x))
+
+
+def _linear_states(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return x.new_empty((_slots(x, cu_seqlens), x.shape[2]), dtype=compute_dtype(x))
+
+
+#: (x, g, initial_state, cu_seqlens) -> (y, final_state)
+linear_scan = DifferentiableOp(
+    "linear_scan",
+    fakes={
+        "final_state": _linear_state,
+        "states": _linear_states,
+        "dinitial_state": _linear_state,
+    },
+    private=("states",),
+    formula=reference.linear_scan,
+    fold=Fold(("x", "g", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
 )
 
 

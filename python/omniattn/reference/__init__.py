@@ -94,6 +94,7 @@ from omniattn.reference.rope_scaling import (
 from omniattn.reference.routed_blocks import routed_block_attention
 from omniattn.reference.scan import (
     exponential_gates,
+    linear_scan,
     mlstm,
     rwkv4,
     rwkv_quadratic,
@@ -175,6 +176,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_prob",
+    "linear_scan",
     "local_strided_attention",
     "longformer_attention",
     "masked_positions",

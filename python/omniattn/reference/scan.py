@@ -63,6 +63,27 @@ def _newest_maximum(past: Tensor, now: Tensor) -> Tensor:
     return torch.where(past > now, past, now)
 
 
+def linear_scan(
+    x: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h_t = e^(g_t) h_{t-1} + x_t with x, g (B, T, C) and states (N, C)."""
+    dtype = compute_dtype(x)
+    wide, decay = x.to(dtype), g.to(dtype).exp()
+    if initial_state is None:
+        count = sequence_count("linear_scan", x, cu_seqlens)
+        initial_state = wide.new_zeros(count, x.shape[2])
+
+    def step(state: State, x: Tensor, decay: Tensor) -> tuple[State, State]:
+        h = decay * state[0] + x
+        return (h,), (h,)
+
+    outputs, state = over_time(step, (wide, decay), (initial_state.to(dtype),), cu_seqlens)
+    return (outputs[0] if outputs else wide + 0 * decay).to(x.dtype), state[0]
+
+
 def rwkv4(
     w: Tensor,
     u: Tensor,

@@ -1,14 +1,16 @@
-"""HGRN-2, lightning attention, Based and ReBased: formulas, published code, decoding."""
+"""HGRN, HGRN-2, lightning attention, Based and ReBased: formulas, published code, decoding."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as nnf
 
-from omniattn.modules import HGRN2, LightningAttention, LinearAttention, ReBased
+from omniattn.modules import HGRN, HGRN2, LightningAttention, LinearAttention, ReBased
 
 DIM, STD = 12, {"init_std": 0.3}
 CONFIGS = {
+    "hgrn": HGRN.Config(DIM, expand=2, **STD),
+    "hgrn, bounded": HGRN.Config(DIM, conv_size=3, lower_bound=0.4, **STD),
     "hgrn2": HGRN2.Config(DIM, 2, num_v_heads=4, **STD),
     "hgrn2, bounded": HGRN2.Config(DIM, 2, conv_size=3, lower_bound=0.4, **STD),
     "lightning": LightningAttention.Config(DIM, 3, layer_idx=1, num_layers=4, **STD),
@@ -46,6 +48,21 @@ def test_decoding(name):
     state = layer.new_state(2, 9)
     parts = [layer(x[:, a:b], state=state) for a, b in ((0, 3), (3, 4), (4, 5), (5, 9))]
     torch.testing.assert_close(torch.cat(parts, 1), layer(x))
+
+
+@pytest.mark.parametrize("name", ["hgrn", "hgrn, bounded"])
+def test_hgrn(name):
+    layer, x = made(name)
+    bound = layer.config.lower_bound
+    i, f = (heads(layer, part, x, 1).squeeze(2) for part in "if")
+    kept = bound + (1 - bound) * f.sigmoid()
+    h, out = 0, []
+    for t in range(x.shape[1]):
+        h = kept[:, t] * h + (1 - kept[:, t]) * nnf.silu(i[:, t])
+        out.append(h)
+    gate = nnf.silu(nnf.linear(x, layer.g_proj.weight))
+    o = normed(layer, torch.stack(out, 1)[:, :, None]) * gate
+    torch.testing.assert_close(layer(x), nnf.linear(o, layer.o_proj.weight))
 
 
 @pytest.mark.parametrize("name", ["hgrn2", "hgrn2, bounded"])
@@ -117,6 +134,8 @@ def test_kernels_of_second_order(name):
 
 
 def test_errors():
+    with pytest.raises(ValueError, match=r"HGRN: lower_bound must be in \[0, 1\)"):
+        HGRN(8, lower_bound=-0.1)
     with pytest.raises(ValueError, match=r"HGRN2: lower_bound must be in \[0, 1\)"):
         HGRN2(8, 2, lower_bound=1.0)
     with pytest.raises(ValueError, match="LightningAttention: layer_idx must be in"):

@@ -110,6 +110,74 @@ def test_rwkv4_of_transformers():
     torch.testing.assert_close(final.unbind(1), tuple(state))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_linear_scan_of_decayed_sums(backend):
+    """h_t is the sum of x_s times the decays after s; also from a state, in parts and packed."""
+    x, g, start = draw(1, 70, 11), -draw(1, 70, 11, seed=1).abs(), draw(3, 11, seed=2)
+    span = g.cumsum(1)
+    share = (span[:, :, None] - span[:, None]).masked_fill(
+        ~torch.ones(70, 70, dtype=torch.bool).tril()[..., None], -torch.inf
+    )
+    expected = (share.exp() * x[:, None]).sum(2) + span.exp() * start[:1]
+    h, final = F.linear_scan(x, g, initial_state=start[:1], backend=backend)
+    torch.testing.assert_close(h, expected)
+    torch.testing.assert_close(final, expected[:, -1])
+    state, parts = start[:1], []
+    for a, b in itertools.pairwise((0, 1, 33, 64, 64, 70)):
+        part, state = F.linear_scan(x[:, a:b], g[:, a:b], initial_state=state, backend=backend)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), expected)
+    cu = torch.tensor([0, 33, 33, 70])
+    h, final = F.linear_scan(x, g, initial_state=start, cu_seqlens=cu, backend=backend)
+    alone = F.linear_scan(x[:, 33:], g[:, 33:], initial_state=start[2:], backend=backend)
+    torch.testing.assert_close(h[:, :33], expected[:, :33])
+    torch.testing.assert_close((h[:, 33:], final[2:]), alone)
+    torch.testing.assert_close(final[1], start[1])
+
+
+def test_linear_scan_does_not_depend_on_threads():
+    inputs = [draw(2, 40, 300), -draw(2, 40, 300, seed=1).abs()]
+    leaves = [t.float().requires_grad_() for t in inputs]
+    results = []
+    for threads in (1, 3):
+        with testing.threads(threads):
+            y, state = F.linear_scan(*leaves)
+            loss = y.square().sum() + state.square().sum()
+            results.append((y, state, *torch.autograd.grad(loss, leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_linear_scan_of_gradients_alone():
+    """The gradient of x is the same where that of g is not wanted."""
+    x, g = draw(1, 70, 5).requires_grad_(), -draw(1, 70, 5, seed=1).abs()
+    (alone,) = torch.autograd.grad(F.linear_scan(x, g)[0].square().sum(), x)
+    g.requires_grad_()
+    both = torch.autograd.grad(F.linear_scan(x, g)[0].square().sum(), (x, g))
+    torch.testing.assert_close(alone, both[0])
+
+
+@pytest.mark.parametrize(
+    ("x", "g", "state", "error", "message"),
+    [
+        ((3, 4), (3, 4), None, ValueError, r"x must have shape \(B, T, C\), got x.shape=\(3, 4\)"),
+        ((1, 3, 4), (1, 3), None, ValueError, r"g must have shape \(1, 3, 4\), got g.shape"),
+        ((1, 3, 4), (1, 3, 4), (1, 3), ValueError, r"initial_state must have shape \(1, 4\)"),
+    ],
+)
+def test_bad_input_of_linear_scan(x, g, state, error, message):
+    with pytest.raises(error, match=f"linear_scan: {message}"):
+        F.linear_scan(
+            torch.ones(x),
+            -torch.ones(g),
+            initial_state=None if state is None else torch.ones(state),
+        )
+
+
+def test_growing_states_of_linear_scan_are_refused():
+    with pytest.raises(ValueError, match=r"linear_scan: g must be <= 0, got g.max\(\)=1"):
+        F.linear_scan(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
+
+
 W, K = torch.ones(4), torch.ones(1, 3, 4)
 WKV = {"w": W, "u": W, "k": K, "v": K}
 

@@ -3,6 +3,7 @@
 from average_mixer import Average
 
 from omniattn.modules import (
+    HGRN,
     HGRN2,
     MLSTM,
     NSA,
@@ -87,6 +88,7 @@ MIXERS = [
     GatedDeltaNet2.Config(24, 2, init_std=0.5),
     GatedDeltaProduct.Config(24, 2, init_std=0.5),
     GatedLinearAttention.Config(24, 2, init_std=0.5),
+    HGRN.Config(24, expand=2, conv_size=3, lower_bound=0.2, init_std=0.5),
     HGRN2.Config(24, 2, conv_size=3, lower_bound=0.2, init_std=0.5),
     LightningAttention.Config(24, 2, layer_idx=1, num_layers=3, init_std=0.5),
     ReBased.Config(24, 2, feature_dim=4, init_std=0.5),

@@ -32,6 +32,7 @@ FIELDS = {
     "GatedLinearAttention": {"dim": 8, "num_heads": 2},
     "GatedMLP": {"dim": 8, "hidden_dim": 16},
     "GroupNorm": {"dim": 8, "num_groups": 2},
+    "HGRN": {"dim": 8},
     "HGRN2": {"dim": 8, "num_heads": 2},
     "LightningAttention": {"dim": 8, "num_heads": 2},
     "ReBased": {"dim": 8, "num_heads": 2},

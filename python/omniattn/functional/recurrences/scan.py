@@ -1,4 +1,4 @@
-"""RWKV-4 and sLSTM: scans with a few state values per channel."""
+"""Linear scan, RWKV-4 and sLSTM: scans with a few state values per channel."""
 
 from __future__ import annotations
 
@@ -12,14 +12,79 @@ from omniattn.checks.arguments import (
     require_float,
     require_range,
     require_shape,
+    require_strided,
 )
 from omniattn.checks.jagged import over_sequences
 from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_out
-from omniattn.functional.recurrences._common import sequence_count, widened
+from omniattn.functional.recurrences._common import log_decays, sequence_count, widened
 from omniattn.ops import scan as ops
 from omniattn.reference.scan import FORGET_GATES
 
-__all__ = ["rwkv4", "slstm"]
+__all__ = ["linear_scan", "rwkv4", "slstm"]
+
+
+@over_sequences("x", "g")
+@spelled_out(SequenceOptions)
+def linear_scan(
+    x: Tensor,
+    g: Tensor,
+    **options: Unpack[SequenceOptions],
+) -> tuple[Tensor, Tensor]:
+    """Linear recurrence with one decaying state per channel, as in HGRN.
+
+    ``h_t = exp(g_t) h_{t-1} + x_t``
+
+    Args:
+        x: (B, T, C), float64, float32, bfloat16 or float16; copied only where its channels are not
+            next to each other.
+        g: (B, T, C), floating-point, <= 0, logarithms of the decays. Computed in float32 (float64
+            for float64).
+        initial_state: (N, C), of any floating dtype, but computed in float32 (float64 for float64);
+            None for zeros. N is B, or the number of sequences.
+        cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
+            are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
+            (B, T, ...) bring their own boundaries, and the output has them, too.
+        backend: None for the native kernel of x's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
+
+    Returns:
+        h (B, T, C) of x's dtype, and the state (N, C) after the last token in float32 (float64 for
+        float64).
+
+    Raises:
+        TypeError: a dtype is unsupported.
+        ValueError: a shape, device or value is invalid.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        States are kept in fp32 (fp64 for fp64); h is rounded where it is returned only. Gradients
+        flow to all tensors, from h and from the final state; they do not depend on the number of
+        threads. The inputs and the state of every 32nd token are saved for the backward. Second and
+        forward-mode derivatives go through the eager definition.
+
+    Reference:
+        Qin et al., Hierarchically Gated Recurrent Neural Network for Sequence Modeling, 2023,
+        arXiv:2311.04823. Verified against `ops/hgrn/naive.py` of fla-org/flash-linear-attention,
+        commit bc3b101d.
+
+    Example:
+        >>> x, half = torch.tensor([4.0, 1.0, 1.0]).view(1, 3, 1), torch.full((1, 3, 1), 0.5)
+        >>> h, state = linear_scan(x, half.log())
+        >>> h.flatten()  # 4, 4 / 2 + 1, 3 / 2 + 1
+        tensor([4.0000, 3.0000, 2.5000])
+    """
+    op = "linear_scan"
+    initial_state, cu_seqlens, backend = sequences_of(op, options)
+    require_float(op, "x", x)
+    if x.ndim != 3:
+        raise ValueError(f"{op}: x must have shape (B, T, C), got x.shape={tuple(x.shape)}")
+    require_strided(op, "x", x)
+    g = log_decays(op, "g", g, x, (tuple(x.shape),), "x")
+    count = sequence_count(op, x, cu_seqlens, "x")
+    if initial_state is not None:
+        shape = (count, x.shape[2])
+        initial_state = widened(op, "initial_state", initial_state, x, (shape,), "x")
+    return implementation(op, backend, x, ops.linear_scan)(x, g, initial_state, cu_seqlens)
 
 
 @over_sequences("k", "v")

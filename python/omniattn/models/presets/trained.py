@@ -35,6 +35,7 @@ from omniattn.models.vision import (
 )
 from omniattn.models.zamba2 import Zamba2Config
 from omniattn.modules import (
+    HGRN,
     HGRN2,
     MLSTM,
     NSA,
@@ -236,6 +237,7 @@ TRAINED: dict[str, ModelConfig] = {
     "gated-deltaproduct": _recurrent(GatedDeltaProduct.Config(192, 3)),
     "gated-deltanet2": _recurrent(GatedDeltaNet2.Config(192, 3)),
     "comba": _recurrent(Comba.Config(192, 3)),
+    "hgrn": _recurrent(HGRN.Config(192)),
     "hgrn2": _recurrent(HGRN2.Config(192, 3)),
     "lightning": _lightning(),
     "based": _recurrent(LinearAttention.Config(192, 3, feature_map="taylor", feature_dim=16)),
