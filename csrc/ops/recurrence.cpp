@@ -14,9 +14,9 @@ namespace omniattn::ops::recurrence {
 namespace {
 
 // q, k, a, b (B, T, Hk, K), v (B, T, Hv, V), g (B, T, Hv) or (B, T, Hv, K), beta (B, T, Hv), bonus
-// (N, Hv, K), skip (N, Hv, V), min_denominator (B, T, Hv), states (N, Hv, K, V), or V + 1 columns
-// with normalize. fp32_output: o is fp32 for half types.
-OMNIATTN_FIELDS(Inputs, Tensor q, k, v; OptTensor g, beta, bonus, a, b, skip, min_denominator);
+// (N, Hv, K), skip (N, Hv, V), min_denominator (B, T, Hv), gv (B, T, Hv, V), states (N, Hv, K, V),
+// or V + 1 columns with normalize. fp32_output: o is fp32 for half types.
+OMNIATTN_FIELDS(Inputs, Tensor q, k, v; OptTensor g, beta, bonus, a, b, skip, min_denominator, gv);
 OMNIATTN_FIELDS(Options, double scale; bool delta; int64_t feature_map; bool normalize; double eps;
                 bool fp32_output);
 
@@ -55,6 +55,7 @@ struct Problem : SequenceProblem {
     r.g = view("g", in.g, acc, r.channel_decay ? Sizes(channels.data(), 4) : of_heads);
     r.beta = view("beta", in.beta, acc, of_heads);
     r.min_denominator = view("min_denominator", in.min_denominator, acc, of_heads);
+    r.gv = view("gv", in.gv, acc, value_sizes());
     r.initial_state = state("initial_state", given.initial_state);
     check_options(in, x);
     r.a = view("a", in.a, dtype, key_sizes);
@@ -103,6 +104,9 @@ struct Problem : SequenceProblem {
             "feature_map must be 0 with any of delta, bonus and a, got ", x.feature_map);
     require(!x.normalize || (plain && !in.skip.has_value()), op,
             "normalize and any of delta, bonus, a and skip must not be given together");
+    const bool raw = !x.normalize && recurrence.features == FeatureMap::identity;
+    require(!in.gv.has_value() || (plain && raw), op,
+            "gv and any of delta, bonus, a, feature_map and normalize must not be given together");
     require(x.normalize || !in.min_denominator.has_value(), op,
             "min_denominator needs normalize, got normalize=false");
     require(x.eps >= 0 && std::isfinite(x.eps), op, "eps must be finite and >= 0, got ", x.eps);
@@ -222,9 +226,9 @@ class Shards {
 OMNIATTN_FIELDS(Incoming, OptTensor grad_o, grad_final_state);
 OMNIATTN_FIELDS(Saved, Tensor states);
 OMNIATTN_FIELDS(Wanted, bool g_grad, beta_grad, bonus_grad, skip_grad, min_denominator_grad,
-                initial_state_grad);
+                gv_grad, initial_state_grad);
 OMNIATTN_FIELDS(Gradients, Output dq, dk, dv, dg, dbeta, dbonus, da, db, dskip, dmin_denominator,
-                dinitial_state);
+                dgv, dinitial_state);
 
 Gradients outputs(const Problem& p, const Inputs& in, const Wanted& wanted) {
   const auto like = [](bool is_wanted, const OptTensor& x, DType type) {
@@ -241,6 +245,7 @@ Gradients outputs(const Problem& p, const Inputs& in, const Wanted& wanted) {
           .db = like(true, in.b, p.dtype),
           .dskip = like(wanted.skip_grad, in.skip, p.acc),
           .dmin_denominator = like(wanted.min_denominator_grad, in.min_denominator, p.acc),
+          .dgv = like(wanted.gv_grad, in.gv, p.acc),
           .dinitial_state = {wanted.initial_state_grad, {state.data(), state.size()}, p.acc}};
 }
 
@@ -272,6 +277,7 @@ Gradients recurrence_backward(const OpCall& call, const Incoming& grads, const I
                                         .da = shards.parts_of(d.da),
                                         .db = shards.parts_of(d.db),
                                         .dg = d.dg.data(),
+                                        .dgv = d.dgv.data(),
                                         .dbeta = d.dbeta.data(),
                                         .dbonus = d.dbonus.data(),
                                         .dskip = d.dskip.data(),

@@ -333,6 +333,24 @@ def test_rwkv_4_and_7():
     assert torch.equal(o, expected)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_decays_of_values(reverse):
+    """S_t = diag(exp(gk_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T, as fla's kernel."""
+    x = tensors()
+    gv = nnf.logsigmoid(torch.randn(B, T, H, V))
+    s, expected = x["state"], []
+    for t in reversed(range(T)) if reverse else range(T):
+        s = x["gk"][:, t, ..., None].exp() * s * gv[:, t, :, None].exp()
+        s = s + x["k"][:, t, ..., None] * x["v"][:, t, :, None]
+        expected.append((s * x["q"][:, t, ..., None]).sum(-2) * K**-0.5)
+    given = x["q"], x["k"], x["v"], x["gk"], gv
+    o, final = compat.fused_recurrent_gla(
+        *given, initial_state=x["state"], output_final_state=True, reverse=reverse
+    )
+    expected = torch.stack(expected[::-1] if reverse else expected, 1)
+    torch.testing.assert_close((o, final), (expected, s), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["chunk_hgrn", "fused_recurrent_hgrn"])
 def test_hgrn(name):
     """h_t = exp(g_t) h_{t-1} + x_t, as fla's naive form."""
@@ -354,7 +372,7 @@ def test_what_changes_results_is_refused_and_what_does_not_is_taken():
     assert torch.equal(o, compat.chunk_gla(*given)[0])
     for call, name in (
         (lambda: compat.chunk_gla(*given, head_first=True), "head_first"),
-        (lambda: compat.fused_recurrent_gla(*given[:3], gv=x["v"]), "gv"),
+        (lambda: compat.fused_recurrent_gated_delta_rule(*given[:3], gv=x["v"]), "gv"),
         (lambda: compat.chunk_gated_delta_rule(*given[:3], x["g"], x["beta"], cp_context=1), "cp_"),
         (lambda: compat.chunk_kda(*given, x["beta"], return_intermediate_states=True), "return_"),
     ):

@@ -16,6 +16,10 @@
 //
 //   z_t = diag(w_t) z_{t-1} + beta_t k_t        o_t = scale S_t^T q_t / divisor(z_t . q_t)
 //
+// A plain update without features and divisors may have decays of values, x_t = exp(gv_t), too:
+//
+//   S_t = diag(w_t) S_{t-1} diag(x_t) + k_t u_t^T
+//
 // Value head h reads key head h / (Hv / Hk) of q, k, a and b. The CPU works on chunks of
 // tokens, within which the products are matrix products; CUDA goes from token to token with a
 // column of the state in the registers of a warp. Every factor of a decay is a product of w's,
@@ -53,6 +57,7 @@ struct Recurrence {
   StepView q, k;        // (B, T, Hk, K)
   StepView v;           // (B, T, Hv, V)
   StepView g, beta;     // in A; absent: no decay, ones
+  StepView gv;          // (B, T, Hv, V) of A, or absent; only with a plain update without features
   StepView a, b;        // (B, T, Hk, K); both or neither, and only with a channel_decay
   const void* bonus;    // (N, Hv, K) of A contiguous, or null; only with a channel_decay
   const void* skip;     // (N, Hv, V) of A contiguous, or null; only with a plain update
@@ -77,9 +82,10 @@ struct RecurrenceParams {
   void* states;       // (recurrence_slots, Hv, K W) of A, or null: saved for the backward
 };
 
-// Outputs are contiguous and have the shapes of the tensors whose gradients they are; dg, dbeta,
-// dbonus, dskip, dmin_denominator and dinitial_state may be null. With several shards dq, dk, da
-// and db are of A and hold the sums over the value heads of each shard, (shards, B, T, Hk, K).
+// Outputs are contiguous and have the shapes of the tensors whose gradients they are; dg, dgv,
+// dbeta, dbonus, dskip, dmin_denominator and dinitial_state may be null. With several shards dq,
+// dk, da and db are of A and hold the sums over the value heads of each shard, (shards, B, T, Hk,
+// K).
 struct RecurrenceBackwardParams {
   Recurrence recurrence;
   int64_t shards;                // equal parts of the value heads of a key head, 1 on CUDA
@@ -88,8 +94,9 @@ struct RecurrenceBackwardParams {
   const void* grad_final_state;  // as initial_state
   const void* states;            // from the forward
   void *dq, *dk, *dv;
-  void *da, *db;                                                          // if there are a and b
-  void *dg, *dbeta, *dbonus, *dskip, *dmin_denominator, *dinitial_state;  // of A
+  void *da, *db;  // if there are a and b
+  // Of A.
+  void *dg, *dgv, *dbeta, *dbonus, *dskip, *dmin_denominator, *dinitial_state;
 };
 static_assert(std::is_trivially_copyable_v<RecurrenceParams>);
 static_assert(std::is_trivially_copyable_v<RecurrenceBackwardParams>);
@@ -97,11 +104,14 @@ static_assert(std::is_trivially_copyable_v<RecurrenceBackwardParams>);
 // Tokens of a chunk of the backward; the forward saves states at the starts of chunks. A decay per
 // channel cannot be factored out of the products of a chunk, whose cost grows with its length.
 OMNIATTN_FN int64_t recurrence_chunk(bool channel_decay) { return channel_decay ? 16 : 32; }
+OMNIATTN_FN int64_t recurrence_chunk(const Recurrence& p) {
+  return recurrence_chunk(p.channel_decay || p.gv.data != nullptr);
+}
 
 // Slots of states. Sequence n of a batch begins at slot n ceil(T / chunk), a packed sequence at
 // slot boundaries[n] / chunk + n, which leaves room for earlier sequences of any lengths.
 OMNIATTN_FN int64_t recurrence_slots(const Recurrence& p) {
-  const int64_t chunk = recurrence_chunk(p.channel_decay);
+  const int64_t chunk = recurrence_chunk(p);
   return p.boundaries != nullptr ? p.steps / chunk + p.sequences
                                  : p.sequences * ceil_div(p.steps, chunk);
 }
@@ -111,7 +121,7 @@ struct RecurrenceSequence {
   int64_t index, batch, begin, count, slot;
 };
 OMNIATTN_FN RecurrenceSequence recurrence_sequence(const Recurrence& p, int64_t n) {
-  const int64_t chunk = recurrence_chunk(p.channel_decay);
+  const int64_t chunk = recurrence_chunk(p);
   if (p.boundaries == nullptr) return {n, n, 0, p.steps, n * ceil_div(p.steps, chunk)};
   const int64_t begin = p.boundaries[n];
   return {n, 0, begin, p.boundaries[n + 1] - begin, begin / chunk + n};
@@ -120,7 +130,8 @@ OMNIATTN_FN RecurrenceSequence recurrence_sequence(const Recurrence& p, int64_t 
 // True if a call is faster on tiles, where the machine has them: its q, k and v are used unchanged,
 // and there are more tokens than half a chunk.
 OMNIATTN_FN bool recurrence_on_tiles(const Recurrence& p) {
-  const bool plain_rows = !p.channel_decay && p.features == FeatureMap::identity && !p.normalize;
+  const bool of_heads = !p.channel_decay && p.gv.data == nullptr;
+  const bool plain_rows = of_heads && p.features == FeatureMap::identity && !p.normalize;
   const int64_t tokens = p.boundaries == nullptr ? p.steps : p.steps / larger(p.sequences, 1);
   return p.dtype == DType::bf16 && plain_rows && tokens > recurrence_chunk(false) / 2;
 }

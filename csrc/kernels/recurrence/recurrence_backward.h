@@ -27,7 +27,7 @@ struct HeadRange {
 template <class C, class Form>
 void backward_item(const RecurrenceBackwardParams& params, void* memory, int64_t index) {
   const Recurrence& p = params.recurrence;
-  const int64_t size = recurrence_chunk(p.channel_decay), group = group_of(params);
+  const int64_t size = recurrence_chunk(p), group = group_of(params);
   const int64_t parts = p.key_heads * params.shards, items = ceil_div(parts, params.parts);
   const int64_t first = index % items * params.parts, end = smaller(first + params.parts, parts);
   const RecurrenceSequence s = recurrence_sequence(p, index / items);

@@ -7,12 +7,15 @@
 //   met = [de; do] S^T, made = u dS'^T       parts of the gradients of rows through S and S'
 //   dS = e^(G_C) dS' + probe_in^T de + q_in^T do
 //
-// de is the gradient of the prediction probe_in S + N u; dS' stays in the thread's memory.
+// de is the gradient of the prediction probe_in S + N u; dS' stays in the thread's memory. With
+// decays of values, see recurrence_value_decay.h, met and dS have in * do in place of do, and made
+// has out * u in place of u.
 #pragma once
 
 #include "kernels/recurrence/recurrence_backward.h"
 #include "kernels/recurrence/recurrence_policy.h"
 #include "kernels/recurrence/recurrence_sums.h"
+#include "kernels/recurrence/recurrence_value_decay.h"
 #include "runtime/denormals.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -23,13 +26,14 @@ struct Backward {
   static constexpr int kKeys = Update::kKeys, kRows = 2 * kKeys;
   const RecurrenceBackwardParams& params;
   const Recurrence& p = params.recurrence;
-  const int64_t size = recurrence_chunk(p.channel_decay);
+  const int64_t size = recurrence_chunk(p);
   const int64_t group = group_of(params);
   const HeadRange heads;
   Room<C> room;
   Chunk<C> c;
   Decay decay;
   Sums<C> sums;
+  ValueDecayBackward<C> values;
   Matrix<C> x, out;          // see above; out is [de; do]
   Matrix<C> state, dstates;  // S, and dS' of each value head of the item
   Matrix<C> dcolumns{};      // gradients of z of each value head
@@ -42,7 +46,8 @@ struct Backward {
         room(memory),
         c(p, room, packed_size(y.recurrence)),
         decay(p, room),
-        sums(p, room) {
+        sums(p, room),
+        values(p, room) {
     const int64_t K = p.key_width, V = p.value_width;
     c.error = room.rows(size, V);
     x = room.rows(kKeys * size, V);
@@ -51,7 +56,7 @@ struct Backward {
     dstates = room.rows(K * group * params.parts, V);
     if (p.normalize) dcolumns = room.rows(group * params.parts, K);
     drows = room.rows(kRows * size, K);
-    d.scores = room.rows(2 * size, size);
+    d.scores = room.rows(2 * size, recurrence_chunk(p.channel_decay));
     if (kKeys == 2) d.scores_b = room.rows(2 * size, size);
     d.met = room.rows(2 * size, K);
     d.made = room.rows(kKeys * size, K);
@@ -91,10 +96,11 @@ struct Backward {
   }
 
  private:
+  bool decays_values() const { return Update::kValueDecay && values.present(); }
   Matrix<C> dstate_of(int64_t h) const { return dstates.at((h - heads.first) * p.key_width); }
   C* dcolumn_of(int64_t h) const { return dcolumns.row(h - heads.first); }
   static int64_t packed_size(const Recurrence& p) {
-    const int64_t K = p.key_width, V = p.value_width, size = recurrence_chunk(p.channel_decay);
+    const int64_t K = p.key_width, V = p.value_width, size = recurrence_chunk(p);
     const int64_t of_rows = packed_elements<C>(larger(K, V), size);
     return larger(of_rows, packed_elements<C>(V, K));
   }
@@ -129,20 +135,26 @@ struct Backward {
       sums.divide(c, grad_o);
     }
     c.meet(c.k_out, dstate, x, kKeys * n, ahead);
-    multiply_lower_transposed(c.P, grad_o, x, n, V, Into::add);
+    // Rows of the probe come first, if there is a probe.
+    const int64_t skip = Update::kProbe ? 0 : n, rows = 2 * n - skip;
+    Matrix<const C> added = c.u, readers = out.at(skip);
+    if (decays_values()) {
+      values.load(batch, t, h, n);
+      std::tie(readers, added) = values.gradient(c.P, c.u, grad_o, x, d.scores.at(n));
+    } else {
+      multiply_lower_transposed(c.P, grad_o, x, n, V, Into::add);
+    }
     if constexpr (kKeys == 2) {
       multiply_lower_transposed(c.P_b, grad_o, x.at(n), n, V, Into::add);
     }
     if constexpr (Update::kProbe) Update::gradient(c, x, out);
     write_values(s, t, h);
-    score_gradients(c.u, d.scores);
+    if (!decays_values()) score_gradients(c.u, d.scores);
     if constexpr (kKeys == 2) score_gradients(c.u.at(n), d.scores_b);
     pack_columns<C>(dstate, K, V, c.packed);
-    multiply(c.u, packed_panels(c.packed, V), d.made, kKeys * n, K, V, Into::set);
-    // Rows of the probe come first, if there is a probe.
-    const int64_t skip = Update::kProbe ? 0 : n, rows = 2 * n - skip;
+    multiply(added, packed_panels(c.packed, V), d.made, kKeys * n, K, V, Into::set);
     pack_columns<C>(state, K, V, c.packed);
-    multiply(out.at(skip), packed_panels(c.packed, V), d.met.at(skip), rows, K, V, Into::set);
+    multiply(readers, packed_panels(c.packed, V), d.met.at(skip), rows, K, V, Into::set);
     if (p.normalize) {
       const auto of_tokens = [&](void* to) {
         return to == nullptr ? nullptr : out_row<C>(p, to, batch, t, p.value_heads, h, 1);
@@ -153,13 +165,18 @@ struct Backward {
     }
     for (int64_t i = 0; i < K; ++i) {
       decay.decay_row(dstate.row(i), i, V);
+      if (decays_values()) values.decay_row(dstate.row(i));
       if (params.dg == nullptr) continue;
       d.carried[i] = dot(state.row(i), dstate.row(i), V);
       if (p.normalize) d.carried[i] += z[i] * dcolumn_of(h)[i];
     }
     if (p.normalize) sums.retreat(c, dcolumn_of(h));
-    multiply<ALayout::kTransposed>(c.probe_in.at(skip), out.at(skip), dstate, K, V, rows,
-                                   Into::add);
+    if (params.dgv != nullptr) {
+      multiply(c.q_in, state, c.error, n, V, K, Into::set);
+      values.write(c.error, state, dstate, out_row<C>(p, params.dgv, batch, t, p.value_heads, h, V),
+                   p.value_heads * V);
+    }
+    multiply<ALayout::kTransposed>(c.probe_in.at(skip), readers, dstate, K, V, rows, Into::add);
     d.dbonus = head_row<C>(p, params.dbonus, s.index, h, K);
     const bool channels = p.channel_decay;
     C* const dg = params.dg == nullptr

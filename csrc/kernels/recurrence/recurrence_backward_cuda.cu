@@ -5,6 +5,7 @@
 //   divide   the gradients of undivided outputs and of their divisors
 //   du       the gradients of updates, of v and of states, by columns back in time over all tokens
 //   rows     the gradients of q, k, a, b and g, by rows of each chunk (recurrence_rows_cuda.cu)
+//   value decay   the gradient of gv, by columns of each chunk
 //   finish   sums over value heads, channels and columns, in order
 //   bonus    sums over chunks, in order
 #include "kernels/recurrence/recurrence_backward_cuda.h"
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
   const RecurrenceSequence s = checked_sequence(p, n);
   if (column >= p.state_width()) return;
   const Head<T, kUpdate> in(p, s, blockIdx.x % p.value_heads);
-  const int64_t chunk = recurrence_chunk(p.channel_decay);
+  const int64_t chunk = recurrence_chunk(p);
   const C scale = scale_of<C, kUpdate>(p);
   C dskip = 0;
   Column<C, R> dstate(p, in.head, column);
@@ -114,9 +115,10 @@ __global__ void __launch_bounds__(kThreads)
         du += x * gpu::widen(k[r]);
       });
       du = warp_sum(du);
-      const C de = in.delta() ? in.beta(t) * du : C(0);
-      dstate.each(
-          [&](int64_t r, C& x) { x = (x - gpu::widen(k[r]) * de) * in.decay(t, r, of_head); });
+      const C de = in.delta() ? in.beta(t) * du : C(0), of_value = in.value_decay(t, column);
+      dstate.each([&](int64_t r, C& x) {
+        x = (x - gpu::widen(k[r]) * de) * (in.decay(t, r, of_head) * of_value);
+      });
     }
     if (params.dskip != nullptr) dskip += scale * grad_o * gpu::widen(in.v(t)[column]);
     if (lane_index() != 0) continue;
@@ -184,6 +186,70 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Gradient of the decays of values. Blocks: value heads of slots, columns. As in
+// recurrence_rows_cuda.cu, dgv_t = dgv_{t+1} + o do - u du, starting from <S, dS> of the column at
+// the end of the chunk; the products of a query with its own k, which would cancel, are left out.
+template <class T, int R>
+__global__ void __launch_bounds__(kThreads)
+    recurrence_value_decay_kernel(const __grid_constant__ RecurrenceBackwardParams params,
+                                  const __grid_constant__ Found<compute_t<T>> found) {
+  using C = compute_t<T>;
+  const Recurrence& p = params.recurrence;
+  const int64_t column = warp_index(blockIdx.y);
+  const RecurrenceSequence s = chunk_of_slot(p, blockIdx.x / p.value_heads);
+  if (column >= p.value_width || s.count == 0) return;
+  const Head<T> in(p, s, blockIdx.x % p.value_heads);
+  const int lane = lane_index(), count = static_cast<int>(s.count);
+  const C scale = static_cast<C>(p.scale);
+  Column<C, R> state(p, in.head, column);
+  state.load(params.states, s.slot);
+  C dgv = 0;  // lane i holds the share of token i
+  for (int i = 0; i < count; ++i) {
+    const int64_t t = s.begin + i;
+    const T *const q = in.q(t), *const k = in.k(t);
+    const C decay = in.head_decay(t), of_value = in.value_decay(t, column);
+    const C u = in.beta(t) * in.value(t, column);
+    C read = 0;
+    state.each([&](int64_t r, C& x) {
+      x *= in.decay(t, r, decay) * of_value;
+      read += x * gpu::widen(q[r]);
+      x += gpu::widen(k[r]) * u;
+    });
+    read = warp_sum(read);
+    if (lane == i) dgv = scale * grad_of_row(in, params, t, column) * read;
+  }
+  // The gradient replaces the state.
+  C carried = 0;
+  const int64_t place = (s.slot * p.value_heads + in.head) * p.key_width * p.value_width + column;
+  state.each([&](int64_t r, C& x) {
+    const C d = found.dstates[place + r * p.value_width];
+    carried += x * d;
+    x = d;
+  });
+  carried = warp_sum(carried);
+  for (int i = count - 1; i >= 0; --i) {
+    const int64_t t = s.begin + i;
+    const T *const q = in.q(t), *const k = in.k(t);
+    const C decay = in.head_decay(t), of_value = in.value_decay(t, column);
+    const C u = in.beta(t) * in.value(t, column);
+    const C grad_o = scale * grad_of_row(in, params, t, column);
+    C du = 0;
+    state.each([&](int64_t r, C& x) {
+      du += x * gpu::widen(k[r]);
+      x = (x + gpu::widen(q[r]) * grad_o) * (in.decay(t, r, decay) * of_value);
+    });
+    du = warp_sum(du);
+    if (lane == i) dgv -= u * du;
+  }
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) {
+    const C later = __shfl_down_sync(0xffffffff, dgv, step);
+    if (lane + step < kLanes) dgv += later;
+  }
+  if (lane >= count) return;
+  static_cast<C*>(params.dgv)[in.at(s.begin + lane, p.value_width) + column] = dgv + carried;
+}
+
 // Blocks: value heads of sequences.
 template <class C>
 __global__ void __launch_bounds__(kThreads)
@@ -192,7 +258,7 @@ __global__ void __launch_bounds__(kThreads)
   const Recurrence& p = params.recurrence;
   const RecurrenceSequence s = checked_sequence(p, blockIdx.x / p.value_heads);
   const int64_t head = blockIdx.x % p.value_heads;
-  const int64_t chunks = ceil_div(s.count, recurrence_chunk(p.channel_decay));
+  const int64_t chunks = ceil_div(s.count, recurrence_chunk(p));
   for (int64_t r = threadIdx.x; r < p.key_width; r += kThreads) {
     C sum = 0;
     for (int64_t slot = s.slot; slot < s.slot + chunks; ++slot) {
@@ -244,6 +310,13 @@ Status launch_recurrence_backward(const RecurrenceBackwardParams& given, void* m
       });
     });
     launch_recurrence_rows(params, memory, stream);
+    if (params.dgv != nullptr && chunks > 0 && p.value_width > 0) {
+      with_column<C>(p, [&]<int R>(int warps, size_t bytes) {
+        const dim3 grid(blocks(chunks), blocks(ceil_div(p.value_width, int64_t{warps})));
+        GPU_LAUNCH((recurrence_value_decay_kernel<T, R>), grid, blocks(warps * kLanes), bytes,
+                   stream, params, found);
+      });
+    }
     if (params.dbonus != nullptr && states > 0) {
       GPU_LAUNCH(recurrence_bonus_kernel<C>, blocks(states), kThreads, 0, stream, params, found);
     }

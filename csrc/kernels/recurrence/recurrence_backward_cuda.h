@@ -12,7 +12,7 @@ namespace {
 
 // Tokens of a slot of states; no tokens if the slot is unused.
 __device__ __forceinline__ RecurrenceSequence chunk_of_slot(const Recurrence& p, int64_t slot) {
-  const int64_t chunk = recurrence_chunk(p.channel_decay);
+  const int64_t chunk = recurrence_chunk(p);
   int64_t n = 0;
   if (p.boundaries == nullptr) {
     n = slot / ceil_div(p.steps, chunk);

@@ -51,12 +51,13 @@ struct Chunk {
 
   [[gnu::noinline]] Chunk(const Recurrence& params, Room<C>& room, int64_t packed_size)
       : p(params), K(p.key_width), V(p.value_width), delta(p.delta) {
-    const int64_t size = recurrence_chunk(p.channel_decay), keys = low_rank() ? 2 * size : size;
+    const int64_t size = recurrence_chunk(p), keys = low_rank() ? 2 * size : size;
     if (!keys_in_place()) loaded_k = room.rows(keys, K), loaded_q = room.rows(size, K);
     probe_in = q_in = room.rows(2 * size, K);
     k_out = room.rows(keys, K);
-    N = room.rows(size, size);
-    P = room.rows(size, size);
+    const int64_t columns = recurrence_chunk(p.channel_decay);  // HeadDecay reads all of a row
+    N = room.rows(size, columns);
+    P = room.rows(size, columns);
     if (low_rank()) {
       loaded_probe = room.rows(size, K);
       N_b = room.rows(size, size);

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads)
   const RecurrenceSequence s = checked_sequence(p, n);
   if (column >= p.state_width()) return;
   const Head<T, kUpdate> in(p, s, blockIdx.x % p.value_heads);
-  const int64_t chunk = recurrence_chunk(p.channel_decay);
+  const int64_t chunk = recurrence_chunk(p);
   Column<C, R> state(p, in.head, column);
   state.load(p.initial_state, n);
   for (int64_t i = 0; i < s.count; ++i) {

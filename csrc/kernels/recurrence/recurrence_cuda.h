@@ -131,6 +131,13 @@ struct Head {
   __device__ __forceinline__ C decay(int64_t t, int64_t r, C of_head) const {
     return p.channel_decay ? exp(row<C>(p.g, t, head)[r]) : of_head;
   }
+  // Decay of a value, only with a plain update.
+  __device__ __forceinline__ C value_decay(int64_t t, int64_t column) const {
+    if constexpr (kUpdate == Update::value) {
+      if (p.gv.data != nullptr) return exp(row<C>(p.gv, t, head)[column]);
+    }
+    return 1;
+  }
   // Row t of a tensor (B, T, Hv, width).
   __device__ __forceinline__ int64_t at(int64_t t, int64_t width) const {
     return ((batch * p.steps + t) * p.value_heads + head) * width;
@@ -202,11 +209,11 @@ template <class T, Update kUpdate, class C, int R>
 __device__ __forceinline__ C advance(const Head<T, kUpdate>& in, Column<C, R>& state, int64_t t,
                                      int64_t column) {
   const auto *const k = in.k(t), *const probe = in.probe(t);
-  const C of_head = in.head_decay(t);
+  const C of_head = in.head_decay(t), of_value = in.value_decay(t, column);
   C predicted = 0;
   state.each([&](int64_t r, C& x) {
     const C before = x;
-    x *= in.decay(t, r, of_head);
+    x *= in.decay(t, r, of_head) * of_value;
     if constexpr (!Head<T, kUpdate>::kBonus)
       predicted += (Head<T, kUpdate>::kLowRank ? before : x) * gpu::widen(probe[r]);
   });

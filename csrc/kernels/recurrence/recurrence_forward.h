@@ -39,7 +39,7 @@ template <class C, class Form>
 void run_chunks(Form& form, const RecurrenceParams& params, const RecurrenceSequence& s,
                 int64_t first, int64_t end) {
   const Recurrence& p = params.recurrence;
-  const int64_t size = recurrence_chunk(p.channel_decay);
+  const int64_t size = recurrence_chunk(p);
   for (int64_t head = first; head < end; ++head) {
     form.load(head, state_before<C>(params, s, head));
   }

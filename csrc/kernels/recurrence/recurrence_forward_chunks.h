@@ -5,13 +5,14 @@
 #include "kernels/recurrence/recurrence_forward.h"
 #include "kernels/recurrence/recurrence_policy.h"
 #include "kernels/recurrence/recurrence_sums.h"
+#include "kernels/recurrence/recurrence_value_decay.h"
 #include "runtime/denormals.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
 // S' = e^(G_C) S + k_out^T u, o = scale (q_in S + P u), with u from the
-// update. With two keys P is [P, P_b].
+// update. With two keys P is [P, P_b]. For decays of values see recurrence_value_decay.h.
 template <class C, class Decay, class Update>
 struct Forward {
   const RecurrenceParams& params;
@@ -20,6 +21,7 @@ struct Forward {
   Chunk<C> c;
   Decay decay;
   Sums<C> sums;
+  ValueDecay<C> values;
   Matrix<C> met;        // [probe_in; q_in] S
   Matrix<C> states;     // of the heads of the item
   Matrix<C> columns{};  // their columns z
@@ -29,11 +31,12 @@ struct Forward {
   Forward(const RecurrenceParams& x, void* memory, int64_t first_head)
       : params(x),
         room(memory),
-        c(p, room, packed_elements<C>(p.key_width, recurrence_chunk(p.channel_decay))),
+        c(p, room, packed_elements<C>(p.key_width, recurrence_chunk(p))),
         decay(p, room),
         sums(p, room),
+        values(p, room),
         first(first_head) {
-    met = room.rows(2 * recurrence_chunk(p.channel_decay), p.value_width);
+    met = room.rows(2 * recurrence_chunk(p), p.value_width);
     states = room.rows(p.key_width * params.heads, p.value_width);
     if (p.normalize) columns = room.rows(params.heads, p.key_width);
   }
@@ -68,7 +71,13 @@ struct Forward {
       c.meet(c.q_in, S, o, n, ahead);
     }
     Update::values(c);
-    multiply_lower(c.P, c.u, o, n, c.V);
+    Matrix<const C> added = c.u;
+    if (decays_values()) {
+      values.load(batch, t, head, n);
+      added = values.outputs(c.P, c.u, o);
+    } else {
+      multiply_lower(c.P, c.u, o, n, c.V);
+    }
     if constexpr (Update::kKeys == 2) multiply_lower(c.P_b, c.u.at(n), o, n, c.V);
     if (c.skip != nullptr) add_skip(c.skip, c.v, o, n, c.V);
     C* const z = column(head);
@@ -79,11 +88,15 @@ struct Forward {
       sums.advance(c, z);
     }
     store_rows(p.o_dtype, o, n, c.V, result, o_stride, static_cast<C>(p.scale));
-    for (int64_t d = 0; d < c.K; ++d) decay.decay_row(S.row(d), d, c.V);
-    multiply<ALayout::kTransposed>(c.k_out, c.u, S, c.K, c.V, Update::kKeys * n, Into::add);
+    for (int64_t d = 0; d < c.K; ++d) {
+      decay.decay_row(S.row(d), d, c.V);
+      if (decays_values()) values.decay_row(S.row(d));
+    }
+    multiply<ALayout::kTransposed>(c.k_out, added, S, c.K, c.V, Update::kKeys * n, Into::add);
   }
 
  private:
+  bool decays_values() const { return Update::kValueDecay && values.present(); }
   Matrix<C> state(int64_t head) const { return states.at((head - first) * p.key_width); }
   C* column(int64_t head) const { return columns.row(head - first); }
 };

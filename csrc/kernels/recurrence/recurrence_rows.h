@@ -199,6 +199,9 @@ template <class C>
   if (p.a.data != nullptr) ask(p.a, key_head, p.key_width), ask(p.b, key_head, p.key_width);
   ask(p.v, head, p.value_width);
   if (p.channel_decay) prefetch_row(row_of<C>(p.g, batch, t, head), p.key_width * sizeof(C));
+  if (p.gv.data != nullptr) {
+    prefetch_row(row_of<C>(p.gv, batch, t, head), p.value_width * sizeof(C));
+  }
 }
 
 }  // namespace

@@ -64,7 +64,7 @@ struct Row {
         own += of.u * of.grad_o;
         if constexpr (kBonus) query += e * of.grad_o;
         if constexpr (kLowRank) probe -= e * of.de;
-        e *= w;
+        e *= w * in.value_decay(t, column);
         if constexpr (kUpdate == Update::value) probe -= e * of.de;
         if constexpr (kLowRank) e += b * of.c;
         if constexpr (!kBonus) query += e * of.grad_o;
@@ -95,7 +95,8 @@ struct Row {
         if constexpr (kBonus) {
           e = e * w + q * of.grad_o;
         } else {
-          e = kLowRank ? e * w - probe * of.de : (e - probe * of.de) * w;
+          e = kLowRank ? e * w - probe * of.de
+                       : (e - probe * of.de) * (w * in.value_decay(t, column));
         }
       });
       of_k = warp_sum(of_k);

@@ -16,7 +16,7 @@ template <class C, class Update>
 struct Step {
   static constexpr bool kTwoKeys = Update::kKeys == 2;
   C *w, *k, *b, *probe, *q, *query;
-  C *v, *o;  // of V
+  C *v, *o, *decays;  // of V; decays of values, if there are any
   C beta, of_u, of_c;
   const C* min_denominator;
 
@@ -24,6 +24,7 @@ struct Step {
     w = room.take(p.key_width), k = room.take(p.key_width), b = room.take(p.key_width);
     probe = room.take(p.key_width), q = room.take(p.key_width), query = room.take(p.key_width);
     v = room.take(p.value_width), o = room.take(p.value_width);
+    decays = room.take(p.value_width);
   }
 
   void load(const Recurrence& p, const RecurrenceSequence& s, int64_t t, int64_t head) {
@@ -36,6 +37,10 @@ struct Step {
     to_features(p.features, Matrix<C>{k, 0}, 1, p.key_width);
     to_features(p.features, Matrix<C>{q, 0}, 1, p.key_width);
     read(p.v, head, p.value_width, v);
+    const int64_t decaying = p.gv.data != nullptr ? p.value_width : 0;
+    for_row<C>(decaying, [&](int64_t j, auto part) {
+      part.store(decays + j, exp(part.load(row_of<C>(p.gv, batch, t, head) + j)));
+    });
     if (kTwoKeys) read(p.a, key_head, p.key_width, probe), read(p.b, key_head, p.key_width, b);
     const C* const asks = kTwoKeys ? probe : k;
     const C* const g = p.g.data != nullptr ? row_of<C>(p.g, batch, t, head) : nullptr;
@@ -65,12 +70,12 @@ struct Step {
   }
 
   // Steps kVecs vectors of columns from j on; `part` does the accesses.
-  template <int kVecs>
+  template <int kVecs, bool kDecays>
   OMNIATTN_INLINE void columns(const Recurrence& p, const C* from, C* to, int64_t j,
                                auto part) const {
     constexpr int kWidth = Vec<C>::kWidth;
     const int64_t width = p.state_width();
-    Vec<C> predicted[kVecs], result[kVecs], u[kVecs];
+    Vec<C> predicted[kVecs], result[kVecs], u[kVecs], decay[kVecs];
 #pragma GCC unroll 4
     for (int x = 0; x < kVecs; ++x) predicted[x] = result[x] = zero<C>();
     for (int64_t d = 0; d < p.key_width; ++d) {
@@ -84,6 +89,7 @@ struct Step {
 #pragma GCC unroll 4
     for (int x = 0; x < kVecs; ++x) {
       const Vec<C> value = part.load(v + j + x * kWidth);
+      if constexpr (kDecays) result[x] *= decay[x] = part.load(decays + j + x * kWidth);
       u[x] = (Update::kProbe && !kTwoKeys ? value - predicted[x] : value) * beta;
       if constexpr (kTwoKeys) result[x] = fma(predicted[x], Vec<C>(of_c), result[x]);
       part.store(o + j + x * kWidth, fma(u[x], Vec<C>(of_u), result[x]));
@@ -94,7 +100,9 @@ struct Step {
         const int64_t at = d * width + j + x * kWidth;
         Vec<C> added = u[x] * k[d];
         if constexpr (kTwoKeys) added = fma(predicted[x], Vec<C>(b[d]), added);
-        part.store(to + at, fma(part.load(from + at), Vec<C>(w[d]), added));
+        Vec<C> factor(w[d]);
+        if constexpr (kDecays) factor *= decay[x];
+        part.store(to + at, fma(part.load(from + at), factor, added));
       }
     }
   }
@@ -121,13 +129,20 @@ void steps(const RecurrenceParams& params, const RecurrenceSequence& s, Step<C, 
   const C* const skip = head_row<const C>(p, p.skip, s.index, head, V);
   for (int64_t t = s.begin; t < s.begin + s.count; ++t, state = final_state) {
     step.load(p, s, t, head);
-    int64_t j = 0;
-    for (; j + kVecs * kWidth <= V; j += kVecs * kWidth) {
-      step.template columns<kVecs>(p, state, final_state, j, Whole{});
+    const auto all_columns = [&]<bool kDecays>() {
+      int64_t j = 0;
+      for (; j + kVecs * kWidth <= V; j += kVecs * kWidth) {
+        step.template columns<kVecs, kDecays>(p, state, final_state, j, Whole{});
+      }
+      for_row<C>(V - j, [&](int64_t i, auto part) {
+        step.template columns<1, kDecays>(p, state, final_state, j + i, part);
+      });
+    };
+    if (Update::kValueDecay && p.gv.data != nullptr) {
+      all_columns.template operator()<Update::kValueDecay>();
+    } else {
+      all_columns.template operator()<false>();
     }
-    for_row<C>(V - j, [&](int64_t i, auto part) {
-      step.template columns<1>(p, state, final_state, j + i, part);
-    });
     const Matrix<C> v{step.v, 0}, o{step.o, 0};
     if (skip != nullptr) add_skip(skip, v, o, 1, V);
     if (p.normalize) step.divide(p, state, final_state);

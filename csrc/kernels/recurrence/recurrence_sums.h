@@ -38,7 +38,7 @@ struct Sums {
 
   Sums(const Recurrence& params, Room<C>& room) : p(params) {
     if (!p.normalize) return;
-    const int64_t size = recurrence_chunk(p.channel_decay);
+    const int64_t size = recurrence_chunk(p);
     divisors = room.take(size), by_sum = room.take(size), by_min_denominator = room.take(size);
     of_sum = room.take(size);
   }

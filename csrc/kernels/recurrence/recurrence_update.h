@@ -6,6 +6,7 @@
 //   kBonus          outputs read the state before the update
 //   kKeys           number of rows that a token adds to the state
 //   kHeadDecay      true if it may come with one decay for all channels
+//   kValueDecay     true if it may come with decays of values
 #pragma once
 
 #include "kernels/recurrence/recurrence_chunk.h"
@@ -19,6 +20,7 @@ constexpr int64_t kSolve = 8;
 // u = beta v, or v itself without a beta.
 struct PlainUpdate {
   static constexpr bool kProbe = false, kProbesBefore = false, kBonus = false, kHeadDecay = true;
+  static constexpr bool kValueDecay = true;
   static constexpr int kKeys = 1;
 
   template <class C>
@@ -39,7 +41,7 @@ struct PlainUpdate {
 };
 
 struct BonusUpdate : PlainUpdate {
-  static constexpr bool kBonus = true, kHeadDecay = false;
+  static constexpr bool kBonus = true, kHeadDecay = false, kValueDecay = false;
 };
 
 // An unknown row x per token that depends on those of earlier tokens: x = -beta (error + M x),
@@ -115,6 +117,7 @@ struct Substitution {
 // chunk, probe_in S, and of that of earlier updates, N u. c.error holds the prediction minus v.
 struct DeltaUpdate {
   static constexpr bool kProbe = true, kProbesBefore = false, kBonus = false, kHeadDecay = true;
+  static constexpr bool kValueDecay = false;
   static constexpr int kKeys = 1;
 
   // On entry c.error is probe_in S.
@@ -141,6 +144,7 @@ struct DeltaUpdate {
 // u = [v; c], where c is the state's output for the probe: probe_in S + N v + N_b c.
 struct LowRankUpdate {
   static constexpr bool kProbe = true, kProbesBefore = true, kBonus = false, kHeadDecay = false;
+  static constexpr bool kValueDecay = false;
   static constexpr int kKeys = 2;
 
   // On entry c.error is probe_in S.

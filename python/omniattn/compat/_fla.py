@@ -27,13 +27,13 @@ _NOT_SUPPORTED = {"gv", "return_intermediate_states"}
 
 
 def fla_function(
-    *, without_effect: Set[str] = frozenset()
+    *, without_effect: Set[str] = frozenset(), also: Set[str] = frozenset()
 ) -> Callable[[Callable[Theirs, Call]], Callable[Theirs, Result]]:
     """Makes an fla function from one with its signature that returns a `Call`.
 
     Handles the shared options in the signature: scale, l2norm, states, boundaries and direction.
     Ignores options that only affect speed and the options `without_effect`; others must be None or
-    False.
+    False, unless they are in `also`.
     """
 
     def decorate(choose: Callable[Theirs, Call]) -> Callable[Theirs, Result]:
@@ -43,7 +43,7 @@ def fla_function(
             n for n, p in named.items() if p.annotation == "Tensor" and p.default is p.empty
         ]
         defaults = {n: p.default for n, p in named.items() if p.default is not p.empty}
-        taken = _SPEED | without_effect | named.keys() - _NOT_SUPPORTED
+        taken = _SPEED | without_effect | (named.keys() - _NOT_SUPPORTED) | also
         if "state_v_first" in named:
             taken = taken | {"transpose_state_layout"}
 

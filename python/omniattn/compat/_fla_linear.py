@@ -160,7 +160,7 @@ def fused_chunk_gla(
     return functional.gated_linear_attention, (q, k, v, g)
 
 
-@fla_function()
+@fla_function(also={"gv"})
 def fused_recurrent_gla(
     q: Tensor,
     k: Tensor,
@@ -175,10 +175,18 @@ def fused_recurrent_gla(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    """Computes :func:`functional.gated_linear_attention`; gv (decays of values) must be None."""
+    """Computes :func:`functional.gated_linear_attention`."""
     if gk is None:
         gk = widen(q).new_zeros(v.shape[:3])
-    return functional.gated_linear_attention, (q, k, v, gk)
+    if gv is None:
+        return functional.gated_linear_attention, (q, k, v, gk)
+    return _with_decays_of_values, (q, k, v, gk, gv)
+
+
+def _with_decays_of_values(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, gv: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    return functional.gated_linear_attention(q, k, v, g, gv=gv, **options)
 
 
 @fla_function()

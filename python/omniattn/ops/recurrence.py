@@ -30,25 +30,36 @@ def _final_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, normalize: boo
 
 
 def _chunk_starts(
-    q: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, normalize: bool
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gv: Tensor | None,
+    cu_seqlens: Tensor | None,
+    normalize: bool,
 ) -> Tensor:
     """Returns the saved states, at the starts of chunks."""
-    of_channels = g is not None and g.dim() == 4
+    of_channels = gv is not None or (g is not None and g.dim() == 4)
     name = "recurrence_chunk_of_channel_decay" if of_channels else "recurrence_chunk"
     return _states(state_slots(q, cu_seqlens, CONSTANTS[name]), q, v, normalize)
 
 
+_ARGUMENTS = (
+    *("q", "k", "v", "g", "beta", "bonus", "a", "b", "skip", "min_denominator", "gv"),
+    *("initial_state", "cu_seqlens", "scale", "delta", "feature_map", "normalize", "eps"),
+    "fp32_output",
+)
+
+
 def _formula(*args: Any) -> tuple[Tensor, Tensor]:
-    names = ("feature_map", "normalize", "eps", "fp32_output")
-    options = dict(zip(names, args[-4:], strict=True))
-    options["feature_map"] = FEATURE_MAPS[options["feature_map"]]
-    return reference.recurrence(*args[:-4], **options)
+    given = dict(zip(_ARGUMENTS, args, strict=True))
+    given["feature_map"] = FEATURE_MAPS[given["feature_map"]]
+    return reference.recurrence(**given)
 
 
-#: (q, k, v, g, beta, bonus, a, b, skip, min_denominator, initial_state, cu_seqlens, scale, delta,
-#: feature_map, normalize, eps, fp32_output) -> (o, final_state), as reference.recurrence: beta
-#: multiplies v, or with `delta` the difference of v and the state's prediction; skip * v is added
-#: to outputs; `normalize` divides them by sums of weights, with `min_denominator` and eps;
+#: (q, k, v, g, beta, bonus, a, b, skip, min_denominator, gv, initial_state, cu_seqlens, scale,
+#: delta, feature_map, normalize, eps, fp32_output) -> (o, final_state), as reference.recurrence:
+#: beta multiplies v, or with `delta` the difference of v and the state's prediction; skip * v is
+#: added to outputs; `normalize` divides them by sums of weights, with `min_denominator` and eps;
 #: `fp32_output`: outputs of half types are in float32.
 recurrence = DifferentiableOp(
     "recurrence",
@@ -63,6 +74,7 @@ recurrence = DifferentiableOp(
         "dbonus": lambda q, bonus: like_or_wide(bonus, q),
         "dskip": lambda q, skip: like_or_wide(skip, q),
         "dmin_denominator": lambda q, min_denominator: like_or_wide(min_denominator, q),
+        "dgv": lambda q, gv: like_or_wide(gv, q),
         "dinitial_state": lambda q, v, cu_seqlens, normalize: _final_state(
             q, v, cu_seqlens, normalize
         ),
@@ -70,7 +82,10 @@ recurrence = DifferentiableOp(
     private=("states",),
     formula=_formula,
     fold=Fold(
-        ("q", "k", "v", "g", "beta", "bonus", "a", "b", "skip", "min_denominator", "initial_state"),
+        (
+            *("q", "k", "v", "g", "beta", "bonus", "a", "b", "skip", "min_denominator", "gv"),
+            "initial_state",
+        ),
         when=lambda cu_seqlens: cu_seqlens is None,
     ),
 )

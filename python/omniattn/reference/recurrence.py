@@ -36,11 +36,13 @@ def recurrence(
     normalize: bool = False,
     eps: float = 0.0,
     fp32_output: bool = False,
+    gv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o_t = scale (S_t^T q_t + skip * v_t), S_t = diag(exp(g_t)) S_{t-1} + k_t u_t^T; returns o and
     the final states.
 
     u_t = beta_t v_t, or with `delta` u_t = beta_t (v_t - S'^T k_t), where S' is the decayed state.
+    With gv (B, T, Hv, V), S_{t-1} diag(exp(gv_t)) takes the place of S_{t-1}.
     With a and b, b_t (S_{t-1}^T a_t)^T is added to S_t. With a bonus, o_t = scale R^T q_t,
     R = S_{t-1} + diag(bonus) k_t u_t^T.
 
@@ -71,6 +73,8 @@ def recurrence(
         if g is not None:
             gt = g[:, t].to(dtype)
             new = new * (gt if gt.dim() == 3 else gt[..., None]).exp()[..., None]
+        if gv is not None:
+            new = new * gv[:, t].to(dtype).exp()[..., None, :]
         u = wide_v[:, t]
         if delta:
             u = u - (new * kt).sum(-2)
@@ -94,7 +98,7 @@ def recurrence(
             o = torch.where(inside, o, 0).sum(0, keepdim=True)
         outputs.append(o)
     if not outputs:  # gradients are zeros and not None
-        others = (t for t in (g, beta, min_denominator, bonus, skip) if t is not None)
+        others = (t for t in (g, gv, beta, min_denominator, bonus, skip) if t is not None)
         nothing = nothing_of(wide_v, *rows, *others)
         return (v + nothing).to(o_dtype), state + nothing
     o = torch.stack(outputs, 1)
@@ -203,13 +207,14 @@ def gated_linear_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
+    g: Tensor | None,
     *,
+    gv: Tensor | None = None,
     scale: float | None = None,
     **options: Unpack[StateOptions],
 ) -> tuple[Tensor, Tensor]:
-    """S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t."""
-    return _run("gated_linear_attention", options, q, k, v, g, scale=scale)
+    """S_t = diag(exp(g_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T, o_t = scale S_t^T q_t."""
+    return _run("gated_linear_attention", options, q, k, v, g, scale=scale, gv=gv)
 
 
 @spelled_out(StateOptions)

@@ -118,26 +118,28 @@ def attempt(
     beta: Tensor | None = None,
     delta: bool = False,
     l2norm: bool = False,
+    gv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Runs a recurrence of plain tensors in the dtypes of the op.
 
-    Returns None for other calls, and for those that the checks must name in an error or whose g
-    holds NaN. `decays` has the numbers of dimensions that g may have."""
+    Returns None for other calls, and for those that the checks must name in an error or whose g or
+    gv holds NaN. `decays` has the numbers of dimensions that g may have."""
     initial_state, cu_seqlens, backend = sequences
     if backend is not None or cu_seqlens is not None or type(l2norm) is not bool:
         return None
-    if not is_plain(q, k, v, g, beta, initial_state) or q.ndim != 4:
+    if not is_plain(q, k, v, g, gv, beta, initial_state) or q.ndim != 4:
         return None
     wide = compute_dtype(q)
-    for t in (g, beta, initial_state):
+    for t in (g, gv, beta, initial_state):
         if t is not None and t.dtype != wide:
             return None
     if (NO_DECAY if g is None else g.ndim) not in decays:
         return None
-    if g is not None and g.layout != torch.strided:
-        return None
-    if g is not None and g.numel() > 0 and not g.detach().max().item() <= 0.0:
-        return None
+    for t in (g, gv):
+        if t is not None and t.layout != torch.strided:
+            return None
+        if t is not None and t.numel() > 0 and not t.detach().max().item() <= 0.0:
+            return None
     width = q.shape[-1]
     if scale is None:
         scale = width**-0.5 if width > 0 else 1.0
@@ -148,7 +150,7 @@ def attempt(
         if q is None or k is None:
             return None
     found: tuple[Tensor, Tensor] | None = ops.recurrence.attempt(
-        *(q, k, v, g, beta, None, None, None, None, None),
+        *(q, k, v, g, beta, None, None, None, None, None, gv),
         *(initial_state, None, scale, delta, 0, False, 0.0, False),
     )
     return found
@@ -227,6 +229,7 @@ def run(
     b: Tensor | None = None,
     skip: Tensor | None = None,
     min_denominator: Tensor | None = None,
+    gv: Tensor | None = None,
     delta: bool = False,
     feature_map: str = "identity",
     normalize: bool = False,
@@ -253,7 +256,7 @@ def run(
         a, b = (t if t is None else repeated(t, copies) for t in (a, b))
     call = implementation(op, backend, q, ops.recurrence)
     o, state = call(
-        *(q, k, v, g, beta, bonus, a, b, skip, min_denominator),
+        *(q, k, v, g, beta, bonus, a, b, skip, min_denominator, gv),
         *(initial_state, cu_seqlens, scale, delta),
         *(ops.FEATURE_MAPS.index(feature_map), normalize, eps, fp32_output),
     )

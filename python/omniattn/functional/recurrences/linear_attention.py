@@ -21,6 +21,7 @@ from omniattn.checks.arguments import (
 from omniattn.checks.jagged import over_sequences
 from omniattn.encoding.sequences import SequenceOptions, Sequences, sequences_of, spelled_out
 from omniattn.functional.recurrences._common import (
+    NO_DECAY,
     OF_CHANNELS,
     OF_HEADS,
     attempt,
@@ -171,27 +172,31 @@ def linear_attention(
     return o.to(dtype), state
 
 
-@over_sequences("q", "k", "v", "g")
+@over_sequences("q", "k", "v", "g", "gv")
 @spelled_out(SequenceOptions)
 def gated_linear_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
+    g: Tensor | None,
     *,
+    gv: Tensor | None = None,
     scale: float | None = None,
     **options: Unpack[SequenceOptions],
 ) -> tuple[Tensor, Tensor]:
     """Linear attention whose state decays.
 
-    ``S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T``, ``o_t = scale * S_t^T q_t``.
+    ``S_t = diag(exp(g_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T``, ``o_t = scale * S_t^T q_t``.
 
     Args:
         q: (B, T, H, K), float64, float32, bfloat16 or float16, any strides.
         k: (B, T, H, K), of q's dtype.
         v: (B, T, Hv, V), of q's dtype; Hv is a multiple of H, and head h of v reads head
             h // (Hv / H) of q and k.
-        g: logarithms of the decays, <= 0: (B, T, Hv, K), or (B, T, Hv) for one of all channels.
+        g: logarithms of the decays, <= 0: (B, T, Hv, K), or (B, T, Hv) for one of all channels;
+            None for no decay.
+        gv: (B, T, Hv, V), logarithms of the decays of the values' channels, <= 0; None for no
+            decay.
         scale: default K^-0.5.
         initial_state: (N, Hv, K, V), of any floating dtype, but computed in float32 (float64 for
             float64); None for zeros. N is B, or the number of sequences.
@@ -218,9 +223,9 @@ def gated_linear_attention(
         Steps are computed by matrix products, 16 or more at a time. So a NaN or infinity may also
         reach outputs of up to 31 earlier steps; finite inputs have no such effect.
 
-        On the CPU a g above 0, which would make states grow, raises an error. This is not checked
-        on a GPU, where the check would synchronise, or while a call is traced or compiled. NaN
-        raises no error, but appears in the results.
+        On the CPU a g or gv above 0, which would make states grow, raises an error. This is not
+        checked on a GPU, where the check would synchronise, or while a call is traced or compiled.
+        NaN raises no error, but appears in the results.
 
     Reference:
         Yang et al., Gated Linear Attention Transformers, 2023, arXiv:2312.06635.
@@ -233,12 +238,15 @@ def gated_linear_attention(
     """
     op = "gated_linear_attention"
     sequences = sequences_of(op, options)
-    found = attempt(op, q, k, v, g, scale, sequences, (OF_HEADS, OF_CHANNELS))
+    found = attempt(op, q, k, v, g, scale, sequences, (NO_DECAY, OF_HEADS, OF_CHANNELS), gv=gv)
     if found is not None:
         return found
     k, v = require_heads(op, q, k, v)
-    g = log_decays(op, "g", g, v, (v.shape[:3], (*v.shape[:3], q.shape[-1])))
-    return run(op, q, k, v, g, scale, sequences)
+    if g is not None:
+        g = log_decays(op, "g", g, v, (v.shape[:3], (*v.shape[:3], q.shape[-1])))
+    if gv is not None:
+        gv = log_decays(op, "gv", gv, v, (tuple(v.shape),))
+    return run(op, q, k, v, g, scale, sequences, gv=gv)
 
 
 @over_sequences("q", "k", "v")

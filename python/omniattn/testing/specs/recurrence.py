@@ -40,15 +40,19 @@ def _case(
 
 
 def _gates(kind: str) -> Callable[[Case, Random], dict[str, Tensor]]:
-    """Returns a maker of g per "head" or per "channel", and with "delta" of beta."""
+    """Returns a maker of g per "head" or per "channel", in some cases of gv, and with "delta" of
+    beta."""
 
     def made(case: Case, random: Random) -> dict[str, Tensor]:
         b, t, h, k = (case.sizes[name] for name in ("B", "T", "Hv", "K"))
-        shape = (b, t, h, k) if "channel" in kind else (b, t, h)
+        channels = "channel" in kind and "heads" not in case.label
+        shapes = {"g": (b, t, h, k) if channels else (b, t, h)}
+        shapes |= {"gv": (b, t, h, case.sizes["V"])} if "gv" in case.label else {}
         gates = {}
-        if "head" in kind or "channel" in kind:
-            strength = 100 if case.label == "strong" else 1
-            gates["g"] = strength * nnf.logsigmoid(3 + 2 * random.normal(*shape))
+        for name, shape in shapes.items() if kind != "delta" else ():
+            strength = 100 if "strong" in case.label else 1
+            if name not in case.options:
+                gates[name] = strength * nnf.logsigmoid(3 + 2 * random.normal(*shape))
         if "delta" in kind:
             gates["beta"] = random.normal(b, t, h).sigmoid()
         return gates
@@ -317,7 +321,16 @@ SPECS = (
         "gated_linear_attention",
         "Yang et al. 2023, arXiv 2312.06635",
         "channel",
-        (*_cases(), _case("long", 1, 300, 1, 64, 64)),
+        (
+            *_cases(),
+            _case("long", 1, 300, 1, 64, 64),
+            _case("packed gv", 1, 70, 2, 9, 19, PACKED, Hv=4, N=4),
+            _case("heads gv", 2, 33, 2, 8, 21, STATE),
+            _case("only gv", 1, 40, 1, 20, 34, g=None),
+            _case("strong gv", 1, 40, 2, 8, 6),
+            _case("step gv", 3, 1, 2, 8, 6, STATE),
+        ),
+        differentiable=("q", "k", "v", "g", "gv", "initial_state"),
     ),
     _spec("delta_rule", "Yang et al. 2024, arXiv 2406.06484", "delta", _cases(l2norm=True)),
     _spec(
