@@ -172,7 +172,7 @@ __device__ __forceinline__ void stick_tile(const AttentionBackwardParams& params
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
   products_of_pairs<T, kSum>(params, tile, shared);
-#pragma unroll
+#pragma unroll 1  // unrolled, registers spill
   for (int i = 0; i < 4; ++i) {
     const int r = 4 * thread_y() + i;
     A share[4], cost[4], after[4], slope[4], score[4];
