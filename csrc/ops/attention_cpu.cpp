@@ -171,12 +171,6 @@ const AttentionForwardKernels& kernels_of(ForwardProblems problems) {
 
 int64_t kv_heads(const Forward& x) { return kv_head_items(x.problem); }
 
-// The backward of a stick subtracts costs that only its own tiles compute to the last bit.
-bool decodes(const Forward& x) {
-  const bool breaks_tiles = is_stick(x.problem.score) && x.lse_tail != nullptr;
-  return takes_decode_path_cpu(x.problem) && !breaks_tiles;
-}
-
 void run_decode(ForwardProblems problems) {
   const Tensor workspace = share_workspace(
       problems, [](const Forward& x) { return decode_workspace_elements(x.problem); });
@@ -218,7 +212,8 @@ void run_blocks(ForwardProblems problems) {
 const PathTable<bool(const Forward&, const Load&), void(ForwardProblems)> kForwardPaths(
     "attention",
     {
-        {"decode", [](const Forward& x, const Load&) { return decodes(x); }, run_decode},
+        {"decode", [](const Forward& x, const Load&) { return takes_decode_path_cpu(x.problem); },
+         run_decode},
         {"heads", [](const Forward&, const Load& load) { return has_heads_enough(load); },
          run_heads},
         {"blocks", [](const Forward&, const Load&) { return true; }, run_blocks},
@@ -287,7 +282,8 @@ const PathTable<bool(const AttentionProblem&), void(const AttentionWeightsParams
 // Fits the tails of large lse (see fit_tails); output and lse keep their values.
 void fit_tail(const Forward& x, Tensors& gathered) {
   const AttentionProblem& p = x.problem;
-  if (x.lse_tail == nullptr || !takes_decode_path_cpu(p) || !is_softmax(p.score)) return;
+  const bool has_lse = is_softmax(p.score) || is_stick(p.score);
+  if (x.lse_tail == nullptr || !takes_decode_path_cpu(p) || !has_lse) return;
   const auto& kernels = attention_terms_kernels(p.dtype);
   if (!kernels.has_large_lse(x)) return;
   const Tensor out = empty_tensor({p.batch, p.tq, p.hq, p.dv}, p.dtype);
@@ -315,7 +311,8 @@ void run_forward(AttentionForwardParams f, const Sequences& sequences) {
   auto problems = problems_of(f, sequences);
   Tensors gathered;
   for (Forward& x : problems) {
-    if (is_gathered(x.problem) && !decodes(x)) gather_rows(x.problem, gathered);
+    const bool reads_in_place = takes_decode_path_cpu(x.problem);
+    if (is_gathered(x.problem) && !reads_in_place) gather_rows(x.problem, gathered);
   }
   run_paths(kForwardPaths, std::span(problems), kv_heads);
   for (const Forward& x : problems) fit_tail(x, gathered);
