@@ -114,9 +114,10 @@ bool takes_any(const AttentionBackwardParams&) { return true; }
 Status run_stick_gradients(AttentionBackwardParams& b) {
   const AttentionProblem& p = b.problem;
   require(b.grad_bias == nullptr && b.grad_table == nullptr && b.grad_head_scale == nullptr &&
-              b.grad_program == nullptr && !has_distance_rows(p),
+              p.program == nullptr && !has_distance_rows(p),
           "attention_backward",
-          "with stick_breaking CUDA has gradients of q, k and v only, and no rows of distances");
+          "with stick_breaking CUDA has gradients of q, k and v only, and none with a score_mod or "
+          "rows of distances");
   const Tensor states[] = {buffer(attention_stick_states(p), p.dtype),
                            buffer(attention_stick_states(p), p.dtype)};
   const Tensor checkpoints = buffer(attention_stick_checkpoints(p), p.dtype);

@@ -154,15 +154,6 @@ struct StickCheckpoint {
   A beyond, before;
 };
 
-// Gradient of a program's score, from that of its result.
-template <class A>
-GPU_NOINLINE A through_program(const AttentionProblem& p, const ProgramPlace& place, A logit,
-                               A grad) {
-  ProgramPair<A> pair(*p.program, place);
-  pair.run(p.program->value, 0, logit);
-  return pair.run(p.program->gradient, 1, grad);
-}
-
 // Calls f(at, gradient) for this thread's pairs. enter(i, cost of the tile) gives the checkpoint of
 // row 4 ty + i, and leave(i, before) takes `before` of the next tile. Begins with a barrier.
 template <class T, Sum kSum, class Enter, class Leave, class F>
@@ -172,21 +163,17 @@ __device__ __forceinline__ void stick_tile(const AttentionBackwardParams& params
   using A = compute_t<T>;
   const AttentionProblem& p = params.problem;
   products_of_pairs<T, kSum>(params, tile, shared);
-#pragma unroll 1  // unrolled, registers spill
+#pragma unroll 1  // registers would spill
   for (int i = 0; i < 4; ++i) {
     const int r = 4 * thread_y() + i;
-    A share[4], cost[4], after[4], slope[4], score[4];
+    A share[4], cost[4], after[4], slope[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int c = thread_x() + 16 * j;
       const bool sees = shared.bits.sees(tile, r, c);
       const Logit<A> logit = logit_of(p, tile, r, c, shared.tile[place<kSum>(r, c)], sees);
       slope[j] = logit.slope;
-      score[j] = logit.value;
-      const A z = p.program == nullptr || !sees
-                      ? logit.value
-                      : program_value(p, program_place(p, tile, r, c), logit.value);
-      const StickKey<A> key = stick_key(z);
+      const StickKey<A> key = stick_key(logit.value);
       share[j] = key.share;
       cost[j] = key.cost;
     }
@@ -201,11 +188,8 @@ __device__ __forceinline__ void stick_tile(const AttentionBackwardParams& params
       const A weight = sees ? share[j] * exp(-(at_tile.beyond + after[j])) : A(0);
       const A g = sees ? weight * (z * shared.other[at]) : A(0);
       const A sum = row_scan<-1>(g);
-      A grad = sees ? g - share[j] * (before + sum) : A(0);
+      const A grad = sees ? g - share[j] * (before + sum) : A(0);
       before += from_thread(sum, 15);
-      if (p.program != nullptr && sees) {
-        grad = through_program(p, program_place(p, tile, r, c), score[j], grad);
-      }
       f(at, PairGradient<A>{weight * z, grad, grad * slope[j]});
     }
     leave(i, before);
@@ -309,24 +293,24 @@ OMNIATTN_FN int64_t dkdv_blocks(const AttentionProblem& p, const StickSegment& s
          chunks_of<compute_t<T>>(p.d > p.dv ? p.d : p.dv);
 }
 
-template <class T>
+// Gradients of v if kValues, else of k: registers for both would spill.
+template <class T, bool kValues>
 __global__ void __launch_bounds__(kFmaThreads, 1)
     attention_stick_dkdv_kernel(const __grid_constant__ AttentionBackwardParams params,
                                 const __grid_constant__ StickSegment segment) {
   using A = compute_t<T>;
   auto& shared = *dynamic_shared<GradientShared<A>>();
   const AttentionProblem& p = params.problem;
-  const int64_t chunks = chunks_of<A>(max(p.d, p.dv)),
-                blocks = ceil_div(segment.keys.end - segment.keys.begin, kTile);
   for (int64_t item = blockIdx.x; item < dkdv_blocks<T>(p, segment); item += gridDim.x) {
+    const int64_t chunks = chunks_of<A>(max(p.d, p.dv)),
+                  blocks = ceil_div(segment.keys.end - segment.keys.begin, kTile);
     const int64_t first = item % chunks * kChunk<A>, head = item / chunks / blocks;
     const int64_t b = head / p.hkv, kv = head % p.hkv;
     const int64_t key = segment.keys.begin + item / chunks % blocks * kTile;
     const Sequence s = sequence_of(p, b);
     if (key >= s.tk) continue;
-    A dk[4][kChunkColumns<A>], dv[4][kChunkColumns<A>];
-    clear(dk);
-    clear(dv);
+    A sums[4][kChunkColumns<A>];
+    clear(sums);
     for (int64_t h = kv * group_size(p); h < (kv + 1) * group_size(p); ++h) {
       const A factor = head_factor<A>(p, h);
       Tile tile{s, b, h, 0, key, false};
@@ -339,20 +323,17 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
             },
             [](int, A) {},
             [&](int at, const PairGradient<A>& g) {
-              shared.tile[at] = g.weight;
-              shared.other[at] = factor * g.dot;
+              shared.tile[at] = kValues ? g.weight : factor * g.dot;
             });
-        multiply_tile(shared.tile, s.tk - key, queries_of<T>(params.grad_out, s, h, tile.q), first,
-                      p.dv, shared, dv);
-        multiply_tile(shared.other, s.tk - key, queries_of<T>(p.q, s, h, tile.q), first, p.d,
-                      shared, dk);
+        multiply_tile(shared.tile, s.tk - key,
+                      queries_of<T>(kValues ? params.grad_out : p.q, s, h, tile.q), first,
+                      kValues ? p.dv : p.d, shared, sums);
       }
     }
-    const auto scale = gradient_scale<A>(p);
-    store_rows(dk, {scale, scale, scale, scale}, row_of<T>(params.grad_k, s.entry, s.k + key, kv),
-               params.grad_k.stride_t, s.tk - key, first, p.d);
-    store_rows(dv, {1, 1, 1, 1}, row_of<T>(params.grad_v, s.entry, s.k + key, kv),
-               params.grad_v.stride_t, s.tk - key, first, p.dv);
+    const A scale = kValues ? A(1) : gradient_scale<A>(p);
+    const auto& grad = kValues ? params.grad_v : params.grad_k;
+    store_rows(sums, {scale, scale, scale, scale}, row_of<T>(grad, s.entry, s.k + key, kv),
+               grad.stride_t, s.tk - key, first, kValues ? p.dv : p.d);
   }
 }
 
@@ -382,8 +363,10 @@ Status launch_attention_stick_gradients(const AttentionBackwardParams& params,
     GPU_LAUNCH(attention_stick_dq_kernel<T>, item_grid(dq_blocks<T>(p)), kFmaThreads, kBytes,
                stream, params, segment);
     if (p.tk == 0) return;
-    GPU_LAUNCH(attention_stick_dkdv_kernel<T>, item_grid(dkdv_blocks<T>(p, segment)), kFmaThreads,
-               kBytes, stream, params, segment);
+    GPU_LAUNCH((attention_stick_dkdv_kernel<T, false>), item_grid(dkdv_blocks<T>(p, segment)),
+               kFmaThreads, kBytes, stream, params, segment);
+    GPU_LAUNCH((attention_stick_dkdv_kernel<T, true>), item_grid(dkdv_blocks<T>(p, segment)),
+               kFmaThreads, kBytes, stream, params, segment);
   });
   return launch_status();
 }
