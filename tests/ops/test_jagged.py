@@ -204,6 +204,11 @@ RECURRENT = {
     ),
     "slstm": lambda q, k, v: (F.slstm, (like(q, 4, 2, 3), recurrent), {}),
     "ssd": lambda q, k, v: (F.ssd, (v, gate_of(q, 2), -torch.ones(2), q, k), {"z": v}),
+    "mamba3": lambda q, k, v: (
+        F.mamba3,
+        (q, k, v, gate_of(q, 2), like(q, 2), like(q, 2), constant),
+        {"k_bias": constant, "angles": like(q, 2, 2)},
+    ),
     "mlstm": lambda q, k, v: (F.mlstm, (q, k, v, like(q, 2)), {"f": like(q, 2)}),
     "selective_scan": lambda q, k, v: (
         F.selective_scan,

@@ -28,7 +28,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         *("rebased", "kda"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "xlstm", "xlstm-large"),
-    "state-space models": ("s4d", "mamba", "mamba2"),
+    "state-space models": ("s4d", "mamba", "mamba2", "mamba3"),
     "hybrids": ("jamba", "samba", "zamba2", "kimi-linear"),
     "encoders and encoder-decoders": ("bert", "electra", "deberta", "t5", "transformer"),
     "vision": ("vit", "swin", "deit", "mae", "clip", "dino"),
@@ -52,7 +52,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
         *("rebased", "kda"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "mlstm", "slstm"),
-    "state-space models": ("s4", "s4d", "mamba", "mamba2"),
+    "state-space models": ("s4", "s4d", "mamba", "mamba2", "mamba3"),
     "torch.nn": ("rnn", "lstm", "gru"),
 }
 #: Names of `compare --parts` and `--tasks`.

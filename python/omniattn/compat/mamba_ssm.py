@@ -1,5 +1,6 @@
 """mamba-ssm 2: selective scan and step, Mamba-2 scan, fused layers of both, and norms."""
 
+from omniattn.compat._mamba3 import Mamba3, heavy_tail_activation
 from omniattn.compat._mamba_layers import mamba_inner_fn, mamba_split_conv1d_scan_combined
 from omniattn.compat._mamba_parts import (
     GatedLayerNorm,
@@ -23,7 +24,9 @@ from omniattn.compat._mamba_ssd import mamba_chunk_scan_combined
 __all__ = [
     "GatedLayerNorm",
     "GatedRMSNorm",
+    "Mamba3",
     "RMSNorm",
+    "heavy_tail_activation",
     "layer_norm_fn",
     "layernorm_fn",
     "mamba_chunk_scan",

@@ -123,6 +123,7 @@ from omniattn.functional.sparse.selected_attention import selected_attention
 from omniattn.functional.sparse.selected_blocks import moba_attention, nsa_attention
 from omniattn.functional.sparse.selective import selective_attention
 from omniattn.functional.state_space.linear_system import ssm_kernel, ssm_recurrence
+from omniattn.functional.state_space.mamba3 import mamba3
 from omniattn.functional.state_space.parameters import discretize, hippo_legs, nplr, ssm_init
 from omniattn.functional.state_space.s4 import fft_conv, s4, s4_kernel, s4d, s4d_kernel
 from omniattn.functional.state_space.selective_scan import selective_scan
@@ -216,6 +217,7 @@ __all__ = [
     "load_balance_loss",
     "local_strided_attention",
     "longformer_attention",
+    "mamba3",
     "masked_positions",
     "merge_attention",
     "mlp",

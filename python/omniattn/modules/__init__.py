@@ -72,6 +72,7 @@ from omniattn.modules.recurrent.linear_attention import (
 from omniattn.modules.recurrent.linear_variants import HGRN2, LightningAttention, ReBased
 from omniattn.modules.recurrent.mamba import Mamba
 from omniattn.modules.recurrent.mamba2 import Mamba2
+from omniattn.modules.recurrent.mamba3 import Mamba3
 from omniattn.modules.recurrent.performer import Performer
 from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.recurrent.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
@@ -162,6 +163,7 @@ __all__ = [
     "LongformerAttention",
     "Mamba",
     "Mamba2",
+    "Mamba3",
     "ManifoldHyperConnections",
     "Mixer",
     "MoBA",

@@ -42,6 +42,7 @@ from omniattn.reference.loss import (
     linear_jsd,
     linear_log_prob,
 )
+from omniattn.reference.mamba3 import mamba3
 from omniattn.reference.moe import moe_experts
 from omniattn.reference.neighborhood import na1d, na2d, na3d
 from omniattn.reference.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
@@ -179,6 +180,7 @@ __all__ = [
     "linear_scan",
     "local_strided_attention",
     "longformer_attention",
+    "mamba3",
     "masked_positions",
     "merge_attention",
     "mlp",

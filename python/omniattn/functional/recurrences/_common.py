@@ -8,11 +8,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as nnf
 
 from omniattn.checks.arguments import (
     FLOATS,
     cast_like,
     implementation,
+    is_traced,
     require_bool,
     require_device,
     require_float,
@@ -30,6 +32,7 @@ from omniattn.encoding.sequences import Sequences
 from omniattn.ops import norm as norms
 from omniattn.ops import recurrence as ops
 from omniattn.ops._plain import PLAIN, are_alike, is_plain
+from omniattn.reference.empty import nothing_of
 from omniattn.reference.precision import compute_dtype
 
 _L2_EPS = 1e-6
@@ -277,6 +280,28 @@ def repeated(t: Tensor, count: int) -> Tensor:
     if count == 1:
         return t
     return t[:, :, :, None].expand(-1, -1, -1, count, *t.shape[3:]).flatten(2, 3)
+
+
+def first_of(count: int, g: Tensor) -> Tensor:
+    """Extends decays (B, T, ...) to (B, T * count, ...), so that first updates decay the state."""
+    if count == 1:
+        return g
+    behind = (0, 0) * (g.ndim - 2) + (0, count - 1)
+    return nnf.pad(g[:, :, None], behind).flatten(1, 2)
+
+
+def edge(t: Tensor, cu_seqlens: Tensor | None, old: Tensor, first: bool = False) -> Tensor:
+    """Returns the last token of each sequence in t (B, T, ...), or the first, else that in `old`.
+
+    Sequences without tokens, (S, ...), have theirs in `old`."""
+    if (cu_seqlens is None or not is_traced()) and t.shape[1] == 0:
+        return old + nothing_of(t)
+    if cu_seqlens is None:
+        return t[:, 0 if first else -1]
+    rows = cu_seqlens[:-1].long() if first else cu_seqlens[1:].long() - 1
+    found = t[0].index_select(0, rows.clamp(0, t.shape[1] - 1))
+    present = (cu_seqlens.diff() > 0).view(-1, *[1] * (found.ndim - 1))
+    return torch.where(present, found, old)
 
 
 def sequence_count(op: str, x: Tensor, cu_seqlens: Tensor | None, name: str = "q") -> int:

@@ -21,6 +21,7 @@ from omniattn.encoding.sequences import SequenceOptions, Sequences, sequences_of
 from omniattn.functional.recurrences._common import (
     NO_DECAY,
     delta,
+    first_of,
     log_decays,
     low_rank,
     repeated,
@@ -113,7 +114,7 @@ def gated_delta_product(
         of_heads = (*q.shape[:2], v.shape[3])
         require_one_shape(op, "g", g, (of_heads, (*of_heads, q.shape[3])))
         decays = g.ndim
-        g = _first_of(count, g)
+        g = first_of(count, g)
     if cu_seqlens is not None:
         sequence_count(op, q, cu_seqlens)
         cu_seqlens = cu_seqlens * count
@@ -123,12 +124,6 @@ def gated_delta_product(
     sequences = Sequences(initial_state, cu_seqlens, backend)
     o, state = delta(op, q, k, v, beta, g, scale, l2norm, sequences, decays)
     return o.unflatten(1, (steps, count))[:, :, -1].contiguous(), state
-
-
-def _first_of(count: int, g: Tensor) -> Tensor:
-    """Extends decays (B, T, ...) to (B, T * count, ...), so that first updates decay the state."""
-    behind = (0, 0) * (g.ndim - 2) + (0, count - 1)
-    return nnf.pad(g[:, :, None], behind).flatten(1, 2)
 
 
 @over_sequences("q", "k", "v", "p", "g", "beta")

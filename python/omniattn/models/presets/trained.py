@@ -65,6 +65,7 @@ from omniattn.modules import (
     LocalStridedAttention,
     LongformerAttention,
     Mamba,
+    Mamba3,
     ManifoldHyperConnections,
     MoBA,
     MultiScaleRetention,
@@ -251,6 +252,7 @@ TRAINED: dict[str, ModelConfig] = {
     "xlstm": _xlstm(),
     "xlstm-large": XLSTMConfig(),
     "mamba2": Mamba2Config(num_layers=8, d_state=64, headdim=48),
+    "mamba3": _recurrent(Mamba3.Config(192, 64, headdim=48)),
     # Half of the published period, so that four layers include all kinds.
     "jamba": JambaConfig(
         num_layers=4, attention_period=4, attention_offset=2, hidden_dim=256, experts=4

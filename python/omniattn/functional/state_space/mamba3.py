@@ -1,0 +1,350 @@
+"""Mamba-3's state space: trapezoidal steps, states that rotate, several inputs for each token."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from omniattn.checks.arguments import (
+    cast_like,
+    require_bool,
+    require_float,
+    require_shape,
+    require_strided,
+    require_tensor,
+    shown,
+)
+from omniattn.checks.jagged import over_sequences
+from omniattn.encoding.sequences import Sequences
+from omniattn.functional.recurrences._common import (
+    edge,
+    first_of,
+    log_decays,
+    run,
+    sequence_count,
+    widened,
+)
+from omniattn.reference.precision import widen
+
+__all__ = ["mamba3"]
+
+State = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@over_sequences("q", "k", "v", "adt", "dt", "trap", "angles", "z")
+def mamba3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    adt: Tensor,
+    dt: Tensor,
+    trap: Tensor,
+    q_bias: Tensor,
+    k_bias: Tensor,
+    angles: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    *,
+    mimo_v: Tensor | None = None,
+    mimo_z: Tensor | None = None,
+    mimo_out: Tensor | None = None,
+    interleaved: bool = True,
+    initial_state: State | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, State]:
+    """Mamba-3's state-space layer, with one decay per head and token and R inputs and outputs.
+
+    With the angles ``theta_t = theta_{t-1} + pi tanh(angles_t) dt_t``, ``l = sigmoid(trap)``,
+    ``a = exp(adt)``, the rotated ``k'_r = R(theta) (k_r + k_bias_r)`` and ``q'_r`` alike, and the
+    inputs ``U = sum_r v_r k'_r^T`` with ``v_r = mimo_v_r * v``:
+
+    ``h_t = a_t (h_{t-1} + (1 - l_t) dt_t U_{t-1}) + l_t dt_t U_t``,
+    ``y_r = (h q'_r + D v_r) * silu(mimo_z_r * z)``, ``y = sum_r mimo_out_r * y_r``.
+
+    Args:
+        q: (B, T, G, N), or with mimo_v (B, T, R, G, N), floating-point with even N; any strides.
+        k: of q's shape and dtype.
+        v: (B, T, H, P) of q's dtype; H is a multiple of G, and head h reads group h // (H / G).
+        adt: (B, T, H), floating-point, at most 0: A dt, the logarithms of the decays.
+        dt: (B, T, H), floating-point, the step sizes.
+        trap: (B, T, H), floating-point, before the sigmoid. Large ones give Euler's rule, as in
+            Mamba-2; 0 gives the trapezoidal rule.
+        q_bias, k_bias: (H, N), or with mimo_v (H, R, N), floating-point.
+        angles: (B, T, H, A) or (B, T, 1, A), floating-point, with A <= N / 2 rotated pairs.
+        D: (H,), floating-point: factors of v in y.
+        z: (B, T, H, P) of q's dtype: the gate of y.
+        mimo_v: (H, R, P), floating-point; None for one input (SISO).
+        mimo_z: (H, R, P), floating-point, with mimo_v and z.
+        mimo_out: (H, R, P), floating-point, with mimo_v; None to return all y_r.
+        interleaved: True if rotated pairs are (2 i, 2 i + 1), as in mamba-ssm's kernels for one
+            input; False for (i, i + N / 2), as in those for R inputs.
+        initial_state: (theta, h, k, v) of shapes (S, H, A), (S, H, P, N), (S, H, N) or with mimo_v
+            (S, R, H, N), and (S, H, P): angles, state, rotated keys and values of the last token;
+            None for zeros. S is B, or the number of sequences.
+        cu_seqlens: (S + 1,) int32 or int64: B is 1, and tokens cu_seqlens[s] .. cu_seqlens[s + 1]
+            are sequence s, with a state of its own; they grow from 0 to T. Jagged nested tensors
+            (B, j, ...) in place of (B, T, ...) bring their own boundaries, and y has them, too.
+        backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
+
+    Returns:
+        y (B, T, H, P), or (B, T, R, H, P) with mimo_v and without mimo_out, of q's dtype, and the
+        state after the last token in float32 (float64 for float64).
+
+    Raises:
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        Computed by the kernels of `gated_linear_attention`, with R tokens for each, in fp32 (fp64
+        for fp64). A token is written once, with the factors of its own step and of the next, and
+        outputs leave out the latter. Angles are summed in float64 and stored modulo 2 pi. Gradients
+        flow to all tensors, from y and from the final state.
+
+    Reference:
+        Lahoti et al., Mamba-3: Improved Sequence Modeling using State Space Principles, 2026,
+        arXiv:2603.15569. Verified against `mamba3_siso_step_ref` and `mamba3_MIMO_step_ref` of the
+        tests of state-spaces/mamba, commit e9594ce1.
+
+    Example:
+        >>> one, zero = torch.ones(1, 3, 1, 2), torch.zeros(1, 2)
+        >>> dt, trap = torch.ones(1, 3, 1), torch.zeros(1, 3, 1)
+        >>> y, _ = mamba3(one, one, one, -dt, dt, trap, zero, zero, 0 * one[..., :1])
+        >>> y[0, :, 0, 0]  # 1; (1 + 1) / e + 1; ...
+        tensor([1.0000, 1.7358, 2.0064])
+    """
+    op = "mamba3"
+    require_bool(op, "interleaved", interleaved)
+    single = mimo_v is None
+    rank = _rank(op, q, v, single)
+    k, v = cast_like(op, "k", k, q), cast_like(op, "v", v, q)
+    require_shape(op, "k", k, tuple(q.shape))
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        require_strided(op, name, t)
+    batch, steps, heads, size = v.shape
+    states, of_heads = q.shape[-1], (batch, steps, heads)
+    rows = ((heads, states) if single else (heads, rank, states),)
+    adt = log_decays(op, "adt", adt, v, (of_heads,))
+    dt = widened(op, "dt", dt, v, (of_heads,))
+    trap = widened(op, "trap", trap, v, (of_heads,)).sigmoid()
+    q_bias = widened(op, "q_bias", q_bias, v, rows)
+    k_bias = widened(op, "k_bias", k_bias, v, rows)
+    angles = _checked_angles(op, angles, v, states)
+    mimo_v, mimo_z, mimo_out = (
+        t if t is None else _rank_first(widened(op, name, t, v, ((heads, rank, size),)))
+        for name, t in (("mimo_v", mimo_v), ("mimo_z", mimo_z), ("mimo_out", mimo_out))
+    )
+    skips = None if D is None else widened(op, "D", D, v, ((heads,),))
+    if z is not None:
+        z = cast_like(op, "z", z, q)
+        require_strided(op, "z", z)
+        require_shape(op, "z", z, tuple(v.shape))
+    _require_pairs(op, single, z, mimo_z, mimo_out)
+    count = sequence_count(op, q, cu_seqlens)
+    shapes = (
+        (count, heads, angles.shape[3]),
+        (count, heads, size, states),
+        (count, heads, states) if single else (count, rank, heads, states),
+        (count, heads, size),
+    )
+    before = _checked_state(op, initial_state, v, shapes)
+
+    theta = _phases(angles, dt, before, cu_seqlens)
+    q, k = _with_bias(q, q_bias, single), _with_bias(k, k_bias, single)
+    q, k = _turned(q, k, theta[:, :, None], interleaved)
+    wide = widen(v)
+    x = _inputs(wide, mimo_v)
+    own, last = trap * dt, (1 - trap) * dt  # factors of a token and of the one before
+    start = None if before is None else _with_last(before, last, mimo_v, cu_seqlens)
+    following = nnf.pad(last, (0, 0, 0, 1))[:, 1:]
+    if cu_seqlens is not None:
+        ends = torch.ones(steps + 1, dtype=last.dtype, device=last.device)
+        following = following * ends.index_fill(0, cu_seqlens[1:].long(), 0.0)[1:, None]
+    y, h = run(
+        *(op, q.flatten(1, 2), k.flatten(1, 2), x.flatten(1, 2), first_of(rank, adt), 1.0),
+        Sequences(start, None if cu_seqlens is None else cu_seqlens * rank, backend),
+        beta=(own + following)[:, :, None].expand(-1, -1, rank, -1).flatten(1, 2),
+    )
+    y = y.unflatten(1, (steps, rank)) if rank > 1 else y[:, :, None]
+    y = _without_following(y, q, k, x, own, following, skips)
+    if z is not None:
+        y = y * nnf.silu(_inputs(widen(z), mimo_z))
+    if single:
+        y = y[:, :, 0]
+    elif mimo_out is not None:
+        y = (y * mimo_out).sum(2)
+    old = before or tuple(v.new_zeros(shape, dtype=wide.dtype) for shape in shapes)
+    state = (
+        edge(theta, cu_seqlens, old[0]),
+        h.mT,
+        edge(k[:, :, 0] if single else k, cu_seqlens, old[2]),
+        edge(wide, cu_seqlens, old[3]),
+    )
+    return y.to(v.dtype), state
+
+
+def _rank(op: str, q: Tensor, v: Tensor, single: bool) -> int:
+    """Checks the sizes of q and v; returns R."""
+    require_float(op, "q", q)
+    wanted = "(B, T, G, N)" if single else "(B, T, R, G, N) with mimo_v"
+    if q.ndim != 5 - single or q.shape[-1] % 2:
+        raise ValueError(
+            f"{op}: q must have shape {wanted} and an even N, got q.shape={tuple(q.shape)}"
+        )
+    require_tensor(op, "v", v)
+    groups = q.shape[-2]
+    if v.ndim != 4 or v.shape[:2] != q.shape[:2] or groups == 0 or v.shape[2] % groups:
+        raise ValueError(
+            f"{op}: v must have shape (B, T, H, P) with B and T of q and H a multiple of its G >= "
+            f"1, got v.shape={tuple(v.shape)}, q.shape={tuple(q.shape)}"
+        )
+    rank = 1 if single else q.shape[2]
+    if rank < 1:
+        raise ValueError(f"{op}: q must have R >= 1, got q.shape={tuple(q.shape)}")
+    return rank
+
+
+def _checked_angles(op: str, angles: Tensor, v: Tensor, states: int) -> Tensor:
+    """Returns angles (B, T, H or 1, A) in fp32 (fp64 for fp64)."""
+    require_tensor(op, "angles", angles)
+    pairs = angles.shape[-1] if angles.ndim == 4 else 0
+    if pairs > states // 2:
+        raise ValueError(
+            f"{op}: angles must have at most N / 2 = {states // 2} pairs, "
+            f"got angles.shape={tuple(angles.shape)}"
+        )
+    shapes = ((*v.shape[:3], pairs), (*v.shape[:2], 1, pairs))
+    return widened(op, "angles", angles, v, shapes)
+
+
+def _require_pairs(
+    op: str, single: bool, z: Tensor | None, mimo_z: Tensor | None, mimo_out: Tensor | None
+) -> None:
+    """Requires factors of several inputs only with them, and mimo_z exactly with their gate."""
+    for name, t in (("mimo_z", mimo_z), ("mimo_out", mimo_out)):
+        if single and t is not None:
+            raise ValueError(f"{op}: {name} must be None without mimo_v, got {name}={shown(t)}")
+    if not single and (z is None) != (mimo_z is None):
+        raise ValueError(
+            f"{op}: mimo_z must be given exactly where z and mimo_v are, "
+            f"got z={shown(z)}, mimo_z={shown(mimo_z)}"
+        )
+
+
+def _checked_state(
+    op: str, state: State | None, v: Tensor, shapes: tuple[tuple[int, ...], ...]
+) -> tuple[Tensor, ...] | None:
+    """Returns the tensors of a state in fp32 (fp64 for fp64)."""
+    if state is None:
+        return None
+    if not isinstance(state, tuple) or len(state) != 4:
+        raise TypeError(
+            f"{op}: initial_state must be a tuple (theta, h, k, v), got "
+            f"type(initial_state)={type(state).__name__}"
+        )
+    names = (f"initial_state[{i}]" for i in range(4))
+    return tuple(
+        widened(op, name, t, v, (shape,))
+        for name, t, shape in zip(names, state, shapes, strict=True)
+    )
+
+
+def _phases(
+    angles: Tensor, dt: Tensor, before: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Returns theta (B, T, H, A) modulo 2 pi, summed in fp64."""
+    steps = (math.pi * angles.tanh() * dt[..., None]).double()
+    start = None if before is None else before[0]
+    if cu_seqlens is not None:
+        # Two more rows: torch traces a gradient of cumsum only where it knows that T is not 1.
+        sums = nnf.pad(steps[0], (0, 0, 0, 0, 1, 1)).cumsum(0)
+        start = (0.0 if start is None else start) - sums[cu_seqlens[:-1].long()]
+        total = steps.shape[1]
+        theta = sums[1:-1] + start.repeat_interleave(cu_seqlens.diff(), 0, output_size=total)
+        theta = theta[None]
+    else:
+        theta = steps.cumsum(1)
+        theta = theta if start is None else theta + start[:, None]
+    turns = (theta.detach() * (0.5 / math.pi)).floor()
+    return torch.sub(theta, turns, alpha=2 * math.pi).to(dt.dtype)
+
+
+def _with_bias(t: Tensor, bias: Tensor, single: bool) -> Tensor:
+    """Adds a bias (H, R, N) to t (B, T, R, G, N), or without R; returns (B, T, R, H, N)."""
+    t = widen(t)
+    if single:
+        t, bias = t[:, :, None], bias[:, None]
+    bias = _rank_first(bias).unflatten(1, (t.shape[3], -1))
+    return (t[:, :, :, :, None] + bias).flatten(3, 4)
+
+
+def _turned(q: Tensor, k: Tensor, theta: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Rotates pairs of q and k (..., N) by theta (..., A); the last N / 2 - A pairs stay."""
+    pairs, turned = q.shape[-1] // 2, theta.shape[-1]
+    cos, sin = theta.cos(), theta.sin()
+    if interleaved:
+        rest = (0, pairs - turned)
+        turn = torch.complex(nnf.pad(cos, rest, value=1.0), nnf.pad(sin, rest))
+        q, k = (torch.view_as_complex(t.unflatten(-1, (pairs, 2))) * turn for t in (q, k))
+        return torch.view_as_real(q).flatten(-2), torch.view_as_real(k).flatten(-2)
+    parts = (turned, pairs - turned) * 2
+
+    def rotated(t: Tensor) -> Tensor:
+        a, kept_a, b, kept_b = t.split(parts, -1)
+        return torch.cat((a * cos - b * sin, kept_a, a * sin + b * cos, kept_b), -1)
+
+    return rotated(q), rotated(k)
+
+
+def _rank_first(t: Tensor) -> Tensor:
+    """Returns t (H, R, P) as (R, H, P), so that products with tokens have their layout."""
+    return t.transpose(0, 1).contiguous()
+
+
+def _inputs(t: Tensor, factors: Tensor | None) -> Tensor:
+    """Returns t (B, T, H, P) as (B, T, 1, H, P), or times factors (R, H, P)."""
+    t = t[:, :, None]
+    return t if factors is None else t * factors
+
+
+def _with_last(
+    before: tuple[Tensor, ...], last: Tensor, mimo_v: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Adds the last token of a state, with the factor of its first step, to the state's matrix."""
+    _, h, k, v = before
+    first = edge(last, cu_seqlens, torch.zeros_like(v[..., 0]), first=True)
+    v = v * first[..., None]
+    if mimo_v is None:
+        return h.mT + k[..., None] * v[..., None, :]
+    return h.mT + (k[..., None] * (v[:, None] * mimo_v)[..., None, :]).sum(1)
+
+
+def _without_following(
+    y: Tensor,
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    own: Tensor,
+    following: Tensor,
+    skips: Tensor | None,
+) -> Tensor:
+    """Takes the next step's share of a token's writes out of its outputs y (B, T, R, H, P).
+
+    Output r has read the writes 0 .. r of its token with the factor own + following; it gets all
+    R writes with the factor own. `skips` (H,) are the factors of x in y.
+    """
+    for r in range(q.shape[2]):
+        factor = -following[:, :, None]
+        if r > 0:
+            factor = torch.cat(
+                (own[:, :, None].expand(-1, -1, r, -1), factor.expand(-1, -1, q.shape[2] - r, -1)),
+                2,
+            )
+        weights = (q * k[:, :, r : r + 1]).sum(-1) * factor
+        y = torch.addcmul(y, x[:, :, r : r + 1], weights[..., None])
+    return y if skips is None else torch.addcmul(y, x, skips[:, None])
