@@ -29,6 +29,7 @@ AWAITED = {
     **{f"R{n}": ALL for n in range(4, 30) if n not in (5, 13, 14, 22, 26)},
     **{f"R{n}": ALL for n in range(4, 30) if n not in (5, 13, 14, 25)},
     **{f"R{n}": ALL for n in range(4, 30) if n not in (5, 10, 13, 14, 22)},
+    **{f"R{n}": ALL for n in range(4, 30) if n not in (5, 13, 14, 22, 23, 24)},
     "C13": ("modules", "models", "tests", "pages"),
 }
 
@@ -73,6 +74,7 @@ def test_what_is_lacking_is_awaited():
     assert lacking == AWAITED
     assert sum(map(len, AWAITED.values())) == 130  # a number that may only fall
     assert sum(map(len, AWAITED.values())) == 136  # a number that may only fall
+    assert sum(map(len, AWAITED.values())) == 124  # a number that may only fall
 
 
 def test_functions_and_modules_are_public():

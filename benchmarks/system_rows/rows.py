@@ -114,6 +114,12 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "Comba: another key erases": (("comba", "head64"),),
     "Gated DeltaNet-2: gates of erased and written channels": (("gated_delta_rule_2", "head64"),),
     "HGRN: forget gates of channels": (("linear_scan", "model"),),
+    "DeltaFormer: values less what attention to earlier ones reads": (
+        ("deltaformer_attention", "head64"),
+    ),
+    "log-linear attention: a state for each power of two of past tokens": (
+        ("log_linear_attention", "head64"),
+    ),
     "RWKV-4 to 7": (("rwkv4", "model"), ("rwkv6", "head64"), ("rwkv7", "head64")),
     "RWKV weighted means with exponent r . k: quadratic, recurrent": (
         *(("rwkv_quadratic", "head64"), ("rwkv_recurrent", "head64")),

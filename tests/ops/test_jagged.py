@@ -192,6 +192,11 @@ RECURRENT = {
         (q, k, v, gate_of(q, 2, 4), like(q, 2, 4), like(q, 2, 4)),
         {"l2norm": True},
     ),
+    "log_linear_attention": lambda q, k, v: (
+        F.log_linear_attention,
+        (q, k, v, gate_of(q, 2), like(q, 2, 5)),
+        {},
+    ),
     "dplr_delta_rule": lambda q, k, v: (F.dplr_delta_rule, (q, k, v, q, k, gate_of(q, 2)), {}),
     "rwkv6": lambda q, k, v: (F.rwkv6, (q, k, v, gate_of(q, 2, 4), constant), {}),
     "rwkv6-constant": lambda q, k, v: (F.rwkv6, (q, k, v, constant, constant), {}),

@@ -92,6 +92,14 @@ def _causal_pairs(tq: int, tk: int, causal: bool) -> int:
     return sum(range(tk - tq + 1, tk + 1)) if causal else tq * tk
 
 
+def _deltaformer(given: Given) -> Cost:
+    """K + V multiply-adds for each pair."""
+    q, k, v = given["q"], given["k"], given["v"]
+    pairs = q.shape[0] * q.shape[2] * _causal_pairs(q.shape[1], k.shape[1], True)
+    macs = pairs * (q.shape[3] + v.shape[3])
+    return Cost(2 * macs, 2 * macs, pairs=pairs, reach=-1)
+
+
 def _selected(given: Given) -> Cost:
     """Attention to the selected blocks, one of which is the query's own if it is causal."""
     q, k, v, size = given["q"], given["k"], given["v"], given["block_size"]
@@ -132,6 +140,13 @@ def _matrix_state(given: Given) -> Cost:
     times = 3 if given.get("delta") else 4 if given.get("a") is not None else 2
     divided = k.shape[-1] if given.get("normalize") else 0
     return _recurrence(math.prod(v.shape[:-1]) * (times * size + divided))
+
+
+def _log_linear(given: Given) -> Cost:
+    """K V multiply-adds for a token's own state and for each bit of its position that is 1."""
+    k, v = given["k"], given["v"]
+    states = sum(1 + t.bit_count() for t in range(k.shape[1]))
+    return _recurrence(v.shape[0] * v.shape[2] * v.shape[3] * k.shape[3] * states)
 
 
 def _selective_scan(given: Given) -> Cost:
@@ -185,6 +200,8 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "glu_mlp": _glu_mlp,
     "moe": _experts,
     "recurrence": _matrix_state,
+    "log_linear_attention": _log_linear,
+    "deltaformer_attention": _deltaformer,
     "selective_scan": _selective_scan,
     "ssd": _ssd_step,
     "slstm": _slstm,

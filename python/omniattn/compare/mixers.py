@@ -22,6 +22,7 @@ from omniattn.modules import (
     Comba,
     DecoderBlock,
     DeltaAttention,
+    DeltaFormerAttention,
     DeltaNet,
     DeterministicSparseAttention,
     DifferentialAttention,
@@ -38,6 +39,7 @@ from omniattn.modules import (
     LightningAttention,
     LinearAttention,
     LocalStridedAttention,
+    LogLinearMamba2,
     LongformerAttention,
     Mamba,
     Mamba2,
@@ -155,6 +157,7 @@ KINDS: dict[str, Kind] = {
     ),
     "select": _attention(SelectAttention.Config),
     "selective": _attention(SelectiveAttention.Config),
+    "deltaformer": _attention(DeltaFormerAttention.Config),
     "forgetting": Kind(_heads(Attention.Config, forget_gate=True)),
     "path": Kind(_heads(PaTHAttention.Config)),
     "wall": Kind(_heads(WallAttention.Config)),
@@ -222,6 +225,9 @@ KINDS: dict[str, Kind] = {
     "mamba": _space(Mamba.Config),
     "mamba2": Kind(lambda p: Mamba2.Config(p.dim, d_state=32, headdim=p.head), recurrent=True),
     "mamba3": Kind(lambda p: Mamba3.Config(p.dim, d_state=32, headdim=p.head), recurrent=True),
+    "log-linear-mamba2": Kind(
+        lambda p: LogLinearMamba2.Config(p.dim, d_state=32, headdim=p.head), recurrent=True
+    ),
     "rnn": _space(TorchRecurrence.Config, cell="rnn"),
     "lstm": _space(TorchRecurrence.Config, cell="lstm"),
     "gru": _space(TorchRecurrence.Config, cell="gru"),

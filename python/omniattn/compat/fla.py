@@ -6,6 +6,11 @@ accepted and ignored, since they affect only fla's speed. See the function that 
 for formulas, shapes and dtypes.
 """
 
+from omniattn.compat._fla_blocks import (
+    LogLinearAttentionState,
+    chunk_log_linear_attn,
+    deltaformer_attn,
+)
 from omniattn.compat._fla_conv import (
     ShortConvolution,
     causal_conv1d,
@@ -149,6 +154,7 @@ __all__ = [
     "L2Norm",
     "LayerNorm",
     "LinearAttention",
+    "LogLinearAttentionState",
     "MultiScaleRetention",
     "RMSNorm",
     "RotaryEmbedding",
@@ -166,10 +172,12 @@ __all__ = [
     "chunk_kda",
     "chunk_lightning_attn",
     "chunk_linear_attn",
+    "chunk_log_linear_attn",
     "chunk_retention",
     "chunk_rwkv6",
     "chunk_rwkv7",
     "chunk_simple_gla",
+    "deltaformer_attn",
     "elu_p1",
     "fused_chunk_based",
     "fused_chunk_delta_rule",

@@ -73,11 +73,13 @@ from omniattn.functional.recurrences.delta_variants import (
     gated_delta_product,
     gated_delta_rule_2,
 )
+from omniattn.functional.recurrences.deltaformer import deltaformer_attention
 from omniattn.functional.recurrences.linear_attention import (
     gated_linear_attention,
     linear_attention,
     retention,
 )
+from omniattn.functional.recurrences.log_linear import log_linear_attention
 from omniattn.functional.recurrences.mlstm import mlstm
 from omniattn.functional.recurrences.random_features import (
     orthogonal_gaussian,
@@ -172,6 +174,7 @@ __all__ = [
     "cv_squared",
     "default_vector_gradient",
     "delta_rule",
+    "deltaformer_attention",
     "detsa_attention",
     "discretize",
     "dplr_delta_rule",
@@ -216,6 +219,7 @@ __all__ = [
     "llama4_top_k",
     "load_balance_loss",
     "local_strided_attention",
+    "log_linear_attention",
     "longformer_attention",
     "mamba3",
     "masked_positions",

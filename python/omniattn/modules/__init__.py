@@ -70,6 +70,7 @@ from omniattn.modules.recurrent.linear_attention import (
     MultiScaleRetention,
 )
 from omniattn.modules.recurrent.linear_variants import HGRN2, LightningAttention, ReBased
+from omniattn.modules.recurrent.log_linear_mamba2 import LogLinearMamba2
 from omniattn.modules.recurrent.mamba import Mamba
 from omniattn.modules.recurrent.mamba2 import Mamba2
 from omniattn.modules.recurrent.mamba3 import Mamba3
@@ -83,6 +84,7 @@ from omniattn.modules.recurrent.state_mixer import StateMixer
 from omniattn.modules.recurrent.xlstm import MLSTM, SLSTM
 from omniattn.modules.sparse.bigbird import BigBirdAttention
 from omniattn.modules.sparse.block_sparse import BlockSparseAttention
+from omniattn.modules.sparse.deltaformer import DeltaFormerAttention
 from omniattn.modules.sparse.dsa import DeepSeekSparseAttention, DSAState
 from omniattn.modules.sparse.dual_chunk import DualChunkAttention
 from omniattn.modules.sparse.hub_spoke import DeterministicSparseAttention, HubSpokeAttention
@@ -126,6 +128,7 @@ __all__ = [
     "DecoderBlock",
     "DeepSeekSparseAttention",
     "DeltaAttention",
+    "DeltaFormerAttention",
     "DeltaNet",
     "DeterministicSparseAttention",
     "DifferentialAttention",
@@ -160,6 +163,7 @@ __all__ = [
     "Linear",
     "LinearAttention",
     "LocalStridedAttention",
+    "LogLinearMamba2",
     "LongformerAttention",
     "Mamba",
     "Mamba2",

@@ -25,6 +25,7 @@ from omniattn.reference.attention import (
 from omniattn.reference.attention_int8 import attention_int8, quantize_int8
 from omniattn.reference.conv import causal_conv1d
 from omniattn.reference.delta_variants import comba, gated_delta_product, gated_delta_rule_2
+from omniattn.reference.deltaformer import deltaformer_attention
 from omniattn.reference.dual_chunk import (
     dual_chunk_attention,
     dual_chunk_mscale,
@@ -35,6 +36,7 @@ from omniattn.reference.ffn import glu_mlp, mlp
 from omniattn.reference.forgetting import forgetting_attention
 from omniattn.reference.gemm import linear
 from omniattn.reference.indexer import dsa_indexer, dsa_indexer_loss
+from omniattn.reference.log_linear import log_linear_attention
 from omniattn.reference.loss import (
     cross_entropy,
     jsd,
@@ -146,6 +148,7 @@ __all__ = [
     "comba",
     "cross_entropy",
     "delta_rule",
+    "deltaformer_attention",
     "detsa_attention",
     "dplr_delta_rule",
     "dropout",
@@ -179,6 +182,7 @@ __all__ = [
     "linear_log_prob",
     "linear_scan",
     "local_strided_attention",
+    "log_linear_attention",
     "longformer_attention",
     "mamba3",
     "masked_positions",

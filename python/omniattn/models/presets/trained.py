@@ -48,6 +48,7 @@ from omniattn.modules import (
     DecoderBlock,
     DeepSeekSparseAttention,
     DeltaAttention,
+    DeltaFormerAttention,
     DeltaNet,
     DeterministicSparseAttention,
     DualChunkAttention,
@@ -63,6 +64,7 @@ from omniattn.modules import (
     LightningAttention,
     LinearAttention,
     LocalStridedAttention,
+    LogLinearMamba2,
     LongformerAttention,
     Mamba,
     Mamba3,
@@ -228,6 +230,7 @@ TRAINED: dict[str, ModelConfig] = {
     "attnres": _sparse((Attention.Config(192, 6, 2),), streams=AttentionResiduals.Config(192)),
     "select": _recurrent(SelectAttention.Config(192, 3), RotaryEmbedding.Config(64)),
     "selective": _recurrent(SelectiveAttention.Config(192, 3), RotaryEmbedding.Config(64)),
+    "deltaformer": _recurrent(DeltaFormerAttention.Config(192, 3), RotaryEmbedding.Config(64)),
     "linear": _recurrent(LinearAttention.Config(192, 3)),
     "delta-attention": _recurrent(DeltaAttention.Config(192, 3)),
     "performer": _recurrent(Performer.Config(192, 3)),
@@ -253,6 +256,7 @@ TRAINED: dict[str, ModelConfig] = {
     "xlstm-large": XLSTMConfig(),
     "mamba2": Mamba2Config(num_layers=8, d_state=64, headdim=48),
     "mamba3": _recurrent(Mamba3.Config(192, 64, headdim=48)),
+    "log-linear-mamba2": _recurrent(LogLinearMamba2.Config(192, 64, headdim=48)),
     # Half of the published period, so that four layers include all kinds.
     "jamba": JambaConfig(
         num_layers=4, attention_period=4, attention_offset=2, hidden_dim=256, experts=4

@@ -67,6 +67,10 @@ class KVCache(StoredCache):
         self.length = end
         return self.views()
 
+    def correct(self, v: Tensor) -> None:
+        """Replaces the values of the last tokens by v (B, n, Hkv, Dv)."""
+        self._v[:, self.length - v.shape[1] : self.length] = v
+
     def state_dict(self) -> dict[str, Any]:
         k, v = self.views()
         return {"k": k.clone(), "v": v.clone()}

@@ -97,6 +97,13 @@ def require_penalties(op: str, state: State | None) -> SelectiveCache | None:
     raise TypeError(f"{op}: state must be a SelectiveCache, got type(state)={type(state).__name__}")
 
 
+def require_corrections(op: str, state: State | None) -> KVCache | None:
+    """Requires a cache of all tokens, whose values can be replaced, or None, and returns it."""
+    if state is None or isinstance(state, KVCache):
+        return state
+    raise TypeError(f"{op}: state must be a KVCache, got type(state)={type(state).__name__}")
+
+
 def with_factors(
     layer: object,
     weight: Tensor,

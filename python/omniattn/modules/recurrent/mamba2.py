@@ -117,6 +117,11 @@ class Mamba2(StateMixer):
             """Number of channels of the convolution: v, B and C."""
             return self.width + 2 * self.ngroups * self.d_state
 
+        @property
+        def projected(self) -> int:
+            """Number of channels of in_proj."""
+            return self.width + self.conv_width + self.num_heads
+
     config: Config
 
     class _Fields(Config, OnDevice): ...
@@ -128,9 +133,8 @@ class Mamba2(StateMixer):
         super().__init__()
         self.config = c = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        parts = c.width + c.conv_width + c.num_heads
         own: dict[str, Any] = {"bias": c.bias, "init_std": c.init_std, "backend": c.backend}
-        self.in_proj = Linear(c.dim, parts, **own, **factory)
+        self.in_proj = Linear(c.dim, c.projected, **own, **factory)
         conv = ShortConvolution.Config(c.conv_width, c.d_conv, c.conv_bias, backend=c.backend)
         self.conv1d = ShortConvolution(conv, **factory)
         like = torch.empty(c.num_heads, device=device, dtype=fp32(dtype))

@@ -1,0 +1,175 @@
+"""Log-linear attention: products over chunks, and states of blocks of 2^m chunks in a tree."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from omniattn.compositions._log_linear_tree import Tokens, differentiate, outputs
+from omniattn.compositions._python_ops import define
+from omniattn.ops._autograd import DifferentiableOp
+from omniattn.ops._backward import BackwardOp
+from omniattn.reference.log_linear import log_linear_attention as definition
+from omniattn.reference.precision import compute_dtype
+
+__all__ = ["log_linear_attention"]
+
+#: q, k, v, g and level_scales.
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _batches(
+    x: Tensor, position: Tensor | None, cu_seqlens: Tensor | None
+) -> list[tuple[slice, slice, slice, int]]:
+    """Returns (rows, tokens, sequences, position) of calls whose sequences have one position."""
+    steps = slice(0, x.shape[1])
+    if cu_seqlens is None:
+        if position is None:
+            return [(slice(None), steps, slice(None), 0)]
+        places = position.tolist()
+        if len(set(places)) < 2:
+            return [(slice(None), steps, slice(None), place) for place in places[:1]]
+        each = ((slice(n, n + 1), place) for n, place in enumerate(places))
+        return [(rows, steps, rows, place) for rows, place in each]
+    ends = cu_seqlens.tolist()
+    places = [0] * (len(ends) - 1) if position is None else position.tolist()
+    return [
+        (slice(None), slice(first, last), slice(n, n + 1), place)
+        for n, (first, last, place) in enumerate(zip(ends, ends[1:], places, strict=False))
+    ]
+
+
+def _rows(inputs: Inputs, rows: slice, steps: slice) -> Inputs:
+    q, k, v, g, scales = (t[rows, steps] for t in inputs)
+    return q, k, v, g, scales
+
+
+def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _state(q: Tensor, v: Tensor, level_scales: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Returns an empty final state."""
+    levels = level_scales.shape[3]
+    shape = (_sequences(q, cu_seqlens), v.shape[2], levels, q.shape[3], v.shape[3])
+    return v.new_empty(shape, dtype=compute_dtype(v))
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    level_scales: Tensor,
+    initial_state: Tensor | None,
+    position: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    if q.shape[1] == 1 and position is not None and cu_seqlens is None:
+        assert initial_state is not None
+        return _step(q, k, v, g, level_scales, initial_state, position)
+    inputs = q, k, v, g, level_scales
+    y, final = v.new_empty(v.shape), _state(q, v, level_scales, cu_seqlens)
+    for rows, steps, own, place in _batches(q, position, cu_seqlens):
+        if steps.start == steps.stop or y.numel() == 0:
+            final[own] = 0 if initial_state is None else _held(initial_state, position)[own]
+            continue
+        state = None if initial_state is None else initial_state[own]
+        tokens = Tokens.of(*_rows(inputs, rows, steps), state, place)
+        y[rows, steps], final[own] = outputs(tokens)
+    return y, final
+
+
+def _held(state: Tensor, position: Tensor | None) -> Tensor:
+    """Sets the states of bits of the position that are 0 to 0."""
+    assert position is not None
+    bits = torch.arange(state.shape[2], device=state.device)
+    is_set = (position[:, None] >> bits) & 1
+    return state.masked_fill((is_set == 0)[:, None, :, None, None], 0)
+
+
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scales: Tensor, state: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes one token of each sequence, as the definition does."""
+    dtype = state.dtype
+    group = v.shape[2] // max(1, q.shape[2])
+    q, k = (t[:, 0].to(dtype).repeat_interleave(group, 1) for t in (q, k))
+    u, scales = v[:, 0].to(dtype), scales[:, 0]
+    state = _held(state, position) * g[:, 0].exp()[..., None, None, None]
+    mixed = torch.einsum("nhl,nhlkv->nhkv", scales[..., 1:], state[:, :, :-1])
+    o = torch.einsum("nhk,nhkv->nhv", q, mixed) + scales[..., :1] * (q * k).sum(-1, True) * u
+    bits = torch.arange(state.shape[2], device=state.device)
+    is_set = (position[:, None] >> bits) & 1
+    lowest = is_set.cumprod(-1).sum(-1)
+    joined = (bits < lowest[:, None]).to(dtype)
+    fresh = torch.einsum("nl,nhlkv->nhkv", joined, state) + k[..., None] * u[..., None, :]
+    state *= (1 - joined)[:, None, :, None, None]
+    state[torch.arange(len(lowest), device=state.device), :, lowest] = fresh
+    return o[:, None].to(v.dtype), state
+
+
+def _backward(
+    grad_y: Tensor | None,
+    grad_final_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    level_scales: Tensor,
+    initial_state: Tensor | None,
+    position: Tensor | None,
+    cu_seqlens: Tensor | None,
+    final_state: Tensor,
+) -> tuple[Tensor, ...]:
+    inputs = q, k, v, g, level_scales
+    grads = [t.new_zeros(t.shape) for t in inputs]
+    of_state = q.new_empty(0) if initial_state is None else torch.zeros_like(final_state)
+    for rows, steps, own, place in _batches(q, position, cu_seqlens):
+        if steps.start == steps.stop or v.numel() == 0:
+            if initial_state is not None and grad_final_state is not None:
+                of_state[own] = _held(grad_final_state, position)[own]
+            continue
+        state = None if initial_state is None else initial_state[own]
+        tokens = Tokens.of(*_rows(inputs, rows, steps), state, place)
+        incoming = None if grad_y is None else grad_y[rows, steps]
+        last = None if grad_final_state is None else (grad_final_state[own], final_state[own])
+        found, before = differentiate(tokens, incoming, last)
+        for grad, part in zip(grads, found, strict=True):
+            grad[rows, steps] = part
+        if before is not None:
+            of_state[own] = before
+    return (*grads, of_state)
+
+
+_TENSORS = {"q": 4, "k": 4, "v": 4, "g": 3, "level_scales": 4}
+_OPTIONAL = {"initial_state": 5, "position": 1, "cu_seqlens": 1}
+_ARGUMENTS = ", ".join(
+    [*(f"Tensor {name}" for name in _TENSORS), *(f"Tensor? {name}" for name in _OPTIONAL)]
+)
+define(
+    "log_linear_attention",
+    _ARGUMENTS,
+    "Tensor y, Tensor final_state",
+    _forward,
+    _TENSORS | _OPTIONAL,
+    differentiable=True,
+)
+define(
+    "log_linear_attention_backward",
+    f"Tensor? grad_y, Tensor? grad_final_state, {_ARGUMENTS}, Tensor final_state",
+    ", ".join(f"Tensor d{name}" for name in (*_TENSORS, "initial_state")),
+    _backward,
+    {"grad_y": 4, "grad_final_state": 5, **_TENSORS, **_OPTIONAL, "final_state": 5},
+)
+#: (q, k, v, g, level_scales, initial_state, position, cu_seqlens) -> (y, final_state)
+log_linear_attention = DifferentiableOp(
+    "log_linear_attention",
+    fakes={"y": lambda v: v.new_empty(v.shape), "final_state": _state},
+    backward_op=BackwardOp("log_linear_attention_backward"),
+    formula=lambda *args: definition(
+        *args[:5], initial_state=args[5], position=args[6], cu_seqlens=args[7]
+    ),
+)
