@@ -13,9 +13,8 @@ from omniattn.suggestions import did_you_mean
 FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "llama-tiny", "llama-medium", "falcon", "gpt2", "mla", "differential"),
-        *("select", "selective", "forgetting", "path", "wall", "ssmax", "mfa", "tpa"),
-        *("select", "selective", "forgetting", "stick-breaking", "ssmax", "mfa", "tpa"),
-        *("select", "selective", "deltaformer", "forgetting", "path", "ssmax", "mfa", "tpa"),
+        *("select", "selective", "deltaformer", "forgetting", "stick-breaking", "path", "wall"),
+        *("ssmax", "mfa", "tpa"),
         *("resformer", "yoco", "hyper", "mhc", "attnres"),
     ),
     "mixtures of experts": ("mixtral", "switch", "llama4", "deepseek-moe", "deepseek-moe-mtp"),
@@ -29,8 +28,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         *("rebased", "kda"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "xlstm", "xlstm-large"),
-    "state-space models": ("s4d", "mamba", "mamba2", "mamba3"),
-    "state-space models": ("s4d", "mamba", "mamba2", "log-linear-mamba2"),
+    "state-space models": ("s4d", "mamba", "mamba2", "log-linear-mamba2", "mamba3"),
     "hybrids": ("jamba", "samba", "zamba2", "kimi-linear"),
     "encoders and encoder-decoders": ("bert", "electra", "deberta", "t5", "transformer"),
     "vision": ("vit", "swin", "deit", "mae", "clip", "dino"),
@@ -39,23 +37,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 #: Names of `compare --models`: mixers of omniattn.compare.KINDS.
 COMPARED: dict[str, tuple[str, ...]] = {
     "softmax attention": (
-        *("llama", "mqa", "mla", "differential", "select", "selective", "forgetting", "path"),
-        *("wall", "ssmax", "tpa", "resformer", "yoco", "hyper", "mhc", "attnres", "mfa"),
-        *("llama", "mqa", "mla", "differential", "select", "selective", "forgetting"),
-        *("stick-breaking", "ssmax", "tpa", "resformer", "yoco", "hyper", "mhc", "attnres", "mfa"),
         *("llama", "mqa", "mla", "differential", "select", "selective", "deltaformer"),
-        *(
-            "forgetting",
-            "path",
-            "ssmax",
-            "tpa",
-            "resformer",
-            "yoco",
-            "hyper",
-            "mhc",
-            "attnres",
-            "mfa",
-        ),
+        *("forgetting", "stick-breaking", "path", "wall", "ssmax", "tpa", "resformer", "yoco"),
+        *("hyper", "mhc", "attnres", "mfa"),
     ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),
@@ -67,8 +51,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
         *("rebased", "kda"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "mlstm", "slstm"),
-    "state-space models": ("s4", "s4d", "mamba", "mamba2", "mamba3"),
-    "state-space models": ("s4", "s4d", "mamba", "mamba2", "log-linear-mamba2"),
+    "state-space models": ("s4", "s4d", "mamba", "mamba2", "log-linear-mamba2", "mamba3"),
     "torch.nn": ("rnn", "lstm", "gru"),
 }
 #: Names of `compare --parts` and `--tasks`.

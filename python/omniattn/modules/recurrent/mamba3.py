@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -209,7 +209,8 @@ class Mamba3(StateMixer):
         z, v = (t.unflatten(-1, (c.num_heads, c.headdim)) for t in (z, v))
         many = (c.rank,) if c.is_mimo else ()
         C, B = (t.unflatten(-1, (*many, c.ngroups, c.d_state)) for t in (C, B))
-        C_bias, B_bias = self.C_bias, self.B_bias
+        C_bias: Tensor = self.C_bias
+        B_bias: Tensor = self.B_bias
         mimo: dict[str, Any] = {}
         if c.is_mimo:
             mimo = {"mimo_v": self.mimo_x, "mimo_z": self.mimo_z, "mimo_out": self.mimo_o}
@@ -218,12 +219,15 @@ class Mamba3(StateMixer):
         if c.is_outproj_norm:
             mimo = {name: mimo[name] for name in mimo if name == "mimo_v"}
         names = "theta", "s", "k", "v"
+        before = None
+        if state is not None:
+            before = (state["theta"], state["s"], state["k"], state["v"])
         y, after = functional.mamba3(
             *(self.C_norm(C), self.B_norm(B), v, adt, dt, trap),
             *(C_bias, B_bias, angles[:, :, None], self.D, None if c.is_outproj_norm else z),
             **mimo,
             interleaved=not c.is_mimo,
-            initial_state=None if state is None else tuple(state[name] for name in names),
+            initial_state=before,
             cu_seqlens=sequences.cu_seqlens,
             backend=c.backend,
         )
@@ -233,10 +237,11 @@ class Mamba3(StateMixer):
 
     def _normed(self, y: Tensor, z: Tensor) -> Tensor:
         """Applies norm and gate to y (B, T, H, P), or to y (B, T, R, H, P) and sums over R."""
+        norm = cast(RMSNormGated, self.norm)
         if not self.config.is_mimo:
-            return self.norm(y.flatten(-2), z.flatten(-2)).view_as(y)
+            return norm(y.flatten(-2), z.flatten(-2)).view_as(y)
         z = (z[:, :, None] * self.mimo_z.transpose(0, 1)).to(y.dtype)
-        y = self.norm(y.flatten(-2), z.flatten(-2)).view_as(y)
+        y = norm(y.flatten(-2), z.flatten(-2)).view_as(y)
         return (y * self.mimo_o.transpose(0, 1)).sum(2)
 
 
