@@ -138,6 +138,9 @@ class Mamba3(StateMixer):
             return (self.width,) * 2 + (shared,) * 2 + (self.num_heads,) * 3 + (self.pairs,)
 
     config: Config
+    mimo_x: nn.Parameter
+    mimo_z: nn.Parameter
+    mimo_o: nn.Parameter
 
     class _Fields(Config, OnDevice): ...
 
