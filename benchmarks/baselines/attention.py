@@ -219,6 +219,11 @@ def gathered_attention(
     return out.transpose(1, 2).reshape(batch, tq, heads, v.shape[3])
 
 
+def wall_attention(q: Tensor, *args: Any, **options: Any) -> Any:
+    lacks(memory=q.shape[1] > 512)  # T x T decays of every channel
+    return reference.wall_attention(q, *args, **options)
+
+
 BASELINES = {
     "attention": {
         "aten": sdpa_attention,
@@ -239,6 +244,7 @@ BASELINES = {
     "selective_attention": {"eager": reference.selective_attention},
     "forgetting_attention": {"eager": reference.forgetting_attention},
     "path_attention": {"eager": reference.path_attention},
+    "wall_attention": {"eager": wall_attention},
     "stick_breaking_attention": {"eager": reference.stick_breaking_attention},
     "moba_attention": {"eager": reference.moba_attention},
     "nsa_attention": {"eager": reference.nsa_attention},

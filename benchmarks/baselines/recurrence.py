@@ -28,6 +28,7 @@ def gated(
     v: Tensor,
     g: Tensor | None = None,
     *,
+    gv: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -35,6 +36,7 @@ def gated(
 ) -> tuple[Tensor, Tensor]:
     """Computes linear attention, with decays per head or channel or none, in chunks of 64 or 16."""
     lacks(cu_seqlens=cu_seqlens is not None, grouped=q.shape[2] != v.shape[2], empty=v.numel() == 0)
+    lacks(gv=gv is not None)
     (b, steps, h, d), dtype = q.shape, v.dtype
     size = chunk or (SMALL_CHUNK if g is not None and g.ndim == 4 else CHUNK)
     q, k, v = (_chunks(t.float() if dtype != torch.float64 else t, size) for t in (q, k, v))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from baselines._common import lacks
+from omniattn import reference
 
 #: Chunk size; faster here than the 128 and 256 of released models.
 CHUNK = 64
@@ -57,4 +58,4 @@ def ssd(
     return y[:, None], state
 
 
-BASELINES = {"ssd": {"hf": ssd}}
+BASELINES = {"ssd": {"hf": ssd}, "mamba3": {"eager": reference.mamba3}}

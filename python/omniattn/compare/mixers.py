@@ -159,11 +159,11 @@ KINDS: dict[str, Kind] = {
     "selective": _attention(SelectiveAttention.Config),
     "deltaformer": _attention(DeltaFormerAttention.Config),
     "forgetting": Kind(_heads(Attention.Config, forget_gate=True)),
-    "path": Kind(_heads(PaTHAttention.Config)),
-    "wall": Kind(_heads(WallAttention.Config)),
     "stick-breaking": Kind(
         _heads(Attention.Config, normalizer="stick_breaking", attend_current=False)
     ),
+    "path": Kind(_heads(PaTHAttention.Config)),
+    "wall": Kind(_heads(WallAttention.Config)),
     "ssmax": _attention(Attention.Config, log_scale=True),
     "tpa": _attention(Attention.Config, ranks=(4, 2, 2)),
     "resformer": Kind(
@@ -224,10 +224,10 @@ KINDS: dict[str, Kind] = {
     "s4d": _space(S4D.Config, state_size=16),
     "mamba": _space(Mamba.Config),
     "mamba2": Kind(lambda p: Mamba2.Config(p.dim, d_state=32, headdim=p.head), recurrent=True),
-    "mamba3": Kind(lambda p: Mamba3.Config(p.dim, d_state=32, headdim=p.head), recurrent=True),
     "log-linear-mamba2": Kind(
         lambda p: LogLinearMamba2.Config(p.dim, d_state=32, headdim=p.head), recurrent=True
     ),
+    "mamba3": Kind(lambda p: Mamba3.Config(p.dim, d_state=32, headdim=p.head), recurrent=True),
     "rnn": _space(TorchRecurrence.Config, cell="rnn"),
     "lstm": _space(TorchRecurrence.Config, cell="lstm"),
     "gru": _space(TorchRecurrence.Config, cell="gru"),

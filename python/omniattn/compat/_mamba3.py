@@ -11,7 +11,7 @@ from omniattn import modules
 from omniattn.checks.arguments import shown
 from omniattn.compat._errors import require_real
 from omniattn.modules.base.state import RecurrentState
-from omniattn.modules.recurrent.mamba3 import heavy_tail
+from omniattn.modules.state_space.mamba3 import heavy_tail
 
 __all__ = ["Mamba3", "heavy_tail_activation"]
 

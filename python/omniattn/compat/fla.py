@@ -7,7 +7,6 @@ for formulas, shapes and dtypes.
 """
 
 from omniattn.compat._fla_blocks import (
-    LogLinearAttentionState,
     chunk_log_linear_attn,
     deltaformer_attn,
 )
@@ -154,7 +153,6 @@ __all__ = [
     "L2Norm",
     "LayerNorm",
     "LinearAttention",
-    "LogLinearAttentionState",
     "MultiScaleRetention",
     "RMSNorm",
     "RotaryEmbedding",

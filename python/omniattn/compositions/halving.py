@@ -154,7 +154,7 @@ def join_all(blocks: Blocks, carry: Carry, scale: float, carried: bool) -> Block
         tokens = tokens.map(lambda t: t.unflatten(1, (-1, 2)).flatten(2, 3))
         left, right = (_part(blocks, first, paired, 2) for first in range(2))
         blocks = _joined(left, right, tokens, carry if single or n > 3 else last, scale)
-    # Those left over follow the large one, in the order of their sizes; the last are joined first.
+    # Blocks left over follow the large one, in the order of their sizes; the last are joined first.
     *between, right = [blocks, *reversed(single)]
     while between:
         left = between.pop()

@@ -120,7 +120,7 @@ def _within(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, tokens: Tokens, scale
     start = start.expand(rows * blocks, group, dim, size + dim)
     key, values = (t.expand(-1, -1, -1, group, -1).flatten(0, 1) for t in (w, values))
     beta = beta.expand(-1, -1, -1, group).flatten(0, 1)
-    nothing = (None,) * 5
+    nothing = (None,) * 6
     o, state = recurrence(
         *(q.flatten(0, 1), key, values, None, beta, *nothing),
         *(start, None, 1.0, True, 0, False, 0.0, False),

@@ -70,16 +70,10 @@ from omniattn.modules.recurrent.linear_attention import (
     MultiScaleRetention,
 )
 from omniattn.modules.recurrent.linear_variants import HGRN2, LightningAttention, ReBased
-from omniattn.modules.recurrent.log_linear_mamba2 import LogLinearMamba2
-from omniattn.modules.recurrent.mamba import Mamba
-from omniattn.modules.recurrent.mamba2 import Mamba2
-from omniattn.modules.recurrent.mamba3 import Mamba3
 from omniattn.modules.recurrent.performer import Performer
 from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.recurrent.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
 from omniattn.modules.recurrent.rwkv_means import RWKVQuadratic, RWKVRecurrent
-from omniattn.modules.recurrent.s4 import S4, S4D
-from omniattn.modules.recurrent.selective_ssm import SimpleSelectiveSSM
 from omniattn.modules.recurrent.state_mixer import StateMixer
 from omniattn.modules.recurrent.xlstm import MLSTM, SLSTM
 from omniattn.modules.sparse.bigbird import BigBirdAttention
@@ -100,6 +94,12 @@ from omniattn.modules.sparse.nsa import NSA, NSAState
 from omniattn.modules.sparse.routed_blocks import RoutedBlockAttention
 from omniattn.modules.sparse.select_attention import SelectAttention
 from omniattn.modules.sparse.selective_attention import SelectiveAttention
+from omniattn.modules.state_space.log_linear_mamba2 import LogLinearMamba2
+from omniattn.modules.state_space.mamba import Mamba
+from omniattn.modules.state_space.mamba2 import Mamba2
+from omniattn.modules.state_space.mamba3 import Mamba3
+from omniattn.modules.state_space.s4 import S4, S4D
+from omniattn.modules.state_space.selective_ssm import SimpleSelectiveSSM
 from omniattn.modules.vision.spatial_reduction import SpatialReductionAttention
 from omniattn.modules.vision.swin import PatchMerging, SwinBlock, WindowAttention
 

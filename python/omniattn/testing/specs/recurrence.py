@@ -49,9 +49,10 @@ def _gates(kind: str) -> Callable[[Case, Random], dict[str, Tensor]]:
         shapes = {"g": (b, t, h, k) if channels else (b, t, h)}
         shapes |= {"gv": (b, t, h, case.sizes["V"])} if "gv" in case.label else {}
         gates = {}
-        for name, shape in shapes.items() if kind != "delta" else ():
+        decays = "head" in kind or "channel" in kind
+        for name, shape in shapes.items():
             strength = 100 if "strong" in case.label else 1
-            if name not in case.options:
+            if decays and name not in case.options:
                 gates[name] = strength * nnf.logsigmoid(3 + 2 * random.normal(*shape))
         if "delta" in kind:
             gates["beta"] = random.normal(b, t, h).sigmoid()

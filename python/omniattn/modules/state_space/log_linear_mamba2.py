@@ -17,8 +17,8 @@ from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.state import RecurrentState, Storage
 from omniattn.modules.caches.cache import storage_like
-from omniattn.modules.recurrent.mamba2 import Mamba2
 from omniattn.modules.recurrent.recurrent import Device, zeros_of_states
+from omniattn.modules.state_space.mamba2 import Mamba2
 
 
 class LogLinearMamba2(Mamba2):

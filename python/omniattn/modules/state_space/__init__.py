@@ -1,0 +1,1 @@
+"""State-space layers: Mamba, S4 and their variants."""
