@@ -77,7 +77,7 @@ def path_attention(
     ``O = softmax(scale q_i^T M_i M_(i-1) ... M_(j+1) k_j + c_i - c_j) v`` over the keys j up to
     query i, with ``M_t = I - beta_t w_t w_t^T`` and ``c_t = g_0 + ... + g_t``. For w of length 1
     and beta = 2 each matrix is a reflection. Nothing overflows with strong gates, and no (T, T)
-    tensor is made. Calls take one and a half to two times as long as causal `attention`.
+    tensor is made. Calls take about twice as long as causal `attention`.
 
     Args:
         q: (B, T, Hq, D), float64, float32, bfloat16 or float16. The queries are the last T of the
