@@ -27,8 +27,8 @@ class Mamba3(modules.Mamba3):
 
     Args:
         d_model: width of u.
-        d_state, expand, headdim, ngroups, rope_fraction, A_floor, is_outproj_norm, is_mimo,
-            mimo_rank: see there.
+        d_state, expand, headdim, ngroups, rope_fraction: see there.
+        A_floor, is_outproj_norm, is_mimo, mimo_rank: see there.
         dt_min, dt_max, dt_init_floor: range and least value of the first steps; other values than
             those of `modules.Mamba3` raise an error.
         fuse_pregate_headwise_norm, chunk_size, dropout, n_layer, kwargs: accepted and ignored, as
