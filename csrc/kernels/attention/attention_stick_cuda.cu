@@ -293,11 +293,11 @@ OMNIATTN_FN int64_t dkdv_blocks(const AttentionProblem& p, const StickSegment& s
          chunks_of<compute_t<T>>(p.d > p.dv ? p.d : p.dv);
 }
 
-// Gradients of v if kValues, else of k: registers for both would spill.
-template <class T, bool kValues>
+// Gradients of v if of_values, else of k: registers for both would spill.
+template <class T>
 __global__ void __launch_bounds__(kFmaThreads, 1)
     attention_stick_dkdv_kernel(const __grid_constant__ AttentionBackwardParams params,
-                                const __grid_constant__ StickSegment segment) {
+                                const __grid_constant__ StickSegment segment, bool of_values) {
   using A = compute_t<T>;
   auto& shared = *dynamic_shared<GradientShared<A>>();
   const AttentionProblem& p = params.problem;
@@ -323,17 +323,17 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
             },
             [](int, A) {},
             [&](int at, const PairGradient<A>& g) {
-              shared.tile[at] = kValues ? g.weight : factor * g.dot;
+              shared.tile[at] = of_values ? g.weight : factor * g.dot;
             });
         multiply_tile(shared.tile, s.tk - key,
-                      queries_of<T>(kValues ? params.grad_out : p.q, s, h, tile.q), first,
-                      kValues ? p.dv : p.d, shared, sums);
+                      queries_of<T>(of_values ? params.grad_out : p.q, s, h, tile.q), first,
+                      of_values ? p.dv : p.d, shared, sums);
       }
     }
-    const A scale = kValues ? A(1) : gradient_scale<A>(p);
-    const auto& grad = kValues ? params.grad_v : params.grad_k;
+    const A scale = of_values ? A(1) : gradient_scale<A>(p);
+    const auto& grad = of_values ? params.grad_v : params.grad_k;
     store_rows(sums, {scale, scale, scale, scale}, row_of<T>(grad, s.entry, s.k + key, kv),
-               grad.stride_t, s.tk - key, first, kValues ? p.dv : p.d);
+               grad.stride_t, s.tk - key, first, of_values ? p.dv : p.d);
   }
 }
 
@@ -363,10 +363,10 @@ Status launch_attention_stick_gradients(const AttentionBackwardParams& params,
     GPU_LAUNCH(attention_stick_dq_kernel<T>, item_grid(dq_blocks<T>(p)), kFmaThreads, kBytes,
                stream, params, segment);
     if (p.tk == 0) return;
-    GPU_LAUNCH((attention_stick_dkdv_kernel<T, false>), item_grid(dkdv_blocks<T>(p, segment)),
-               kFmaThreads, kBytes, stream, params, segment);
-    GPU_LAUNCH((attention_stick_dkdv_kernel<T, true>), item_grid(dkdv_blocks<T>(p, segment)),
-               kFmaThreads, kBytes, stream, params, segment);
+    for (const bool of_values : {false, true}) {
+      GPU_LAUNCH(attention_stick_dkdv_kernel<T>, item_grid(dkdv_blocks<T>(p, segment)), kFmaThreads,
+                 kBytes, stream, params, segment, of_values);
+    }
   });
   return launch_status();
 }
