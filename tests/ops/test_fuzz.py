@@ -31,7 +31,8 @@ from omniattn.testing.spec import output_gradients
 
 SPECS = testing.registry()
 #: Ops that multiply blocks of steps or of powers, as their docstrings say.
-BLOCKED = {"mlstm", "path_attention", "vandermonde", "wall_attention"}
+BLOCKED = {"deltaformer_attention", "log_linear_attention", "mlstm", "path_attention"}
+BLOCKED |= {"vandermonde", "wall_attention"}
 BLOCKED |= {n for n in SPECS if SPECS[n].family in ("recurrence", "delta variant", "state space")}
 #: Their definitions leave hidden keys out, where `attention` has NaN in the whole row.
 HIDING = {"detsa_attention", "hub_spoke_attention", "routed_block_attention", "selective_attention"}

@@ -14,6 +14,8 @@ from omniattn.reference.precision import compute_dtype
 __all__ = ["define"]
 
 _fragment = torch.library.Library("omniattn", "FRAGMENT")
+#: Arguments of integers.
+_INTEGERS = ("cu_seqlens", "position")
 
 
 def define(
@@ -21,24 +23,30 @@ def define(
     arguments: str,
     outputs: str,
     kernel: Callable[..., Any],
-    dims: Mapping[str, int],
+    shapes: Mapping[str, str],
     *,
     differentiable: bool = False,
 ) -> None:
     """Registers `kernel` as the op `name(arguments) -> (outputs)`, without autocast and gradients.
 
-    `dims` has the number of dimensions of each tensor. Tensors must be strided, on the device of
-    the first one that is no `grad_`, and of its dtype or compute dtype, or integers. A
-    differentiable op gets the `<name>_raw` that `DifferentiableOp` calls.
+    `shapes` has the names of the sizes of each tensor; one name is one size. Tensors must be
+    strided, with memory, on the device of the first one that is no `grad_`, and of its dtype or
+    compute dtype, except integers. A differentiable op gets the `<name>_raw` that
+    `DifferentiableOp` calls.
     """
     names = [name, f"{name}_raw"] if differentiable else [name]
-    leader = next(place for place, n in enumerate(dims) if not n.startswith("grad_"))
+    leader = next(place for place, n in enumerate(shapes) if not n.startswith("grad_"))
 
     def checked(*args: Any) -> Any:
+        for argument, value in zip(shapes, args, strict=False):
+            if value is None and f"Tensor {argument}" in arguments:
+                raise TypeError(f"{name}: {argument} must be a tensor, got {argument}=None")
         lead: Tensor = args[leader]
-        for argument, value in zip(dims, args, strict=False):
+        sizes: dict[str, int] = {}
+        for argument, value in zip(shapes, args, strict=False):
             if isinstance(value, Tensor):
-                _require(name, args, argument, value, lead, dims[argument])
+                _require(name, args, argument, value, lead)
+                _require_shape(name, args, argument, value, shapes[argument], sizes)
         if lead.is_meta:
             return kernel(*args)
         with torch.no_grad(), torch.autocast(lead.device.type, enabled=False):
@@ -49,25 +57,49 @@ def define(
         _fragment.impl(each, checked, "CompositeExplicitAutograd")
 
 
-def _require(
-    name: str, args: tuple[Any, ...], argument: str, t: Tensor, lead: Tensor, dims: int
-) -> None:
+def _require(name: str, args: tuple[Any, ...], argument: str, t: Tensor, lead: Tensor) -> None:
     """Requires what memory accesses and dtypes of results depend on."""
     op = _library.public_name(name, args)
     if t.layout != torch.strided:
         raise TypeError(f"{op}: {argument} must be strided, got {argument}.layout={t.layout}")
-    known = (lead.dtype, compute_dtype(lead), torch.int32, torch.int64)
-    if t.dtype not in known or t.dtype.is_complex:
+    if argument in _INTEGERS:
+        known = [torch.int32, torch.int64]
+    else:
+        known = [lead.dtype, compute_dtype(lead)]
+    if t.dtype not in known or (argument not in _INTEGERS and not t.is_floating_point()):
+        names = " or ".join(map(str, known))
         raise TypeError(
-            f"{op}: {argument} must have the dtype {lead.dtype} or {compute_dtype(lead)}, "
-            f"got {argument}.dtype={t.dtype}"
-        )
-    if t.dim() != dims:
-        raise ValueError(
-            f"{op}: {argument} must have {dims} dimensions, got {argument}.shape={tuple(t.shape)}"
+            f"{op}: {argument} must have the dtype {names}, got {argument}.dtype={t.dtype}"
         )
     if t.device != lead.device:
         raise ValueError(
-            f"{op}: {argument} must be on the device {lead.device}, "
+            f"{op}: {argument} must be on the device of the first argument={lead.device}, "
             f"got {argument}.device={t.device}"
         )
+    if not t.is_meta and t.numel() > 0:
+        last = t.storage_offset() + sum(
+            (n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)
+        )
+        if t.untyped_storage().nbytes() < (last + 1) * t.element_size():
+            raise RuntimeError(f"{op}: {argument} must be a tensor with memory of its own")
+
+
+def _require_shape(
+    name: str,
+    args: tuple[Any, ...],
+    argument: str,
+    t: Tensor,
+    shape: str,
+    sizes: dict[str, int],
+) -> None:
+    """Requires the sizes of other tensors, and adds those that are new."""
+    wanted = shape.split()
+    if t.dim() == len(wanted) and all(
+        sizes.setdefault(letter, size) == size for letter, size in zip(wanted, t.shape, strict=True)
+    ):
+        return
+    known = ", ".join(str(sizes.get(letter, letter)) for letter in wanted)
+    raise ValueError(
+        f"{_library.public_name(name, args)}: {argument} must have the shape ({known}), "
+        f"got {argument}.shape={tuple(t.shape)}"
+    )

@@ -156,6 +156,15 @@ def _product(weights: Tensor, rows: Tensor) -> Tensor:
     return (weights @ rows.transpose(1, 2)).transpose(1, 2)
 
 
+def _require_keys(q: Tensor, k: Tensor, past: Tensor | None) -> None:
+    """Requires a key for each past and each new token."""
+    tokens = q.shape[1] + (0 if past is None else past.shape[1])
+    if k.shape[1] != tokens:
+        raise ValueError(
+            f"deltaformer_attention: k must have {tokens} tokens, got k.shape={tuple(k.shape)}"
+        )
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -165,6 +174,7 @@ def _forward(
     cu_seqlens: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _require_keys(q, k, past)
     dtype = compute_dtype(v)
     outputs = [v.new_empty(v.shape), *(v.new_empty(v.shape, dtype=dtype) for _ in range(2))]
     lse = v.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
@@ -196,6 +206,7 @@ def _backward(
     read: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, ...]:
+    _require_keys(q, k, past)
     grads = [t.new_zeros(t.shape) for t in (q, k, v, beta)]
     dpast = q.new_empty(0) if past is None else past.new_zeros(past.shape)
     if v.numel() == 0:
@@ -215,7 +226,9 @@ def _backward(
     return (*grads, dpast)
 
 
-_DIMS = {"q": 4, "k": 4, "v": 4, "beta": 3, "past": 4, "cu_seqlens": 1, "scale": 0}
+#: k has the rows S of `past` and of the new tokens.
+_SHAPES = {"q": "B T H K", "k": "B S H K", "v": "B T H V", "beta": "B T H", "past": "B P H V"}
+_SHAPES |= {"cu_seqlens": "N", "scale": ""}
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? past, Tensor? cu_seqlens, float scale"
 )
@@ -224,7 +237,7 @@ define(
     _ARGUMENTS,
     "Tensor y, Tensor u, Tensor read, Tensor lse",
     _forward,
-    _DIMS,
+    _SHAPES,
     differentiable=True,
 )
 define(
@@ -232,7 +245,11 @@ define(
     f"Tensor? grad_y, Tensor? grad_u, {_ARGUMENTS}, Tensor u, Tensor read, Tensor lse",
     "Tensor dq, Tensor dk, Tensor dv, Tensor dbeta, Tensor dpast",
     _backward,
-    {"grad_y": 4, "grad_u": 4, **_DIMS, "u": 4, "read": 4, "lse": 3},
+    {
+        **dict.fromkeys(("grad_y", "grad_u"), "B T H V"),
+        **_SHAPES,
+        **{"u": "B T H V", "read": "B T H V", "lse": "B H T"},
+    },
 )
 
 

@@ -57,6 +57,26 @@ def _state(q: Tensor, v: Tensor, level_scales: Tensor, cu_seqlens: Tensor | None
     return v.new_empty(shape, dtype=compute_dtype(v))
 
 
+def _require_sequences(
+    q: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None,
+    position: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Requires as many states and positions as sequences, and groups of equal size."""
+    op, count = "log_linear_attention", _sequences(q, cu_seqlens)
+    if (initial_state is None) != (position is None):
+        raise ValueError(f"{op}: initial_state and position must be given together, got one")
+    for name, t in (("initial_state", initial_state), ("position", position)):
+        if t is not None and t.shape[0] != count:
+            raise ValueError(f"{op}: {name} must have {count} rows, got {tuple(t.shape)}")
+    if cu_seqlens is not None and (q.shape[0] != 1 or count < 0):
+        raise ValueError(f"{op}: packed q must have a batch of 1, got q.shape={tuple(q.shape)}")
+    if q.shape[2] == 0 or v.shape[2] % q.shape[2]:
+        raise ValueError(f"{op}: heads of v must be a multiple of q's, got {tuple(v.shape)}")
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -67,6 +87,7 @@ def _forward(
     position: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    _require_sequences(q, v, initial_state, position, cu_seqlens)
     if q.shape[1] == 1 and position is not None and cu_seqlens is None:
         assert initial_state is not None
         return _step(q, k, v, g, level_scales, initial_state, position)
@@ -124,6 +145,7 @@ def _backward(
     cu_seqlens: Tensor | None,
     final_state: Tensor,
 ) -> tuple[Tensor, ...]:
+    _require_sequences(q, v, initial_state, position, cu_seqlens)
     inputs = q, k, v, g, level_scales
     grads = [t.new_zeros(t.shape) for t in inputs]
     of_state = q.new_empty(0) if initial_state is None else torch.zeros_like(final_state)
@@ -144,8 +166,10 @@ def _backward(
     return (*grads, of_state)
 
 
-_TENSORS = {"q": 4, "k": 4, "v": 4, "g": 3, "level_scales": 4}
-_OPTIONAL = {"initial_state": 5, "position": 1, "cu_seqlens": 1}
+#: N sequences; G heads of values.
+_TENSORS = {"q": "B T H K", "k": "B T H K", "v": "B T G V", "g": "B T G"}
+_TENSORS["level_scales"] = "B T G L"
+_OPTIONAL = {"initial_state": "N G L K V", "position": "N", "cu_seqlens": "N+1"}
 _ARGUMENTS = ", ".join(
     [*(f"Tensor {name}" for name in _TENSORS), *(f"Tensor? {name}" for name in _OPTIONAL)]
 )
@@ -162,7 +186,12 @@ define(
     f"Tensor? grad_y, Tensor? grad_final_state, {_ARGUMENTS}, Tensor final_state",
     ", ".join(f"Tensor d{name}" for name in (*_TENSORS, "initial_state")),
     _backward,
-    {"grad_y": 4, "grad_final_state": 5, **_TENSORS, **_OPTIONAL, "final_state": 5},
+    {
+        **{"grad_y": "B T G V", "grad_final_state": "N G L K V"},
+        **_TENSORS,
+        **_OPTIONAL,
+        "final_state": "N G L K V",
+    },
 )
 #: (q, k, v, g, level_scales, initial_state, position, cu_seqlens) -> (y, final_state)
 log_linear_attention = DifferentiableOp(

@@ -11,6 +11,7 @@ from omniattn.checks.arguments import (
     require_device,
     require_integers,
     require_shape,
+    require_tensor,
 )
 from omniattn.checks.jagged import over_sequences
 from omniattn.compositions.log_linear import log_linear_attention as native
@@ -84,6 +85,7 @@ def log_linear_attention(
     k, v = require_heads(op, q, k, v)
     heads = tuple(v.shape[:3])
     g = log_decays(op, "g", g, v, (heads,))
+    require_tensor(op, "level_scales", level_scales)
     levels = level_scales.shape[-1] if level_scales.ndim == 4 else 1
     scales = widened(op, "level_scales", level_scales, v, ((*heads, levels),))
     count = sequence_count(op, q, cu_seqlens)
