@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,4 +59,11 @@ def ssd(
     return y[:, None], state
 
 
-BASELINES = {"ssd": {"hf": ssd}, "mamba3": {"eager": reference.mamba3}}
+def mamba3(*args: Any, theta: Tensor | None = None, **options: Any) -> Any:
+    state = [options.pop(name, None) for name in ("h", "last_k", "last_v")]
+    lacks(initial_state=theta is not None or any(t is not None for t in state))
+    y, after = reference.mamba3(*args, **options)
+    return y, *after
+
+
+BASELINES = {"ssd": {"hf": ssd}, "mamba3": {"eager": mamba3}}

@@ -132,7 +132,7 @@ def build(folder, rules, last, lines, structs, program):
     """A program with a copy of the header of `rules`, in which `lines` follow the last rule."""
     path = f"semantics/{rules}.h"
     header = (ROOT / "csrc" / path).read_text()
-    line = re.search(rf"rule\({last}, \d+, \w+\)", header)[0]
+    line = re.search(rf"rule\([\s\\]*{last}, \d+, \w+\)", header)[0]
     header = header.replace(line, f"{line} \\\n  {lines}")
     end = f"}}  // namespace {rules}"
     header = header.replace(end, "\n".join([*structs, end]))

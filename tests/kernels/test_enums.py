@@ -36,7 +36,7 @@ def constant(path, name):
 
 def rules(path):
     """Reads the numbers of an X-macro list such as OMNIATTN_MASK_RULES."""
-    found = re.findall(r"rule\((\w+), (\d+), ", source(path))
+    found = re.findall(r"rule\([\s\\]*(\w+), (\d+), ", source(path))
     return {name: int(number) for name, number in found}
 
 

@@ -36,6 +36,7 @@ BLOCKED |= {"vandermonde", "wall_attention"}
 BLOCKED |= {n for n in SPECS if SPECS[n].family in ("recurrence", "delta variant", "state space")}
 #: Their definitions leave hidden keys out, where `attention` has NaN in the whole row.
 HIDING = {"detsa_attention", "hub_spoke_attention", "routed_block_attention", "selective_attention"}
+HIDING |= {"stick_breaking_attention"}
 #: Made of several calls of `attention`. Under a softcap the gradient of an infinite logit is 0 inf,
 #: and where that is NaN depends on the parts.
 PARTS = {"dual_chunk_attention", "moba_attention"}

@@ -47,10 +47,12 @@ def deltaformer_attention(
         share = _softmax(logits)[:, -1, :, None]
         outputs.append((1 - share) * before + share * own)
         u = [*u, own]
+    nothing = nothing_of(wide if past is None else past.to(dtype))
     if not outputs:
-        nothing = nothing_of(q, k, wide, beta, *first)
+        nothing = nothing + nothing_of(q, k, wide, beta)
         return (wide + nothing).to(v.dtype), wide + nothing
-    return torch.stack(outputs, 1).to(v.dtype), torch.stack(u[len(first) :], 1)
+    o, own = torch.stack(outputs, 1), torch.stack(u[len(first) :], 1)
+    return (o + nothing).to(v.dtype), own + nothing
 
 
 def _softmax(logits: Tensor) -> Tensor:

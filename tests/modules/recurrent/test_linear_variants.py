@@ -135,6 +135,8 @@ def test_kernels_of_second_order(name):
 
 def test_errors():
     with pytest.raises(ValueError, match=r"HGRN: lower_bound must be in \[0, 1\)"):
+        HGRN(8, lower_bound=1.0)
+    with pytest.raises(ValueError, match=r"HGRN: lower_bound must be a finite number >= 0"):
         HGRN(8, lower_bound=-0.1)
     with pytest.raises(ValueError, match=r"HGRN2: lower_bound must be in \[0, 1\)"):
         HGRN2(8, 2, lower_bound=1.0)

@@ -13,8 +13,8 @@ from omniattn.testing import threads
 EMULATED = "mma" in _library.paths("cpu")["attention"]
 if EMULATED:
     TABLES = {
-        "attention": ["split", "mma", "fma"],
-        "attention_backward": ["mma", "fma"],
+        "attention": ["split", "stick", "mma", "fma"],
+        "attention_backward": ["stick", "mma", "fma"],
         "moe_experts": ["mma", "fma"],
     }
 else:

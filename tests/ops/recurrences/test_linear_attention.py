@@ -255,6 +255,7 @@ def test_errors_of_the_op(changed, message):
         "b",
         "skip",
         "min_denominator",
+        "gv",
         "initial_state",
         "cu_seqlens",
     )

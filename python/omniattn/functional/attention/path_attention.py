@@ -26,6 +26,7 @@ from omniattn.functional.attention._common import (
     require_int32_or_int64,
 )
 from omniattn.reference.attention import default_scale
+from omniattn.reference.values import require_all_rows
 
 __all__ = ["path_attention"]
 
@@ -158,6 +159,7 @@ def sequence_ids(op: str, cu_seqlens: Tensor, q: Tensor, total: int, return_keys
             f"got cu_seqlens.shape={tuple(cu_seqlens.shape)}, q.shape={tuple(q.shape)}"
         )
     require_all_tokens(op, cu_seqlens, q.shape[1])
+    require_all_rows(op, cu_seqlens, q.shape[1])
     if return_keys or q.shape[1] != total:
         raise ValueError(
             f"{op}: cu_seqlens must be None with return_keys or keys of earlier calls, "

@@ -15,7 +15,7 @@ from omniattn.checks.arguments import (
     require_seed,
     use_reference,
 )
-from omniattn.checks.jagged import is_jagged
+from omniattn.checks.jagged import is_jagged, require_ragged
 from omniattn.encoding.options import StickBreakingOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention._options import checked_codes, run
@@ -153,6 +153,8 @@ def stick_breaking_attention(
     if not attend_current:
         record = record._replace(mask=before_query(op, record.mask))
     if is_jagged(q):
+        for name, t in (("k", k), ("v", v)):
+            require_ragged(op, name, t)
         named: dict[str, Any] = record._asdict()
         out, lse = attention(q, k, v, return_lse=True, backend=backend, **named)
     else:

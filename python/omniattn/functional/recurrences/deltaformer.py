@@ -14,10 +14,12 @@ from omniattn.checks.arguments import (
     require_number,
     require_shape,
     require_strided,
+    require_tensor,
 )
 from omniattn.checks.jagged import over_sequences
 from omniattn.compositions.deltaformer import deltaformer_attention as native
 from omniattn.functional.recurrences._common import sequence_count, widened
+from omniattn.reference.values import require_all_rows
 
 __all__ = ["deltaformer_attention"]
 
@@ -96,6 +98,7 @@ def deltaformer_attention(
     batch, steps, heads, size = q.shape
     seen = 0
     if past is not None:
+        require_tensor(op, "past", past)
         shape = (batch, past.shape[1] if past.ndim == 4 else 0, heads, v.shape[3])
         past = widened(op, "past", past, v, (shape,))
         seen = shape[1]
@@ -106,6 +109,8 @@ def deltaformer_attention(
         beta = torch.ones_like(widened(op, "v", v, v, (tuple(v.shape),))[..., 0])
     beta = widened(op, "beta", beta, v, (tuple(v.shape[:3]),))
     sequence_count(op, q, cu_seqlens)
+    if cu_seqlens is not None:
+        require_all_rows(op, cu_seqlens, q.shape[1])
     if scale is None:
         scale = float(size) ** -0.5 if size > 0 else 1.0  # in fp64 also under torch.jit.trace
     require_number(op, "scale", scale)

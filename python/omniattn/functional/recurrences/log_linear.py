@@ -22,6 +22,7 @@ from omniattn.functional.recurrences._common import (
     sequence_count,
     widened,
 )
+from omniattn.reference.values import require_all_rows
 
 __all__ = ["log_linear_attention"]
 
@@ -89,6 +90,8 @@ def log_linear_attention(
     levels = level_scales.shape[-1] if level_scales.ndim == 4 else 1
     scales = widened(op, "level_scales", level_scales, v, ((*heads, levels),))
     count = sequence_count(op, q, cu_seqlens)
+    if cu_seqlens is not None:
+        require_all_rows(op, cu_seqlens, q.shape[1])
     if (position is None) != (initial_state is None):
         raise ValueError(
             f"{op}: position must be given with initial_state, and only with it, "

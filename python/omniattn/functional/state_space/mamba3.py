@@ -28,6 +28,7 @@ from omniattn.functional.recurrences._common import (
     widened,
 )
 from omniattn.reference.precision import widen
+from omniattn.reference.values import require_all_rows
 
 __all__ = ["mamba3"]
 
@@ -146,6 +147,8 @@ def mamba3(
         require_shape(op, "z", z, tuple(v.shape))
     _require_pairs(op, single, z, mimo_z, mimo_out)
     count = sequence_count(op, q, cu_seqlens)
+    if cu_seqlens is not None:
+        require_all_rows(op, cu_seqlens, q.shape[1])
     shapes = (
         (count, heads, angles.shape[3]),
         (count, heads, size, states),
@@ -317,7 +320,7 @@ def _with_last(
 ) -> Tensor:
     """Adds the last token of a state, with the factor of its first step, to the state's matrix."""
     _, h, k, v = before
-    first = edge(last, cu_seqlens, torch.zeros_like(v[..., 0]), first=True)
+    first = edge(last, cu_seqlens, v.new_zeros(v.shape[:-1]), first=True)
     v = v * first[..., None]
     if mimo_v is None:
         return h.mT + k[..., None] * v[..., None, :]

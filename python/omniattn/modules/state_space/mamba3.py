@@ -171,6 +171,12 @@ class Mamba3(StateMixer):
         self.out_proj = Linear(c.width, c.dim, False, **own, **factory)
         self.reset_parameters()
 
+    @property
+    def undecayed(self) -> tuple[str, ...]:
+        """Names of parameters without weight decay."""
+        factors = ("mimo_x", "mimo_z", "mimo_o") if self.config.is_mimo else ()
+        return ("B_bias", "C_bias", *factors)
+
     def reset_parameters(self) -> None:
         """Draws softplus(dt_bias) log-uniformly from 1e-3 to 0.1.
 

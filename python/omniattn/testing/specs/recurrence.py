@@ -47,7 +47,7 @@ def _gates(kind: str) -> Callable[[Case, Random], dict[str, Tensor]]:
         b, t, h, k = (case.sizes[name] for name in ("B", "T", "Hv", "K"))
         channels = "channel" in kind and "heads" not in case.label
         shapes = {"g": (b, t, h, k) if channels else (b, t, h)}
-        shapes |= {"gv": (b, t, h, case.sizes["V"])} if "gv" in case.label else {}
+        shapes |= {"gv": (b, t, h, case.sizes["V"])} if "gv" in case.tensors else {}
         gates = {}
         decays = "head" in kind or "channel" in kind
         for name, shape in shapes.items():
@@ -325,11 +325,11 @@ SPECS = (
         (
             *_cases(),
             _case("long", 1, 300, 1, 64, 64),
-            _case("packed gv", 1, 70, 2, 9, 19, PACKED, Hv=4, N=4),
-            _case("heads gv", 2, 33, 2, 8, 21, STATE),
-            _case("only gv", 1, 40, 1, 20, 34, g=None),
-            _case("strong gv", 1, 40, 2, 8, 6),
-            _case("step gv", 3, 1, 2, 8, 6, STATE),
+            _case("packed gv", 1, 70, 2, 9, 19, (*PACKED, "gv"), Hv=4, N=4),
+            _case("heads gv", 2, 33, 2, 8, 21, (*STATE, "gv")),
+            _case("only gv", 1, 40, 1, 20, 34, ("gv",), g=None),
+            _case("strong gv", 1, 40, 2, 8, 6, ("gv",)),
+            _case("step gv", 3, 1, 2, 8, 6, (*STATE, "gv")),
         ),
         differentiable=("q", "k", "v", "g", "gv", "initial_state"),
     ),
