@@ -27,17 +27,17 @@ def document_ids(position_ids: Tensor) -> Tensor:
 
 def require_all_tokens(
     op: str, cu_seqlens: Tensor, total: int | None, *, name: str = "cu_seqlens", of: str = "tokens"
-) -> None:
+) -> bool:
     """Requires that cu_seqlens (N + 1,) grows from 0 to `total`; None accepts any last value.
 
-    Kernels and definitions check it if its values cannot be read here.
+    Returns False if its values cannot be read here: kernels and definitions then check them.
     """
     if not cu_seqlens.is_cpu or type(cu_seqlens) is not Tensor or is_traced():
-        return
+        return False
     ends = cu_seqlens.tolist()
     total = ends[-1] if total is None else total
     if ends[0] == 0 and ends[-1] == total and ends == sorted(ends):
-        return
+        return True
     missed = [
         str(first) if first == last else f"{first} to {last}"
         for first, last in ((0, ends[0] - 1), (ends[-1], total - 1))

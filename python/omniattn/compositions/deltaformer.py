@@ -85,7 +85,7 @@ def _run(
             earlier = out * _columns((before - total).exp())
         weights = _weights(logits, total)
         own.copy_(_solve(beta[:, block].mT[..., None] * weights, own - b * earlier, upper=False))
-        found = earlier + (weights @ own.transpose(1, 2)).transpose(1, 2)
+        found = earlier + _product(weights, own)
         read[:, block], lse[:, :, block] = found, total
         share = (self_logits - total.mT).sigmoid_()[..., None]
         y[:, block] = torch.lerp(found, own, share.expand_as(own))

@@ -106,9 +106,12 @@ def _forward(
 def _held(state: Tensor, position: Tensor | None) -> Tensor:
     """Sets the states of bits of the position that are 0 to 0."""
     assert position is not None
-    bits = torch.arange(state.shape[2], device=state.device)
-    is_set = (position[:, None] >> bits) & 1
-    return state.masked_fill((is_set == 0)[:, None, :, None, None], 0)
+    return state.masked_fill((_bits(state, position) == 0)[:, None, :, None, None], 0)
+
+
+def _bits(state: Tensor, position: Tensor) -> Tensor:
+    """Returns the bits (N, L) of positions (N,)."""
+    return (position[:, None] >> torch.arange(state.shape[2], device=state.device)) & 1
 
 
 def _step(
@@ -122,10 +125,8 @@ def _step(
     state = _held(state, position) * g[:, 0].exp()[..., None, None, None]
     mixed = torch.einsum("nhl,nhlkv->nhkv", scales[..., 1:], state[:, :, :-1])
     o = torch.einsum("nhk,nhkv->nhv", q, mixed) + scales[..., :1] * (q * k).sum(-1, True) * u
-    bits = torch.arange(state.shape[2], device=state.device)
-    is_set = (position[:, None] >> bits) & 1
-    lowest = is_set.cumprod(-1).sum(-1)
-    joined = (bits < lowest[:, None]).to(dtype)
+    joined = _bits(state, position).cumprod(-1)
+    lowest, joined = joined.sum(-1), joined.to(dtype)
     fresh = torch.einsum("nl,nhlkv->nhkv", joined, state) + k[..., None] * u[..., None, :]
     state *= (1 - joined)[:, None, :, None, None]
     state[torch.arange(len(lowest), device=state.device), :, lowest] = fresh

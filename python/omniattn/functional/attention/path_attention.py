@@ -158,8 +158,8 @@ def sequence_ids(op: str, cu_seqlens: Tensor, q: Tensor, total: int, return_keys
             f"{op}: cu_seqlens must have shape (N + 1,), and q B = 1, "
             f"got cu_seqlens.shape={tuple(cu_seqlens.shape)}, q.shape={tuple(q.shape)}"
         )
-    require_all_tokens(op, cu_seqlens, q.shape[1])
-    require_all_rows(op, cu_seqlens, q.shape[1])
+    if not require_all_tokens(op, cu_seqlens, q.shape[1]):
+        require_all_rows(op, cu_seqlens, q.shape[1])
     if return_keys or q.shape[1] != total:
         raise ValueError(
             f"{op}: cu_seqlens must be None with return_keys or keys of earlier calls, "

@@ -34,6 +34,7 @@ from omniattn.ops import recurrence as ops
 from omniattn.ops._plain import PLAIN, are_alike, is_plain
 from omniattn.reference.empty import nothing_of
 from omniattn.reference.precision import compute_dtype
+from omniattn.reference.values import require_all_rows
 
 _L2_EPS = 1e-6
 #: Numbers of dimensions of log-decays, one for all channels of a head or one for each; 0 for none.
@@ -316,6 +317,16 @@ def require_boundaries(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> Non
     """Requires (N + 1,) integers that grow from 0 to the T of x (1, T, ...)."""
     require_numbers_of_rows(op, cu_seqlens, x, name)
     require_all_tokens(op, cu_seqlens, x.shape[1])
+
+
+def composed_sequence_count(op: str, q: Tensor, cu_seqlens: Tensor | None) -> int:
+    """As `sequence_count`, for compositions, which have no kernel that checks the boundaries."""
+    if cu_seqlens is None:
+        return q.shape[0]
+    require_numbers_of_rows(op, cu_seqlens, q, "q")
+    if not require_all_tokens(op, cu_seqlens, q.shape[1]):
+        require_all_rows(op, cu_seqlens, q.shape[1])
+    return cu_seqlens.shape[0] - 1
 
 
 def require_numbers_of_rows(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> None:

@@ -18,8 +18,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import over_sequences
 from omniattn.compositions.deltaformer import deltaformer_attention as native
-from omniattn.functional.recurrences._common import sequence_count, widened
-from omniattn.reference.values import require_all_rows
+from omniattn.functional.recurrences._common import composed_sequence_count, widened
 
 __all__ = ["deltaformer_attention"]
 
@@ -108,9 +107,7 @@ def deltaformer_attention(
     if beta is None:
         beta = torch.ones_like(widened(op, "v", v, v, (tuple(v.shape),))[..., 0])
     beta = widened(op, "beta", beta, v, (tuple(v.shape[:3]),))
-    sequence_count(op, q, cu_seqlens)
-    if cu_seqlens is not None:
-        require_all_rows(op, cu_seqlens, q.shape[1])
+    composed_sequence_count(op, q, cu_seqlens)
     if scale is None:
         scale = float(size) ** -0.5 if size > 0 else 1.0  # in fp64 also under torch.jit.trace
     require_number(op, "scale", scale)

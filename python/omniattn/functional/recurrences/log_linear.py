@@ -17,12 +17,11 @@ from omniattn.checks.jagged import over_sequences
 from omniattn.compositions.log_linear import log_linear_attention as native
 from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_out
 from omniattn.functional.recurrences._common import (
+    composed_sequence_count,
     log_decays,
     require_heads,
-    sequence_count,
     widened,
 )
-from omniattn.reference.values import require_all_rows
 
 __all__ = ["log_linear_attention"]
 
@@ -89,9 +88,7 @@ def log_linear_attention(
     require_tensor(op, "level_scales", level_scales)
     levels = level_scales.shape[-1] if level_scales.ndim == 4 else 1
     scales = widened(op, "level_scales", level_scales, v, ((*heads, levels),))
-    count = sequence_count(op, q, cu_seqlens)
-    if cu_seqlens is not None:
-        require_all_rows(op, cu_seqlens, q.shape[1])
+    count = composed_sequence_count(op, q, cu_seqlens)
     if (position is None) != (initial_state is None):
         raise ValueError(
             f"{op}: position must be given with initial_state, and only with it, "

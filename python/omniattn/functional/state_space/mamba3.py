@@ -20,15 +20,14 @@ from omniattn.checks.arguments import (
 from omniattn.checks.jagged import over_sequences
 from omniattn.encoding.sequences import Sequences
 from omniattn.functional.recurrences._common import (
+    composed_sequence_count,
     edge,
     first_of,
     log_decays,
     run,
-    sequence_count,
     widened,
 )
 from omniattn.reference.precision import widen
-from omniattn.reference.values import require_all_rows
 
 __all__ = ["mamba3"]
 
@@ -146,9 +145,7 @@ def mamba3(
         require_strided(op, "z", z)
         require_shape(op, "z", z, tuple(v.shape))
     _require_pairs(op, single, z, mimo_z, mimo_out)
-    count = sequence_count(op, q, cu_seqlens)
-    if cu_seqlens is not None:
-        require_all_rows(op, cu_seqlens, q.shape[1])
+    count = composed_sequence_count(op, q, cu_seqlens)
     shapes = (
         (count, heads, angles.shape[3]),
         (count, heads, size, states),
