@@ -264,6 +264,49 @@ class Layer(nn.Module):
     _projected: tuple[str, ...] = ("q", "k", "v")
 
 
+class RecurrentLayer(Layer):
+    """Base class of layers whose `_mix` reads tokens without padding."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        **kwargs: Any,
+    ) -> Result:
+        """Returns y, None and the cache; `cu_seqlens` are the boundaries of packed sequences."""
+        batch, tokens = self._checked(hidden_states, attention_mask)
+        state = get_layer_cache(self, past_key_values)
+        x, indices, cu = unpad_hidden_states(
+            hidden_states, kwargs.get("cu_seqlens"), attention_mask, tokens
+        )
+        projected, conv = self._convolved(x, state, use_cache, cu_seqlens=cu)
+        sequences = {
+            "initial_state": None if state is None else state["recurrent_state"],
+            "output_final_state": bool(use_cache),
+            "cu_seqlens": cu,
+        }
+        given = {"attention_mask": attention_mask, "past_key_values": past_key_values, **kwargs}
+        y, recurrent = self._mix(x, projected, sequences, tokens=tokens, **given)
+        states = {"recurrent_state": recurrent, "conv_state": conv}
+        update_layer_cache(self, past_key_values, **states, offset=tokens)
+        return repad_hidden_states(y, indices, batch, tokens), None, past_key_values
+
+    def _mix(
+        self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
+    ) -> tuple[Tensor, Any]:
+        """Returns y and the new state of tokens x without padding.
+
+        Args:
+            x, projected: tokens, and their projections after the convolutions.
+            sequences: options of all recurrences.
+            given: number of new tokens, attention_mask, past_key_values and `kwargs` of the call.
+        """
+        raise NotImplementedError
+
+
 def feature_map_of(op: str, name: str | None) -> Callable[[Tensor], Tensor] | None:
     """Returns the function that `feature_map` names."""
     if name is None:

@@ -14,12 +14,7 @@ from omniattn.checks.arguments import require_choice
 from omniattn.compat._fla_delta import chunk_delta_rule, chunk_gated_delta_rule, chunk_kda
 from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
 from omniattn.compat.fla_layers.base import (
-    Layer,
-    Result,
-    get_layer_cache,
-    repad_hidden_states,
-    unpad_hidden_states,
-    update_layer_cache,
+    RecurrentLayer,
 )
 
 
@@ -33,7 +28,7 @@ def sum_norm(x: Tensor) -> Tensor:
     return x / x.sum(-1, keepdim=True)
 
 
-class DeltaLayer(Layer):
+class DeltaLayer(RecurrentLayer):
     """Base class: widths of heads, and the output with a norm and a gate."""
 
     use_gate = True
@@ -146,22 +141,10 @@ class DeltaNet(DeltaLayer):
         self._convolutions(use_short_conv, conv_size, conv_bias, "silu", v=values)
         self._output(norm_eps)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        output_attentions: bool | None = False,
-        **kwargs: Any,
-    ) -> Result:
-        """Returns y, None and the cache; `cu_seqlens` are the boundaries of packed sequences."""
-        batch, tokens = self._checked(hidden_states, attention_mask)
-        state = get_layer_cache(self, past_key_values)
-        x, indices, cu = unpad_hidden_states(
-            hidden_states, kwargs.get("cu_seqlens"), attention_mask, tokens
-        )
-        (q, k, v), conv = self._convolved(x, state, use_cache, cu_seqlens=cu)
+    def _mix(
+        self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
+    ) -> tuple[Tensor, Any]:
+        q, k, v = projected
         if not self.use_short_conv:
             q, k = (nnf.silu(q), nnf.silu(k)) if self.qk_activation == "silu" else (q, k)
             v = nnf.silu(v)
@@ -174,14 +157,10 @@ class DeltaNet(DeltaLayer):
         beta = self.b_proj(x).sigmoid() if self.use_beta else torch.ones_like(q[..., 0])
         o, recurrent = chunk_delta_rule(
             q, k, v.unflatten(-1, (-1, self.head_v_dim)), beta * (1 + self.allow_neg_eigval),
-            initial_state=None if state is None else state["recurrent_state"],
-            output_final_state=bool(use_cache), cu_seqlens=cu,
+            **sequences,
             use_qk_l2norm_in_kernel=self.qk_norm == "l2",
         )  # fmt: skip
-        states = {"recurrent_state": recurrent, "conv_state": conv}
-        update_layer_cache(self, past_key_values, **states, offset=tokens)
-        y = self._projected_out(o, x)
-        return repad_hidden_states(y, indices, batch, tokens), None, past_key_values
+        return self._projected_out(o, x), recurrent
 
 
 class GatedDeltaNet(DeltaLayer):
@@ -235,37 +214,21 @@ class GatedDeltaNet(DeltaLayer):
         self._convolutions(use_short_conv, conv_size, conv_bias, "silu", q=keys, k=keys, v=values)
         self._output(norm_eps)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        output_attentions: bool | None = False,
-        **kwargs: Any,
-    ) -> Result:
-        """Returns y, None and the cache; `cu_seqlens` are the boundaries of packed sequences."""
-        batch, tokens = self._checked(hidden_states, attention_mask)
-        state = get_layer_cache(self, past_key_values)
-        x, indices, cu = unpad_hidden_states(
-            hidden_states, kwargs.get("cu_seqlens"), attention_mask, tokens
-        )
-        (q, k, v), conv = self._convolved(x, state, use_cache, cu_seqlens=cu)
+    def _mix(
+        self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
+    ) -> tuple[Tensor, Any]:
+        q, k, v = projected
         if not self.use_short_conv:
             q, k, v = nnf.silu(q), nnf.silu(k), nnf.silu(v)
         q, k = (t.unflatten(-1, (-1, self.head_k_dim)) for t in (q, k))
         o, recurrent = chunk_gated_delta_rule(
             q, k, v.unflatten(-1, (-1, self.head_v_dim)), self.a_proj(x), self.b_proj(x),
-            initial_state=None if state is None else state["recurrent_state"],
-            output_final_state=bool(use_cache), use_qk_l2norm_in_kernel=True,
+            use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
             allow_neg_eigval=self.allow_neg_eigval, A_log=self.A_log, dt_bias=self.dt_bias,
-            state_v_first=True, cu_seqlens=cu,
+            state_v_first=True, **sequences,
         )  # fmt: skip
-        states = {"recurrent_state": recurrent, "conv_state": conv}
-        update_layer_cache(self, past_key_values, **states, offset=tokens)
-        y = self._projected_out(o, x)
-        return repad_hidden_states(y, indices, batch, tokens), None, past_key_values
+        return self._projected_out(o, x), recurrent
 
 
 class KimiDeltaAttention(DeltaLayer):
@@ -324,37 +287,21 @@ class KimiDeltaAttention(DeltaLayer):
         self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps, activation="sigmoid")
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        output_attentions: bool | None = False,
-        **kwargs: Any,
-    ) -> Result:
-        """Returns y, None and the cache; `cu_seqlens` are the boundaries of packed sequences."""
-        batch, tokens = self._checked(hidden_states, attention_mask)
-        state = get_layer_cache(self, past_key_values)
-        x, indices, cu = unpad_hidden_states(
-            hidden_states, kwargs.get("cu_seqlens"), attention_mask, tokens
-        )
-        (q, k, v), conv = self._convolved(x, state, use_cache, cu_seqlens=cu)
+    def _mix(
+        self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
+    ) -> tuple[Tensor, Any]:
+        q, k, v = projected
         if not self.use_short_conv:
             q, k, v = nnf.silu(q), nnf.silu(k), nnf.silu(v)
         q, k, g = (t.unflatten(-1, (-1, self.head_k_dim)) for t in (q, k, self.f_proj(x)))
         o, recurrent = chunk_kda(
             q, k, v.unflatten(-1, (-1, self.head_v_dim)), g, self.b_proj(x),
-            initial_state=None if state is None else state["recurrent_state"],
-            output_final_state=bool(use_cache), use_qk_l2norm_in_kernel=True,
+            use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
             allow_neg_eigval=self.allow_neg_eigval, A_log=self.A_log, dt_bias=self.dt_bias,
-            lower_bound=self.lower_bound, state_v_first=True, cu_seqlens=cu,
+            lower_bound=self.lower_bound, state_v_first=True, **sequences,
         )  # fmt: skip
-        states = {"recurrent_state": recurrent, "conv_state": conv}
-        update_layer_cache(self, past_key_values, **states, offset=tokens)
-        y = self._projected_out(o, x)
-        return repad_hidden_states(y, indices, batch, tokens), None, past_key_values
+        return self._projected_out(o, x), recurrent
 
 
 def _time_steps(count: int) -> Tensor:

@@ -14,16 +14,15 @@ from omniattn.compat._fla_norms import RMSNorm
 from omniattn.compat._fla_parts import RotaryEmbedding, prepare_lens_from_mask
 from omniattn.compat.fla_layers.base import (
     Layer,
+    RecurrentLayer,
     Result,
     feature_map_of,
     get_layer_cache,
-    repad_hidden_states,
-    unpad_hidden_states,
     update_layer_cache,
 )
 
 
-class GatedLinearAttention(Layer):
+class GatedLinearAttention(RecurrentLayer):
     """Gated linear attention, see :func:`functional.gated_linear_attention`.
 
     Args:
@@ -86,22 +85,10 @@ class GatedLinearAttention(Layer):
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
         self._output_norm(gate_fn, fuse_norm, elementwise_affine, norm_eps, use_output_gate)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        output_attentions: bool | None = False,
-        **kwargs: Any,
-    ) -> Result:
-        """Returns y, None and the cache; `cu_seqlens` are the boundaries of packed sequences."""
-        batch, tokens = self._checked(hidden_states, attention_mask)
-        state = get_layer_cache(self, past_key_values)
-        x, indices, cu = unpad_hidden_states(
-            hidden_states, kwargs.get("cu_seqlens"), attention_mask, tokens
-        )
-        (q, k, v), conv = self._convolved(x, state, use_cache, cu_seqlens=cu)
+    def _mix(
+        self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
+    ) -> tuple[Tensor, Any]:
+        q, k, v = projected
         q, k, gk = (t.unflatten(-1, (-1, self.head_k_dim)) for t in (q, k, self.gk_proj(x)))
         v = v.unflatten(-1, (-1, self.head_v_dim))
         k, v, gk = (t.repeat_interleave(self.num_kv_groups, -2) for t in (k, v, gk))
@@ -112,16 +99,14 @@ class GatedLinearAttention(Layer):
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         o, recurrent = chunk_gla(
             q, k, v, gk,
-            initial_state=None if state is None else state["recurrent_state"],
-            output_final_state=bool(use_cache), state_v_first=True, cu_seqlens=cu,
+            state_v_first=True, **sequences,
         )  # fmt: skip
-        states = {"recurrent_state": recurrent, "conv_state": conv}
-        update_layer_cache(self, past_key_values, **states, offset=tokens)
-        y = self.o_proj(self._normed(o, self.g_proj(x) if self.use_output_gate else None))
-        return repad_hidden_states(y, indices, batch, tokens), None, past_key_values
+        return self.o_proj(
+            self._normed(o, self.g_proj(x) if self.use_output_gate else None)
+        ), recurrent
 
 
-class MultiScaleRetention(Layer):
+class MultiScaleRetention(RecurrentLayer):
     """Retention with rotary positions, see :func:`functional.retention`.
 
     Args:
@@ -171,45 +156,34 @@ class MultiScaleRetention(Layer):
         self._output_norm(gate_fn, fuse_norm, elementwise_affine, norm_eps, use_output_gate)
         self.rotary = RotaryEmbedding(self.head_k_dim)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        output_attentions: bool | None = False,
-        **kwargs: Any,
-    ) -> Result:
-        """Returns y, None and the cache; `cu_seqlens` are the boundaries of packed sequences."""
-        batch, tokens = self._checked(hidden_states, attention_mask)
-        state = get_layer_cache(self, past_key_values)
-        x, indices, cu = unpad_hidden_states(
-            hidden_states, kwargs.get("cu_seqlens"), attention_mask, tokens
-        )
-        (q, k, v), conv = self._convolved(x, state, use_cache, cu_seqlens=cu)
+    def _mix(
+        self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
+    ) -> tuple[Tensor, Any]:
+        q, k, v = projected
+        attention_mask, cache = given["attention_mask"], given["past_key_values"]
         q, k = (t.unflatten(-1, (-1, self.head_k_dim)) for t in (q, k))
         v = v.unflatten(-1, (-1, self.head_v_dim))
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         offset: int | Tensor = 0
         longest = q.shape[1]
-        if past_key_values is not None:
-            offset = past_key_values.get_seq_length(self.layer_idx)
+        if cache is not None:
+            offset = cache.get_seq_length(self.layer_idx)
             longest = q.shape[1] + int(offset)
             if attention_mask is not None and int(offset) > 0:  # padding has no positions
-                offset = prepare_lens_from_mask(attention_mask) - tokens
-                longest = q.shape[1] + int(offset.max())
-        q, k = self.rotary(q, k, seqlen_offset=offset, max_seqlen=longest, cu_seqlens=cu)
+                seen: Tensor = prepare_lens_from_mask(attention_mask) - given["tokens"]
+                offset, longest = seen, q.shape[1] + int(seen.max())
+        q, k = self.rotary(
+            q, k, seqlen_offset=offset, max_seqlen=longest, cu_seqlens=sequences["cu_seqlens"]
+        )
         k, v = (t.repeat_interleave(self.num_kv_groups, -2) for t in (k, v))
         o, recurrent = chunk_retention(
             q, k, v,
-            initial_state=None if state is None else state["recurrent_state"],
-            output_final_state=bool(use_cache), cu_seqlens=cu,
+            **sequences,
         )  # fmt: skip
-        states = {"recurrent_state": recurrent, "conv_state": conv}
-        update_layer_cache(self, past_key_values, **states, offset=tokens)
-        y = self.o_proj(self._normed(o, self.g_proj(x) if self.use_output_gate else None))
-        return repad_hidden_states(y, indices, batch, tokens), None, past_key_values
+        return self.o_proj(
+            self._normed(o, self.g_proj(x) if self.use_output_gate else None)
+        ), recurrent
 
 
 class SimpleGatedLinearAttention(Layer):
@@ -298,7 +272,7 @@ class SimpleGatedLinearAttention(Layer):
         return self.o_proj(self._normed(o, self.g_proj(x))), None, past_key_values
 
 
-class HGRN2Attention(Layer):
+class HGRN2Attention(RecurrentLayer):
     """HGRN-2: a linear recurrence whose keys are 1 minus the decays.
 
     Args:
@@ -360,12 +334,13 @@ class HGRN2Attention(Layer):
         **kwargs: Any,
     ) -> Result:
         """Returns y, None and the cache; `lower_bound` (hidden_size,) of decays from layer 1 on."""
-        batch, tokens = self._checked(hidden_states, attention_mask)
-        state = get_layer_cache(self, past_key_values)
-        x, indices, cu = unpad_hidden_states(
-            hidden_states, kwargs.get("cu_seqlens"), attention_mask, tokens
-        )
-        (q, f, i), conv = self._convolved(x, state, use_cache, cu_seqlens=cu)
+        call = hidden_states, attention_mask, past_key_values, use_cache, output_attentions
+        return super().forward(*call, lower_bound=lower_bound, **kwargs)
+
+    def _mix(
+        self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
+    ) -> tuple[Tensor, Any]:
+        (q, f, i), lower_bound = projected, given["lower_bound"]
         g = nnf.logsigmoid(f)
         if lower_bound is not None and (self.layer_idx or 0) > 0:
             g = torch.logaddexp(lower_bound.log(), torch.log1p(-lower_bound) + g)
@@ -374,10 +349,6 @@ class HGRN2Attention(Layer):
         q, k, g = heads
         o, recurrent = chunk_gla(
             q, k, i.unflatten(-1, (-1, self.head_i_dim)), g,
-            initial_state=None if state is None else state["recurrent_state"],
-            output_final_state=bool(use_cache), state_v_first=True, cu_seqlens=cu,
+            state_v_first=True, **sequences,
         )  # fmt: skip
-        states = {"recurrent_state": recurrent, "conv_state": conv}
-        update_layer_cache(self, past_key_values, **states, offset=tokens)
-        y = self.o_proj(self.g_norm(o.flatten(-2)))
-        return repad_hidden_states(y, indices, batch, tokens), None, past_key_values
+        return self.o_proj(self.g_norm(o.flatten(-2))), recurrent
