@@ -364,7 +364,7 @@ class RWKV7TimeMix(_HeadsTimeMix):
         for part in "wavg" if c.layer_idx > 0 else "wag":
             nn.init.zeros_(self.get_parameter(f"{part}1"))
             up = self.get_parameter(f"{part}2")
-            wide = torch.empty(up.shape)
+            wide = torch.empty(up.shape, device=up.device)  # QR has no 16-bit form
             gain = max(up.shape[0] / up.shape[1], 1.0) ** 0.5
             up.copy_(nn.init.orthogonal_(wide, 0.1 * gain))
         self.k_k.copy_(0.71 - 0.1 * (line - 0.5))
