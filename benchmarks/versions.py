@@ -85,22 +85,32 @@ def worker() -> None:
             torch.manual_seed(0)
             run = None
             run = prepare(spec.call(case, dtypes[dtype]), spec.public, pass_)
-            run()
-            answer = once(run, 1)
+            try:
+                run()
+                answer = once(run, 1)
+            except (TypeError, ValueError) as error:  # arguments of another version
+                print(f"{op} {name}: {error}")
+                answer = None
         else:
             answer = once(run, arguments[0])
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def compare(old: Version, new: Version, task: list[str], seconds: float) -> tuple[float, float]:
-    """Returns the new version's seconds per call and speed-up, as medians of rounds.
+def compare(
+    old: Version, new: Version, task: list[str], seconds: float
+) -> tuple[float, float] | None:
+    """Returns the new version's seconds per call and speed-up, as medians of rounds; None where a
+    version refuses the arguments of the other.
 
     Both are prepared twice, in both orders: the version that allocates first tends to get better
     pages, which changes the ratio for tensors larger than the caches by up to 10 %.
     """
     times, ratios = [], []
     for pair in ((old, new), (new, old)):
-        slowest = max([version.ask("prepare", *task) for version in pair])
+        prepared = [version.ask("prepare", *task) for version in pair]
+        if None in prepared:
+            return None
+        slowest = max(prepared)
         repeats = max(1, round(SAMPLE_SECONDS / slowest))
         rounds, end = 0, time.perf_counter() + seconds / 2
         while rounds < LEAST_ROUNDS or time.perf_counter() < end:
@@ -129,9 +139,13 @@ def main() -> None:
     rows.writerow(["op", "case", "dtype", "pass", "microseconds", "old / new"])
     slower = 0
     for task in tasks:
-        seconds, ratio = compare(old, new, task, args.seconds)
-        if ratio < 1 - args.threshold:  # repeated, since a disturbance may outlast a row
-            seconds, ratio = compare(old, new, task, 4 * args.seconds)
+        found = compare(old, new, task, args.seconds)
+        if found is not None and found[1] < 1 - args.threshold:
+            # Repeated, since a disturbance may outlast a row.
+            found = compare(old, new, task, 4 * args.seconds)
+        if found is None:
+            continue
+        seconds, ratio = found
         slower += ratio < 1 - args.threshold
         rows.writerow([*task, f"{seconds * 1e6:.1f}", f"{ratio:.3f}"])
         sys.stdout.flush()

@@ -92,6 +92,7 @@ def _steps() -> Iterator[Row]:
     q, k, v, state = tensors(*[(1, 1, 2, 8)] * 3, (1, 2, 8, 8))
     beta, g = torch.full((1, 1, 2), 0.5), torch.full((1, 1, 2), -0.1)
     A, rates = torch.full((2,), -1.0), g[..., None].expand(1, 1, 2, 8)
+    B, C = k[:, :, :1], q[:, :, :1]
     cache = KVCache(1, 64, 2, 8)
     cache.append(*tensors(*[(1, 32, 2, 8)] * 2))
     lengths = torch.tensor([32])
@@ -109,9 +110,7 @@ def _steps() -> Iterator[Row]:
         "gated_linear_attention": lambda: functional.gated_linear_attention(
             q, k, v, rates, initial_state=state
         ),
-        "ssd": lambda: functional.ssd(
-            v, beta, A, k[:, :, :1], q[:, :, :1], dt_softplus=True, initial_state=state
-        ),
+        "ssd": lambda: functional.ssd(v, beta, A, B, C, dt_softplus=True, initial_state=state),
         "attention_cached": lambda: functional.attention_cached(
             q, keys, values, lengths, causal=True
         ),

@@ -11,7 +11,6 @@ Lake server and torch 2.13, for 256^3 to 1024^3 and 1 to 32 rows.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,7 +201,9 @@ def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
         return choice.native
     # Each comparison with a symbolic size adds a guard of torch.compile, and so recompilations if
     # the number of rows varies: compare only if it matters.
-    in_range = choice.native and bool(choice.least <= x.numel() * weight.shape[0] <= choice.most)
+    in_range = choice.least <= choice.most and bool(
+        choice.least <= x.numel() * weight.shape[0] <= choice.most
+    )
     if is_compiling() or is_tracing():
         return in_range
     if is_grad_enabled() and (may_need_gradient(x) or may_need_gradient(weight)):
@@ -210,7 +211,7 @@ def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
     if weight.numel() < choice.smallest:
         return False
     least, most = choice.rows
-    return in_range or least <= math.prod(x.shape[:-1]) <= most
+    return in_range or least <= x.numel() // max(1, x.size(-1)) <= most
 
 
 def describe() -> list[str]:

@@ -201,7 +201,7 @@ class StoredCache(Cache):
 
     def _first(self, count: int) -> tuple[Tensor, Tensor]:
         """Returns the first `count` tokens of the storage, in the public layout."""
-        return self._k[:, :count], self._v[:, :count]
+        return self._k.narrow(1, 0, count), self._v.narrow(1, 0, count)
 
     def crop(self, length: int) -> None:
         require_int(type(self).__name__, "length", length)

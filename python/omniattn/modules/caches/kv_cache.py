@@ -57,13 +57,14 @@ class KVCache(StoredCache):
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         shape = self._k.shape
         check_new("KVCache", k, v, shape[0], *self._sizes)
-        start, end = self.length, self.length + k.shape[1]
+        count = k.shape[1]
+        start, end = self.length, self.length + count
         if end > shape[1]:
             raise ValueError(
                 f"KVCache: length must not exceed max_length={shape[1]}, got length={end}"
             )
-        self._k[:, start:end] = k
-        self._v[:, start:end] = v
+        self._k.narrow(1, start, count).copy_(k)
+        self._v.narrow(1, start, count).copy_(v)
         self.length = end
         return self.views()
 
