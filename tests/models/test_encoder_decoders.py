@@ -11,6 +11,7 @@ from torch import nn
 from omniattn.models import (
     BartConfig,
     EncoderDecoder,
+    MarianConfig,
     MBartConfig,
     Model,
     Routers,
@@ -22,12 +23,15 @@ from omniattn.models import (
 from omniattn.modules import MLP, Attention, DecoderBlock, LayerNorm, MoE
 
 _SIZES = {"vocab_size": 97, "dim": 48, "num_layers": 2, "num_heads": 4, "hidden_dim": 40}
+_MARIAN = {**_SIZES, "max_positions": 40, "token_ids": (("pad_token_id", 1),)}
 CONFIGS = {
     "bart": BartConfig(**_SIZES, max_positions=40, dropout_p=0.1, attention_dropout_p=0.2),
     "bart-distilled": BartConfig(
         **_SIZES, max_positions=40, decoder_layers=1, scale_embedding=True, activation_dropout_p=0.1
     ),
     "mbart": MBartConfig(**_SIZES, max_positions=40),
+    "marian": MarianConfig(**_MARIAN, decoder_layers=1),
+    "marian-relu": MarianConfig(**_MARIAN, activation="relu", scale_embedding=False),
     "switch": SwitchTransformerConfig(
         **_SIZES, head_dim=12, experts=4, capacity_factor=None, capacity=64
     ),

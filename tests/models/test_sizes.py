@@ -109,6 +109,7 @@ COUNTS = {
     "bart-large": 406_291_456,
     "vit-gpt2": 239_195_904 - 768 * 769,  # transformers counts a pooler without effect
     "mbart-large": 610_851_840,
+    "opus-mt-en-de": 73_886_208,  # without the sinusoids that transformers stores
     "transformer-xl-wt103": 151_106_305,
     "mamba-130m": 129_135_360,
     "mamba-2.8b": 2_768_345_600,

@@ -31,7 +31,12 @@ from omniattn.models.encoders.roberta import RobertaConfig
 from omniattn.models.encoders.sparse import BigBirdConfig, LongformerConfig
 from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.families.alibi import BloomConfig, MPTConfig
-from omniattn.models.families.bart import BartConfig, MBartConfig, TransformerConfig
+from omniattn.models.families.bart import (
+    BartConfig,
+    MarianConfig,
+    MBartConfig,
+    TransformerConfig,
+)
 from omniattn.models.families.falcon import FalconConfig
 from omniattn.models.families.gemma import Gemma2Config
 from omniattn.models.families.kimi import KimiLinearConfig
@@ -153,6 +158,7 @@ __all__ = [
     "MPTConfig",
     "Mamba2Config",
     "MambaConfig",
+    "MarianConfig",
     "MistralConfig",
     "MixtralConfig",
     "Model",

@@ -1,8 +1,9 @@
-"""The Transformer of 2017, BART and mBART: encoder-decoders with LayerNorms and biases."""
+"""The Transformer of 2017, BART, mBART and Marian: encoder-decoders with LayerNorms."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -166,7 +167,16 @@ def _norms(post: bool) -> tuple[tuple[str, str], ...]:
     return tuple((after if post else before, theirs) for before, theirs, after in ours)
 
 
-def _counterpart(model: str, *, post: bool) -> Counterpart:
+def _counterpart(
+    model: str,
+    *,
+    post: bool,
+    options: Mapping[str, str] | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    conversions: Sequence[Conversion] = (),
+    unused: str = "^$",
+) -> Counterpart:
+    """Returns the counterpart of a BART with further options; see Counterpart."""
     return Counterpart(
         model,
         {
@@ -181,6 +191,7 @@ def _counterpart(model: str, *, post: bool) -> Counterpart:
             "activation_dropout_p": "activation_dropout",
             "scale_embedding": "scale_embedding",
             "init_std": "init_std",
+            **(options or {}),
         },
         (
             *_norms(post),
@@ -199,13 +210,17 @@ def _counterpart(model: str, *, post: bool) -> Counterpart:
             "decoder_layers": lambda c: c.depth(decoder=True),
             "decoder_attention_heads": lambda c: c.num_heads,
             "decoder_ffn_dim": lambda c: c.hidden_dim,
-            "activation_function": "gelu",
             "encoder_layerdrop": 0.0,
             "decoder_layerdrop": 0.0,
             "tie_word_embeddings": True,
+            **(fixed or {}),
         },
-        conversions=(Conversion(lambda _: {}, _layers_from_hf),),
+        conversions=(Conversion(lambda _: {}, _layers_from_hf), *conversions),
+        unused=unused,
     )
+
+
+_GELU = {"activation_function": "gelu"}
 
 
 @dataclass(frozen=True)
@@ -221,7 +236,7 @@ class BartConfig(LayerNormConfig):
     """
 
     architecture = "bart"
-    hf = _counterpart("BartForConditionalGeneration", post=True)
+    hf = _counterpart("BartForConditionalGeneration", post=True, fixed=_GELU)
     head_bias = True
     position_offset = 2
 
@@ -259,10 +274,65 @@ class MBartConfig(BartConfig):
     """
 
     architecture = "mbart"
-    hf = _counterpart("MBartForConditionalGeneration", post=False)
+    hf = _counterpart("MBartForConditionalGeneration", post=False, fixed=_GELU)
 
     scale_embedding: bool = True
 
     @property
     def norm_placement(self) -> str:
         return "pre"
+
+
+def _marian_ids(c: MarianConfig) -> dict[str, Any]:
+    """Returns ids of tokens for transformers, whose defaults suit its vocabulary of 58,101."""
+    return dict.fromkeys(("pad_token_id", "decoder_start_token_id"), c.vocab_size - 1)
+
+
+@dataclass(frozen=True)
+class MarianConfig(LayerNormConfig):
+    """Config of a Marian, the architecture of the OPUS-MT translators: post-norm, biases,
+    sinusoidal positions, one embedding for both languages.
+
+    Args:
+        activation: activation of the feed-forward layers.
+        max_positions: longest sequence.
+        scale_embedding: True to multiply token embeddings by sqrt(dim).
+
+    Reference:
+        Junczys-Dowmunt et al., "Marian: Fast Neural Machine Translation in C++", 2018, arXiv
+        1804.00344.
+    """
+
+    architecture = "marian"
+    hf = _counterpart(
+        "MarianMTModel",
+        post=True,
+        options={"activation": "activation_function"},
+        fixed={
+            "decoder_vocab_size": lambda c: c.vocab_size,
+            "share_encoder_decoder_embeddings": True,
+        },
+        conversions=(Conversion(_marian_ids, lambda _: {}),),
+        unused=r"embed_positions",  # the sinusoids, which are computed here
+    )
+    head_bias = True
+
+    activation: str = "silu"
+    max_positions: Size = 512
+    scale_embedding: bool = True
+
+    @property
+    def ffn_activation(self) -> str:
+        return self.activation
+
+    @property
+    def longest(self) -> int:
+        return self.max_positions
+
+    @property
+    def positions(self) -> LayerConfig:
+        return SinusoidalPositional.Config(self.dim, layout="concat")
+
+    @property
+    def embedding_scale(self) -> float:
+        return math.sqrt(self.dim) if self.scale_embedding else 1.0

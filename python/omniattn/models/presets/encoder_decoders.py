@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from omniattn.models.families.bart import BartConfig, MBartConfig, TransformerConfig
+from omniattn.models.families.bart import (
+    BartConfig,
+    MarianConfig,
+    MBartConfig,
+    TransformerConfig,
+)
 from omniattn.models.families.switch import SwitchTransformerConfig
 from omniattn.models.image_to_text import ImageToTextConfig
 from omniattn.models.model import ModelConfig
@@ -128,5 +133,8 @@ ENCODER_DECODERS: dict[str, ModelConfig] = {
         hidden_dim=4096,
         dropout_p=0.1,
         attention_dropout_p=0.1,
+    ),
+    "opus-mt-en-de": MarianConfig(
+        vocab_size=58101, dim=512, num_layers=6, num_heads=8, hidden_dim=2048, dropout_p=0.1
     ),
 }
