@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from omniattn import functional as F
-from omniattn.compositions import _log_linear_tree
+from omniattn.compositions import _log_linear_tree, log_linear
 
 F64 = torch.float64
 LEVELS = 9
@@ -36,21 +36,31 @@ def by_pairs(q, k, v, g, scales):
     return torch.einsum("bhij,bjhv->bihv", weights, v)
 
 
-@pytest.fixture(params=[4, 64])
-def chunk(request, monkeypatch):
+@pytest.fixture(params=["kernel", 4, 64])
+def form(request, monkeypatch):
+    """The kernels of the CPU, or the composition of other devices with chunks of some length."""
+    if request.param == "kernel":
+        yield
+        return
     monkeypatch.setattr(_log_linear_tree, "CHUNK", request.param)
-    return request.param
+    library = torch.library.Library("omniattn", "IMPL")
+    for name in ("log_linear_attention", "log_linear_attention_raw"):
+        library.impl(name, log_linear._forward, "CPU", allow_override=True)
+    name = "log_linear_attention_backward"
+    library.impl(name, log_linear._backward, "CPU", allow_override=True)
+    yield
+    library._destroy()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 16, 37])
 @pytest.mark.parametrize("group", [1, 3])
-def test_pairs_of_tokens(chunk, steps, group):
+def test_pairs_of_tokens(form, steps, group):
     x = made(2, steps, group=group)
     torch.testing.assert_close(F.log_linear_attention(*x)[0], by_pairs(*x))
 
 
 @pytest.mark.parametrize("first", [1, 5, 13, 16, 31])
-def test_states_at_any_position(chunk, first):
+def test_states_at_any_position(form, first):
     """Parts of a sequence give what the whole gives, with gradients through the states."""
     x = [t.requires_grad_() for t in made(2, 50, group=2)]
     x[3] = x[3].detach().clamp(min=-2).requires_grad_()
@@ -69,7 +79,7 @@ def test_states_at_any_position(chunk, first):
     torch.testing.assert_close(found, expected)
 
 
-def test_positions_differ_in_a_batch(chunk):
+def test_positions_differ_in_a_batch(form):
     x = made(2, 23)
     torch.manual_seed(1)
     state, places = torch.randn(2, 2, LEVELS, 4, 3, dtype=F64), torch.tensor([3, 12])
