@@ -37,8 +37,7 @@ struct Problem : SequenceProblem {
     p.k = view("k", in.k, dtype, in.q.sizes());
     p.v = view("v", in.v, dtype, {batch, steps, p.value_heads, p.value_width});
     p.g = view("g", in.g, acc, {batch, steps, p.value_heads});
-    p.scales = view("level_scales", in.level_scales, acc,
-                    {batch, steps, p.value_heads, p.levels});
+    p.scales = view("level_scales", in.level_scales, acc, {batch, steps, p.value_heads, p.levels});
     require(in.initial_state.has_value() == in.position.has_value(), op,
             "initial_state and position must be given together");
     p.initial_state = state("initial_state", in.initial_state);
@@ -114,9 +113,8 @@ Gradients log_linear_attention_backward(const OpCall& call, const Incoming& grad
   Shards shards(p.dtype, key_heads > 0 ? p.shared.value_heads / key_heads : 1);
   const LogLinearBackwardParams params{
       .problem = p.shared,
-      .grad_o = grads.grad_y.has_value()
-                    ? p.view("grad_y", *grads.grad_y, p.dtype, in.v.sizes())
-                    : StepView{},
+      .grad_o = grads.grad_y.has_value() ? p.view("grad_y", *grads.grad_y, p.dtype, in.v.sizes())
+                                         : StepView{},
       .grad_final_state = p.state("grad_final_state", grads.grad_final_state),
       .dq = shards.parts_of(d.dq),
       .dk = shards.parts_of(d.dk),
@@ -125,8 +123,7 @@ Gradients log_linear_attention_backward(const OpCall& call, const Incoming& grad
       .dscales = d.dlevel_scales.data(),
       .dinitial_state = d.dinitial_state.data()};
   const LogLinearBackwardKernels& kernels = log_linear_backward_kernels(p.dtype);
-  run_items(params, p.sequences * p.shared.value_heads, kernels.bytes(p.shared),
-            kernels.backward);
+  run_items(params, p.sequences * p.shared.value_heads, kernels.bytes(p.shared), kernels.backward);
   shards.sum();
   return d;
 }

@@ -1,5 +1,5 @@
-// Gradients that several items of a kernel on the CPU share: each item has a part, and the parts are
-// added in order.
+// Gradients that several items of a kernel on the CPU share: each item has a part, and the parts
+// are added in order.
 #pragma once
 
 #include <algorithm>

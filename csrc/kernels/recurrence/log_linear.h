@@ -4,18 +4,18 @@
 //   o_i = sum_{j <= i} s_i[l(i, j)] w_{j+1} .. w_i (q_i . k_j) v_j
 //
 // where the level l(i, j) is the number of bits of i xor j (Guo et al. 2025, arXiv 2506.04761).
-// At position t, slot b of a state is the matrix S = sum_j w_{j+1} .. w_{t-1} k_j v_j^T of the block
-// of 2^b tokens that bit b of t names; a query reads it with scale s[b + 1].
+// At position t, slot b of a state is the matrix S = sum_j w_{j+1} .. w_{t-1} k_j v_j^T of the
+// block of 2^b tokens that bit b of t names; a query reads it with scale s[b + 1].
 //
-// A sequence is split into chunks of 2^a <= 64 tokens, whose positions are multiples of 2^a. A chunk
-// reads the slots of its position, all from a on, and its own tokens by a matrix of weights. Then
-// its sum of k v^T joins the slots from a to below the lowest bit that is 0, and becomes the slot of
-// that bit. So a state at any position is a state between chunks. Value head h reads key head
-// h / (Hv / Hk).
+// A sequence is split into chunks of 2^a <= 64 tokens, whose positions are multiples of 2^a. A
+// chunk reads the slots of its position, all from a on, and its own tokens by a matrix of weights.
+// Then its sum of k v^T joins the slots from a to below the lowest bit that is 0, and becomes the
+// slot of that bit. So a state at any position is a state between chunks. Value head h reads key
+// head h / (Hv / Hk).
 //
-// The backward goes through the chunks in reverse with the gradients of the slots; the states of all
-// chunks, T K V / 64 elements, are recomputed first, in the memory of an item. Every factor of a
-// decay is a product of w's, never the exponential of a difference of sums.
+// The backward goes through the chunks in reverse with the gradients of the slots; the states of
+// all chunks, T K V / 64 elements, are recomputed first, in the memory of an item. Every factor of
+// a decay is a product of w's, never the exponential of a difference of sums.
 #pragma once
 
 #include <type_traits>
@@ -31,10 +31,10 @@ struct LogLinear {
   int64_t steps;      // T: of each sequence, or of all packed sequences together
   int64_t longest;    // no sequence has more tokens
   int64_t key_heads, value_heads, key_width, value_width, levels;  // Hk, Hv, K, V, L
-  StepView q, k;              // (B, T, Hk, K)
-  StepView v;                 // (B, T, Hv, V)
-  StepView g;                 // (B, T, Hv) of A
-  StepView scales;            // (B, T, Hv, L) of A
+  StepView q, k;                                                   // (B, T, Hk, K)
+  StepView v;                                                      // (B, T, Hv, V)
+  StepView g;                                                      // (B, T, Hv) of A
+  StepView scales;                                                 // (B, T, Hv, L) of A
   const void* initial_state;  // (N, Hv, L, K, V) of A contiguous, or null without tokens
   const int64_t* positions;   // (N), tokens in the initial states; null: 0
   const int64_t* boundaries;  // null, or (N + 1): then B = 1 and sequence n has the rows
@@ -47,9 +47,9 @@ struct LogLinearParams {
   void* final_state;  // (N, Hv, L, K, V) of A contiguous
 };
 
-// Gradients are contiguous and have the shapes of the tensors whose gradients they are. If key heads
-// have several value heads, dq and dk are of A and hold the gradients of each, (Hv / Hk, B, T, Hk,
-// K).
+// Gradients are contiguous and have the shapes of the tensors whose gradients they are. If key
+// heads have several value heads, dq and dk are of A and hold the gradients of each, (Hv / Hk, B,
+// T, Hk, K).
 struct LogLinearBackwardParams {
   LogLinear problem;
   StepView grad_o;               // (B, T, Hv, V), or absent for zeros

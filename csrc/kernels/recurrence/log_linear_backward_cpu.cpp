@@ -177,9 +177,8 @@ struct Backward {
     const int64_t n = c.rows, K = c.K, V = c.V;
     c.products();
     pack_columns(c.v, n, V, c.packed);
-    for_blocks(n, [&](int64_t i, int64_t m) {
-      multiply_to_lower(grad_o, c.packed, slopes, i, m, V);
-    });
+    for_blocks(n,
+               [&](int64_t i, int64_t m) { multiply_to_lower(grad_o, c.packed, slopes, i, m, V); });
     c.for_weights([&](int64_t i, int64_t j, Vec<C> decays, Vec<C> scales) {
       if (j == 0) prefetch(x, t - kMostTokens + i);
       C *const weight = c.weights.row(i) + j, *const slope = slopes.row(i) + j;
@@ -242,8 +241,8 @@ struct Backward {
     };
     write_keys(dq, params.dq);
     write_keys(dk, params.dk);
-    stream_rows(p.dtype, dv, n, c.V,
-                row_of_result<char>(params.dv, x, t, c.V * size_of(p.dtype)), p.value_heads * c.V);
+    stream_rows(p.dtype, dv, n, c.V, row_of_result<char>(params.dv, x, t, c.V * size_of(p.dtype)),
+                p.value_heads * c.V);
     C* const to = row_of_result<C>(params.dg, x, t, 1);
     C sum = carried;
     for (int64_t i = n; i-- > 0;) to[i * p.value_heads] = dg[i] + (sum += entering[i]);

@@ -13,7 +13,8 @@ constexpr int64_t kMostTokens = 64;
 // Largest number of slots that can hold tokens: positions are less than 2^63.
 constexpr int kMostSlots = 63;
 
-// Number of tokens of the largest chunk of at most `most` tokens that starts, or ends, at a position.
+// Number of tokens of the largest chunk of at most `most` tokens that starts, or ends, at a
+// position.
 OMNIATTN_INLINE int64_t chunk_tokens(int64_t position, int64_t most) {
   int64_t tokens = kMostTokens;
   while (tokens > most || position % tokens != 0) tokens /= 2;
@@ -86,20 +87,17 @@ struct Tokens {
   C* packed;                   // one matrix for products
   StepView scales{};           // of the chunk
 
-  Tokens(const LogLinear& problem, Room<C>& room)
-      : p(problem), K(p.key_width), V(p.value_width) {
+  Tokens(const LogLinear& problem, Room<C>& room) : p(problem), K(p.key_width), V(p.value_width) {
     q = room.rows(kMostTokens, K), k = room.rows(kMostTokens, K);
     v = room.rows(kMostTokens, V);
     decayed = room.rows(kMostTokens, K);
     weights = room.rows(kMostTokens, kMostTokens);
     w = room.take(kMostTokens), in = room.take(kMostTokens), out = room.take(kMostTokens);
-    packed = room.take(larger(packed_elements<C>(larger(K, V), kMostTokens),
-                              packed_elements<C>(V, K)));
+    packed =
+        room.take(larger(packed_elements<C>(larger(K, V), kMostTokens), packed_elements<C>(V, K)));
   }
 
-  int64_t key_head(const LogLinearItem& x) const {
-    return x.head / (p.value_heads / p.key_heads);
-  }
+  int64_t key_head(const LogLinearItem& x) const { return x.head / (p.value_heads / p.key_heads); }
   const char* row(const StepView& from, const LogLinearItem& x, int64_t t, int64_t head) const {
     return row_of(p.dtype, from, x.batch, x.begin + t, head);
   }
@@ -161,8 +159,8 @@ struct Tokens {
     pack_columns(k, rows, K, packed);
     for_blocks(rows, [&](int64_t i, int64_t m) { multiply_to_lower(q, packed, weights, i, m, K); });
   }
-  // Calls f(i, j, decays, scales) with those of query i and the keys from j on, a vector, which must
-  // be used for keys <= i only. Keys j go to the end of the block of i (for_blocks).
+  // Calls f(i, j, decays, scales) with those of query i and the keys from j on, a vector, which
+  // must be used for keys <= i only. Keys j go to the end of the block of i (for_blocks).
   template <class F>
   OMNIATTN_INLINE void for_weights(const F& f) const {
     Vec<C> decays[kVectors];

@@ -251,8 +251,9 @@ def differentiate(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Returns the gradients of q, k, v, g and level_scales, and of the initial state if given.
 
-    `grad` (N, T, Hv, V) enters y, `grad_final` the final state. Every term of an output has the factor exp(G_i - G_j) of sums G of g, so the gradient of
-    G_i is the sum over its terms as a query less the sum over its terms as a key.
+    `grad` (N, T, Hv, V) enters y, `grad_final` the final state. Every term of an output has the
+    factor exp(G_i - G_j) of sums G of g, so the gradient of G_i is the sum over its terms as a
+    query less the sum over its terms as a key.
     """
     tree = tree_of(x)
     incoming = (

@@ -11,7 +11,7 @@ from torch import Tensor
 from omniattn.ops import _library
 from omniattn.reference.precision import compute_dtype
 
-__all__ = ["checked", "define", "implement"]
+__all__ = ["define", "implement"]
 
 _fragment = torch.library.Library("omniattn", "FRAGMENT")
 #: Arguments of integers.
@@ -29,12 +29,12 @@ def define(
 ) -> None:
     """Registers `kernel` as the op `name(arguments) -> (outputs)`, without autocast and gradients.
 
-    For `shapes` see `implement`. A differentiable op gets the `<name>_raw` that `DifferentiableOp`
+    For `shapes` see `_checked`. A differentiable op gets the `<name>_raw` that `DifferentiableOp`
     calls.
     """
     for each in _names(name, differentiable):
         _fragment.define(f"{each}({arguments}) -> ({outputs})")
-        _fragment.impl(each, checked(name, kernel, shapes), "CompositeExplicitAutograd")
+        _fragment.impl(each, _checked(name, kernel, shapes), "CompositeExplicitAutograd")
 
 
 def implement(
@@ -46,16 +46,15 @@ def implement(
 ) -> None:
     """Registers `kernel` as the op `name` of csrc/ops on devices that have no kernel for it."""
     for each in _names(name, differentiable):
-        for key in ("CPU", "CUDA"):
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"omniattn::{each}", key):
-                _fragment.impl(each, checked(name, kernel, shapes), key)
+        for device in ("cpu", "cuda"):
+            _library.stand_in(each, device, _checked(name, kernel, shapes))
 
 
 def _names(name: str, differentiable: bool) -> list[str]:
     return [name, f"{name}_raw"] if differentiable else [name]
 
 
-def checked(
+def _checked(
     name: str, kernel: Callable[..., Any], shapes: Mapping[str, str]
 ) -> Callable[..., Any]:
     """Returns `kernel` without autocast and gradients, and with checks of its arguments.

@@ -160,7 +160,8 @@ def arguments(name: str) -> Sequence[Any]:
 
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 _kernels = torch.library.Library("omniattn", "IMPL")
-_explained: set[str] = set()
+#: Ops whose implementation for a device is a function in Python; see `stand_in`.
+_stand_ins: dict[str, set[str]] = {"cpu": set(), "cuda": set()}
 
 
 def _registered(device: str) -> list[str]:
@@ -170,8 +171,8 @@ def _registered(device: str) -> list[str]:
 
 def ops_of(device: str) -> list[str]:
     """Returns the names of the ops with a kernel for this device, without their raw variants."""
-    explained = _explained if device == "cuda" else ()
-    return [n for n in _registered(device) if not n.endswith("_raw") and n not in explained]
+    names = [n for n in _registered(device) if n not in _stand_ins[device]]
+    return [n for n in names if not n.endswith("_raw")]
 
 
 def _has_kernel(name: str, device: str) -> bool:
@@ -222,12 +223,17 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     return decorate
 
 
+def stand_in(name: str, device: str, function: Callable[..., Any]) -> None:
+    """Registers `function` as an op's implementation for a device, unless it has one there."""
+    if not _has_kernel(name, device):
+        _kernels.impl(name, function, _KEYS[device])
+        _stand_ins[device].add(name)
+
+
 def explain_missing() -> None:
     """Registers CUDA kernels that raise a clear error for ops that have none."""
     for name in _registered("cpu"):
-        if not _has_kernel(name, "cuda"):
-            _kernels.impl(name, _explain(name), "CUDA")
-            _explained.add(name)
+        stand_in(name, "cuda", _explain(name))
 
 
 def _explain(name: str) -> Callable[..., NoReturn]:
