@@ -40,7 +40,7 @@ def test_every_op_has_a_cpu_kernel_without_python():
     assert run(sys.executable, "-c", MISSING, _library.loaded["cpu"]) == ""
 
 
-#: Single steps in place, which layers call on the CPU only, and an op that Python computes elsewhere.
+#: Single steps in place, for layers on the CPU, and an op that Python computes on CUDA.
 CPU_ONLY = [
     "omniattn::causal_conv1d_",
     "omniattn::log_linear_attention",
