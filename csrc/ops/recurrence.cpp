@@ -5,9 +5,9 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/sums/sums.h"
 #include "ops/registry.h"
 #include "ops/sequence_problem.h"
+#include "ops/shards.h"
 #include "ops/stage.h"
 
 namespace omniattn::ops::recurrence {
@@ -182,47 +182,6 @@ int64_t shards_of(const Recurrence& p) {
   return std::max<int64_t>(1, group);
 }
 
-// Gradients (B, T, Hk, K) in parts, which are summed in the end.
-class Shards {
- public:
-  Shards(const Problem& p, int64_t count) : p_(p), count_(count) {}
-
-  int64_t count() const { return count_; }
-  // Memory for the parts of a gradient; null if it is not wanted.
-  void* parts_of(const Output& gradient) {
-    if (count_ == 1 || gradient.data() == nullptr) return gradient.data();
-    const Tensor out = gradient.tensor();
-    pairs_.push_back({out, scratch(count_ * out.numel(), p_.acc)});
-    return pairs_.back().parts.mutable_data_ptr();
-  }
-  void sum() const {
-    if constexpr (!kOnCuda) {
-      for (const auto& [out, parts] : pairs_) sum(out, parts);
-    }
-  }
-
- private:
-  struct Pair {
-    Tensor out, parts;
-  };
-
-  void sum(Tensor out, const Tensor& parts) const {
-    const int64_t count = out.numel(), element = size_of(p_.acc);
-    const Tensor sums = p_.dtype == p_.acc ? out : empty_tensor(out.sizes(), p_.acc);
-    const auto* const from = static_cast<const char*>(parts.const_data_ptr());
-    char* const to = static_cast<char*>(sums.mutable_data_ptr());
-    parallel_ranges(count, kTaskElements, [&](int64_t begin, int64_t end) {
-      sum_kernels(p_.acc).sum_shards(p_.acc, from + begin * element, count_, count, end - begin,
-                                     to + begin * element);
-    });
-    if (p_.dtype != p_.acc) torch::stable::copy_(out, sums);
-  }
-
-  const Problem& p_;
-  int64_t count_;
-  std::vector<Pair> pairs_;
-};
-
 OMNIATTN_FIELDS(Incoming, OptTensor grad_o, grad_final_state);
 OMNIATTN_FIELDS(Saved, Tensor states);
 OMNIATTN_FIELDS(Wanted, bool g_grad, beta_grad, bonus_grad, skip_grad, min_denominator_grad,
@@ -261,7 +220,7 @@ Gradients recurrence_backward(const OpCall& call, const Incoming& grads, const I
   require_dense(p.op, "states", saved.states, p.acc,
                 {recurrence_slots(shared), state[1], state[2], state[3]});
   Gradients d = outputs(p, in, wanted);
-  Shards shards(p, shards_of(shared));
+  Shards shards(p.dtype, shards_of(shared));
   const int64_t all_parts = shared.key_heads * shards.count();
   const int64_t group = all_parts > 0 ? shared.value_heads / all_parts : 0;
   const int64_t parts = parts_of_item(p, all_parts, group * p.state_bytes());

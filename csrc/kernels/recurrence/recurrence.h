@@ -95,7 +95,7 @@ struct RecurrenceBackwardParams {
   const void* states;            // from the forward
   void *dq, *dk, *dv;
   void *da, *db;  // if there are a and b
-  // Of A.
+  // Gradients in A.
   void *dg, *dgv, *dbeta, *dbonus, *dskip, *dmin_denominator, *dinitial_state;
 };
 static_assert(std::is_trivially_copyable_v<RecurrenceParams>);

@@ -247,13 +247,13 @@ def slot_of(x: Tokens, tree: Tree, slot: int, last: Tensor) -> Tensor:
 
 
 def differentiate(
-    x: Tokens, grad: Tensor | None, last: tuple[Tensor, Tensor] | None
+    x: Tokens, grad: Tensor | None, grad_final: Tensor | None
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Returns the gradients of q, k, v, g and level_scales, and of the initial state if given.
 
-    `grad` (N, T, Hv, V) enters y. `last` are the gradient that enters the final state, and that
-    state. Every term of an output has the factor exp(G_i - G_j) of sums G of g, so the gradient of
-    G_i is the sum over its terms as a query less the sum over its terms as a key.
+    `grad` (N, T, Hv, V) enters y, `grad_final` the final state. Every term of an output has the
+    factor exp(G_i - G_j) of sums G of g, so the gradient of G_i is the sum over its terms as a
+    query less the sum over its terms as a key.
     """
     tree = tree_of(x)
     incoming = (
@@ -269,11 +269,12 @@ def differentiate(
         found = found._replace(state=torch.zeros_like(x.state))
         if grad is not None:
             _initial_reads(x, before, incoming, found)
-    if last is not None:
-        after = x.states(last[0])
-        total = (after * x.states(last[1])).unflatten(-1, x.v.shape[3:]).sum((0, 2, 4))
+    if grad_final is not None:
+        after, last = x.states(grad_final), before[:, -1, -1]
         for b in slots(x.position + x.steps):
-            _final_slot(x, tree, b, before[:, -1, -1], after[b], found)
+            each = after[b] * slot_of(x, tree, b, last)
+            total = total + each.unflatten(-1, x.v.shape[3:]).sum((1, 3))
+            _final_slot(x, tree, b, last, after[b], found)
     for m in reversed(range(len(tree.nodes))):
         _level(x, tree, m, incoming, found)
     by = tree.behind.exp()[..., None]

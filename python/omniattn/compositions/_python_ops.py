@@ -11,7 +11,7 @@ from torch import Tensor
 from omniattn.ops import _library
 from omniattn.reference.precision import compute_dtype
 
-__all__ = ["define"]
+__all__ = ["define", "implement"]
 
 _fragment = torch.library.Library("omniattn", "FRAGMENT")
 #: Arguments of integers.
@@ -29,18 +29,48 @@ def define(
 ) -> None:
     """Registers `kernel` as the op `name(arguments) -> (outputs)`, without autocast and gradients.
 
+    For `shapes` see `_checked`. A differentiable op gets the `<name>_raw` that `DifferentiableOp`
+    calls.
+    """
+    for each in _names(name, differentiable):
+        _fragment.define(f"{each}({arguments}) -> ({outputs})")
+        _fragment.impl(each, _checked(name, kernel, shapes), "CompositeExplicitAutograd")
+
+
+def implement(
+    name: str,
+    kernel: Callable[..., Any],
+    shapes: Mapping[str, str],
+    *,
+    differentiable: bool = False,
+) -> None:
+    """Registers `kernel` as the op `name` of csrc/ops on devices that have no kernel for it."""
+    for each in _names(name, differentiable):
+        for device in ("cpu", "cuda"):
+            _library.stand_in(each, device, _checked(name, kernel, shapes))
+
+
+def _names(name: str, differentiable: bool) -> list[str]:
+    return [name, f"{name}_raw"] if differentiable else [name]
+
+
+def _checked(
+    name: str, kernel: Callable[..., Any], shapes: Mapping[str, str]
+) -> Callable[..., Any]:
+    """Returns `kernel` without autocast and gradients, and with checks of its arguments.
+
     `shapes` has the names of the sizes of each tensor; one name is one size. Tensors must be
     strided, with memory, on the device of the first one that is no `grad_`, and of its dtype or
-    compute dtype, except integers. A differentiable op gets the `<name>_raw` that
-    `DifferentiableOp` calls.
+    compute dtype, except integers.
     """
-    names = [name, f"{name}_raw"] if differentiable else [name]
     leader = next(place for place, n in enumerate(shapes) if not n.startswith("grad_"))
 
-    def checked(*args: Any) -> Any:
-        for argument, value in zip(shapes, args, strict=False):
-            if value is None and f"Tensor {argument}" in arguments:
-                raise TypeError(f"{name}: {argument} must be a tensor, got {argument}=None")
+    def call(*args: Any) -> Any:
+        for argument, value in zip(_library.arguments(name), args, strict=False):
+            if value is None and isinstance(argument.type, torch.TensorType):
+                raise TypeError(
+                    f"{name}: {argument.name} must be a tensor, got {argument.name}=None"
+                )
         lead: Tensor = args[leader]
         sizes: dict[str, int] = {}
         for argument, value in zip(shapes, args, strict=False):
@@ -52,9 +82,7 @@ def define(
         with torch.no_grad(), torch.autocast(lead.device.type, enabled=False):
             return kernel(*args)
 
-    for each in names:
-        _fragment.define(f"{each}({arguments}) -> ({outputs})")
-        _fragment.impl(each, checked, "CompositeExplicitAutograd")
+    return call
 
 
 def _require(name: str, args: tuple[Any, ...], argument: str, t: Tensor, lead: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from omniattn.compositions._log_linear_tree import Tokens, differentiate, outputs
-from omniattn.compositions._python_ops import define
+from omniattn.compositions._python_ops import implement
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._backward import BackwardOp
 from omniattn.reference.log_linear import log_linear_attention as definition
@@ -144,12 +144,13 @@ def _backward(
     initial_state: Tensor | None,
     position: Tensor | None,
     cu_seqlens: Tensor | None,
-    final_state: Tensor,
+    initial_state_grad: bool,
 ) -> tuple[Tensor, ...]:
     _require_sequences(q, v, initial_state, position, cu_seqlens)
     inputs = q, k, v, g, level_scales
     grads = [t.new_zeros(t.shape) for t in inputs]
-    of_state = q.new_empty(0) if initial_state is None else torch.zeros_like(final_state)
+    none = grads[-1].new_empty(0)
+    of_state = none if initial_state is None else torch.zeros_like(initial_state)
     for rows, steps, own, place in _batches(q, position, cu_seqlens):
         if steps.start == steps.stop or v.numel() == 0:
             if initial_state is not None and grad_final_state is not None:
@@ -158,41 +159,26 @@ def _backward(
         state = None if initial_state is None else initial_state[own]
         tokens = Tokens.of(*_rows(inputs, rows, steps), state, place)
         incoming = None if grad_y is None else grad_y[rows, steps]
-        last = None if grad_final_state is None else (grad_final_state[own], final_state[own])
+        last = None if grad_final_state is None else grad_final_state[own]
         found, before = differentiate(tokens, incoming, last)
         for grad, part in zip(grads, found, strict=True):
             grad[rows, steps] = part
         if before is not None:
             of_state[own] = before
-    return (*grads, of_state)
+    return (*grads, of_state if initial_state_grad else none)
 
 
 #: N sequences; G heads of values.
-_TENSORS = {"q": "B T H K", "k": "B T H K", "v": "B T G V", "g": "B T G"}
-_TENSORS["level_scales"] = "B T G L"
-_OPTIONAL = {"initial_state": "N G L K V", "position": "N", "cu_seqlens": "N+1"}
-_ARGUMENTS = ", ".join(
-    [*(f"Tensor {name}" for name in _TENSORS), *(f"Tensor? {name}" for name in _OPTIONAL)]
-)
-define(
-    "log_linear_attention",
-    _ARGUMENTS,
-    "Tensor y, Tensor final_state",
-    _forward,
-    _TENSORS | _OPTIONAL,
-    differentiable=True,
-)
-define(
+_SHAPES = {
+    **{"q": "B T H K", "k": "B T H K", "v": "B T G V", "g": "B T G"},
+    **{"level_scales": "B T G L", "initial_state": "N G L K V"},
+    **{"position": "N", "cu_seqlens": "N+1"},
+}
+implement("log_linear_attention", _forward, _SHAPES, differentiable=True)
+implement(
     "log_linear_attention_backward",
-    f"Tensor? grad_y, Tensor? grad_final_state, {_ARGUMENTS}, Tensor final_state",
-    ", ".join(f"Tensor d{name}" for name in (*_TENSORS, "initial_state")),
     _backward,
-    {
-        **{"grad_y": "B T G V", "grad_final_state": "N G L K V"},
-        **_TENSORS,
-        **_OPTIONAL,
-        "final_state": "N G L K V",
-    },
+    {"grad_y": "B T G V", "grad_final_state": "N G L K V"} | _SHAPES,
 )
 #: (q, k, v, g, level_scales, initial_state, position, cu_seqlens) -> (y, final_state)
 log_linear_attention = DifferentiableOp(

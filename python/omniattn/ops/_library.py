@@ -118,7 +118,7 @@ def public_name(name: str, args: Sequence[Any]) -> str:
     """
     stem = name.removesuffix("_").removesuffix("_raw").removesuffix("_only")
     op = stem.removesuffix("_backward")
-    given = dict(zip((a.name for a in _arguments(name)), args, strict=False))
+    given = dict(zip((a.name for a in arguments(name)), args, strict=False))
     public = op
     for place, (function, argument) in enumerate(_functions_of.get(op, ())):
         value = given.get(argument)
@@ -152,14 +152,16 @@ def _public_functions(device: str) -> list[str]:
     return sorted({function for op in ops for function, _ in _functions_of.get(op, [(op, "")])})
 
 
-def _arguments(name: str) -> Sequence[Any]:
-    arguments: Sequence[Any] = getattr(torch.ops.omniattn, name).default._schema.arguments
-    return arguments
+def arguments(name: str) -> Sequence[Any]:
+    """Returns the arguments in the schema of an op."""
+    found: Sequence[Any] = getattr(torch.ops.omniattn, name).default._schema.arguments
+    return found
 
 
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 _kernels = torch.library.Library("omniattn", "IMPL")
-_explained: set[str] = set()
+#: Ops whose implementation for a device is a function in Python; see `stand_in`.
+_stand_ins: dict[str, set[str]] = {"cpu": set(), "cuda": set()}
 
 
 def _registered(device: str) -> list[str]:
@@ -169,8 +171,8 @@ def _registered(device: str) -> list[str]:
 
 def ops_of(device: str) -> list[str]:
     """Returns the names of the ops with a kernel for this device, without their raw variants."""
-    explained = _explained if device == "cuda" else ()
-    return [n for n in _registered(device) if not n.endswith("_raw") and n not in explained]
+    names = [n for n in _registered(device) if n not in _stand_ins[device]]
+    return [n for n in names if not n.endswith("_raw")]
 
 
 def _has_kernel(name: str, device: str) -> bool:
@@ -190,7 +192,7 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     It also runs if any tensor is on the meta device. With other tensors on another device, results
     would be uninitialised memory; such calls raise, except that a seed may be on the CPU.
     """
-    arguments = _arguments(name)
+    known = arguments(name)
 
     def decorate(fake: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fake)
@@ -200,10 +202,10 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
                     f"{public_name(name, args)}: ONNX has no op for it; export the definition in "
                     'plain torch, with backend="reference" of the function, layer or model'
                 )
-            given = zip(arguments, args, strict=False)
+            given = zip(known, args, strict=False)
             first, device = next((a.name, t.device) for a, t in given if isinstance(t, Tensor))
             is_meta = device.type == "meta"
-            for argument, value in zip(arguments, args, strict=False):
+            for argument, value in zip(known, args, strict=False):
                 if argument.name == "seed" and is_meta:
                     continue
                 for t in tree_leaves(value):
@@ -221,12 +223,17 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     return decorate
 
 
+def stand_in(name: str, device: str, function: Callable[..., Any]) -> None:
+    """Registers `function` as an op's implementation for a device, unless it has one there."""
+    if not _has_kernel(name, device):
+        _kernels.impl(name, function, _KEYS[device])
+        _stand_ins[device].add(name)
+
+
 def explain_missing() -> None:
     """Registers CUDA kernels that raise a clear error for ops that have none."""
     for name in _registered("cpu"):
-        if not _has_kernel(name, "cuda"):
-            _kernels.impl(name, _explain(name), "CUDA")
-            _explained.add(name)
+        stand_in(name, "cuda", _explain(name))
 
 
 def _explain(name: str) -> Callable[..., NoReturn]:
@@ -250,7 +257,7 @@ def explain_layouts() -> None:
 def _refuse_layout(name: str) -> Callable[..., NoReturn]:
     def refused(*args: Any, **kwargs: Any) -> NoReturn:
         op = public_name(name, args)
-        for argument, value in zip(_arguments(name), args, strict=False):
+        for argument, value in zip(arguments(name), args, strict=False):
             if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_quantized):
                 raise TypeError(
                     f"{op}: {argument.name} must be strided and not "

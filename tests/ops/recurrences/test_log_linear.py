@@ -1,12 +1,13 @@
 """Log-linear attention: all pairs of tokens, states at any position, steps, memory, errors."""
 
 import functools
+import warnings
 
 import pytest
 import torch
 
 from omniattn import functional as F
-from omniattn.compositions import _log_linear_tree
+from omniattn.compositions import _log_linear_tree, log_linear
 
 F64 = torch.float64
 LEVELS = 9
@@ -20,7 +21,7 @@ def made(batch, steps, heads=2, group=1, key=4, value=3, seed=0):
     v = normal(batch, steps, heads * group, value)
     g = -normal(batch, steps, heads * group).abs()
     g = g.masked_fill(torch.rand(g.shape) < 0.05, -torch.inf)
-    return q, k, v, g, normal(batch, steps, heads * group, LEVELS)
+    return [q, k, v, g, normal(batch, steps, heads * group, LEVELS)]
 
 
 def by_pairs(q, k, v, g, scales):
@@ -36,27 +37,39 @@ def by_pairs(q, k, v, g, scales):
     return torch.einsum("bhij,bjhv->bihv", weights, v)
 
 
-@pytest.fixture(params=[4, 64])
-def chunk(request, monkeypatch):
+@pytest.fixture(params=["kernel", 4, 64])
+def form(request, monkeypatch):
+    """The kernels of the CPU, or the composition of other devices with chunks of some length."""
+    if request.param == "kernel":
+        yield
+        return
     monkeypatch.setattr(_log_linear_tree, "CHUNK", request.param)
-    return request.param
+    library = torch.library.Library("omniattn", "IMPL")
+    names = ("log_linear_attention", "log_linear_attention_raw", "log_linear_attention_backward")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for name in names:
+            kernel = log_linear._backward if name.endswith("backward") else log_linear._forward
+            library.impl(name, kernel, "CPU", allow_override=True)
+    yield
+    library._destroy()
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 16, 37])
+@pytest.mark.parametrize("steps", [1, 2, 5, 16, 37, 133])
 @pytest.mark.parametrize("group", [1, 3])
-def test_pairs_of_tokens(chunk, steps, group):
+def test_pairs_of_tokens(form, steps, group):
     x = made(2, steps, group=group)
     torch.testing.assert_close(F.log_linear_attention(*x)[0], by_pairs(*x))
 
 
-@pytest.mark.parametrize("first", [1, 5, 13, 16, 31])
-def test_states_at_any_position(chunk, first):
+@pytest.mark.parametrize("first", [1, 5, 13, 16, 31, 64, 129])
+def test_states_at_any_position(form, first):
     """Parts of a sequence give what the whole gives, with gradients through the states."""
-    x = [t.requires_grad_() for t in made(2, 50, group=2)]
+    x = [t.requires_grad_() for t in made(2, 150, group=2)]
     x[3] = x[3].detach().clamp(min=-2).requires_grad_()
     whole = F.log_linear_attention(*x)
     parts, state, at = [], None, 0
-    for end in (first, first + 1, first + 18, 50):
+    for end in (first, first + 1, first + 18, 150):
         place = None if state is None else torch.full((2,), at)
         given = (t[:, at:end] for t in x)
         o, state = F.log_linear_attention(*given, initial_state=state, position=place)
@@ -69,7 +82,24 @@ def test_states_at_any_position(chunk, first):
     torch.testing.assert_close(found, expected)
 
 
-def test_positions_differ_in_a_batch(chunk):
+@pytest.mark.parametrize("position", [0, 37, 64])
+def test_gradients_of_many_chunks(form, position):
+    x = made(2, 150, group=2)
+    torch.manual_seed(1)
+    x.append(torch.randn(2, 4, LEVELS, 4, 3, dtype=F64))
+    found = []
+    for backend in (None, "reference"):
+        given = [t.detach().requires_grad_() for t in x]
+        place = torch.full((2,), position)
+        out = F.log_linear_attention(
+            *given[:5], initial_state=given[5], position=place, backend=backend
+        )
+        torch.manual_seed(2)
+        found.append((out, torch.autograd.grad(out, given, [torch.randn_like(t) for t in out])))
+    torch.testing.assert_close(*found)
+
+
+def test_positions_differ_in_a_batch(form):
     x = made(2, 23)
     torch.manual_seed(1)
     state, places = torch.randn(2, 2, LEVELS, 4, 3, dtype=F64), torch.tensor([3, 12])

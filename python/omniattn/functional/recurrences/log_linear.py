@@ -66,9 +66,9 @@ def log_linear_attention(
         ValueError: a shape, device or value is invalid.
 
     Note:
-        Chunks of 64 tokens are products of queries and keys; blocks of chunks have states. torch
-        computes the products, in fp32 for half types, so the last bits may depend on the number of
-        threads. Second and forward-mode derivatives go through the eager definition.
+        Chunks of 64 tokens are products of queries and keys; blocks of chunks have states, which
+        the backward recomputes. Products are in fp32 for half types. On CUDA torch computes them.
+        Second and forward-mode derivatives go through the eager definition.
 
     Reference:
         Guo et al., Log-Linear Attention, 2025, arXiv:2506.04761. Verified against

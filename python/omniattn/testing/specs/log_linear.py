@@ -67,6 +67,7 @@ SPECS = (
             _case("grouped", 2, 21, 2, 8, 6, STATE, Hv=4),
             _case("packed", 1, 40, 2, 8, 6, ("initial_state", "cu_seqlens"), N=4),
             _case("strong", 1, 40, 2, 8, 6),
+            _case("chunks", 1, 133, 2, 8, 6, STATE),
             _case("step", 2, 1, 2, 8, 6, STATE),
             _case("nosteps", 2, 0, 2, 4, 3, STATE),
         ),

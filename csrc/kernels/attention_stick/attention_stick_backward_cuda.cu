@@ -1,145 +1,19 @@
-// Attention whose weights break a stick (see semantics/stick_breaking.h), for any dtype and head
-// size. Threads and owners of results are those of attention_forward_fma_cuda.cu and
-// attention_backward_fma_cuda.cu, but a block walks its keys in order:
+// Backward of attention whose weights break a stick (see semantics/stick_breaking.h), for any dtype
+// and head size. Threads and owners of results are those of attention_backward_fma_cuda.cu, but a
+// block walks its keys in order:
 //
-//   forward  a block per 64 queries of a head and chunk of columns, from the last key to the first
-//   dq       likewise from the first key of a segment to its last; it leaves the state of each row
-//   at
-//            each tile
+//   dq       a block per 64 queries of a head and chunk of columns, from the first key of a segment
+//            to its last; it leaves the state of each row at each tile
 //   dkdv     a block per 64 keys of a segment, a kv head and chunk of columns, from these states
 //
 // A segment bounds the memory for states, and the state of a row goes from one segment to the next.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_gradient_tile_cuda.h"
+#include "kernels/attention_stick/attention_stick_cuda.h"
 #include "runtime/dispatch.h"
 
 namespace omniattn {
 namespace {
-
-using namespace gpu;
-
-// sigmoid(z) and softplus(z).
-template <class A>
-struct StickKey {
-  A share, cost;
-};
-template <class A>
-__device__ __forceinline__ StickKey<A> stick_key(A z) {
-  const A e = exp(z < A(0) ? z : -z), share = A(1) / (A(1) + e);
-  return {z < A(0) ? e * share : share, (z < A(0) ? A(0) : z) + log1p(e)};
-}
-
-// Sums over the 16 threads of a row: of each thread and those after it or, if kStep is negative,
-// before it.
-template <int kStep, class A>
-__device__ __forceinline__ A row_scan(A x) {
-  const int tx = thread_x(), first = static_cast<int>(threadIdx.x) % 32 - tx;
-#pragma unroll
-  for (int step = 1; step < 16; step *= 2) {
-    const int from = tx + kStep * step;
-    const bool inside = 0 <= from && from < 16;
-    const A other = __shfl_sync(0xffffffffu, x, first + (inside ? from : tx));
-    if (inside) x += other;
-  }
-  return x;
-}
-// x of the thread `tx` of this row.
-template <class A>
-__device__ __forceinline__ A from_thread(A x, int tx) {
-  return __shfl_sync(0xffffffffu, x, static_cast<int>(threadIdx.x) % 32 - thread_x() + tx);
-}
-
-// after[j] = sum of the costs of all keys of the row after key tx + 16 j; returns the sum of all.
-// Forward and backward compute it in the same way.
-template <class A>
-__device__ __forceinline__ A sum_costs(const A (&cost)[4], A (&after)[4]) {
-  A sum = 0;
-#pragma unroll
-  for (int j = 3; j >= 0; --j) {
-    const A from_here = row_scan<1>(cost[j]);
-    const A later = from_thread(from_here, min(thread_x() + 1, 15));
-    after[j] = sum + (thread_x() < 15 ? later : A(0));
-    sum += from_thread(from_here, 0);
-  }
-  return sum;
-}
-
-// Moves a tile to the last tile that is left.
-__device__ __forceinline__ bool last_tile(Tiles<Along::keys>& tiles, Tile& tile) {
-  bool found = false;
-  for (Range left = tiles.blocks.left; !found && !is_empty(left); tiles.blocks.left = left) {
-    --left.end;
-    tiles.blocks.left = {left.end, left.end + 1};
-    found = tiles.next(tile);
-  }
-  return found;
-}
-
-template <class T>
-OMNIATTN_FN int64_t forward_blocks(const AttentionProblem& p) {
-  return p.batch * p.hq * ceil_div(p.tq, kTile) * chunks_of<compute_t<T>>(p.dv);
-}
-
-template <class T>
-__global__ void __launch_bounds__(kFmaThreads, 1)
-    attention_stick_forward_kernel(const __grid_constant__ AttentionForwardParams params) {
-  using A = compute_t<T>;
-  const int tx = thread_x(), ty = thread_y();
-  auto& shared = *dynamic_shared<FmaShared<A>>();
-  const AttentionProblem& p = params.problem;
-  const int64_t chunks = chunks_of<A>(p.dv), blocks = ceil_div(p.tq, kTile);
-  for (int64_t item = blockIdx.x; item < forward_blocks<T>(p); item += gridDim.x) {
-    const int64_t first = item % chunks * kChunk<A>, head = item / chunks / blocks;
-    const Sequence s = sequence_of(p, head / p.hq);
-    Tile tile{s, head / p.hq, head % p.hq, item / chunks % blocks * kTile, 0, false};
-    if (tile.q >= s.tq) continue;
-    const int64_t kv = kv_head(tile.h, p.hq, p.hkv);
-    A o[4][kChunkColumns<A>];
-    clear(o);
-    ExactSum<A> beyond[4] = {};
-    for (Tiles<Along::keys> tiles(p, tile); last_tile(tiles, tile);) {
-      A x[4][4];
-      shared.bits.load(p, tile);
-      products_of<T>(p, tile, shared, x);
-      __syncthreads();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = 4 * ty + i;
-        A share[4], cost[4], after[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int c = tx + 16 * j;
-          const A z = score_of(p, tile, r, c, x[i][j], shared.bits.sees(tile, r, c));
-          const StickKey<A> key = stick_key(z);
-          share[j] = key.share;
-          cost[j] = key.cost;
-        }
-        const A sum = sum_costs(cost, after), rest = beyond[i].total();
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int c = tx + 16 * j;
-          shared.tile[c * kLeading + r] =
-              share[j] * exp(-(rest + after[j])) * shared.bits.template factor<A>(p, r, c);
-        }
-        beyond[i].add(sum);
-      }
-      multiply_tile(shared.tile, s.tq - tile.q, keys_of<T>(p.v, s, kv, tile.k), first, p.dv, shared,
-                    o);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int64_t query = tile.q + 4 * ty + i;
-      if (first == 0 && tx == 0 && query < s.tq) {
-        store_lse(params, row_index(p, s, tile.h, query),
-                  row_lse(p.score, beyond[i].value, beyond[i].error, A(0)));
-      }
-    }
-    store_rows(o, {1, 1, 1, 1}, row_of<T>(params.out, s.entry, s.q + tile.q, tile.h),
-               params.out.stride_t, s.tq - tile.q, first, p.dv);
-  }
-}
-
-// Gradients.
 
 // State of a row before a tile: the cost of the keys from the tile on, and dL/d(-cost) and the sum
 // of w dP over all keys before it.
@@ -345,14 +219,6 @@ int64_t attention_stick_checkpoints(const AttentionProblem& p) {
 }
 int64_t attention_stick_sums(const AttentionProblem& p) {
   return p.tk > kStickKeys ? stat_rows(p) * p.d : 0;
-}
-
-Status launch_attention_stick(const AttentionForwardParams& params, Stream stream) {
-  dispatch(params.problem.dtype, [&]<class T>(T) {
-    GPU_LAUNCH(attention_stick_forward_kernel<T>, item_grid(forward_blocks<T>(params.problem)),
-               kFmaThreads, sizeof(FmaShared<compute_t<T>>), stream, params);
-  });
-  return launch_status();
 }
 
 Status launch_attention_stick_gradients(const AttentionBackwardParams& params,
