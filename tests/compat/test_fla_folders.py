@@ -20,6 +20,8 @@ KINDS = {
     "delta_net": (fla.DeltaNet, dict(num_heads=4, use_gate=True, allow_neg_eigval=True)),
     "gated_deltanet": (fla.GatedDeltaNet, dict(**HEADS, expand_v=0.5)),
     "kda": (fla.KimiDeltaAttention, dict(**HEADS, lower_bound=-4.0)),
+    "gsa": (fla.GatedSlotAttention, dict(num_heads=2, num_slots=5, use_short_conv=True)),
+    "abc": (fla.ABCAttention, dict(num_heads=2, num_slots=5, clamp_min=-1.0, clamp_max=1.0)),
     "hgrn2": (fla.HGRN2Attention, dict(expand_ratio=8, use_short_conv=True)),
 }
 
@@ -89,6 +91,9 @@ def test_folders_of_fla_are_its_models(kind, tmp_path):
 def test_errors_of_folders_of_fla(tmp_path):
     saved(tmp_path, "gla", clamp_min=-1.0)
     with pytest.raises(NotImplementedError, match=r"clamp_min must be None .* got clamp_min=-1\.0"):
+        from_hf(tmp_path)
+    saved(tmp_path, "abc", clamp_min=-2.0)
+    with pytest.raises(NotImplementedError, match="clamp_min must be -clamp_max"):
         from_hf(tmp_path)
     saved(tmp_path, "gla", num_kv_heads=1)
     with pytest.raises(NotImplementedError, match="num_kv_heads must be num_heads"):

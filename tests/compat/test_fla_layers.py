@@ -23,6 +23,9 @@ def layers():
         "retention": fla.MultiScaleRetention(**sizes, num_kv_heads=2, feature_map="relu"),
         "simple": fla.SimpleGatedLinearAttention(**sizes, num_kv_heads=1, fuse_norm=False),
         "linear": fla.LinearAttention(**sizes, feature_map="hedgehog", output_norm="identity"),
+        "gsa": fla.GatedSlotAttention(**sizes, num_kv_heads=2, feature_map="t2r", **conv),
+        "abc": fla.ABCAttention(**sizes, **conv),
+        "abc_plain": fla.ABCAttention(**sizes, use_input_gate=True, use_output_gate=False),
         "hgrn2": fla.HGRN2Attention(hidden_size=WIDTH, expand_ratio=4, layer_idx=0, **conv),
         "delta": fla.DeltaNet(**sizes, conv_size=3),
         "delta_elu": fla.DeltaNet(
@@ -85,6 +88,19 @@ def test_layers_are_those_of_this_package():
     assert "g_norm_swish_gate.weight" in names and "gk_proj.1.bias" in names
     loaded(ours, theirs, g_norm_swish_gate="o_norm")
     torch.testing.assert_close(ours(x), theirs(x)[0])
+
+
+def test_slots_are_those_of_this_package():
+    x = torch.randn(2, 9, WIDTH)
+    sizes = dict(num_heads=2, conv_size=3, num_slots=5)
+    for theirs, ours in (
+        (fla.GatedSlotAttention, modules.GatedSlotAttention),
+        (fla.ABCAttention, modules.ABCAttention),
+    ):
+        rope = {} if theirs is fla.GatedSlotAttention else {"use_rope": False}
+        layer = theirs(hidden_size=WIDTH, use_short_conv=True, **sizes, **rope)
+        own = loaded(ours(dim=WIDTH, **sizes), layer, g_norm="o_norm")
+        torch.testing.assert_close(own(x), layer(x)[0])
 
 
 def test_groups_of_heads_share_keys():

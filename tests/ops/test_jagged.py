@@ -192,6 +192,12 @@ RECURRENT = {
         (q, k, v, gate_of(q, 2, 4), like(q, 2, 4), like(q, 2, 4)),
         {"l2norm": True},
     ),
+    "gated_slot_attention": lambda q, k, v: (
+        F.gated_slot_attention,
+        (q, k, v, like(q, 2, 3), gate_of(q, 2, 3)),
+        {},
+    ),
+    "abc_attention": lambda q, k, v: (F.abc_attention, (q, k, v, like(q, 2, 3)), {}),
     "log_linear_attention": lambda q, k, v: (
         F.log_linear_attention,
         (q, k, v, gate_of(q, 2), like(q, 2, 5)),

@@ -34,6 +34,8 @@ def tensors() -> dict[str, torch.Tensor]:
         "erased": torch.rand(B, T, H, K),
         "written": torch.rand(B, T, H, V),
         "u": torch.randn(H, K),
+        "slots": torch.randn(B, T, H, 8),
+        "gates of slots": nnf.logsigmoid(3 + torch.randn(B, T, H, 8)),
         "positive q": q.exp(),
         "positive k": k.exp(),
     }
@@ -59,6 +61,7 @@ IPLR, DPLR = ("q", "k", "v", "a", "b"), ("q", "k", "v", "a", "b", "gk")
 COMBA = ("q", "k", "v", "p", "g", "beta")
 COMBA_STEPS = ("q", "k", "v", "p", "beta", "g")
 GATES = ("q", "k", "v", "gk", "erased", "written")
+GSA, ABC = ("q", "k", "v", "slots", "gates of slots"), ("q", "k", "v", "slots")
 POSITIVE = ("positive q", "positive k", "v")
 
 
@@ -68,6 +71,10 @@ def iplr(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *low: torch.Tensor) 
 
 def comba(*given: torch.Tensor) -> Any:
     return F.comba(*given, erase_decayed=True)
+
+
+def abc(*given: torch.Tensor) -> Any:
+    return (F.abc_attention(*given)[0],)
 
 
 def based(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -159,6 +166,24 @@ CASES = [
     Naive("comba", "naive_recurrent_comba", COMBA_STEPS, comba, COMBA, FINAL),
     Naive("comba", "naive_chunk_comba", COMBA, F.comba, COMBA, FINAL),
     Naive("gdn2", "naive_recurrent_gdn2", GATES, F.gated_delta_rule_2, GATES, FINAL),
+    Naive(
+        "gsa",
+        "naive_recurrent_gsa",
+        GSA,
+        compat.chunk_gsa,
+        GSA,
+        FINAL,
+    ),
+    Naive(
+        "abc",
+        "naive_recurrent_abc",
+        ABC,
+        compat.chunk_abc,
+        ABC,
+        FINAL,
+        heads_first=True,
+    ),
+    Naive("abc", "naive_cumsum_abc", ABC, abc, ABC, heads_first=True),
     Naive("based", "naive_parallel_based", QKV, based, QKV, heads_first=True),
     Naive(
         "rwkv6/recurrent_naive",

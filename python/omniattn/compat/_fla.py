@@ -16,9 +16,9 @@ from omniattn.compat._errors import errors_of
 from omniattn.reference.precision import widen
 from omniattn.suggestions import did_you_mean
 
-Result: TypeAlias = tuple[Tensor, Tensor | None]
+Result: TypeAlias = tuple[Tensor, Any]
 #: A function of `omniattn.functional` that computes an fla function, and its tensors (B, T, ..).
-Call: TypeAlias = tuple[Callable[..., tuple[Tensor, Tensor]], tuple[Tensor, ...]]
+Call: TypeAlias = tuple[Callable[..., tuple[Tensor, Any]], tuple[Tensor, ...]]
 Theirs = ParamSpec("Theirs")
 
 _SPEED = {"cu_seqlens_cpu", "chunk_indices", "chunk_size", "disable_recompute"}
@@ -80,7 +80,7 @@ def require_inputs(op: str, scale: object, **tensors: Any) -> None:
 
 def run(
     op: str,
-    call: Callable[..., tuple[Tensor, Tensor]],
+    call: Callable[..., tuple[Tensor, Any]],
     tensors: tuple[Tensor, ...],
     given: Mapping[str, Any],
 ) -> Result:
@@ -92,20 +92,29 @@ def run(
     packed = reverse and boundaries is not None
     if reverse:
         tensors = tuple(t.flip(1) for t in tensors)
+    if isinstance(state, list):
+        state = tuple(state)
     if state is not None and v_first:
         state = state.mT
     if packed:  # flipping the row reverses the order of the sequences
         boundaries = tensors[0].shape[1] - boundaries.flip(0)
-        state = None if state is None else state.flip(0)
+        state = _flipped(state)
     options = {ours: given[name] for name, ours in _OPTIONS.items() if name in given}
     gates = {"g": "gk"} if given.get("gk") is not None else {}
     with errors_of(op, l2norm="use_qk_l2norm_in_kernel", **gates):
         o, state = call(*tensors, initial_state=state, cu_seqlens=boundaries, **options)
     if packed:
-        state = state.flip(0)
+        state = _flipped(state)
     if v_first:
         state = state.mT
     return o.flip(1) if reverse else o, state if given["output_final_state"] else None
+
+
+def _flipped(state: Any) -> Any:
+    """Returns a state, or the tensors of one, with the sequences in reverse."""
+    if isinstance(state, tuple):
+        return tuple(map(_flipped, state))
+    return state.flip(0) if isinstance(state, Tensor) else state
 
 
 def decays_of(

@@ -103,7 +103,9 @@ from omniattn.compat._fla_parts import (
     prepare_token_indices,
     rotary_embedding,
 )
+from omniattn.compat._fla_slots import chunk_abc, chunk_gsa, fused_recurrent_gsa
 from omniattn.compat.fla_layers import (
+    ABCAttention,
     Attention,
     Cache,
     DeltaNet,
@@ -111,6 +113,7 @@ from omniattn.compat.fla_layers import (
     FLACache,
     GatedDeltaNet,
     GatedLinearAttention,
+    GatedSlotAttention,
     HadamardFeatureMap,
     HedgehogFeatureMap,
     HGRN2Attention,
@@ -130,6 +133,7 @@ from omniattn.compat.fla_layers import (
 )
 
 __all__ = [
+    "ABCAttention",
     "Attention",
     "Cache",
     "DPFPFeatureMap",
@@ -145,6 +149,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedLinearAttention",
     "GatedMLP",
+    "GatedSlotAttention",
     "GroupNorm",
     "HGRN2Attention",
     "HadamardFeatureMap",
@@ -161,10 +166,12 @@ __all__ = [
     "T2RFeatureMap",
     "causal_conv1d",
     "causal_conv1d_update",
+    "chunk_abc",
     "chunk_delta_rule",
     "chunk_dplr_delta_rule",
     "chunk_gated_delta_rule",
     "chunk_gla",
+    "chunk_gsa",
     "chunk_hgrn",
     "chunk_iplr_delta_rule",
     "chunk_kda",
@@ -191,6 +198,7 @@ __all__ = [
     "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gla",
+    "fused_recurrent_gsa",
     "fused_recurrent_hgrn",
     "fused_recurrent_iplr_delta_rule",
     "fused_recurrent_kda",

@@ -88,6 +88,7 @@ from omniattn.functional.recurrences.random_features import (
 )
 from omniattn.functional.recurrences.rwkv import rwkv6, rwkv7, rwkv_quadratic, rwkv_recurrent
 from omniattn.functional.recurrences.scan import linear_scan, rwkv4, slstm
+from omniattn.functional.recurrences.slots import abc_attention, gated_slot_attention
 from omniattn.functional.routing import (
     Routing,
     cv_squared,
@@ -153,6 +154,7 @@ __all__ = [
     "RopeScaling",
     "Routing",
     "YarnScaling",
+    "abc_attention",
     "alibi_bias",
     "alibi_slopes",
     "apply_rotary",
@@ -196,6 +198,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_2",
     "gated_linear_attention",
+    "gated_slot_attention",
     "geglu",
     "glu",
     "glu_mlp",

@@ -74,6 +74,7 @@ from omniattn.modules.recurrent.performer import Performer
 from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.recurrent.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
 from omniattn.modules.recurrent.rwkv_means import RWKVQuadratic, RWKVRecurrent
+from omniattn.modules.recurrent.slots import ABCAttention, GatedSlotAttention
 from omniattn.modules.recurrent.state_mixer import StateMixer
 from omniattn.modules.recurrent.xlstm import MLSTM, SLSTM
 from omniattn.modules.sparse.bigbird import BigBirdAttention
@@ -114,6 +115,7 @@ __all__ = [
     "S4D",
     "SLSTM",
     "XIELU",
+    "ABCAttention",
     "ALiBi",
     "Attention",
     "AttentionResiduals",
@@ -148,6 +150,7 @@ __all__ = [
     "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedMLP",
+    "GatedSlotAttention",
     "GroupNorm",
     "HubSpokeAttention",
     "HyperConnections",

@@ -108,6 +108,7 @@ from omniattn.reference.scan import (
 from omniattn.reference.selected_attention import select_attention, selected_attention
 from omniattn.reference.selected_blocks import moba_attention, nsa_attention
 from omniattn.reference.selective import selective_attention
+from omniattn.reference.slots import abc_attention, gated_slot_attention
 from omniattn.reference.sparse import (
     bigbird_attention,
     bigbird_random_blocks,
@@ -129,6 +130,7 @@ __all__ = [
     "NTKScaling",
     "RopeScaling",
     "YarnScaling",
+    "abc_attention",
     "activate",
     "alibi_bias",
     "alibi_slopes",
@@ -164,6 +166,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_2",
     "gated_linear_attention",
+    "gated_slot_attention",
     "geglu",
     "glu",
     "glu_mlp",

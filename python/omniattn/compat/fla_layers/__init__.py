@@ -36,8 +36,10 @@ from omniattn.compat.fla_layers.linear import (
     LinearAttention,
     T2RFeatureMap,
 )
+from omniattn.compat.fla_layers.slots import ABCAttention, GatedSlotAttention
 
 __all__ = [
+    "ABCAttention",
     "Attention",
     "Cache",
     "DPFPFeatureMap",
@@ -45,6 +47,7 @@ __all__ = [
     "FLACache",
     "GatedDeltaNet",
     "GatedLinearAttention",
+    "GatedSlotAttention",
     "HGRN2Attention",
     "HadamardFeatureMap",
     "HedgehogFeatureMap",

@@ -13,6 +13,7 @@ from omniattn.checks.arguments import require_choice, require_tensor
 from omniattn.compat._errors import require_form, require_real
 from omniattn.compat._fla_conv import ShortConvolution
 from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
+from omniattn.compat._fla_parts import prepare_lens_from_mask
 
 #: y, None for the weights of attention, and the cache.
 Result = tuple[Tensor, None, Any]
@@ -293,6 +294,25 @@ class RecurrentLayer(Layer):
         states = {"recurrent_state": recurrent, "conv_state": conv}
         update_layer_cache(self, past_key_values, **states, offset=tokens)
         return repad_hidden_states(y, indices, batch, tokens), None, past_key_values
+
+    def _rotated(
+        self, q: Tensor, k: Tensor, sequences: dict[str, Any], given: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Rotates q and k at positions after those in the cache; the others are those of `_mix`."""
+        attention_mask, cache = given["attention_mask"], given["past_key_values"]
+        offset: int | Tensor = 0
+        longest = q.shape[1]
+        if cache is not None:
+            offset = cache.get_seq_length(self.layer_idx)
+            longest = q.shape[1] + int(offset)
+            if attention_mask is not None and int(offset) > 0:  # padding has no positions
+                seen: Tensor = prepare_lens_from_mask(attention_mask) - given["tokens"]
+                offset, longest = seen, q.shape[1] + int(seen.max())
+        rotary: Any = self.rotary
+        turned: tuple[Tensor, Tensor] = rotary(
+            q, k, seqlen_offset=offset, max_seqlen=longest, cu_seqlens=sequences["cu_seqlens"]
+        )
+        return turned
 
     def _mix(
         self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any

@@ -11,7 +11,7 @@ from torch.nn import functional as nnf
 from omniattn.compat._fla_heads import chunk_simple_gla
 from omniattn.compat._fla_linear import chunk_gla, chunk_retention
 from omniattn.compat._fla_norms import RMSNorm
-from omniattn.compat._fla_parts import RotaryEmbedding, prepare_lens_from_mask
+from omniattn.compat._fla_parts import RotaryEmbedding
 from omniattn.compat.fla_layers.base import (
     Layer,
     RecurrentLayer,
@@ -160,22 +160,11 @@ class MultiScaleRetention(RecurrentLayer):
         self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
     ) -> tuple[Tensor, Any]:
         q, k, v = projected
-        attention_mask, cache = given["attention_mask"], given["past_key_values"]
         q, k = (t.unflatten(-1, (-1, self.head_k_dim)) for t in (q, k))
         v = v.unflatten(-1, (-1, self.head_v_dim))
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
-        offset: int | Tensor = 0
-        longest = q.shape[1]
-        if cache is not None:
-            offset = cache.get_seq_length(self.layer_idx)
-            longest = q.shape[1] + int(offset)
-            if attention_mask is not None and int(offset) > 0:  # padding has no positions
-                seen: Tensor = prepare_lens_from_mask(attention_mask) - given["tokens"]
-                offset, longest = seen, q.shape[1] + int(seen.max())
-        q, k = self.rotary(
-            q, k, seqlen_offset=offset, max_seqlen=longest, cu_seqlens=sequences["cu_seqlens"]
-        )
+        q, k = self._rotated(q, k, sequences, given)
         k, v = (t.repeat_interleave(self.num_kv_groups, -2) for t in (k, v))
         o, recurrent = chunk_retention(
             q, k, v,
@@ -281,8 +270,9 @@ class HGRN2Attention(RecurrentLayer):
         num_heads: number of heads; hidden_size // expand_ratio if expand_ratio is given.
         expand_ratio: width of a head of q and f, or None.
         use_short_conv, conv_size, conv_bias: short convolutions of q, f and i.
-        elementwise_affine, norm_eps: norm of the outputs.
+        elementwise_affine: True for a weight of the output norm, whose eps is 1e-5.
         layer_idx: number of the layer, for a cache and `lower_bound`.
+        norm_eps: has no effect, as in fla.
     """
 
     modes = ("chunk", "fused_recurrent", "fused_chunk")
@@ -320,7 +310,7 @@ class HGRN2Attention(RecurrentLayer):
         widths = {"q": self.forget_dim, "f": self.forget_dim, "i": hidden_size}
         self._convolutions(use_short_conv, conv_size, conv_bias, None, **widths)
         affine = bool(elementwise_affine)
-        self.g_norm = RMSNorm(hidden_size, affine, eps=norm_eps, dtype=torch.float32)
+        self.g_norm = RMSNorm(hidden_size, affine, dtype=torch.float32)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(

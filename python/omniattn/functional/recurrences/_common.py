@@ -96,6 +96,27 @@ def widened(
     return t if t.dtype == dtype else t.to(dtype)
 
 
+def state_parts(
+    op: str,
+    state: tuple[Tensor, ...] | None,
+    names: str,
+    v: Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+) -> tuple[Tensor, ...] | None:
+    """Checks a state of several tensors, whose `names` errors show, and returns them widened."""
+    if state is None:
+        return None
+    if not isinstance(state, tuple) or len(state) != len(shapes):
+        got = f"type(initial_state)={type(state).__name__}"
+        if isinstance(state, tuple):
+            got = f"len(initial_state)={len(state)}"
+        raise TypeError(f"{op}: initial_state must be a tuple ({names}), got {got}")
+    return tuple(
+        widened(op, f"initial_state[{i}]", t, v, (shape,))
+        for i, (t, shape) in enumerate(zip(state, shapes, strict=True))
+    )
+
+
 def log_decays(
     op: str,
     name: str,

@@ -19,11 +19,13 @@ from omniattn.models.checkpoint import CheckpointError
 from omniattn.models.model import Model
 from omniattn.modules import (
     HGRN2,
+    ABCAttention,
     DecoderBlock,
     DeltaNet,
     GatedDeltaNet,
     GatedLinearAttention,
     GatedMLP,
+    GatedSlotAttention,
     KimiDeltaAttention,
     MultiScaleRetention,
     RMSNorm,
@@ -54,12 +56,16 @@ def _convolution(o: Mapping[str, Any]) -> int:
     return o["conv_size"] if o["use_short_conv"] else 0
 
 
+def _heads(o: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the width of a layer, and number and widths of its heads."""
+    dim, heads = o["hidden_size"], o["num_heads"]
+    sizes = {"head_dim": int(dim * o["expand_k"]), "v_head_dim": int(dim * o["expand_v"])}
+    return {"dim": dim, "num_heads": heads} | {name: n // heads for name, n in sizes.items()}
+
+
 def _gla(o: Mapping[str, Any]) -> LayerConfig:
-    sizes = o["hidden_size"], o["num_heads"]
     return GatedLinearAttention.Config(
-        *sizes,
-        head_dim=int(o["hidden_size"] * o["expand_k"]) // o["num_heads"],
-        v_head_dim=int(o["hidden_size"] * o["expand_v"]) // o["num_heads"],
+        **_heads(o),
         conv_size=_convolution(o),
         gate="silu" if o["use_output_gate"] else None,
         norm_eps=o["norm_eps"],
@@ -67,11 +73,8 @@ def _gla(o: Mapping[str, Any]) -> LayerConfig:
 
 
 def _retnet(o: Mapping[str, Any]) -> LayerConfig:
-    sizes = o["hidden_size"], o["num_heads"]
     return MultiScaleRetention.Config(
-        *sizes,
-        head_dim=int(o["hidden_size"] * o["expand_k"]) // o["num_heads"],
-        v_head_dim=int(o["hidden_size"] * o["expand_v"]) // o["num_heads"],
+        **_heads(o),
         conv_size=_convolution(o),
         gate="silu" if o["use_output_gate"] else None,
         norm_eps=o["norm_eps"],
@@ -80,10 +83,7 @@ def _retnet(o: Mapping[str, Any]) -> LayerConfig:
 
 def _delta_net(o: Mapping[str, Any]) -> LayerConfig:
     return DeltaNet.Config(
-        o["hidden_size"],
-        o["num_heads"],
-        head_dim=int(o["hidden_size"] * o["expand_k"]) // o["num_heads"],
-        v_head_dim=int(o["hidden_size"] * o["expand_v"]) // o["num_heads"],
+        **_heads(o),
         conv_size=_convolution(o),
         gate="silu" if o["use_gate"] else None,
         norm_eps=o["norm_eps"],
@@ -126,7 +126,30 @@ def _hgrn2(o: Mapping[str, Any]) -> LayerConfig:
         heads,
         head_dim=o["expand_ratio"] or o["hidden_size"] // heads,
         v_head_dim=o["hidden_size"] // heads,
+        conv_size=_convolution(o),  # fla's layer does not use norm_eps
+    )
+
+
+def _gsa(o: Mapping[str, Any]) -> LayerConfig:
+    return GatedSlotAttention.Config(
+        **_heads(o),
         conv_size=_convolution(o),
+        num_slots=o["num_slots"],
+        gate_normalizer=o["gate_logit_normalizer"],  # fla's layer does not use norm_eps
+    )
+
+
+def _abc(o: Mapping[str, Any]) -> LayerConfig:
+    if o["clamp_min"] != -o["clamp_max"]:
+        raise NotImplementedError(
+            f"from_hf: clamp_min must be -clamp_max, got clamp_min={shown(o['clamp_min'])}, "
+            f"clamp_max={shown(o['clamp_max'])}"
+        )
+    return ABCAttention.Config(
+        **_heads(o),
+        conv_size=_convolution(o),
+        num_slots=o["num_slots"],
+        clamp=o["clamp_max"],
         norm_eps=o["norm_eps"],
     )
 
@@ -172,6 +195,20 @@ KINDS: dict[str, _Kind] = {
                  "use_lower_bound": True},
         {"use_lower_bound": False},
     ),
+    "gsa": (
+        _gsa,
+        _SCALED | _CONV
+        | {"use_short_conv": False, "num_slots": 64, "num_kv_heads": None,
+           "gate_logit_normalizer": 8, "feature_map": "swish"},
+        {"feature_map": "swish"},
+    ),
+    "abc": (
+        _abc,
+        _SCALED | _CONV
+        | {"expand_k": 0.5, "use_short_conv": False, "num_slots": 64, "use_rope": True,
+           "clamp_min": -32, "clamp_max": 32},
+        {},
+    ),
 }  # fmt: skip
 #: Beginnings and parts of fla's names -> ours, in order.
 _NAMES = (
@@ -181,9 +218,14 @@ _NAMES = (
     (r"^layers\.(\d+)\.mlp_norm\.", r"layers.\1.post_attention_layernorm."),
     (r"^layers\.(\d+)\.attn\.", r"layers.\1.mixer."),
     (r"\.mixer\.g_norm(_swish_gate)?\.", ".mixer.o_norm."),
-    (r"\.mixer\.f_(proj|conv1d)\.(?=weight)", r".mixer.k_\1."),
-    (r"\.mixer\.i_(proj|conv1d)\.", r".mixer.v_\1."),
 )
+#: The same, of one model_type.
+_OWN_NAMES = {
+    "hgrn2": (
+        (r"\.mixer\.f_(proj|conv1d)\.", r".mixer.k_\1."),
+        (r"\.mixer\.i_(proj|conv1d)\.", r".mixer.v_\1."),
+    ),
+}
 
 
 def model_type_of(folder: Path) -> str | None:
@@ -221,7 +263,8 @@ def config_of(folder: Path, backend: str | None) -> BlocksConfig:
     block = DecoderBlock.Config(
         mixer_of(options), GatedMLP.Config(dim, hidden), RMSNorm.Config(dim, eps)
     )
-    keys = int(dim * options["expand_k"]) // options["num_heads"] if kind == "retnet" else 0
+    rotates = options.get("use_rope", kind == "retnet")
+    keys = _heads(options)["head_dim"] if rotates else 0
     return BlocksConfig(
         vocab_size=options["vocab_size"],
         dim=dim,
@@ -235,9 +278,11 @@ def config_of(folder: Path, backend: str | None) -> BlocksConfig:
 
 def load(folder: Path, backend: str | None) -> Model:
     """Returns the model of a folder of fla, in the dtype of its embeddings and in eval mode."""
-    config = config_of(folder, backend)
+    config, kind = config_of(folder, backend), model_type_of(folder)
     found = {
-        _ours(name): t for name, t in _tensors(folder).items() if "rotary.inv_freq" not in name
+        _ours(name, kind): t
+        for name, t in _tensors(folder).items()
+        if "rotary.inv_freq" not in name
     }
     if "embed_tokens.weight" not in found:
         raise CheckpointError(f"from_hf: model.embeddings.weight is missing in {folder}")
@@ -260,8 +305,8 @@ def load(folder: Path, backend: str | None) -> Model:
     return model.eval()
 
 
-def _ours(name: str) -> str:
-    for pattern, replacement in _NAMES:
+def _ours(name: str, kind: str | None) -> str:
+    for pattern, replacement in (*_NAMES, *_OWN_NAMES.get(kind or "", ())):
         name = re.sub(pattern, replacement, name)
     return name
 

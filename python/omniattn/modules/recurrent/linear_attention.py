@@ -376,14 +376,5 @@ class MultiScaleRetention(RecurrentMixer):
     ) -> None:
         super().__init__(config, device=device, dtype=dtype)
 
-    def rotated(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Applies rotary embeddings to q and k."""
-        c = self.config
-        q, turned = functional.apply_rotary(
-            q, k, *rope, interleaved=c.rope_interleaved, backend=c.backend
-        )
-        assert turned is not None
-        return q, turned
-
     def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
         return functional.retention(q, k, v, normalize=self.config.normalize, **options)

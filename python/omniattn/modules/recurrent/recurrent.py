@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
+from omniattn import functional
 from omniattn.checks.arguments import shown
 from omniattn.modules.base.fields import Backend, Epsilon, Size
 from omniattn.modules.base.jagged import Sequences
@@ -24,8 +25,8 @@ from omniattn.modules.caches.cache import storage_like
 from omniattn.modules.recurrent.state_mixer import StateMixer
 
 Device: TypeAlias = "torch.device | str | None"
-#: Outputs and final state.
-Result: TypeAlias = tuple[Tensor, Tensor]
+#: Outputs, and the final state or states.
+Result: TypeAlias = tuple[Tensor, Any]
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,11 @@ class RecurrentConfig(LayerConfig):
         """Shape of a head's state."""
         return self.k_size, self.v_size
 
+    @property
+    def states(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the states of a sequence."""
+        return {"s": (self.v_heads, *self.state_size)}
+
 
 class RecurrentMixer(StateMixer):
     """Computes ``y = W_o (norm(o) * act(x W_g))`` of a recurrence o = recur(q, k, v).
@@ -152,18 +158,30 @@ class RecurrentMixer(StateMixer):
         """Maps q, k (B, T, H, K), v (B, T, Hv, V), x (B, T, dim) to o like v and the final state.
 
         With n updates of a token k is (B, T, n H, K) and v (B, T, n Hv, V). The options are the
-        function's initial_state, cu_seqlens and backend.
+        function's initial_state, cu_seqlens and backend. States are a tuple if the config's
+        `states` names several.
         """
 
     def rotated(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Applies rotary embeddings to q and k; by default none, as recurrences encode order."""
-        return q, k
+        """Applies rotary embeddings to q and k where the config has `rope_interleaved`.
+
+        Others need none, as recurrences encode order.
+        """
+        c = self.config
+        interleaved = getattr(c, "rope_interleaved", None)
+        if interleaved is None:
+            return q, k
+        turned = functional.apply_rotary(q, k, *rope, interleaved=interleaved, backend=c.backend)
+        return cast("tuple[Tensor, Tensor]", turned)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """Creates zeros: `s` (B, Hv, K, V) in fp32 (fp64 for fp64) and the convolutions' states."""
+        """Creates zeros: states in fp32 (fp64 for fp64), and those of the convolutions.
+
+        By default there is one state, `s` (B, Hv, K, V).
+        """
         c = self.config
         wide = zeros_of_states(self.o_proj.weight, storage)
-        tensors = {"s": wide.new_zeros(batch, c.v_heads, *c.state_size)}
+        tensors = {name: wide.new_zeros(batch, *shape) for name, shape in c.states.items()}
         if c.conv_size > 0:
             like = wide.new_zeros(0, dtype=storage_like(self.o_proj.weight, **storage)["dtype"])
             for name in "qkv":
@@ -184,15 +202,13 @@ class RecurrentMixer(StateMixer):
         q, k, v = (self._part(name, x, state, sequences, after) for name in "qkv")
         if rope is not None:
             q, k = self.rotated(q, k, rope)
-        o, after["s"] = self.recur(
-            q,
-            k,
-            v,
-            x,
-            initial_state=None if state is None else state["s"],
-            cu_seqlens=sequences.cu_seqlens,
-            backend=c.backend,
-        )
+        names = tuple(c.states)
+        before: Any = None
+        if state is not None:
+            before = state[names[0]] if len(names) == 1 else tuple(state[name] for name in names)
+        options = {"cu_seqlens": sequences.cu_seqlens, "backend": c.backend}
+        o, final = self.recur(q, k, v, x, initial_state=before, **options)
+        after |= zip(names, (final,) if len(names) == 1 else final, strict=True)
         normed = [o] if c.gate is None else [o, self.g_proj(x).unflatten(-1, o.shape[2:])]
         if c.joint_norm:
             normed = [t.flatten(-2) for t in normed]

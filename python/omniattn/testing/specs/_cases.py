@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,23 @@ def boundaries(count: int, steps: int, random: Random) -> Tensor:
     """Returns random cu_seqlens (count + 1,) that cover all tokens."""
     inner = random.integers(steps + 1, count - 1).sort().values
     return torch.cat((torch.tensor([0]), inner, torch.tensor([steps])))
+
+
+def flat_state(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Wraps functions whose state is a tuple, to take and return its tensors one by one."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+            state = tuple(options.pop(name, None) for name in names)
+            if any(t is not None for t in state):
+                options["initial_state"] = state
+            o, state = function(*args, **options)
+            return (o, *state)
+
+        return run
+
+    return wrap
 
 
 def element_flops(per_element: int) -> Callable[[Case, Pass], float]:

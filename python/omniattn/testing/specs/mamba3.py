@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
-from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS, boundaries
+from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS, boundaries, flat_state
 
 STATE = ("theta", "h", "last_k", "last_v")
 MIMO = ("mimo_v", "mimo_z", "mimo_out", "z")
@@ -66,27 +64,6 @@ def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
     return made
 
 
-def _flat_state(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function of a state (theta, h, k, v) to take the four tensors by name."""
-
-    @functools.wraps(function)
-    def run(
-        *args: Any,
-        theta: Tensor | None = None,
-        h: Tensor | None = None,
-        last_k: Tensor | None = None,
-        last_v: Tensor | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, ...]:
-        state = (theta, h, last_k, last_v)
-        if any(t is not None for t in state):
-            options["initial_state"] = state
-        y, state = function(*args, **options)
-        return (y, *state)
-
-    return run
-
-
 def _flops(case: Case, pass_: Pass) -> float:
     s = case.sizes
     tokens = s["B"] * s["T"] * s.get("R", 1)
@@ -107,7 +84,7 @@ SPECS = (
         flops=_flops,
         second_order=True,
         special=("packed", "several"),
-        adapt=_flat_state,
+        adapt=flat_state(*STATE),
         cases=(
             _case("tiny", 2, 3, 1, 3, 2, ("D", *STATE)),
             _case("shared", 2, 21, 4, 6, 8, ("z",), G=2, A=2),

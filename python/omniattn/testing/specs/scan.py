@@ -12,7 +12,7 @@ from torch import Tensor
 
 from omniattn.reference.precision import widen
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random
-from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS, boundaries
+from omniattn.testing.specs._cases import BF16, BOTH, F32, FORWARD, SWEEPS, boundaries, flat_state
 from omniattn.testing.specs.attention import GRADIENT_FACTOR, GRADIENT_FACTORS
 
 STATE = ("initial_state",)
@@ -119,25 +119,6 @@ def _mlstm_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     return tensors
 
 
-def _flat_state(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function of a state (C, n, m) to take the three tensors by name."""
-
-    @functools.wraps(function)
-    def run(
-        *args: Any,
-        C: Tensor | None = None,
-        n: Tensor | None = None,
-        m: Tensor | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, ...]:
-        if C is not None or n is not None or m is not None:
-            options["initial_state"] = (C, n, m)
-        h, state = function(*args, **options)
-        return (h, *state)
-
-    return run
-
-
 MATRIX = ("C", "n", "m")
 
 MLSTM = OpSpec(
@@ -152,7 +133,7 @@ MLSTM = OpSpec(
     gradient_factors={"i": 6.0, "f": 6.0},
     second_order=True,
     special=("packed", "exp"),
-    adapt=_flat_state,
+    adapt=flat_state(*MATRIX),
     cases=(
         _mlstm("tiny", 2, 3, 1, 3, 2, MATRIX),
         _mlstm("plain", 2, 70, 2, 16, 20),

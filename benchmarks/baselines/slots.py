@@ -1,0 +1,73 @@
+"""Baselines of memories of slots: chunks of tokens, one after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baselines._common import compiled, lacks
+from baselines.recurrence import SMALL_CHUNK, _chunks, gated
+
+__all__ = ["BASELINES"]
+
+Pair = tuple[Tensor, Tensor]
+
+
+def _keys(
+    q: Tensor, k: Tensor, s: Tensor, g: Tensor, scale: float | None, state: Tensor | None
+) -> Pair:
+    """Computes linear attention to the slots s, which decay by g."""
+    steps, factor = q.shape[1], q.shape[3] ** -0.5 if scale is None else scale
+    q, k, s, g = (_chunks(t.float(), SMALL_CHUNK) for t in (factor * q, k, s, g))
+    total = g.cumsum(3)
+    seen = torch.ones(SMALL_CHUNK, SMALL_CHUNK, dtype=torch.bool).tril()
+    gap = total[..., :, None, :] - total[..., None, :, :]
+    decay = gap.masked_fill(~seen[..., None], -torch.inf).exp()
+    inside = torch.einsum("nbhij,nbhijm,nbhjm->nbhim", q @ k.mT, decay, s)
+    last = total[..., -1:, :]
+    added, kept, read = k.mT @ (s * (last - total).exp()), last.exp(), total.exp()
+    start = torch.zeros_like(added[0]) if state is None else state
+    out = []
+    for n in range(len(q)):
+        out.append(inside[n] + read[n] * (q[n] @ start))
+        start = start * kept[n] + added[n]
+    return torch.stack(out, 1).movedim(2, 3).flatten(1, 2)[:, :steps], start
+
+
+def gated_slot_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Pair | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Pair]:
+    lacks(cu_seqlens=cu_seqlens is not None, grouped=q.shape[2] != k.shape[2], empty=v.numel() == 0)
+    keys, values = (None, None) if initial_state is None else initial_state
+    logits, keys = _keys(q, k, s, g, scale, keys)
+    weights = logits.softmax(-1)
+    o, values = gated(weights, s.float(), v.float(), g, scale=1.0, initial_state=values)
+    return o.to(v.dtype), (keys, values)
+
+
+def abc_attention(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, *, initial_state: Any = None, **options: Any
+) -> tuple[Tensor, Pair]:
+    lacks(initial_state=initial_state is not None)
+    z = s.float().logcumsumexp(1)
+    g = torch.cat((z[:, :1], z[:, :-1]), 1) - z
+    return gated_slot_attention(q, k, v, (s - z).exp(), g, **options)
+
+
+BASELINES = {
+    "gated_slot_attention": {
+        "aten": gated_slot_attention,
+        "compiled": compiled(gated_slot_attention),
+    },
+    "abc_attention": {"aten": abc_attention},
+}

@@ -1,0 +1,256 @@
+"""Attention to a memory of a few slots: gated slot attention and ABC."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from omniattn.checks.arguments import (
+    cast_like,
+    require_float,
+    require_shape,
+    require_strided,
+)
+from omniattn.checks.jagged import over_sequences
+from omniattn.encoding.sequences import Sequences
+from omniattn.functional.recurrences._common import (
+    NO_DECAY,
+    OF_CHANNELS,
+    attempt,
+    log_decays,
+    repeated,
+    run,
+    sequence_count,
+    state_parts,
+    widened,
+)
+from omniattn.functional.recurrences._running_softmax import running_softmax
+from omniattn.ops._plain import is_plain
+from omniattn.reference.precision import widen
+
+__all__ = ["abc_attention", "gated_slot_attention"]
+
+Sums = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@over_sequences("q", "k", "v", "s", "g")
+def gated_slot_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Softmax attention to M slots, which keep decaying sums of keys and of values.
+
+    ``K_t = K_{t-1} diag(exp(g_t)) + k_t s_t^T``, ``V_t = diag(exp(g_t)) V_{t-1} + s_t v_t^T``,
+    ``o_t = V_t^T softmax(scale * K_t^T q_t)``. In the paper ``s = 1 - exp(g)``.
+
+    Args:
+        q: (B, T, Hq, K), float64, float32, bfloat16 or float16, any strides; Hq is a multiple of H,
+            and head h of q reads the slots of head h // (Hq / H).
+        k: (B, T, H, K), of q's dtype.
+        v: (B, T, H, V), of q's dtype.
+        s: (B, T, H, M), of q's dtype: the share of a token that each slot takes.
+        g: (B, T, H, M), logarithms of the decays of the slots, <= 0.
+        scale: default K^-0.5.
+        initial_state: (K, V) of shapes (N, H, K, M) and (N, H, M, V), of any floating dtype, but
+            computed in float32 (float64 for float64); None for zeros. N is B, or the number of
+            sequences.
+        cu_seqlens: (N + 1,) int32 or int64: B is 1, and tokens cu_seqlens[n] .. cu_seqlens[n + 1]
+            are sequence n, with a state of its own. Jagged nested tensors (B, j, ...) in place of
+            (B, T, ...) bring their own boundaries, and the output has them, too.
+        backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
+
+    Returns:
+        o (B, T, Hq, V) of q's dtype, and the state (K, V) after the last token in float32 (float64
+        for float64).
+
+    Raises:
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        This is `gated_linear_attention` twice: with the slots as channels of its values, whose
+        decays are `gv`, and then as channels of its keys; in fp32 for half types. With Hq > H it
+        repeats keys and values.
+
+    Reference:
+        Zhang et al., Gated Slot Attention for Efficient Linear-Time Sequence Modeling, 2024,
+        arXiv:2409.07146. Verified against `ops/gsa/naive.py` of fla-org/flash-linear-attention,
+        commit bc3b101d.
+
+    Example:
+        >>> one, v = torch.ones(1, 2, 1, 1), torch.tensor([4.0, 8.0]).view(1, 2, 1, 1)
+        >>> half = torch.full((1, 2, 1, 1), 0.5)
+        >>> gated_slot_attention(one, one, v, half, half.log())[0].flatten()  # 4 / 2, (2 + 8) / 2
+        tensor([2., 5.])
+    """
+    op = "gated_slot_attention"
+    sequences = Sequences(None, cu_seqlens, backend)
+    if initial_state is None or (isinstance(initial_state, tuple) and len(initial_state) == 2):
+        found = _attempt(op, q, k, v, s, g, scale, initial_state, sequences)
+        if found is not None:
+            return found
+    k, v, copies = _require_heads(op, q, k, v)
+    s = cast_like(op, "s", s, q)
+    require_strided(op, "s", s)
+    slots = s.shape[-1] if s.ndim == 4 else 1
+    of_slots = (*v.shape[:3], slots)
+    require_shape(op, "s", s, of_slots)
+    g = log_decays(op, "g", g, v, (of_slots,))
+    state = _checked_slots(op, initial_state, "K, V", q, v, slots, sequences)
+    dtype, q = q.dtype, widen(q)
+    k, v, s, g = (repeated(widen(t), copies) for t in (k, v, s, g))
+    keys, values = (None, None) if state is None else _each(state, copies)
+    logits, keys = run(op, q, k, s, None, scale, sequences._replace(initial_state=keys), gv=g)
+    before = sequences._replace(initial_state=values)
+    o, values = run(op, logits.softmax(-1), s, v, g, 1.0, before)
+    return o.to(dtype), (keys[:, ::copies], values[:, ::copies])
+
+
+@over_sequences("q", "k", "v", "s")
+def abc_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Sums | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Sums]:
+    """Softmax attention to M slots, which keep weighted means of past keys and values.
+
+    With the weights ``w_tj = softmax_{j <= t}(s_j)`` of each slot, ``K_t = sum_j k_j w_tj^T``,
+    ``V_t = sum_j w_tj v_j^T``, ``o_t = V_t^T softmax(scale * K_t^T q_t)`` (attention with
+    bounded-memory control).
+
+    Args:
+        q, k, v, scale, cu_seqlens, backend: as in `gated_slot_attention`.
+        s: (B, T, H, M), floating-point: logits of the slots.
+        initial_state: (K, V, n, m) of shapes (N, H, K, M), (N, H, M, V), (N, H, M) and (N, H, M):
+            with the largest logit m, the sums of ``k exp(s - m)``, of ``v exp(s - m)`` and of
+            ``exp(s - m)``; None for no tokens, which are zeros. fla's states are K / n and V / n.
+
+    Returns:
+        o (B, T, Hq, V) of q's dtype, and the state (K, V, n, m) after the last token in float32
+        (float64 for float64), whose m has no gradient, since its value cancels.
+
+    Raises:
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        Computed as `gated_slot_attention`, from sums that are relative to the largest logit so
+        far. So logits of any size keep their accuracy.
+
+    Reference:
+        Peng et al., ABC: Attention with Bounded-memory Control, 2021, arXiv:2110.02488. Verified
+        against both functions of `ops/abc/naive.py` of fla-org/flash-linear-attention, commit
+        bc3b101d.
+
+    Example:
+        >>> one, v = torch.ones(1, 2, 1, 1), torch.tensor([4.0, 8.0]).view(1, 2, 1, 1)
+        >>> abc_attention(one, one, v, 0 * one)[0].flatten()  # one slot of equal weights
+        tensor([4., 6.])
+    """
+    op = "abc_attention"
+    sequences, dtype = Sequences(None, cu_seqlens, backend), q.dtype
+    k, v, copies = _require_heads(op, q, k, v)
+    slots = s.shape[-1] if isinstance(s, Tensor) and s.ndim == 4 else 1
+    s = widened(op, "s", s, v, ((*v.shape[:3], slots),))
+    state = _checked_slots(op, initial_state, "K, V, n, m", q, v, slots, sequences)
+    weights = running_softmax(op, s, None if state is None else state[2:], sequences)
+    q, k, v = widen(q), repeated(widen(k), copies), repeated(widen(v), copies)
+    shares, decays, totals = (repeated(t, copies) for t in weights[:3])
+    keys, values = (None, None) if state is None else _each(state[:2], copies)
+    logits, keys = run(
+        *(op, q, k, shares, None, scale, sequences._replace(initial_state=keys)), gv=decays
+    )
+    read = (logits / totals).softmax(-1) / totals
+    o, values = run(op, read, shares, v, decays, 1.0, sequences._replace(initial_state=values))
+    return o.to(dtype), (keys[:, ::copies], values[:, ::copies], weights.n, weights.m)
+
+
+def _attempt(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor,
+    scale: float | None,
+    state: tuple[Tensor, Tensor] | None,
+    sequences: Sequences,
+) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
+    """Runs both passes of plain tensors in fp32 or fp64, without the checks; see `attempt`."""
+    if not is_plain(q, k, v, s, g) or q.dtype.itemsize < 4 or q.ndim != 4 or k.ndim != 4:
+        return None
+    if not q.shape[:3] == k.shape[:3] == v.shape[:3] == s.shape[:3] or s.shape != g.shape:
+        return None
+    keys, values = (None, None) if state is None else state
+    found = attempt(
+        *(op, q, k, s, None, scale, sequences._replace(initial_state=keys), (NO_DECAY,)), gv=g
+    )
+    if found is None:
+        return None
+    logits, keys = found
+    weights, before = logits.softmax(-1), sequences._replace(initial_state=values)
+    found = attempt(op, weights, s, v, g, 1.0, before, (OF_CHANNELS,))
+    return None if found is None else (found[0], (keys, found[1]))
+
+
+def _require_heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Checks q, k and v; returns k, v and the number of heads of q for each of k and v."""
+    require_float(op, "q", q)
+    k, v = cast_like(op, "k", k, q), cast_like(op, "v", v, q)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        require_strided(op, name, t)
+    if q.ndim != 4:
+        raise ValueError(f"{op}: q must have shape (B, T, Hq, K), got q.shape={tuple(q.shape)}")
+    batch, steps, heads, size = q.shape
+    shared = k.shape[2] if k.ndim == 4 else 0
+    if k.ndim != 4 or k.shape != (batch, steps, shared, size) or heads % max(1, shared):
+        raise ValueError(
+            f"{op}: k must have shape (B, T, H, K) with B, T and K of q and H a divisor of its "
+            f"heads, got k.shape={tuple(k.shape)}, q.shape={tuple(q.shape)}"
+        )
+    if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"{op}: v must have shape (B, T, H, V) with B, T and H of k, "
+            f"got v.shape={tuple(v.shape)}, k.shape={tuple(k.shape)}"
+        )
+    return k, v, heads // max(1, shared)
+
+
+def _checked_slots(
+    op: str,
+    state: tuple[Tensor, ...] | None,
+    names: str,
+    q: Tensor,
+    v: Tensor,
+    slots: int,
+    sequences: Sequences,
+) -> tuple[Tensor, ...] | None:
+    """Checks the boundaries and a state (K, V) or (K, V, n, m), as `names` says."""
+    count, heads = sequence_count(op, q, sequences.cu_seqlens), v.shape[2]
+    shapes: tuple[tuple[int, ...], ...] = (
+        (count, heads, q.shape[3], slots),
+        (count, heads, slots, v.shape[3]),
+        *((count, heads, slots),) * 2,
+    )
+    return state_parts(op, state, names, v, shapes[: names.count(",") + 1])
+
+
+def _each(state: tuple[Tensor, ...], copies: int) -> tuple[Tensor, ...]:
+    """Repeats the states of a head for each of its queries."""
+    return tuple(t.repeat_interleave(copies, 1) if copies > 1 else t for t in state)
