@@ -16,7 +16,7 @@ from omniattn.compat._errors import errors_of
 from omniattn.reference.precision import widen
 from omniattn.suggestions import did_you_mean
 
-Result: TypeAlias = tuple[Tensor, Any]
+Result: TypeAlias = tuple[Tensor, Tensor | None]
 #: A function of `omniattn.functional` that computes an fla function, and its tensors (B, T, ..).
 Call: TypeAlias = tuple[Callable[..., tuple[Tensor, Any]], tuple[Tensor, ...]]
 Theirs = ParamSpec("Theirs")
@@ -27,16 +27,19 @@ _NOT_SUPPORTED = {"gv", "return_intermediate_states"}
 
 
 def fla_function(
-    *, without_effect: Set[str] = frozenset(), also: Set[str] = frozenset()
-) -> Callable[[Callable[Theirs, Call]], Callable[Theirs, Result]]:
+    *,
+    without_effect: Set[str] = frozenset(),
+    also: Set[str] = frozenset(),
+    returns: Any = Result,
+) -> Callable[[Callable[Theirs, Call]], Callable[Theirs, Any]]:
     """Makes an fla function from one with its signature that returns a `Call`.
 
     Handles the shared options in the signature: scale, l2norm, states, boundaries and direction.
     Ignores options that only affect speed and the options `without_effect`; others must be None or
-    False, unless they are in `also`.
+    False, unless they are in `also`. The function is annotated to return `returns`.
     """
 
-    def decorate(choose: Callable[Theirs, Call]) -> Callable[Theirs, Result]:
+    def decorate(choose: Callable[Theirs, Call]) -> Callable[Theirs, Any]:
         signature = inspect.signature(choose)
         named = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
         required = [
@@ -48,7 +51,7 @@ def fla_function(
             taken = taken | {"transpose_state_layout"}
 
         @functools.wraps(choose)
-        def function(*args: Theirs.args, **kwargs: Theirs.kwargs) -> Result:
+        def function(*args: Theirs.args, **kwargs: Theirs.kwargs) -> Any:
             given = {**defaults, **dict(zip(named, args, strict=False)), **kwargs}
             present = {n: given[n] for n in required if n in given}
             require_inputs(choose.__name__, given.get("scale"), **present)
@@ -62,8 +65,8 @@ def fla_function(
                     )
             return run(choose.__name__, call, tensors, given)
 
-        function.__annotations__ = {**choose.__annotations__, "return": Result}
-        returned = signature.replace(return_annotation=Result)
+        function.__annotations__ = {**choose.__annotations__, "return": returns}
+        returned = signature.replace(return_annotation=returns)
         function.__signature__ = returned  # type: ignore[attr-defined]
         return function
 
@@ -83,7 +86,7 @@ def run(
     call: Callable[..., tuple[Tensor, Any]],
     tensors: tuple[Tensor, ...],
     given: Mapping[str, Any],
-) -> Result:
+) -> tuple[Tensor, Any]:
     """Runs `call` on the tensors, with the states and options in `given`."""
     boundaries, state = given["cu_seqlens"], given["initial_state"]
     reverse = given.get("reverse", False)

@@ -12,9 +12,10 @@ from omniattn.compat._fla import Call, fla_function
 __all__ = ["chunk_abc", "chunk_gsa", "fused_recurrent_gsa"]
 
 Pair = tuple[Tensor, Tensor]
+Result = tuple[Tensor, Pair | None]
 
 
-@fla_function(without_effect={"checkpoint_level"})
+@fla_function(without_effect={"checkpoint_level"}, returns=Result)
 def chunk_gsa(
     q: Tensor,
     k: Tensor,
@@ -35,7 +36,7 @@ def chunk_gsa(
     return _slots(q, k, v, s, g)
 
 
-@fla_function()
+@fla_function(returns=Result)
 def fused_recurrent_gsa(
     q: Tensor,
     k: Tensor,
@@ -53,7 +54,7 @@ def fused_recurrent_gsa(
     return _slots(q, k, v, s, g)
 
 
-@fla_function()
+@fla_function(returns=Result)
 def chunk_abc(
     q: Tensor,
     k: Tensor,

@@ -74,7 +74,7 @@ from omniattn.modules.recurrent.performer import Performer
 from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.recurrent.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
 from omniattn.modules.recurrent.rwkv_means import RWKVQuadratic, RWKVRecurrent
-from omniattn.modules.recurrent.slots import ABCAttention, GatedSlotAttention
+from omniattn.modules.recurrent.slots import ABCAttention, GatedSlotAttention, Raven
 from omniattn.modules.recurrent.state_mixer import StateMixer
 from omniattn.modules.recurrent.xlstm import MLSTM, SLSTM
 from omniattn.modules.sparse.bigbird import BigBirdAttention
@@ -203,6 +203,7 @@ __all__ = [
     "RWKVChannelMix",
     "RWKVQuadratic",
     "RWKVRecurrent",
+    "Raven",
     "ReBased",
     "RecurrentState",
     "Residual",

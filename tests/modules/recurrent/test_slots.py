@@ -4,12 +4,14 @@ import pytest
 import torch
 from torch.nn import functional as nnf
 
-from omniattn.modules import ABCAttention, GatedSlotAttention
+from omniattn.modules import ABCAttention, GatedSlotAttention, Raven
 
 DIM, STD = 12, {"init_std": 0.4}
 CONFIGS = {
     "gsa": GatedSlotAttention.Config(DIM, 2, num_slots=5, **STD),
     "gsa, convolved": GatedSlotAttention.Config(DIM, 2, conv_size=3, gate="silu", **STD),
+    "raven": Raven.Config(DIM, 2, num_slots=5, top_k=2, **STD),
+    "raven, slots": Raven.Config(DIM, 2, decay="slots", router="softmax", top_k=2, **STD),
     "abc": ABCAttention.Config(DIM, 3, num_slots=5, clamp=0.5, **STD),
     "abc, convolved": ABCAttention.Config(DIM, 3, conv_size=3, gate=None, **STD),
 }
@@ -62,6 +64,50 @@ def test_abc():
     torch.testing.assert_close(layer(x), y)
 
 
+@pytest.mark.parametrize("name", ["raven", "raven, slots"])
+def test_raven(name):
+    """Only the routed slots change; their shares of a sigmoid have the sum 1."""
+    layer, x = made(name)
+    slots = layer.config.slots
+    for norm in (layer.q_norm, layer.k_norm):
+        torch.nn.init.normal_(norm.weight)
+    q, k, v = (nnf.silu(getattr(layer, f"{n}_proj")(x)).unflatten(-1, (2, -1)) for n in "qkv")
+    q = nnf.rms_norm(q, (6,), layer.q_norm.weight, 1e-5)
+    k = nnf.rms_norm(k, (6,), layer.k_norm.weight, 1e-5)
+    r = layer.r_proj(x).unflatten(-1, (2, slots))
+    if name == "raven":
+        r = r.sigmoid()
+        g = -layer.A_log.exp() * nnf.softplus(layer.a_proj(x) + layer.dt_bias)
+        g = g[..., None].expand_as(r)
+    else:
+        r, g = r.softmax(-1), nnf.logsigmoid(layer.f_proj(x)).unflatten(-1, (2, slots)) / 8
+    chosen = r >= r.topk(2, -1).values[..., -1:]
+    r = r * chosen
+    r = r / (r.sum(-1, keepdim=True) + 1e-9) if name == "raven" else r
+    a = (g * r).exp()
+    keys, values, out = torch.zeros(2, 2, 6, slots), torch.zeros(2, 2, slots, 6), []
+    for t in range(9):
+        keys = keys * a[:, t, :, None] + k[:, t, ..., None] * (1 - a[:, t, :, None])
+        values = values * a[:, t, ..., None] + (1 - a[:, t, ..., None]) * v[:, t, :, None]
+        out.append(attended(q[:, t], keys, values, 1.0))
+    o = nnf.silu(torch.stack(out, 1).flatten(-2))
+    y = layer.o_proj(nnf.rms_norm(o, (DIM,), layer.o_norm.weight, 1e-5))
+    torch.testing.assert_close(layer(x), y)
+
+
+def test_noise_of_routers():
+    """Only in training."""
+    layer = Raven(DIM, 2, num_slots=5, top_k=2, noise=True)
+    x = torch.randn(1, 9, DIM)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
 def test_errors():
+    with pytest.raises(ValueError, match="Raven: top_k must be at most the number of slots"):
+        Raven(8, 2, num_slots=2, top_k=3)
+    with pytest.raises(ValueError, match="Raven: decay must be"):
+        Raven(8, 2, decay="head")
     with pytest.raises(ValueError, match="GatedSlotAttention: num_v_heads must be None"):
         GatedSlotAttention(8, 2, num_v_heads=4)

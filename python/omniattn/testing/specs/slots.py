@@ -143,6 +143,11 @@ VARIANTS = (
         "Zhang et al. 2024, arXiv 2409.07146",
     ),
     Variant(
+        "Raven: tokens are routed to slots",
+        ("Raven",),
+        "goombalab/raven 2026",
+    ),
+    Variant(
         "ABC: softmax over slots of weighted means",
         ("abc_attention", "ABCAttention"),
         "Peng et al. 2021, arXiv 2110.02488",
