@@ -113,6 +113,9 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "gated delta product: several updates for each token": (("gated_delta_product", "head64"),),
     "Comba: another key erases": (("comba", "head64"),),
     "Gated DeltaNet-2: gates of erased and written channels": (("gated_delta_rule_2", "head64"),),
+    "preconditioned Gated DeltaNet and KDA: writes scaled by mean squares of keys": (
+        ("preconditioned_delta_rule", "head64"),
+    ),
     "HGRN: forget gates of channels": (("linear_scan", "model"),),
     "DeltaFormer: values less what attention to earlier ones reads": (
         ("deltaformer_attention", "head64"),

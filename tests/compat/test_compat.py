@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional as nnf
 
 from omniattn import compat
+from omniattn import functional as F
+from omniattn.compat import fla
 
 FLA = libraries.NAMES["fla"]
 B, T, H, K, V = 2, 9, 2, 4, 6
@@ -363,6 +365,37 @@ def test_hgrn(name):
     o, final = function(x, g, start, output_final_state=True)
     torch.testing.assert_close((o, final), (torch.stack(expected, 1), h))
     assert function(x, g)[1] is None
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "kda"])
+def test_preconditioned_rules(kind):
+    torch.manual_seed(0)
+    x = tensors()
+    q, k, v, beta = (x[name] for name in ("q", "k", "v", "beta"))
+    g = x["gk"] if kind == "kda" else x["g"]
+    center = torch.randn(v.shape[2])
+    rows = (q, k, v, g, beta, x["g"], beta.square(), center)
+    want, state = F.preconditioned_delta_rule(*rows, x=1.7, l2norm=True)
+    named = dict(
+        zip(("q", "k", "v", "g", "beta", "g_atk", "beta_atk", "log_atk_scale"), rows, strict=True)
+    )
+    named |= {"x": 1.7, "output_final_state": True}
+    for form in ("chunk", "fused_recurrent"):
+        call = getattr(fla, f"{form}_precond_{kind}")
+        torch.testing.assert_close(call(**named), (want, *state))
+        _, s, a = call(**named, transpose_state_layout=True)
+        torch.testing.assert_close(s, state[0].mT)
+        assert call(**named | {"output_final_state": False})[1:] == (None, None)
+        again = call(**named, initial_state=s, initial_A_state=a, transpose_state_layout=True)
+        after = F.preconditioned_delta_rule(*rows, x=1.7, l2norm=True, initial_state=state)
+        torch.testing.assert_close(again, (after[0], after[1][0].mT, after[1][1]))
+        with pytest.raises(ValueError, match=f"{call.__name__}: initial_A_state must have shape"):
+            call(**named, initial_A_state=a[:, :, 1:])
+        with pytest.raises(ValueError, match=f"{call.__name__}: g_atk must have shape"):
+            call(**named | {"g_atk": g[:, 1:]})
+    for name, value in (("cp_context", 1), ("head_first", True)):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
+            getattr(fla, f"chunk_precond_{kind}")(**named, **{name: value})
 
 
 def test_what_changes_results_is_refused_and_what_does_not_is_taken():

@@ -192,6 +192,11 @@ RECURRENT = {
         (q, k, v, gate_of(q, 2, 4), like(q, 2, 4), like(q, 2, 4)),
         {"l2norm": True},
     ),
+    "preconditioned_delta_rule": lambda q, k, v: (
+        F.preconditioned_delta_rule,
+        (q, k, v, gate_of(q, 2), like(q, 2), gate_of(q, 2), like(q, 2).square()),
+        {"l2norm": True},
+    ),
     "log_linear_attention": lambda q, k, v: (
         F.log_linear_attention,
         (q, k, v, gate_of(q, 2), like(q, 2, 5)),

@@ -34,6 +34,8 @@ def tensors() -> dict[str, torch.Tensor]:
         "erased": torch.rand(B, T, H, K),
         "written": torch.rand(B, T, H, V),
         "u": torch.randn(H, K),
+        "atk g": nnf.logsigmoid(3 + torch.randn(B, T, H)),
+        "atk beta": torch.rand(B, T, H),
         "positive q": q.exp(),
         "positive k": k.exp(),
     }
@@ -58,6 +60,8 @@ KDA = ("q", "k", "v", "gk", "beta")
 IPLR, DPLR = ("q", "k", "v", "a", "b"), ("q", "k", "v", "a", "b", "gk")
 COMBA = ("q", "k", "v", "p", "g", "beta")
 COMBA_STEPS = ("q", "k", "v", "p", "beta", "g")
+PRECOND = ("q", "k", "v", "atk g", "g", "atk beta", "beta")
+PRECOND_KDA = ("q", "k", "v", "gk", "atk g", "atk beta", "beta")
 GATES = ("q", "k", "v", "gk", "erased", "written")
 POSITIVE = ("positive q", "positive k", "v")
 
@@ -68,6 +72,11 @@ def iplr(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *low: torch.Tensor) 
 
 def comba(*given: torch.Tensor) -> Any:
     return F.comba(*given, erase_decayed=True)
+
+
+def precond(q: torch.Tensor, k: torch.Tensor, *given: torch.Tensor) -> Any:
+    q, k = (nnf.normalize(t, dim=-1) for t in (q, k))
+    return F.preconditioned_delta_rule(q, k, *given)
 
 
 def based(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -159,6 +168,22 @@ CASES = [
     Naive("comba", "naive_recurrent_comba", COMBA_STEPS, comba, COMBA, FINAL),
     Naive("comba", "naive_chunk_comba", COMBA, F.comba, COMBA, FINAL),
     Naive("gdn2", "naive_recurrent_gdn2", GATES, F.gated_delta_rule_2, GATES, FINAL),
+    Naive(
+        "precond_gated_delta_rule",
+        "naive_recurrent_precond_gated_delta_rule",
+        PRECOND,
+        precond,
+        (*DELTA, "atk g", "atk beta"),
+        FINAL,
+    ),
+    Naive(
+        "precond_kda",
+        "naive_recurrent_precond_kda",
+        PRECOND_KDA,
+        F.preconditioned_delta_rule,
+        (*KDA, "atk g", "atk beta"),
+        FINAL,
+    ),
     Naive("based", "naive_parallel_based", QKV, based, QKV, heads_first=True),
     Naive(
         "rwkv6/recurrent_naive",

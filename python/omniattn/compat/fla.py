@@ -103,6 +103,12 @@ from omniattn.compat._fla_parts import (
     prepare_token_indices,
     rotary_embedding,
 )
+from omniattn.compat._fla_precond import (
+    chunk_precond_gated_delta_rule,
+    chunk_precond_kda,
+    fused_recurrent_precond_gated_delta_rule,
+    fused_recurrent_precond_kda,
+)
 from omniattn.compat.fla_layers import (
     Attention,
     Cache,
@@ -117,6 +123,8 @@ from omniattn.compat.fla_layers import (
     KimiDeltaAttention,
     LinearAttention,
     MultiScaleRetention,
+    PrecondGatedDeltaNet,
+    PrecondKDA,
     SimpleGatedLinearAttention,
     T2RFeatureMap,
     elu_p1,
@@ -154,6 +162,8 @@ __all__ = [
     "LayerNorm",
     "LinearAttention",
     "MultiScaleRetention",
+    "PrecondGatedDeltaNet",
+    "PrecondKDA",
     "RMSNorm",
     "RotaryEmbedding",
     "ShortConvolution",
@@ -171,6 +181,8 @@ __all__ = [
     "chunk_lightning_attn",
     "chunk_linear_attn",
     "chunk_log_linear_attn",
+    "chunk_precond_gated_delta_rule",
+    "chunk_precond_kda",
     "chunk_retention",
     "chunk_rwkv6",
     "chunk_rwkv7",
@@ -196,6 +208,8 @@ __all__ = [
     "fused_recurrent_kda",
     "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",
+    "fused_recurrent_precond_gated_delta_rule",
+    "fused_recurrent_precond_kda",
     "fused_recurrent_retention",
     "fused_recurrent_rwkv4",
     "fused_recurrent_rwkv6",

@@ -72,6 +72,7 @@ from omniattn.functional.recurrences.delta_variants import (
     comba,
     gated_delta_product,
     gated_delta_rule_2,
+    preconditioned_delta_rule,
 )
 from omniattn.functional.recurrences.deltaformer import deltaformer_attention
 from omniattn.functional.recurrences.linear_attention import (
@@ -240,6 +241,7 @@ __all__ = [
     "orthogonal_gaussian",
     "packed_positions",
     "path_attention",
+    "preconditioned_delta_rule",
     "qk_norm_rotary",
     "quantize_int8",
     "random_feature_attention",

@@ -71,6 +71,7 @@ from omniattn.modules.recurrent.linear_attention import (
 )
 from omniattn.modules.recurrent.linear_variants import HGRN2, LightningAttention, ReBased
 from omniattn.modules.recurrent.performer import Performer
+from omniattn.modules.recurrent.preconditioned import PrecondGatedDeltaNet, PrecondKDA
 from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.recurrent.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
 from omniattn.modules.recurrent.rwkv_means import RWKVQuadratic, RWKVRecurrent
@@ -190,6 +191,8 @@ __all__ = [
     "Performer",
     "PeriodicKeyCache",
     "PolyNorm",
+    "PrecondGatedDeltaNet",
+    "PrecondKDA",
     "QuantizedCache",
     "RMSNorm",
     "RMSNormGated",

@@ -24,7 +24,12 @@ from omniattn.reference.attention import (
 )
 from omniattn.reference.attention_int8 import attention_int8, quantize_int8
 from omniattn.reference.conv import causal_conv1d
-from omniattn.reference.delta_variants import comba, gated_delta_product, gated_delta_rule_2
+from omniattn.reference.delta_variants import (
+    comba,
+    gated_delta_product,
+    gated_delta_rule_2,
+    preconditioned_delta_rule,
+)
 from omniattn.reference.deltaformer import deltaformer_attention
 from omniattn.reference.dual_chunk import (
     dual_chunk_attention,
@@ -198,6 +203,7 @@ __all__ = [
     "nsa_attention",
     "packed_positions",
     "path_attention",
+    "preconditioned_delta_rule",
     "qk_norm_rotary",
     "quantize_int8",
     "random_feature_attention",

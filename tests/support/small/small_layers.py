@@ -37,6 +37,8 @@ FIELDS = {
     "LightningAttention": {"dim": 8, "num_heads": 2},
     "ReBased": {"dim": 8, "num_heads": 2},
     "KimiDeltaAttention": {"dim": 8, "num_heads": 2},
+    "PrecondGatedDeltaNet": {"dim": 8, "num_heads": 2},
+    "PrecondKDA": {"dim": 8, "num_heads": 2},
     "LargeMLSTM": {"dim": 8, "num_heads": 2},
     "RWKVQuadratic": {"dim": 8, "num_heads": 2},
     "RWKVRecurrent": {"dim": 8, "num_heads": 2},

@@ -36,6 +36,7 @@ from omniattn.compat.fla_layers.linear import (
     LinearAttention,
     T2RFeatureMap,
 )
+from omniattn.compat.fla_layers.precond import PrecondGatedDeltaNet, PrecondKDA
 
 __all__ = [
     "Attention",
@@ -51,6 +52,8 @@ __all__ = [
     "KimiDeltaAttention",
     "LinearAttention",
     "MultiScaleRetention",
+    "PrecondGatedDeltaNet",
+    "PrecondKDA",
     "SimpleGatedLinearAttention",
     "T2RFeatureMap",
     "elu_p1",

@@ -276,6 +276,27 @@ def _copies(heads: int, v_heads: int) -> int:
     return next(enough, max(1, group)) if heads < _KEY_HEADS else 1
 
 
+def states_of(
+    op: str,
+    state: tuple[Tensor, ...] | None,
+    like: Tensor,
+    names: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+) -> tuple[Tensor, ...] | None:
+    """Returns the tensors of a state in fp32 (fp64 for fp64)."""
+    if state is None:
+        return None
+    if not isinstance(state, tuple) or len(state) != len(names):
+        raise TypeError(
+            f"{op}: initial_state must be a tuple ({', '.join(names)}), got "
+            f"type(initial_state)={type(state).__name__}"
+        )
+    return tuple(
+        widened(op, f"initial_state[{i}]", t, like, (shape,))
+        for i, (t, shape) in enumerate(zip(state, shapes, strict=True))
+    )
+
+
 def repeated(t: Tensor, count: int) -> Tensor:
     """Repeats each head of (B, T, H, ..) `count` times; expands a single head without a copy."""
     if count == 1:

@@ -25,6 +25,7 @@ from omniattn.functional.recurrences._common import (
     first_of,
     log_decays,
     run,
+    states_of,
     widened,
 )
 from omniattn.reference.precision import widen
@@ -152,7 +153,7 @@ def mamba3(
         (count, heads, states) if single else (count, rank, heads, states),
         (count, heads, size),
     )
-    before = _checked_state(op, initial_state, v, shapes)
+    before = states_of(op, initial_state, v, ("theta", "h", "k", "v"), shapes)
 
     theta = _phases(angles, dt, before, cu_seqlens)
     q, k = _with_bias(q, q_bias, single), _with_bias(k, k_bias, single)
@@ -234,24 +235,6 @@ def _require_pairs(
             f"{op}: mimo_z must be given exactly where z and mimo_v are, "
             f"got z={shown(z)}, mimo_z={shown(mimo_z)}"
         )
-
-
-def _checked_state(
-    op: str, state: State | None, v: Tensor, shapes: tuple[tuple[int, ...], ...]
-) -> tuple[Tensor, ...] | None:
-    """Returns the tensors of a state in fp32 (fp64 for fp64)."""
-    if state is None:
-        return None
-    if not isinstance(state, tuple) or len(state) != 4:
-        raise TypeError(
-            f"{op}: initial_state must be a tuple (theta, h, k, v), got "
-            f"type(initial_state)={type(state).__name__}"
-        )
-    names = (f"initial_state[{i}]" for i in range(4))
-    return tuple(
-        widened(op, name, t, v, (shape,))
-        for name, t, shape in zip(names, state, shapes, strict=True)
-    )
 
 
 def _phases(

@@ -24,8 +24,8 @@ from omniattn.modules.caches.cache import storage_like
 from omniattn.modules.recurrent.state_mixer import StateMixer
 
 Device: TypeAlias = "torch.device | str | None"
-#: Outputs and final state.
-Result: TypeAlias = tuple[Tensor, Tensor]
+#: Outputs and final state, or a tuple of the final state's tensors.
+Result: TypeAlias = tuple[Tensor, Any]
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,11 @@ class RecurrentConfig(LayerConfig):
         """Shape of a head's state."""
         return self.k_size, self.v_size
 
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of a sequence's state, by name."""
+        return {"s": (self.v_heads, *self.state_size)}
+
 
 class RecurrentMixer(StateMixer):
     """Computes ``y = W_o (norm(o) * act(x W_g))`` of a recurrence o = recur(q, k, v).
@@ -152,7 +157,7 @@ class RecurrentMixer(StateMixer):
         """Maps q, k (B, T, H, K), v (B, T, Hv, V), x (B, T, dim) to o like v and the final state.
 
         With n updates of a token k is (B, T, n H, K) and v (B, T, n Hv, V). The options are the
-        function's initial_state, cu_seqlens and backend.
+        function's initial_state, cu_seqlens and backend. A state of several tensors is a tuple.
         """
 
     def rotated(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -160,10 +165,13 @@ class RecurrentMixer(StateMixer):
         return q, k
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """Creates zeros: `s` (B, Hv, K, V) in fp32 (fp64 for fp64) and the convolutions' states."""
+        """Creates zeros in fp32 (fp64 for fp64), and the convolutions' states.
+
+        `s` (B, Hv, K, V) is the matrix of each head.
+        """
         c = self.config
         wide = zeros_of_states(self.o_proj.weight, storage)
-        tensors = {"s": wide.new_zeros(batch, c.v_heads, *c.state_size)}
+        tensors = {name: wide.new_zeros(batch, *size) for name, size in c.state_shapes.items()}
         if c.conv_size > 0:
             like = wide.new_zeros(0, dtype=storage_like(self.o_proj.weight, **storage)["dtype"])
             for name in "qkv":
@@ -184,15 +192,20 @@ class RecurrentMixer(StateMixer):
         q, k, v = (self._part(name, x, state, sequences, after) for name in "qkv")
         if rope is not None:
             q, k = self.rotated(q, k, rope)
-        o, after["s"] = self.recur(
+        names = tuple(c.state_shapes)
+        before: Any = None if state is None else tuple(state[name] for name in names)
+        if len(names) == 1 and before is not None:
+            (before,) = before
+        o, final = self.recur(
             q,
             k,
             v,
             x,
-            initial_state=None if state is None else state["s"],
+            initial_state=before,
             cu_seqlens=sequences.cu_seqlens,
             backend=c.backend,
         )
+        after.update(zip(names, final if len(names) > 1 else (final,), strict=True))
         normed = [o] if c.gate is None else [o, self.g_proj(x).unflatten(-1, o.shape[2:])]
         if c.joint_norm:
             normed = [t.flatten(-2) for t in normed]
