@@ -116,6 +116,7 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "preconditioned Gated DeltaNet and KDA: writes scaled by mean squares of keys": (
         ("preconditioned_delta_rule", "head64"),
     ),
+    "MesaNet: least squares over past tokens by conjugate gradients": (("mesa_net", "head64"),),
     "HGRN: forget gates of channels": (("linear_scan", "model"),),
     "DeltaFormer: values less what attention to earlier ones reads": (
         ("deltaformer_attention", "head64"),

@@ -398,6 +398,29 @@ def test_preconditioned_rules(kind):
             getattr(fla, f"chunk_precond_{kind}")(**named, **{name: value})
 
 
+def test_mesa_net():
+    torch.manual_seed(0)
+    x = tensors()
+    rows = [nnf.normalize(x["q"], dim=-1), nnf.normalize(x["k"], dim=-1), x["v"]]
+    gates, lamb = (x["g"], x["beta"]), torch.rand(H, K) + 0.25
+    want, (kk, kv) = F.mesa_net(*rows, *gates, lamb)
+    found = fla.chunk_mesa_net(*rows, *gates, lamb, output_final_state=True)
+    torch.testing.assert_close(found, (want, kk, kv))
+    assert fla.chunk_mesa_net(*rows, *gates, lamb)[1:] == (None, None)
+    again = fla.chunk_mesa_net(*rows, *gates, lamb, h_kk_init=kk)[0]
+    both, _ = F.mesa_net(*rows, *gates, lamb, initial_state=(kk, 0 * kv))
+    torch.testing.assert_close(again, both)
+    q, k, v, g, beta = (t[:, 0] for t in (*rows, *gates))
+    step = fla.mesa_net_decoding_one_step(q, k, v, g, lamb, beta, kk, kv)
+    first = (t[:, :1] for t in (*rows, *gates))
+    o, state = F.mesa_net(*first, lamb, initial_state=(kk, kv))
+    torch.testing.assert_close(step, (o[:, 0], *state))
+    with pytest.raises(ValueError, match="chunk_mesa_net: max_CG_iteration must be"):
+        fla.chunk_mesa_net(*rows, *gates, lamb, max_CG_iteration=0)
+    with pytest.raises(ValueError, match="chunk_mesa_net: h_kk_init must have shape"):
+        fla.chunk_mesa_net(*rows, *gates, lamb, h_kk_init=kv[..., 1:])
+
+
 def test_what_changes_results_is_refused_and_what_does_not_is_taken():
     x = tensors()
     given = x["q"], x["k"], x["v"], x["gk"]

@@ -59,6 +59,7 @@ from omniattn.compat._fla_linear import (
     fused_recurrent_rwkv6,
     fused_recurrent_rwkv7,
 )
+from omniattn.compat._fla_mesa import chunk_mesa_net, mesa_net_decoding_one_step
 from omniattn.compat._fla_mlp import (
     FusedCrossEntropyLoss,
     FusedKLDivLoss,
@@ -122,6 +123,7 @@ from omniattn.compat.fla_layers import (
     HGRN2Attention,
     KimiDeltaAttention,
     LinearAttention,
+    MesaNet,
     MultiScaleRetention,
     PrecondGatedDeltaNet,
     PrecondKDA,
@@ -161,6 +163,7 @@ __all__ = [
     "L2Norm",
     "LayerNorm",
     "LinearAttention",
+    "MesaNet",
     "MultiScaleRetention",
     "PrecondGatedDeltaNet",
     "PrecondKDA",
@@ -181,6 +184,7 @@ __all__ = [
     "chunk_lightning_attn",
     "chunk_linear_attn",
     "chunk_log_linear_attn",
+    "chunk_mesa_net",
     "chunk_precond_gated_delta_rule",
     "chunk_precond_kda",
     "chunk_retention",
@@ -223,6 +227,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_gated",
     "logsigmoid",
+    "mesa_net_decoding_one_step",
     "parallel_based",
     "parallel_retention",
     "parallel_simple_gla",

@@ -81,6 +81,7 @@ from omniattn.functional.recurrences.linear_attention import (
     retention,
 )
 from omniattn.functional.recurrences.log_linear import log_linear_attention
+from omniattn.functional.recurrences.mesa_net import mesa_net
 from omniattn.functional.recurrences.mlstm import mlstm
 from omniattn.functional.recurrences.random_features import (
     orthogonal_gaussian,
@@ -225,6 +226,7 @@ __all__ = [
     "mamba3",
     "masked_positions",
     "merge_attention",
+    "mesa_net",
     "mlp",
     "mlstm",
     "moba_attention",

@@ -70,6 +70,7 @@ from omniattn.modules.recurrent.linear_attention import (
     MultiScaleRetention,
 )
 from omniattn.modules.recurrent.linear_variants import HGRN2, LightningAttention, ReBased
+from omniattn.modules.recurrent.mesa_net import MesaNet
 from omniattn.modules.recurrent.performer import Performer
 from omniattn.modules.recurrent.preconditioned import PrecondGatedDeltaNet, PrecondKDA
 from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
@@ -170,6 +171,7 @@ __all__ = [
     "Mamba2",
     "Mamba3",
     "ManifoldHyperConnections",
+    "MesaNet",
     "Mixer",
     "MoBA",
     "MoE",

@@ -50,6 +50,7 @@ from omniattn.reference.loss import (
     linear_log_prob,
 )
 from omniattn.reference.mamba3 import mamba3
+from omniattn.reference.mesa_net import mesa_net
 from omniattn.reference.moe import moe_experts
 from omniattn.reference.neighborhood import na1d, na2d, na3d
 from omniattn.reference.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
@@ -192,6 +193,7 @@ __all__ = [
     "mamba3",
     "masked_positions",
     "merge_attention",
+    "mesa_net",
     "mlp",
     "mlstm",
     "moba_attention",

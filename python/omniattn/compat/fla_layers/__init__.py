@@ -36,6 +36,7 @@ from omniattn.compat.fla_layers.linear import (
     LinearAttention,
     T2RFeatureMap,
 )
+from omniattn.compat.fla_layers.mesa import MesaNet
 from omniattn.compat.fla_layers.precond import PrecondGatedDeltaNet, PrecondKDA
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "HedgehogFeatureMap",
     "KimiDeltaAttention",
     "LinearAttention",
+    "MesaNet",
     "MultiScaleRetention",
     "PrecondGatedDeltaNet",
     "PrecondKDA",

@@ -101,7 +101,9 @@ class PrecondGatedDeltaNet(_Precond, GatedDeltaNet):
         q, k, v = projected
         q, k = (t.unflatten(-1, (-1, self.head_k_dim)) for t in (q, k))
         o, s, a = chunk_precond_gated_delta_rule(
-            *(q, k, v.unflatten(-1, (-1, self.head_v_dim))),
+            q=q,
+            k=k,
+            v=v.unflatten(-1, (-1, self.head_v_dim)),
             g=-self.A_log.float().exp() * nnf.softplus(self.a_proj(x).float() + self.dt_bias),
             beta=self.b_proj(x).sigmoid() * (1 + self.allow_neg_eigval),
             **self._squares(x, given["past_key_values"]),
@@ -160,7 +162,9 @@ class PrecondKDA(_Precond, KimiDeltaAttention):
         q, k, g = (t.unflatten(-1, (-1, self.head_k_dim)) for t in (q, k, self.f_proj(x)))
         beta = self.b_proj(x).sigmoid() * (1 + self.allow_neg_eigval)
         o, s, a = fused_recurrent_precond_kda(
-            *(q, k, v.unflatten(-1, (-1, self.head_v_dim))),
+            q=q,
+            k=k,
+            v=v.unflatten(-1, (-1, self.head_v_dim)),
             g=fused_kda_gate(g, self.A_log, self.dt_bias, lower_bound=self.lower_bound),
             beta=beta.repeat_interleave(self.num_v_heads // self.num_heads, -1),
             **self._squares(x, given["past_key_values"]),

@@ -83,7 +83,7 @@ class PrecondMixer(DeltaMixer):
 
     def reset_parameters(self) -> None:
         """Draws A_log_atk and dt_bias_atk as in Gated DeltaNet."""
-        super().reset_parameters()
+        super().reset_parameters()  # type: ignore[misc]
         if hasattr(self, "log_atk_scale"):
             draw_rates(self.A_log_atk, self.dt_bias_atk, self.least_rate)
             nn.init.constant_(self.log_atk_scale, self.config.log_atk_scale_init)
