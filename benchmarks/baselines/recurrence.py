@@ -325,6 +325,31 @@ def gated_delta_rule_2(
     return dplr_delta_rule(q, k, w * v, g.exp() * b * k, -k, g, **options)
 
 
+def preconditioned_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    g_atk: Tensor,
+    beta_atk: Tensor,
+    log_atk_scale: Tensor,
+    *,
+    l2norm: bool = False,
+    x: float = 1.5,
+    eps: float = 1e-6,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Computes the mean squares of keys as a linear attention with one key, and a DPLR rule."""
+    lacks(l2norm=l2norm, heads=g.ndim == 3, grouped=q.shape[2] != v.shape[2])
+    one = torch.ones_like(k[..., :1])
+    squares, _ = gated(one, one, beta_atk[..., None] * k.square(), g_atk, scale=1.0)
+    r = (squares + eps).log() - log_atk_scale[:, None]
+    written = k * x ** (-r / (1 + r.abs()))
+    beta = beta[..., None]
+    return dplr_delta_rule(q, written, beta * v, g.exp() * beta * k, -written, g, **options)
+
+
 BASELINES = {
     "linear_attention": {"aten": linear_attention, "compiled": compiled(linear_attention)},
     "gated_linear_attention": {"aten": gated, "compiled": compiled(gated)},
@@ -337,6 +362,7 @@ BASELINES = {
     "gated_delta_rule": {"hf": GATED_DELTA_RULE},
     "comba": {"aten": comba},
     "gated_delta_rule_2": {"aten": gated_delta_rule_2},
+    "preconditioned_delta_rule": {"aten": preconditioned_delta_rule},
     "gated_delta_product": {"hf": gated_delta_product},
     "kimi_delta_attention": {"hf": KIMI_DELTA_ATTENTION},
 }

@@ -115,6 +115,10 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "Gated DeltaNet-2: gates of erased and written channels": (("gated_delta_rule_2", "head64"),),
     "gated slot attention: softmax over slots that decay": (("gated_slot_attention", "head64"),),
     "ABC: softmax over slots of weighted means": (("abc_attention", "head64"),),
+    "preconditioned Gated DeltaNet and KDA: writes scaled by mean squares of keys": (
+        ("preconditioned_delta_rule", "head64"),
+    ),
+    "MesaNet: least squares over past tokens by conjugate gradients": (("mesa_net", "head64"),),
     "HGRN: forget gates of channels": (("linear_scan", "model"),),
     "DeltaFormer: values less what attention to earlier ones reads": (
         ("deltaformer_attention", "head64"),

@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional as nnf
 
 from omniattn import compat
+from omniattn import functional as F
+from omniattn.compat import fla
 
 FLA = libraries.NAMES["fla"]
 B, T, H, K, V = 2, 9, 2, 4, 6
@@ -363,6 +365,60 @@ def test_hgrn(name):
     o, final = function(x, g, start, output_final_state=True)
     torch.testing.assert_close((o, final), (torch.stack(expected, 1), h))
     assert function(x, g)[1] is None
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "kda"])
+def test_preconditioned_rules(kind):
+    torch.manual_seed(0)
+    x = tensors()
+    q, k, v, beta = (x[name] for name in ("q", "k", "v", "beta"))
+    g = x["gk"] if kind == "kda" else x["g"]
+    center = torch.randn(v.shape[2])
+    rows = (q, k, v, g, beta, x["g"], beta.square(), center)
+    want, state = F.preconditioned_delta_rule(*rows, x=1.7, l2norm=True)
+    named = dict(
+        zip(("q", "k", "v", "g", "beta", "g_atk", "beta_atk", "log_atk_scale"), rows, strict=True)
+    )
+    named |= {"x": 1.7, "output_final_state": True}
+    for form in ("chunk", "fused_recurrent"):
+        call = getattr(fla, f"{form}_precond_{kind}")
+        torch.testing.assert_close(call(**named), (want, *state))
+        _, s, a = call(**named, transpose_state_layout=True)
+        torch.testing.assert_close(s, state[0].mT)
+        assert call(**named | {"output_final_state": False})[1:] == (None, None)
+        again = call(**named, initial_state=s, initial_A_state=a, transpose_state_layout=True)
+        after = F.preconditioned_delta_rule(*rows, x=1.7, l2norm=True, initial_state=state)
+        torch.testing.assert_close(again, (after[0], after[1][0].mT, after[1][1]))
+        with pytest.raises(ValueError, match=f"{call.__name__}: initial_A_state must have shape"):
+            call(**named, initial_A_state=a[:, :, 1:])
+        with pytest.raises(ValueError, match=f"{call.__name__}: g_atk must have shape"):
+            call(**named | {"g_atk": g[:, 1:]})
+    for name, value in (("cp_context", 1), ("head_first", True)):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
+            getattr(fla, f"chunk_precond_{kind}")(**named, **{name: value})
+
+
+def test_mesa_net():
+    torch.manual_seed(0)
+    x = tensors()
+    rows = [nnf.normalize(x["q"], dim=-1), nnf.normalize(x["k"], dim=-1), x["v"]]
+    gates, lamb = (x["g"], x["beta"]), torch.rand(H, K) + 0.25
+    want, (kk, kv) = F.mesa_net(*rows, *gates, lamb)
+    found = fla.chunk_mesa_net(*rows, *gates, lamb, output_final_state=True)
+    torch.testing.assert_close(found, (want, kk, kv))
+    assert fla.chunk_mesa_net(*rows, *gates, lamb)[1:] == (None, None)
+    again = fla.chunk_mesa_net(*rows, *gates, lamb, h_kk_init=kk)[0]
+    both, _ = F.mesa_net(*rows, *gates, lamb, initial_state=(kk, 0 * kv))
+    torch.testing.assert_close(again, both)
+    q, k, v, g, beta = (t[:, 0] for t in (*rows, *gates))
+    step = fla.mesa_net_decoding_one_step(q, k, v, g, lamb, beta, kk, kv)
+    first = (t[:, :1] for t in (*rows, *gates))
+    o, state = F.mesa_net(*first, lamb, initial_state=(kk, kv))
+    torch.testing.assert_close(step, (o[:, 0], *state))
+    with pytest.raises(ValueError, match="chunk_mesa_net: max_CG_iteration must be"):
+        fla.chunk_mesa_net(*rows, *gates, lamb, max_CG_iteration=0)
+    with pytest.raises(ValueError, match="chunk_mesa_net: h_kk_init must have shape"):
+        fla.chunk_mesa_net(*rows, *gates, lamb, h_kk_init=kv[..., 1:])
 
 
 def test_what_changes_results_is_refused_and_what_does_not_is_taken():

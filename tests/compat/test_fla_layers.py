@@ -33,6 +33,9 @@ def layers():
         ),
         "gated_delta": fla.GatedDeltaNet(**heads, num_v_heads=4, conv_bias=True),
         "kda": fla.KimiDeltaAttention(**heads, num_v_heads=4, lower_bound=-3.0),
+        "precond": fla.PrecondGatedDeltaNet(**heads, num_v_heads=4, allow_neg_eigval=True),
+        "precond_kda": fla.PrecondKDA(**heads, num_v_heads=4, lower_bound=-3.0),
+        "mesa": fla.MesaNet(**heads, use_output_gate=True, conv_bias=True),
         "attention": fla.Attention(WIDTH, 4, 2, qk_norm=True, window_size=3, layer_idx=0),
     }
 

@@ -198,6 +198,16 @@ RECURRENT = {
         {},
     ),
     "abc_attention": lambda q, k, v: (F.abc_attention, (q, k, v, like(q, 2, 3)), {}),
+    "preconditioned_delta_rule": lambda q, k, v: (
+        F.preconditioned_delta_rule,
+        (q, k, v, gate_of(q, 2), like(q, 2), gate_of(q, 2), like(q, 2).square()),
+        {"l2norm": True},
+    ),
+    "mesa_net": lambda q, k, v: (
+        F.mesa_net,
+        (q, k, v, gate_of(q, 2), like(q, 2).square(), constant.abs() + 0.3),
+        {"l2norm": True},
+    ),
     "log_linear_attention": lambda q, k, v: (
         F.log_linear_attention,
         (q, k, v, gate_of(q, 2), like(q, 2, 5)),

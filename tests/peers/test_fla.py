@@ -36,6 +36,8 @@ def tensors() -> dict[str, torch.Tensor]:
         "u": torch.randn(H, K),
         "slots": torch.randn(B, T, H, 8),
         "gates of slots": nnf.logsigmoid(3 + torch.randn(B, T, H, 8)),
+        "atk g": nnf.logsigmoid(3 + torch.randn(B, T, H)),
+        "atk beta": torch.rand(B, T, H),
         "positive q": q.exp(),
         "positive k": k.exp(),
     }
@@ -60,6 +62,8 @@ KDA = ("q", "k", "v", "gk", "beta")
 IPLR, DPLR = ("q", "k", "v", "a", "b"), ("q", "k", "v", "a", "b", "gk")
 COMBA = ("q", "k", "v", "p", "g", "beta")
 COMBA_STEPS = ("q", "k", "v", "p", "beta", "g")
+PRECOND = ("q", "k", "v", "atk g", "g", "atk beta", "beta")
+PRECOND_KDA = ("q", "k", "v", "gk", "atk g", "atk beta", "beta")
 GATES = ("q", "k", "v", "gk", "erased", "written")
 GSA, ABC = ("q", "k", "v", "slots", "gates of slots"), ("q", "k", "v", "slots")
 POSITIVE = ("positive q", "positive k", "v")
@@ -75,6 +79,11 @@ def comba(*given: torch.Tensor) -> Any:
 
 def abc(*given: torch.Tensor) -> Any:
     return (F.abc_attention(*given)[0],)
+
+
+def precond(q: torch.Tensor, k: torch.Tensor, *given: torch.Tensor) -> Any:
+    q, k = (nnf.normalize(t, dim=-1) for t in (q, k))
+    return F.preconditioned_delta_rule(q, k, *given)
 
 
 def based(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -184,6 +193,22 @@ CASES = [
         heads_first=True,
     ),
     Naive("abc", "naive_cumsum_abc", ABC, abc, ABC, heads_first=True),
+    Naive(
+        "precond_gated_delta_rule",
+        "naive_recurrent_precond_gated_delta_rule",
+        PRECOND,
+        precond,
+        (*DELTA, "atk g", "atk beta"),
+        FINAL,
+    ),
+    Naive(
+        "precond_kda",
+        "naive_recurrent_precond_kda",
+        PRECOND_KDA,
+        F.preconditioned_delta_rule,
+        (*KDA, "atk g", "atk beta"),
+        FINAL,
+    ),
     Naive("based", "naive_parallel_based", QKV, based, QKV, heads_first=True),
     Naive(
         "rwkv6/recurrent_naive",

@@ -149,6 +149,11 @@ def _log_linear(given: Given) -> Cost:
     return _recurrence(v.shape[0] * v.shape[2] * v.shape[3] * k.shape[3] * states)
 
 
+def _mesa(given: Given) -> Cost:
+    """2 K^2 multiply-adds for each step of conjugate gradients."""
+    return _recurrence(2 * given["q"].numel() * given["q"].shape[3] * given["max_iterations"])
+
+
 def _selective_scan(given: Given) -> Cost:
     return _recurrence(2 * given["u"].numel() * given["A"].shape[-1])
 
@@ -201,6 +206,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "moe": _experts,
     "recurrence": _matrix_state,
     "log_linear_attention": _log_linear,
+    "mesa_solve": _mesa,
     "deltaformer_attention": _deltaformer,
     "selective_scan": _selective_scan,
     "ssd": _ssd_step,

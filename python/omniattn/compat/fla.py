@@ -59,6 +59,7 @@ from omniattn.compat._fla_linear import (
     fused_recurrent_rwkv6,
     fused_recurrent_rwkv7,
 )
+from omniattn.compat._fla_mesa import chunk_mesa_net, mesa_net_decoding_one_step
 from omniattn.compat._fla_mlp import (
     FusedCrossEntropyLoss,
     FusedKLDivLoss,
@@ -103,6 +104,12 @@ from omniattn.compat._fla_parts import (
     prepare_token_indices,
     rotary_embedding,
 )
+from omniattn.compat._fla_precond import (
+    chunk_precond_gated_delta_rule,
+    chunk_precond_kda,
+    fused_recurrent_precond_gated_delta_rule,
+    fused_recurrent_precond_kda,
+)
 from omniattn.compat._fla_slots import chunk_abc, chunk_gsa, fused_recurrent_gsa
 from omniattn.compat.fla_layers import (
     ABCAttention,
@@ -119,7 +126,10 @@ from omniattn.compat.fla_layers import (
     HGRN2Attention,
     KimiDeltaAttention,
     LinearAttention,
+    MesaNet,
     MultiScaleRetention,
+    PrecondGatedDeltaNet,
+    PrecondKDA,
     SimpleGatedLinearAttention,
     T2RFeatureMap,
     elu_p1,
@@ -158,7 +168,10 @@ __all__ = [
     "L2Norm",
     "LayerNorm",
     "LinearAttention",
+    "MesaNet",
     "MultiScaleRetention",
+    "PrecondGatedDeltaNet",
+    "PrecondKDA",
     "RMSNorm",
     "RotaryEmbedding",
     "ShortConvolution",
@@ -178,6 +191,9 @@ __all__ = [
     "chunk_lightning_attn",
     "chunk_linear_attn",
     "chunk_log_linear_attn",
+    "chunk_mesa_net",
+    "chunk_precond_gated_delta_rule",
+    "chunk_precond_kda",
     "chunk_retention",
     "chunk_rwkv6",
     "chunk_rwkv7",
@@ -204,6 +220,8 @@ __all__ = [
     "fused_recurrent_kda",
     "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",
+    "fused_recurrent_precond_gated_delta_rule",
+    "fused_recurrent_precond_kda",
     "fused_recurrent_retention",
     "fused_recurrent_rwkv4",
     "fused_recurrent_rwkv6",
@@ -217,6 +235,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_gated",
     "logsigmoid",
+    "mesa_net_decoding_one_step",
     "parallel_based",
     "parallel_retention",
     "parallel_simple_gla",

@@ -72,6 +72,7 @@ from omniattn.functional.recurrences.delta_variants import (
     comba,
     gated_delta_product,
     gated_delta_rule_2,
+    preconditioned_delta_rule,
 )
 from omniattn.functional.recurrences.deltaformer import deltaformer_attention
 from omniattn.functional.recurrences.linear_attention import (
@@ -80,6 +81,7 @@ from omniattn.functional.recurrences.linear_attention import (
     retention,
 )
 from omniattn.functional.recurrences.log_linear import log_linear_attention
+from omniattn.functional.recurrences.mesa_net import mesa_net
 from omniattn.functional.recurrences.mlstm import mlstm
 from omniattn.functional.recurrences.random_features import (
     orthogonal_gaussian,
@@ -227,6 +229,7 @@ __all__ = [
     "mamba3",
     "masked_positions",
     "merge_attention",
+    "mesa_net",
     "mlp",
     "mlstm",
     "moba_attention",
@@ -243,6 +246,7 @@ __all__ = [
     "orthogonal_gaussian",
     "packed_positions",
     "path_attention",
+    "preconditioned_delta_rule",
     "qk_norm_rotary",
     "quantize_int8",
     "random_feature_attention",

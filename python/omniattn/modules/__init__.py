@@ -70,7 +70,9 @@ from omniattn.modules.recurrent.linear_attention import (
     MultiScaleRetention,
 )
 from omniattn.modules.recurrent.linear_variants import HGRN2, LightningAttention, ReBased
+from omniattn.modules.recurrent.mesa_net import MesaNet
 from omniattn.modules.recurrent.performer import Performer
+from omniattn.modules.recurrent.preconditioned import PrecondGatedDeltaNet, PrecondKDA
 from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.recurrent.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
 from omniattn.modules.recurrent.rwkv_means import RWKVQuadratic, RWKVRecurrent
@@ -172,6 +174,7 @@ __all__ = [
     "Mamba2",
     "Mamba3",
     "ManifoldHyperConnections",
+    "MesaNet",
     "Mixer",
     "MoBA",
     "MoE",
@@ -193,6 +196,8 @@ __all__ = [
     "Performer",
     "PeriodicKeyCache",
     "PolyNorm",
+    "PrecondGatedDeltaNet",
+    "PrecondKDA",
     "QuantizedCache",
     "RMSNorm",
     "RMSNormGated",

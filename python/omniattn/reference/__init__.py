@@ -24,7 +24,12 @@ from omniattn.reference.attention import (
 )
 from omniattn.reference.attention_int8 import attention_int8, quantize_int8
 from omniattn.reference.conv import causal_conv1d
-from omniattn.reference.delta_variants import comba, gated_delta_product, gated_delta_rule_2
+from omniattn.reference.delta_variants import (
+    comba,
+    gated_delta_product,
+    gated_delta_rule_2,
+    preconditioned_delta_rule,
+)
 from omniattn.reference.deltaformer import deltaformer_attention
 from omniattn.reference.dual_chunk import (
     dual_chunk_attention,
@@ -45,6 +50,7 @@ from omniattn.reference.loss import (
     linear_log_prob,
 )
 from omniattn.reference.mamba3 import mamba3
+from omniattn.reference.mesa_net import mesa_net
 from omniattn.reference.moe import moe_experts
 from omniattn.reference.neighborhood import na1d, na2d, na3d
 from omniattn.reference.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
@@ -190,6 +196,7 @@ __all__ = [
     "mamba3",
     "masked_positions",
     "merge_attention",
+    "mesa_net",
     "mlp",
     "mlstm",
     "moba_attention",
@@ -201,6 +208,7 @@ __all__ = [
     "nsa_attention",
     "packed_positions",
     "path_attention",
+    "preconditioned_delta_rule",
     "qk_norm_rotary",
     "quantize_int8",
     "random_feature_attention",

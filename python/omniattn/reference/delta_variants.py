@@ -164,3 +164,54 @@ def gated_delta_rule_2(
     rows = (q, k, v, g if g.dim() == 4 else g[..., None], b, w)
     shape = (v.shape[2], q.shape[3], v.shape[3])
     return over_tokens("gated_delta_rule_2", options, step, rows, v, shape)
+
+
+def preconditioned_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    g_atk: Tensor,
+    beta_atk: Tensor,
+    log_atk_scale: Tensor | float = -0.2,
+    *,
+    x: float = 1.5,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    l2norm: bool = False,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """S_t = S' + beta_t m_t k_t (v_t - S'^T k_t)^T, S' = diag(exp(g_t)) S_{t-1}.
+
+    m_t = x^(-r / (1 + |r|)), r = ln(A_t + eps) - log_atk_scale, and
+    A_t = exp(g_atk_t) A_{t-1} + beta_atk_t k_t^2."""
+    op = "preconditioned_delta_rule"
+    if l2norm:
+        q, k = unit(q), unit(k)
+    group, factor = v.shape[2] // max(1, q.shape[2]), _scale(scale, q)
+    s, a = (None, None) if initial_state is None else initial_state
+
+    def add(a: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        a = g.exp()[..., None] * a + beta[..., None] * k.square()
+        return a, a
+
+    options: StateOptions = {"initial_state": a, "cu_seqlens": cu_seqlens}
+    squares, a = over_tokens(op, options, add, (k, g_atk, beta_atk), widen(k), tuple(k.shape[2:]))
+    center = torch.as_tensor(log_atk_scale, dtype=squares.dtype, device=k.device)
+    r = (squares + eps).log() - center[..., None]
+    m = x ** (-r / (1 + r.abs()))
+
+    def step(
+        s: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, m: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        s = s * g.exp()[..., None]
+        s = written(s, m * k, beta[..., None] * (v - read(s, k)))
+        return factor * read(s, q), s
+
+    q, k, m = (t.repeat_interleave(group, 2) for t in (q, k, m))
+    rows = (q, k, v, g if g.dim() == 4 else g[..., None], beta, m)
+    options = {"initial_state": s, "cu_seqlens": cu_seqlens}
+    o, s = over_tokens(op, options, step, rows, v, (v.shape[2], q.shape[3], v.shape[3]))
+    return o, (s, a)

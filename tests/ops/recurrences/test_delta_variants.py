@@ -15,6 +15,8 @@ ERASED, WRITTEN = draw(2, 21, 4, 8, seed=5).sigmoid(), draw(2, 21, 4, 5, seed=6)
 #: Two updates of each token: those of this token, and those of the token of the other row.
 PAIRS = [torch.stack((t, t.flip(0)), 2) for t in (K, V, BETA)]
 P = torch.nn.functional.normalize(K + draw(2, 21, 2, 8, seed=7) / 4, dim=-1)
+#: Gates of the mean squares of keys.
+ATK = decays(2, 21, 2), draw(2, 21, 2, seed=8).sigmoid()
 BACKENDS = [None, "reference"]
 #: Function, tensors by token.
 CALLS = {
@@ -25,6 +27,7 @@ CALLS = {
         (Q, K, V, P, G, BETA),
     ),
     "gates": (F.gated_delta_rule_2, (Q, K, V, G, ERASED, WRITTEN)),
+    "preconditioned": (F.preconditioned_delta_rule, (Q, K, V, G, BETA, *ATK)),
 }
 
 
@@ -79,6 +82,33 @@ def test_comba_erases_one_of_two_states(decayed):
     o, state = F.comba(q, k, v, p, g, beta, erase_decayed=decayed)
     torch.testing.assert_close(o[0, :, 0], torch.stack(out))
     torch.testing.assert_close(state[0, 0], s)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_preconditioner(channels):
+    """Token by token, for one head; fla's definitions have the same formula."""
+    q, k, v = Q[0, :5, 0], K[0, :5, 0], V[0, :5, 1]
+    g, beta = G[0, :5, 1, :] if channels else G[0, :5, 1, :1], BETA[0, :5, 1]
+    (decay, added), scale = (t[0, :5, 0] for t in ATK), torch.tensor([-2.0]).double()
+    a, s, out = torch.zeros(8).double(), torch.zeros(8, 5).double(), []
+    for t in range(5):
+        a = decay[t].exp() * a + added[t] * k[t] ** 2
+        r = torch.log(a + 1e-4) - scale
+        m = torch.exp(-torch.log(torch.tensor(1.7).double()) * r / (1 + abs(r)))
+        s = g[t, :, None].exp() * s
+        s = s + beta[t] * torch.outer(m * k[t], v[t] - s.T @ k[t])
+        out.append(8**-0.5 * s.T @ q[t])
+    given = (q, k, v, g if channels else g[:, 0], beta, decay, added)
+    given = [t[None, :, None] for t in given]
+    o, (state, squares) = F.preconditioned_delta_rule(*given, scale, x=1.7, eps=1e-4)
+    torch.testing.assert_close(o[0, :, 0], torch.stack(out))
+    torch.testing.assert_close((state[0, 0], squares[0, 0]), (s, a))
+
+
+def test_no_preconditioner():
+    """With x = 1 the rule is that of `gated_delta_rule`."""
+    found, _ = F.preconditioned_delta_rule(Q, K, V, G[..., 0], BETA, *ATK, x=1.0)
+    torch.testing.assert_close(found, F.gated_delta_rule(Q, K, V, G[..., 0], BETA)[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -151,6 +181,30 @@ BETAS = torch.ones(1, 2, 1)
             lambda: F.gated_delta_rule_2(ONE, ONE, ONE, -ONE, ONE, ONE[..., :2]),
             ValueError,
             "gated_delta_rule_2: w must have shape",
+        ),
+        (
+            lambda: F.preconditioned_delta_rule(ONE, ONE, ONE, -BETAS, BETAS, BETAS, BETAS),
+            ValueError,
+            "preconditioned_delta_rule: g_atk must be <= 0",
+        ),
+        (
+            lambda: F.preconditioned_delta_rule(ONE, ONE, ONE, *[-BETAS, BETAS] * 2, x=0.5),
+            ValueError,
+            "preconditioned_delta_rule: x must be",
+        ),
+        (
+            lambda: F.preconditioned_delta_rule(
+                *(ONE, ONE, ONE, *[-BETAS, BETAS] * 2), initial_state=ONE
+            ),
+            TypeError,
+            r"preconditioned_delta_rule: initial_state must be a tuple \(S, A\)",
+        ),
+        (
+            lambda: F.preconditioned_delta_rule(
+                *(ONE, ONE, ONE, *[-BETAS, BETAS] * 2, torch.ones(2))
+            ),
+            ValueError,
+            r"preconditioned_delta_rule: log_atk_scale must have shape \(1,\)",
         ),
     ],
 )

@@ -36,6 +36,8 @@ from omniattn.compat.fla_layers.linear import (
     LinearAttention,
     T2RFeatureMap,
 )
+from omniattn.compat.fla_layers.mesa import MesaNet
+from omniattn.compat.fla_layers.precond import PrecondGatedDeltaNet, PrecondKDA
 from omniattn.compat.fla_layers.slots import ABCAttention, GatedSlotAttention
 
 __all__ = [
@@ -53,7 +55,10 @@ __all__ = [
     "HedgehogFeatureMap",
     "KimiDeltaAttention",
     "LinearAttention",
+    "MesaNet",
     "MultiScaleRetention",
+    "PrecondGatedDeltaNet",
+    "PrecondKDA",
     "SimpleGatedLinearAttention",
     "T2RFeatureMap",
     "elu_p1",

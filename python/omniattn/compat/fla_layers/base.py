@@ -32,7 +32,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class FLACache:
     """States of the layers of a model, `past_key_values` of each layer.
 
-    A layer's states are a dict with `recurrent_state`, `attn_state`, `conv_state` and `ffn_state`.
+    A layer's states are a dict with `recurrent_state`, `attn_state`, `conv_state`, `ffn_state` and
+    `A_state`.
     """
 
     def __init__(self, seen_tokens: int = 0) -> None:
@@ -59,24 +60,25 @@ class FLACache:
         layer_idx: int = 0,
         offset: int = 1,
         cache_kwargs: dict[str, Any] | None = None,
+        A_state: Tensor | None = None,
     ) -> dict[str, Any]:
         """Replaces the states of a layer, appends keys and values, and returns the states.
 
         Args:
-            recurrent_state, conv_state, ffn_state: new states, or None to keep them.
+            recurrent_state, conv_state, ffn_state, A_state: new states, or None to keep them.
             attn_state: tensors (B, T, ..) that are appended to the former ones.
             layer_idx: number of the layer.
             offset: number of new tokens.
             cache_kwargs: {"window_size": W} keeps the last W tokens of attn_state.
         """
         while len(self.states) <= layer_idx:
-            names = "recurrent_state", "attn_state", "conv_state", "ffn_state"
+            names = "recurrent_state", "attn_state", "conv_state", "ffn_state", "A_state"
             self.states.append(dict.fromkeys(names))
             if len(self._seen) < len(self.states):
                 self._seen.append(0)
         state = self.states[layer_idx]
         given = {"recurrent_state": recurrent_state, "conv_state": conv_state}
-        given["ffn_state"] = ffn_state
+        given |= {"ffn_state": ffn_state, "A_state": A_state}
         state.update({name: value for name, value in given.items() if value is not None})
         if attn_state is not None:
             former = state["attn_state"]
@@ -291,7 +293,8 @@ class RecurrentLayer(Layer):
         }
         given = {"attention_mask": attention_mask, "past_key_values": past_key_values, **kwargs}
         y, recurrent = self._mix(x, projected, sequences, tokens=tokens, **given)
-        states = {"recurrent_state": recurrent, "conv_state": conv}
+        states = recurrent if isinstance(recurrent, dict) else {"recurrent_state": recurrent}
+        states = states | {"conv_state": conv}
         update_layer_cache(self, past_key_values, **states, offset=tokens)
         return repad_hidden_states(y, indices, batch, tokens), None, past_key_values
 
@@ -317,7 +320,7 @@ class RecurrentLayer(Layer):
     def _mix(
         self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
     ) -> tuple[Tensor, Any]:
-        """Returns y and the new state of tokens x without padding.
+        """Returns y and the new state of tokens x without padding, or a dict of new states.
 
         Args:
             x, projected: tokens, and their projections after the convolutions.

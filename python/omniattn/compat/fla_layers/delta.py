@@ -207,7 +207,7 @@ class GatedDeltaNet(DeltaLayer):
         self.a_proj = nn.Linear(hidden_size, heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(0, 16).log())
-        self.dt_bias = nn.Parameter(_time_steps(heads))
+        self.dt_bias = nn.Parameter(time_steps(heads))
         for parameter in (self.A_log, self.dt_bias):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
         _warn_without_convolutions(use_short_conv)
@@ -277,7 +277,7 @@ class KimiDeltaAttention(DeltaLayer):
         self.b_proj = nn.Linear(hidden_size, heads, bias=False)
         rates = torch.ones(heads) if safe_gate else torch.empty(heads).uniform_(1, 16)
         self.A_log = nn.Parameter(rates.log())
-        self.dt_bias = nn.Parameter(_time_steps(self.gate_dim))
+        self.dt_bias = nn.Parameter(time_steps(self.gate_dim))
         for parameter in (self.A_log, self.dt_bias):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
         self.g_proj = nn.Sequential(
@@ -304,7 +304,7 @@ class KimiDeltaAttention(DeltaLayer):
         return self._projected_out(o, x), recurrent
 
 
-def _time_steps(count: int) -> Tensor:
+def time_steps(count: int) -> Tensor:
     """Returns inverse softplus values of steps between 0.001 and 0.1, evenly in the logarithm."""
     dt = (torch.rand(count) * math.log(100) + math.log(0.001)).exp().clamp(min=1e-4)
     return dt + (-torch.expm1(-dt)).log()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 from torch.nn import functional as nnf
 from typing_extensions import Unpack
@@ -10,6 +12,7 @@ from omniattn.checks.arguments import (
     cast_like,
     implementation,
     require_bool,
+    require_number,
     require_one_shape,
     require_shape,
     require_strided,
@@ -27,13 +30,15 @@ from omniattn.functional.recurrences._common import (
     repeated,
     require_heads,
     sequence_count,
+    state_parts,
     unit_rows,
     widened,
 )
+from omniattn.functional.recurrences.scan import linear_scan
 from omniattn.ops import norm as norms
 from omniattn.reference.precision import widen
 
-__all__ = ["comba", "gated_delta_product", "gated_delta_rule_2"]
+__all__ = ["comba", "gated_delta_product", "gated_delta_rule_2", "preconditioned_delta_rule"]
 
 
 @over_sequences("q", "k", "v", "g", "beta")
@@ -247,6 +252,107 @@ def gated_delta_rule_2(
     copies = v.shape[2] // max(1, q.shape[2])
     erased = b * k if b.shape[2] == k.shape[2] else b * repeated(widen(k), copies)
     return _two_keys(op, q, k, v, w * v, erased, g, scale, sequences, True)
+
+
+@over_sequences("q", "k", "v", "g", "beta", "g_atk", "beta_atk")
+def preconditioned_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    g_atk: Tensor,
+    beta_atk: Tensor,
+    log_atk_scale: Tensor | float = -0.2,
+    *,
+    x: float = 1.5,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    l2norm: bool = False,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Gated delta rule whose writes have channels scaled by the mean squares of past keys.
+
+    ``S_t = S' + beta_t (m_t * k_t) (v_t - S'^T k_t)^T`` with ``S' = diag(exp(g_t)) S_{t-1}``,
+    ``o_t = scale * S_t^T q_t``. The preconditioner ``m_t = x^(-r / (1 + |r|))`` with
+    ``r = ln(A_t + eps) - log_atk_scale`` lies in (1 / x, x), and is smaller for channels with a
+    larger ``A_t = exp(g_atk_t) A_{t-1} + beta_atk_t k_t^2``.
+
+    Args:
+        q: (B, T, H, K), float64, float32, bfloat16 or float16, any strides.
+        k: (B, T, H, K), of q's dtype.
+        v: (B, T, Hv, V), of q's dtype; Hv is a multiple of H, and head h of v reads head
+            h // (Hv / H) of q and k.
+        g: (B, T, Hv), logarithms of the decays, <= 0, for the preconditioned gated delta rule; or
+            (B, T, Hv, K) for preconditioned Kimi delta attention.
+        beta: (B, T, Hv), in (0, 1), or (0, 2) for transitions with negative eigenvalues.
+        g_atk: (B, T, H), logarithms of the decays of A, <= 0.
+        beta_atk: (B, T, H), in (0, 1).
+        log_atk_scale: (H,), or a number: logarithms of A where m is 1.
+        x: bound of m, at least 1; with beta in (0, 1) and keys of length 1, states do not grow for
+            x up to 2.
+        eps: > 0.
+        scale: default K^-0.5.
+        l2norm: divide q and k by ``sqrt(sum x^2 + 1e-6)`` first, rounded to their dtype.
+        initial_state: (S, A) of shapes (N, Hv, K, V) and (N, H, K); None for zeros. N is B, or the
+            number of sequences.
+        cu_seqlens, backend: as in `gated_linear_attention`.
+
+    Returns:
+        o (B, T, Hv, V) of q's dtype, and (S, A) after the last token in float32 (float64 for
+        float64).
+
+    Raises:
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
+
+    Note:
+        Computed by `linear_scan` and `dplr_delta_rule`, in fp32 for half types.
+
+    Reference:
+        Tumma, Loo and Rus, Preconditioned DeltaNet: Curvature-aware Sequence Modeling for Linear
+        Recurrences, 2026, arXiv:2604.21100. Verified against `naive.py` in
+        `ops/precond_gated_delta_rule` and `ops/precond_kda` of fla-org/flash-linear-attention,
+        commit bc3b101d.
+
+    Example:
+        >>> one, g, b = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
+        >>> preconditioned_delta_rule(one, one, one, g, b, g, b, 0.0)[0].item()  # A = 1: m is 1
+        0.9999995827674866
+    """
+    op = "preconditioned_delta_rule"
+    require_number(op, "x", x, least=1.0)
+    require_number(op, "eps", eps, above=0.0)
+    k, v = require_heads(op, q, k, v)
+    of_keys = tuple(k.shape[:3])
+    g_atk = log_decays(op, "g_atk", g_atk, v, (of_keys,))
+    beta_atk = widened(op, "beta_atk", beta_atk, v, (of_keys,))
+    beta = widened(op, "beta", beta, v, (tuple(v.shape[:3]),))[..., None]
+    if isinstance(log_atk_scale, Tensor):
+        log_atk_scale = widened(op, "log_atk_scale", log_atk_scale, v, (of_keys[2:],))[:, None]
+    else:
+        require_number(op, "log_atk_scale", log_atk_scale)
+    count = sequence_count(op, q, cu_seqlens)
+    shapes = (count, v.shape[2], k.shape[3], v.shape[3]), (count, *k.shape[2:])
+    state, squares = state_parts(op, initial_state, "S, A", v, shapes) or (None, None)
+    sequences = Sequences(state, cu_seqlens, backend)
+    q, k = _normalised(op, l2norm, sequences, q, k)
+
+    wide = widen(k)
+    a, squares = linear_scan(
+        (beta_atk[..., None] * wide.square()).flatten(2),
+        g_atk[..., None].expand_as(wide).flatten(2),
+        initial_state=None if squares is None else squares.flatten(1),
+        cu_seqlens=cu_seqlens,
+        backend=backend,
+    )
+    r = (a.view_as(wide) + eps).log() - log_atk_scale
+    written = wide * (-math.log(x) * r / (1 + r.abs())).exp()
+    erased = beta * repeated(wide, v.shape[2] // max(1, q.shape[2]))
+    o, state = _two_keys(op, q, written, v, beta * v, erased, g, scale, sequences, True)
+    return o, (state, squares.view(shapes[1]))
 
 
 def _normalised(op: str, l2norm: bool, sequences: Sequences, *rows: Tensor) -> list[Tensor]:

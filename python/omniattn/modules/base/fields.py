@@ -141,7 +141,9 @@ class Fields:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        annotations, kinds = inspect.get_annotations(cls), dict(cls._kinds)
+        annotations, kinds = inspect.get_annotations(cls), dict[str, Kind]()
+        for base in reversed(cls.__bases__):
+            kinds |= getattr(base, "_kinds", {})
         for name, annotation in annotations.items():
             annotations[name], kind = _split(annotation)
             kinds.pop(name, None)

@@ -37,6 +37,11 @@ class DeltaConfig(RecurrentConfig):
 
     allow_neg_eigval: bool = False
 
+    @property
+    def betas(self) -> int:
+        """Number of writing strengths of a token."""
+        return self.updates * self.v_heads
+
 
 class DeltaMixer(RecurrentMixer):
     """Base class of delta rules with ``beta = sigmoid(x W_b)``."""
@@ -47,8 +52,7 @@ class DeltaMixer(RecurrentMixer):
         self, config: DeltaConfig, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(config, device=device, dtype=dtype)
-        width = config.updates * config.v_heads
-        self.b_proj = linear(config, config.dim, width, device=device, dtype=dtype)
+        self.b_proj = linear(config, config.dim, config.betas, device=device, dtype=dtype)
 
     def beta(self, x: Tensor) -> Tensor:
         """Computes beta (B, T, Hv), for n updates (B, T, n Hv), in fp32 (fp64 for fp64)."""
@@ -240,16 +244,19 @@ class KimiDeltaAttention(DeltaMixer):
         if self.config.lower_bound is not None:
             nn.init.zeros_(self.A_log)
 
-    def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
+    def decays(self, x: Tensor) -> Tensor:
+        """Computes the logarithms of the decays (B, T, Hv, K)."""
         c = self.config
         step: Tensor = self.f_proj(x)
         step = (step.to(self.A_log.dtype) + self.dt_bias).unflatten(-1, (c.v_heads, c.k_size))
         rate = self.A_log.exp()[:, None]
         if c.lower_bound is None:
-            g = -rate * nnf.softplus(step)
-        else:
-            g = c.lower_bound * (rate * step).sigmoid()
-        return functional.kimi_delta_attention(q, k, v, g, self.beta(x), l2norm=True, **options)
+            return -rate * nnf.softplus(step)
+        return c.lower_bound * (rate * step).sigmoid()
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
+        g, beta = self.decays(x), self.beta(x)
+        return functional.kimi_delta_attention(q, k, v, g, beta, l2norm=True, **options)
 
 
 @torch.no_grad()

@@ -128,6 +128,8 @@ class RecurrentMixer(StateMixer):
     activates = True
     #: Activation of the convolutions.
     conv_activation: str | None = "silu"
+    #: Names of those of q, k and v that are convolved and activated.
+    convolved = "qkv"
 
     def __init__(
         self, config: RecurrentConfig, *, device: Device = None, dtype: torch.dtype | None = None
@@ -139,7 +141,7 @@ class RecurrentMixer(StateMixer):
         widths = {"q": keys, "k": c.updates * keys, "v": c.updates * values}
         for name, width in widths.items():
             self.add_module(f"{name}_proj", linear(c, c.dim, width, **factory))
-            if c.conv_size > 0:
+            if c.conv_size > 0 and name in self.convolved:
                 conv = ShortConvolution.Config(
                     width, c.conv_size, c.conv_bias, self.conv_activation, c.backend
                 )
@@ -184,7 +186,7 @@ class RecurrentMixer(StateMixer):
         tensors = {name: wide.new_zeros(batch, *shape) for name, shape in c.states.items()}
         if c.conv_size > 0:
             like = wide.new_zeros(0, dtype=storage_like(self.o_proj.weight, **storage)["dtype"])
-            for name in "qkv":
+            for name in self.convolved:
                 tensors[f"{name}_conv"] = self._conv(name).new_state(batch, like)
         return RecurrentState(**tensors)
 
@@ -228,7 +230,9 @@ class RecurrentMixer(StateMixer):
         """Computes q, k or v, and stores the state of its convolution in `after`."""
         c = self.config
         y: Tensor = self.get_submodule(f"{name}_proj")(x)
-        if c.conv_size > 0:
+        if name not in self.convolved:
+            pass
+        elif c.conv_size > 0:
             key = f"{name}_conv"
             before = None if state is None else state[key].to(y.dtype)
             y, after[key] = self._conv(name)(y, before, sequences.cu_seqlens)

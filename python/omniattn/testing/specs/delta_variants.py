@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,36 @@ def _gates(case: Case, random: Random) -> dict[str, Tensor]:
     return made | {"b": erased, "w": random.normal(*made["v"].shape).sigmoid()}
 
 
+def _preconditioned(case: Case, random: Random) -> dict[str, Tensor]:
+    made = _two_keys(case, random)
+    tokens, heads = made["q"].shape[:3], made["v"].shape[:3]
+    state = made.pop("initial_state", None)
+    if state is not None:
+        squares = random.normal(state.shape[0], tokens[2], state.shape[2]).square()
+        made |= {"S": state, "A": squares}
+    return made | {
+        "beta": random.normal(*heads).sigmoid(),
+        "g_atk": _decays(case, random, *tokens),
+        "beta_atk": random.normal(*tokens).sigmoid(),
+        "log_atk_scale": random.normal(tokens[2]) - 2,
+    }
+
+
+def _flat_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function of a state (S, A) to take both by name."""
+
+    @functools.wraps(function)
+    def run(
+        *args: Any, S: Tensor | None = None, A: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, ...]:
+        if S is not None:
+            options["initial_state"] = S, A
+        o, state = function(*args, **options)
+        return (o, *state)
+
+    return run
+
+
 def _eager(name: str) -> Callable[..., Any]:
     """Returns the definition with queries and keys normalised in their own dtype."""
     rule = getattr(reference, name)
@@ -114,6 +145,7 @@ def _spec(
     products: int,
     cases: tuple[Case, ...],
     timed: tuple[Case, ...],
+    adapt: Callable[[Callable[..., Any]], Callable[..., Any]] = OpSpec.adapt,
 ) -> OpSpec:
     """Makes an OpSpec; a token costs `products` products of a vector with a state."""
 
@@ -133,8 +165,9 @@ def _spec(
         second_order=True,
         special=("packed",),
         cases=cases,
-        eager=_eager(name),
+        eager=adapt(_eager(name)),
         benchmarks=tuple(Benchmark(case, (F32, BF16), BOTH, "compute") for case in timed),
+        adapt=adapt,
     )
 
 
@@ -186,6 +219,22 @@ SPECS = (
         ),
         (_case("head64", 1, 1024, 8, 64, 64),),
     ),
+    _spec(
+        "preconditioned_delta_rule",
+        "Tumma, Loo, Rus 2026, arXiv 2604.21100",
+        _preconditioned,
+        (*("q", "k", "v", "g", "beta", "g_atk", "beta_atk", "log_atk_scale"), "S", "A"),
+        4,
+        (
+            _case("tiny", 2, 3, 1, 3, 2, STATE),
+            _case("heads", 2, 33, 2, 8, 6, STATE, Hv=4, l2norm=True),
+            _case("packed", 1, 40, 2, 8, 6, PACKED, N=4, scale=0.7, x=2.0),
+            _case("strong", 1, 40, 2, 8, 6, eps=1e-3),
+            _case("nosteps", 2, 0, 2, 4, 3, STATE),
+        ),
+        (_case("head64", 1, 1024, 8, 64, 64),),
+        adapt=_flat_state,
+    ),
 )
 
 VARIANTS = (
@@ -199,5 +248,10 @@ VARIANTS = (
         "Gated DeltaNet-2: gates of erased and written channels",
         ("gated_delta_rule_2", "GatedDeltaNet2"),
         "Hatamizadeh et al. 2026, arXiv 2605.22791",
+    ),
+    Variant(
+        "preconditioned Gated DeltaNet and KDA: writes scaled by mean squares of keys",
+        ("preconditioned_delta_rule", "PrecondGatedDeltaNet", "PrecondKDA"),
+        "Tumma, Loo, Rus 2026, arXiv 2604.21100",
     ),
 )

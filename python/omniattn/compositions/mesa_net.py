@@ -1,0 +1,144 @@
+"""Solutions of one linear system for each token, by conjugate gradients for all tokens together.
+
+The matrix of token t is ``H_t + diag(lamb)``, ``H_t = exp(g_t) H_{t-1} + beta_t k_t k_t^T``. The
+op `recurrence` multiplies the matrices of all tokens with a vector each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniattn.compositions._python_ops import define
+from omniattn.ops import recurrence as ops
+from omniattn.ops._autograd import DifferentiableOp
+from omniattn.ops._backward import BackwardOp, private_op
+from omniattn.reference.mesa_net import mesa_solve as definition
+
+__all__ = ["mesa_solve"]
+
+#: Rows are solved at residuals of so many roundings, relative to the length of q.
+_ROUNDINGS = 4
+_product_backward = private_op("recurrence_backward")
+
+
+def _product(
+    x: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes H_t x_t, the last H and the states that the backward reads."""
+    found: tuple[Tensor, Tensor, Tensor] = ops.recurrence.raw(
+        *(x, k, k, g, beta, None, None, None, None, None, None, initial_state, cu_seqlens),
+        *(1.0, False, 0, False, 0.0, False),
+    )
+    return found
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    lamb: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_iterations: int,
+) -> tuple[Tensor, Tensor]:
+    x, r, p = torch.zeros_like(q), q.clone(), q.clone()
+    left = torch.linalg.vecdot(r, r)
+    enough = left * (_ROUNDINGS * torch.finfo(q.dtype).eps) ** 2
+    final = None
+    for _ in range(max(1, max_iterations)):
+        y, state, _ = _product(p, k, g, beta, initial_state, cu_seqlens)
+        final = state if final is None else final
+        y.addcmul_(lamb, p)
+        solved = left <= enough  # False where q holds NaN
+        if q.numel() == 0 or bool(solved.all()):
+            break
+        length = (left / torch.linalg.vecdot(p, y)).masked_fill_(solved, 0)[..., None]
+        x.addcmul_(length, p)
+        r.addcmul_(length, y, value=-1)
+        before, left = left, torch.linalg.vecdot(r, r)
+        turn = (left / before).masked_fill_(solved, 0)[..., None]
+        p = torch.addcmul(r, turn, p)
+    assert final is not None
+    return x, final
+
+
+def _backward(
+    grad_x: Tensor | None,
+    grad_final_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    lamb: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_iterations: int,
+    x: Tensor,
+) -> tuple[Tensor, ...]:
+    """Solves for dq, as x is ``(H + diag(lamb))^-1 q``; the gradient of H_t is ``-dq_t x_t^T``."""
+    given = k, g, beta, initial_state, cu_seqlens
+    dq = torch.zeros_like(q)
+    if grad_x is not None:
+        dq, _ = _forward(
+            grad_x.contiguous(), k, g, beta, lamb, initial_state, cu_seqlens, max_iterations
+        )
+    _, _, states = _product(x, *given)
+    _, dk, dv, dg, dbeta, *_, dinitial_state = _product_backward(
+        *(-dq, grad_final_state, x, k, k, g, beta, None, None, None, None, None, None),
+        *(initial_state, cu_seqlens, states, 1.0, False, 0, False, 0.0, False),
+        *(True, True, False, False, False, False, initial_state is not None),
+    )
+    return dq, dk + dv, dg, dbeta, -(dq * x).sum((0, 1)), dinitial_state
+
+
+#: N sequences.
+_TENSORS = {"q": "B T H K", "k": "B T H K", "g": "B T H", "beta": "B T H", "lamb": "H K"}
+_OPTIONAL = {"initial_state": "N H K K", "cu_seqlens": "N+1"}
+_ARGUMENTS = ", ".join(
+    [
+        *(f"Tensor {name}" for name in _TENSORS),
+        *(f"Tensor? {name}" for name in _OPTIONAL),
+        "int max_iterations",
+    ]
+)
+define(
+    "mesa_solve",
+    _ARGUMENTS,
+    "Tensor x, Tensor final_state",
+    _forward,
+    _TENSORS | _OPTIONAL,
+    differentiable=True,
+)
+define(
+    "mesa_solve_backward",
+    f"Tensor? grad_x, Tensor? grad_final_state, {_ARGUMENTS}, Tensor x",
+    ", ".join(f"Tensor d{name}" for name in (*_TENSORS, "initial_state")),
+    _backward,
+    {
+        **{"grad_x": "B T H K", "grad_final_state": "N H K K"},
+        **_TENSORS,
+        **_OPTIONAL,
+        **{"max_iterations": "", "x": "B T H K"},
+    },
+)
+
+
+def _state(q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return q.new_empty((count, q.shape[2], q.shape[3], q.shape[3]))
+
+
+#: (q, k, g, beta, lamb, initial_state, cu_seqlens, max_iterations) -> (x, final_state)
+mesa_solve = DifferentiableOp(
+    "mesa_solve",
+    fakes={"final_state": _state},
+    backward_op=BackwardOp("mesa_solve_backward"),
+    formula=lambda *args: definition(*args[:5], initial_state=args[5], cu_seqlens=args[6]),
+)
