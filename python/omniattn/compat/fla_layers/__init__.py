@@ -23,6 +23,7 @@ from omniattn.compat.fla_layers.delta import (
     elu_p1,
     sum_norm,
 )
+from omniattn.compat.fla_layers.delta_variants import Comba, GatedDeltaNet2, GatedDeltaProduct
 from omniattn.compat.fla_layers.gated import (
     GatedLinearAttention,
     HGRN2Attention,
@@ -40,10 +41,13 @@ from omniattn.compat.fla_layers.linear import (
 __all__ = [
     "Attention",
     "Cache",
+    "Comba",
     "DPFPFeatureMap",
     "DeltaNet",
     "FLACache",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
+    "GatedDeltaProduct",
     "GatedLinearAttention",
     "HGRN2Attention",
     "HadamardFeatureMap",
