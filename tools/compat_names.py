@@ -133,6 +133,7 @@ def public_names(package: str, checkout: str) -> dict[str, set[str]]:
                 value, target = node.value, node.targets[0].id
                 applied = isinstance(value, ast.Attribute) and value.attr == "apply"
                 aliased = isinstance(value, ast.Name) and target.islower()
+                aliased |= target == "ACT2FN"
                 if (applied or aliased) and not target.startswith("_"):
                     names.add(target)
             if not isinstance(node, ast.ImportFrom) or node.module is None:

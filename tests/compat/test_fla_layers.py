@@ -18,7 +18,7 @@ def layers():
     sizes = dict(hidden_size=WIDTH, num_heads=4, layer_idx=0)
     conv = dict(use_short_conv=True, conv_size=3)
     heads = dict(hidden_size=WIDTH, num_heads=2, head_dim=4, layer_idx=0)
-    return {
+    found = {
         "gla": fla.GatedLinearAttention(**sizes, num_kv_heads=2, expand_k=1.0, **conv),
         "retention": fla.MultiScaleRetention(**sizes, num_kv_heads=2, feature_map="relu"),
         "simple": fla.SimpleGatedLinearAttention(**sizes, num_kv_heads=1, fuse_norm=False),
@@ -31,7 +31,17 @@ def layers():
         "gated_delta": fla.GatedDeltaNet(**heads, num_v_heads=4, conv_bias=True),
         "kda": fla.KimiDeltaAttention(**heads, num_v_heads=4, lower_bound=-3.0),
         "attention": fla.Attention(WIDTH, 4, 2, qk_norm=True, window_size=3, layer_idx=0),
+        "comba": fla.Comba(**heads, expand_v=1.5, correction_factor=0.5),
+        "delta_product": fla.GatedDeltaProduct(**heads, num_v_heads=4, conv_size=3),
+        "gdn2": fla.GatedDeltaNet2(**heads, num_v_heads=4, allow_neg_eigval=True),
+        "hgrn": fla.HGRNAttention(hidden_size=WIDTH, layer_idx=0, **conv),
+        "rwkv6": fla.RWKV6Attention(**sizes, proj_low_rank_dim=3, gate_low_rank_dim=2),
+        "rwkv7": fla.RWKV7Attention(hidden_size=WIDTH, head_dim=4, layer_idx=0),
     }
+    with torch.no_grad():
+        for parameter in (p for layer in found.values() for p in layer.parameters()):
+            parameter += 0.1 * torch.randn_like(parameter)  # some are 0 at first
+    return found
 
 
 LAYERS = layers()
@@ -42,11 +52,11 @@ DECAYING = ("simple", "linear")
 @pytest.mark.parametrize("name", LAYERS)
 def test_steps_padding_and_packing_are_the_parallel_form(name):
     layer, x = LAYERS[name], torch.randn(2, 7, WIDTH)
-    whole, weights, cache = layer(x, output_attentions=True)
+    whole, weights, cache = layer(x, output_attentions=True)[:3]
     assert whole.shape == x.shape and weights is None and cache is None
     cache, pieces = fla.FLACache(), []
     for part in (x[:, :4], x[:, 4:5], x[:, 5:6], x[:, 6:]):
-        y, _, cache = layer(part, past_key_values=cache, use_cache=True)
+        y, _, cache = layer(part, past_key_values=cache, use_cache=True)[:3]
         pieces.append(y)
     torch.testing.assert_close(torch.cat(pieces, 1), whole)
     assert cache.get_seq_length(0) == 7 and len(cache) == 1

@@ -7,6 +7,7 @@ fla. Padding is left out of sequences by `attention_mask` (B, T), 0 for padding.
 
 from omniattn.compat.fla_layers.attention import Attention
 from omniattn.compat.fla_layers.base import (
+    ACT2FN,
     Cache,
     FLACache,
     get_layer_cache,
@@ -27,6 +28,7 @@ from omniattn.compat.fla_layers.delta_variants import Comba, GatedDeltaNet2, Gat
 from omniattn.compat.fla_layers.gated import (
     GatedLinearAttention,
     HGRN2Attention,
+    HGRNAttention,
     MultiScaleRetention,
     SimpleGatedLinearAttention,
 )
@@ -37,11 +39,20 @@ from omniattn.compat.fla_layers.linear import (
     LinearAttention,
     T2RFeatureMap,
 )
+from omniattn.compat.fla_layers.rwkv import (
+    DDLerpLinear,
+    LerpLinear,
+    LoRA,
+    RWKV6Attention,
+    RWKV7Attention,
+)
 
 __all__ = [
+    "ACT2FN",
     "Attention",
     "Cache",
     "Comba",
+    "DDLerpLinear",
     "DPFPFeatureMap",
     "DeltaNet",
     "FLACache",
@@ -50,11 +61,16 @@ __all__ = [
     "GatedDeltaProduct",
     "GatedLinearAttention",
     "HGRN2Attention",
+    "HGRNAttention",
     "HadamardFeatureMap",
     "HedgehogFeatureMap",
     "KimiDeltaAttention",
+    "LerpLinear",
     "LinearAttention",
+    "LoRA",
     "MultiScaleRetention",
+    "RWKV6Attention",
+    "RWKV7Attention",
     "SimpleGatedLinearAttention",
     "T2RFeatureMap",
     "elu_p1",

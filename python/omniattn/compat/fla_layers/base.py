@@ -17,7 +17,7 @@ from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
 #: y, None for the weights of attention, and the cache.
 Result = tuple[Tensor, None, Any]
 #: Functions that arguments name.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACT2FN: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": nnf.relu,
     "sigmoid": torch.sigmoid,
     "logsigmoid": nnf.logsigmoid,
@@ -212,13 +212,13 @@ class Layer(nn.Module):
         self, gate_fn: str, fuse: bool, affine: bool | None, eps: float, gated: bool = True
     ) -> None:
         """Creates `g_norm_swish_gate`, or `g_norm` with a function of the gate."""
-        require_choice(type(self).__name__, "gate_fn", gate_fn, ACTIVATIONS)
+        require_choice(type(self).__name__, "gate_fn", gate_fn, ACT2FN)
         self.fuse_norm_and_gate = gate_fn == "swish" and fuse and gated
         if self.fuse_norm_and_gate:
             self.g_norm_swish_gate = FusedRMSNormGated(self.head_v_dim, bool(affine), eps)
         else:
             self.g_norm = RMSNorm(self.head_v_dim, bool(affine), eps=eps, dtype=torch.float32)
-            self.gate_fn = ACTIVATIONS[gate_fn]
+            self.gate_fn = ACT2FN[gate_fn]
 
     def _normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """Returns the heads o (B, T, H, V), normalized and gated, as one dimension."""
@@ -311,5 +311,5 @@ def feature_map_of(op: str, name: str | None) -> Callable[[Tensor], Tensor] | No
     """Returns the function that `feature_map` names."""
     if name is None:
         return None
-    require_choice(op, "feature_map", name, ACTIVATIONS)
-    return ACTIVATIONS[name]
+    require_choice(op, "feature_map", name, ACT2FN)
+    return ACT2FN[name]
