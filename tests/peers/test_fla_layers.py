@@ -18,6 +18,10 @@ SIZES = {"hidden_size": D, "layer_idx": 0}
 HEADS = SIZES | {"num_heads": 2, "head_dim": 8}
 RWKV7 = SIZES | {"head_dim": 8, "num_hidden_layers": 3}
 STEPS = {"mode": "fused_recurrent"}  # the only one with packed sequences
+GROUPS = SIZES | {"num_heads": 4, "num_kv_heads": 2}
+NSA = {"head_dim": 8, "block_size": 4, "block_counts": 4, "window_size": 7}
+MLA = {"num_heads": 2, "q_lora_rank": 12, "kv_lora_rank": 10, "v_head_dim": 6}
+MLA |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "qk_head_dim": None}
 LOWER = {"lower_bound": torch.linspace(0.1, 0.6, D)}
 FIRST = {"v_first": torch.randn(B, T, D, generator=torch.Generator().manual_seed(0))}
 Options = dict[str, Any]
@@ -39,6 +43,40 @@ CASES: list[tuple[str, str, Options, Options]] = [
     ("rwkv6", "RWKV6Attention", SIZES | {"num_heads": 2, "proj_low_rank_dim": 4}, {}),
     ("rwkv7", "RWKV7Attention", RWKV7 | {"value_dim": 64}, {}),
     ("rwkv7", "RWKV7Attention", RWKV7 | {"layer_idx": 2, "fuse_norm": True}, FIRST),
+    ("forgetting_attn", "ForgettingAttention", GROUPS | {"use_output_gate": True}, {}),
+    ("forgetting_attn", "ForgettingAttention", GROUPS | {"qk_norm": True, "qkv_bias": True}, {}),
+    ("path_attn", "PaTHAttention", GROUPS | {"use_forget_gate": True, "use_qk_norm": True}, {}),
+    ("path_attn", "PaTHAttention", GROUPS | {"use_low_rank_w": False, "conv_bias": True}, {}),
+    ("path_attn", "PaTHAttention", GROUPS | {"use_w_shortconv": False}, {}),
+    ("deltaformer", "DeltaFormerAttention", SIZES | {"num_heads": 4, "qk_norm": True}, {}),
+    ("nsa", "NativeSparseAttention", GROUPS | NSA, {}),
+    ("nsa", "NativeSparseAttention", GROUPS | NSA | {"window_size": 0, "qkv_bias": True}, {}),
+    ("moba", "MoBA", GROUPS | {"moba_chunk_size": 8, "moba_topk": 3, "qk_norm": True}, {}),
+    ("moba", "MoBA", GROUPS | {"moba_chunk_size": 8, "use_output_gate": True}, {}),
+    ("moba", "MoBA", GROUPS | {"moba_topk": 1}, {}),
+    ("mla", "MultiheadLatentAttention", SIZES | MLA, {"attention_mask": None}),
+    (
+        "mla",
+        "MultiheadLatentAttention",
+        SIZES | MLA | {"q_lora_rank": None, "window_size": 9},
+        {"attention_mask": None},
+    ),
+]
+#: Layers whose steps with a cache differ from the parallel form, and those that need a mask or have
+#: no cache in fla.
+OTHER_STEPS = ("MoBA",)
+NO_STEPS = ("PaTHAttention", "DeltaFormerAttention")
+WITHOUT_CACHE: list[tuple[str, str, Options]] = [
+    ("based", "BasedLinearAttention", {"feature_dim": 8, "mode": "parallel"}),
+    ("based", "BasedLinearAttention", {"feature_dim": 8, "mode": "chunk"}),
+    ("rebased", "ReBasedLinearAttention", {"feature_dim": 6, "mode": "parallel"}),
+    ("rebased", "ReBasedLinearAttention", {"feature_dim": 6, "mode": "chunk"}),
+    (
+        "rebased",
+        "ReBasedLinearAttention",
+        {"feature_dim": 6, "use_beta": False, "use_gamma": False},
+    ),
+    ("rebased", "ReBasedLinearAttention", {"feature_dim": 6, "normalize": False}),
 ]
 
 #: Steps of their kernels of RWKV-7, which are no public names.
@@ -64,6 +102,9 @@ def installed(monkeypatch):
         module = ModuleType(name)
         vars(module).update(functions)
         monkeypatch.setitem(sys.modules, f"fla.ops.rwkv7.{name}", module)
+    decoding = ModuleType("decoding")
+    decoding.attn_decoding_one_step = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fla.ops.attn.decoding", decoding)
     rwkv6 = peer_packages.load("fla", "layers/rwkv6.py")
     monkeypatch.setitem(sys.modules, "fla.layers.rwkv6", rwkv6)
     yield
@@ -83,12 +124,8 @@ def compare(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: "-".join((case[1], *map(str, case[2].values())))
-)
-def test_layer(case):
-    file, name, options, more = case
+def pair_of(file: str, name: str, options: Options) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Our layer and theirs with the same weights, after a comparison of their arguments."""
     cls = getattr(peer_packages.load("fla", f"layers/{file}.py"), name)
     mine = getattr(fla, name)
     known = inspect.signature(cls).parameters
@@ -98,6 +135,28 @@ def test_layer(case):
     theirs = with_all_parameters(cls(**options))
     ours = mine(**options).eval()
     ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def case_name(case: tuple[Any, ...]) -> str:
+    return "-".join((case[1], *map(str, case[2].values())))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", WITHOUT_CACHE, ids=case_name)
+def test_layer_without_a_cache(case):
+    file, name, options = case
+    heads = {"num_heads": 4, "num_key_value_heads": 4}
+    ours, theirs = pair_of(file, name, {"hidden_size": D, **heads, **options})
+    x = torch.randn(B, T, D)
+    compare(ours(x), theirs(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_layer(case):
+    file, name, options, more = case
+    ours, theirs = pair_of(file, name, options)
     torch.manual_seed(2)
     x = torch.randn(B, T, D)
     whole = theirs(x, **more)[0]
@@ -109,12 +168,16 @@ def test_layer(case):
     compare(*packed)
     mask = torch.ones(B, T, dtype=torch.long)
     mask[1, :9] = 0
-    padded = (layer(x, attention_mask=mask, **more)[0] for layer in (ours, theirs))
+    padded = [layer(x, **{**more, "attention_mask": mask})[0] for layer in (ours, theirs)]
     compare(*(y[mask.bool()] for y in padded))
     caches = fla.FLACache(), fla.FLACache()
     for part in (slice(0, 66), slice(66, 67), slice(67, 70)):
         rest = {k: v[:, part] if k == "v_first" else v for k, v in more.items()}
-        for layer, cache in zip((ours, theirs), caches, strict=True):
-            y = layer(x[:, part], past_key_values=cache, use_cache=True, **rest)[0]
+        rest["use_cache"] = True
+        y = ours(x[:, part], past_key_values=caches[0], **rest)[0]
+        if name not in OTHER_STEPS:
             compare(y, whole[:, part])
-    compare(caches[0][options["layer_idx"]], caches[1][options["layer_idx"]])
+        if name not in NO_STEPS:
+            compare(y, theirs(x[:, part], past_key_values=caches[1], **rest)[0])
+    if name not in NO_STEPS:
+        compare(caches[0][options["layer_idx"]], caches[1][options["layer_idx"]])

@@ -15,6 +15,7 @@ from omniattn.compat.fla_layers.base import (
     repad_hidden_states,
     require_cache_layer_idx,
     unpad_hidden_states,
+    unpad_input,
     update_layer_cache,
 )
 from omniattn.compat.fla_layers.delta import (
@@ -25,6 +26,24 @@ from omniattn.compat.fla_layers.delta import (
     sum_norm,
 )
 from omniattn.compat.fla_layers.delta_variants import Comba, GatedDeltaNet2, GatedDeltaProduct
+from omniattn.compat.fla_layers.feature_maps import (
+    DPFPFeatureMap,
+    GELUFeatureMap,
+    HadamardFeatureMap,
+    HedgehogFeatureMap,
+    LearnableOuterProductFeatureMap,
+    LearnablePolySketchNonNegativeFeatureMap,
+    RebasedFeatureMap,
+    ReLUFeatureMap,
+    SigmoidFeatureMap,
+    SquaredReLUFeatureMap,
+    SwishFeatureMap,
+    T2RFeatureMap,
+    TaylorFeatureMap,
+    flatten_diag_outer_product,
+    flatten_diag_outer_product_off1,
+    is_power_of_2,
+)
 from omniattn.compat.fla_layers.gated import (
     GatedLinearAttention,
     HGRN2Attention,
@@ -32,12 +51,15 @@ from omniattn.compat.fla_layers.gated import (
     MultiScaleRetention,
     SimpleGatedLinearAttention,
 )
+from omniattn.compat.fla_layers.gated_attention import (
+    DeltaFormerAttention,
+    ForgettingAttention,
+    PaTHAttention,
+)
 from omniattn.compat.fla_layers.linear import (
-    DPFPFeatureMap,
-    HadamardFeatureMap,
-    HedgehogFeatureMap,
+    BasedLinearAttention,
     LinearAttention,
-    T2RFeatureMap,
+    ReBasedLinearAttention,
 )
 from omniattn.compat.fla_layers.rwkv import (
     DDLerpLinear,
@@ -46,16 +68,26 @@ from omniattn.compat.fla_layers.rwkv import (
     RWKV6Attention,
     RWKV7Attention,
 )
+from omniattn.compat.fla_layers.sparse import (
+    MoBA,
+    MultiheadLatentAttention,
+    NativeSparseAttention,
+    yarn_get_mscale,
+)
 
 __all__ = [
     "ACT2FN",
     "Attention",
+    "BasedLinearAttention",
     "Cache",
     "Comba",
     "DDLerpLinear",
     "DPFPFeatureMap",
+    "DeltaFormerAttention",
     "DeltaNet",
     "FLACache",
+    "ForgettingAttention",
+    "GELUFeatureMap",
     "GatedDeltaNet",
     "GatedDeltaNet2",
     "GatedDeltaProduct",
@@ -65,20 +97,38 @@ __all__ = [
     "HadamardFeatureMap",
     "HedgehogFeatureMap",
     "KimiDeltaAttention",
+    "LearnableOuterProductFeatureMap",
+    "LearnablePolySketchNonNegativeFeatureMap",
     "LerpLinear",
     "LinearAttention",
     "LoRA",
+    "MoBA",
     "MultiScaleRetention",
+    "MultiheadLatentAttention",
+    "NativeSparseAttention",
+    "PaTHAttention",
     "RWKV6Attention",
     "RWKV7Attention",
+    "ReBasedLinearAttention",
+    "ReLUFeatureMap",
+    "RebasedFeatureMap",
+    "SigmoidFeatureMap",
     "SimpleGatedLinearAttention",
+    "SquaredReLUFeatureMap",
+    "SwishFeatureMap",
     "T2RFeatureMap",
+    "TaylorFeatureMap",
     "elu_p1",
+    "flatten_diag_outer_product",
+    "flatten_diag_outer_product_off1",
     "get_layer_cache",
     "get_unpad_data",
+    "is_power_of_2",
     "repad_hidden_states",
     "require_cache_layer_idx",
     "sum_norm",
     "unpad_hidden_states",
+    "unpad_input",
     "update_layer_cache",
+    "yarn_get_mscale",
 ]

@@ -165,6 +165,39 @@ def repad_hidden_states(
     return padded.unflatten(0, (batch_size, q_len))
 
 
+def unpad_input(
+    q: Tensor | tuple[Tensor, ...],
+    states: tuple[Tensor, ...],
+    attention_mask: Tensor,
+    q_len: int,
+    keepdim: bool = False,
+) -> tuple[Any, tuple[Tensor, ...], Tensor, tuple[Tensor, Tensor], tuple[int, int]]:
+    """Returns queries and keys without padding, as packed rows.
+
+    Args:
+        q: (B, q_len, ...), or several such tensors.
+        states: tensors (B, T, ...), whose last tokens are those of q.
+        attention_mask: (B, T), 0 for padding.
+        q_len: number of queries.
+        keepdim: True for results (1, total, ...) in place of (total, ...).
+
+    Returns:
+        q and states; places of the queries in the flattened batch; boundaries of queries and of
+        keys; and the longest lengths of both.
+    """
+    places, of_keys, longest = get_unpad_data(attention_mask)
+    places_q, of_queries, longest_q = get_unpad_data(attention_mask[:, -q_len:])
+
+    def rows(x: Tensor, kept: Tensor) -> Tensor:
+        return x.flatten(0, 1)[kept][None] if keepdim else x.flatten(0, 1)[kept]
+
+    packed = (
+        rows(q, places_q) if isinstance(q, Tensor) else tuple(rows(each, places_q) for each in q)
+    )
+    keys = tuple(rows(x, places) for x in states)
+    return packed, keys, places_q, (of_queries, of_keys), (longest_q, longest)
+
+
 class Layer(nn.Module):
     """Base class: checks, convolutions, and the norm of outputs."""
 
