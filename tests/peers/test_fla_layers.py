@@ -168,7 +168,11 @@ def test_layer(case):
     compare(*packed)
     mask = torch.ones(B, T, dtype=torch.long)
     mask[1, :9] = 0
-    padded = [layer(x, **{**more, "attention_mask": mask})[0] for layer in (ours, theirs)]
+    given = {**more, "attention_mask": mask}
+    padded = []
+    for layer in (ours, theirs):
+        cache = {"past_key_values": fla.FLACache()} if name == "PaTHAttention" else {}
+        padded.append(layer(x, **given, **cache)[0])
     compare(*(y[mask.bool()] for y in padded))
     caches = fla.FLACache(), fla.FLACache()
     for part in (slice(0, 66), slice(66, 67), slice(67, 70)):

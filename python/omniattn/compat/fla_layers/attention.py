@@ -72,9 +72,7 @@ class SoftmaxLayer(Layer):
         )["attn_state"]
         if not filled:
             return k, v
-        keys, values = (
-            t.unflatten(-1, like.shape[2:]) for t, like in zip(kept, (k, v), strict=True)
-        )
+        keys, values = (t.unflatten(-1, (-1, self.head_dim)) for t in kept)
         return keys, values
 
     def _attend(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -65,10 +64,6 @@ class Comba(DeltaLayer):
         if use_inner_decay:
             self.decay = nn.Parameter(torch.ones(num_heads))
         if use_output_correction:
-            warnings.warn(
-                "Comba: a correction_factor of 0.02 may be better than 1 for small models",
-                stacklevel=2,
-            )
             self.D = nn.Parameter(torch.full((num_heads,), float(correction_factor)))
             self.D._no_weight_decay = True  # type: ignore[attr-defined]
         self._decays(torch.empty(heads).uniform_(0, 16), heads)

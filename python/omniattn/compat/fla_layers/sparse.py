@@ -12,7 +12,12 @@ from omniattn.compat._fla_attention import Boundaries, parallel_moba, parallel_n
 from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
 from omniattn.compat._fla_parts import RotaryEmbedding
 from omniattn.compat.fla_layers.attention import SoftmaxLayer
-from omniattn.compat.fla_layers.base import Result, repad_hidden_states, unpad_input
+from omniattn.compat.fla_layers.base import (
+    Result,
+    repad_hidden_states,
+    unpad_input,
+    update_layer_cache,
+)
 
 
 class NativeSparseAttention(SoftmaxLayer):
@@ -279,6 +284,7 @@ class MultiheadLatentAttention(SoftmaxLayer):
         q = torch.cat((q, q_rope), -1)
         k = torch.cat((k, k_rope.expand(*k.shape[:3], -1)), -1)
         if past_key_values is not None:
-            k, v = self._cached(k, v, tokens, past_key_values)
+            states = {"attn_state": (k, v), "offset": tokens}
+            k, v = update_layer_cache(self, past_key_values, **states)["attn_state"]
         o = self._attend(q, k, v, attention_mask, cu)
         return self.o_proj(o.flatten(-2)), None, past_key_values
