@@ -44,6 +44,10 @@ def layers():
         "nsa": fla.NativeSparseAttention(WIDTH, 4, 2, 4, False, 2, 2, 3, layer_idx=0),
         # Steps see all keys, as the parallel form does with all blocks.
         "moba": fla.MoBA(WIDTH, 4, 2, layer_idx=0, moba_chunk_size=2, use_output_gate=True),
+        "mamba": fla.Mamba(WIDTH, 3, intermediate_size=12, layer_idx=0),
+        "mamba2": fla.Mamba2(None, 8, WIDTH, 3, n_groups=2, use_bias=True, layer_idx=0),
+        "log_linear_mamba2": fla.LogLinearMamba2(4, 8, WIDTH, 3, conv_kernel=3, layer_idx=0),
+        "mamba3": fla.Mamba3(WIDTH, 4, head_dim=8, is_outproj_norm=True, layer_idx=0),
         "mla": fla.MultiheadLatentAttention(WIDTH, 2, 6, 4, 5, 3, 8, None, layer_idx=0),
     }
     with torch.no_grad():
@@ -58,6 +62,7 @@ DECAYING = ("simple", "linear")
 
 
 @pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
 def test_steps_padding_and_packing_are_the_parallel_form(name):
     layer, x = LAYERS[name], torch.randn(2, 7, WIDTH)
     whole, weights, cache = layer(x, output_attentions=True)[:3]

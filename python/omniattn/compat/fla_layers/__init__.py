@@ -74,6 +74,7 @@ from omniattn.compat.fla_layers.sparse import (
     NativeSparseAttention,
     yarn_get_mscale,
 )
+from omniattn.compat.fla_layers.state_space import LogLinearMamba2, Mamba, Mamba2, Mamba3
 
 __all__ = [
     "ACT2FN",
@@ -102,6 +103,10 @@ __all__ = [
     "LerpLinear",
     "LinearAttention",
     "LoRA",
+    "LogLinearMamba2",
+    "Mamba",
+    "Mamba2",
+    "Mamba3",
     "MoBA",
     "MultiScaleRetention",
     "MultiheadLatentAttention",

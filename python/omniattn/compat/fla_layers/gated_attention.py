@@ -100,7 +100,7 @@ class PaTHAttention(SoftmaxLayer):
     Args:
         hidden_size, num_heads, num_kv_heads, layer_idx: see :class:`Attention`.
         use_forget_gate: True for forget gates (PaTH-FoX).
-        use_qk_norm: True for a norm of the heads of q and k.
+        use_qk_norm: True for a norm of the heads of q and k, which fla leaves out with a mask.
         use_low_rank_w: False for one linear map to w in place of two of width 32 between them.
         use_w_shortconv, conv_size, conv_bias: short convolution of w.
     """
