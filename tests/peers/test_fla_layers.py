@@ -62,6 +62,17 @@ CASES: list[tuple[str, str, Options, Options]] = [
         {"attention_mask": None},
     ),
 ]
+#: Layers whose parallel form runs on a CPU in fla, and no other.
+STATE_SPACE: list[tuple[str, str, Options]] = [
+    ("mamba", "Mamba", {"hidden_size": D, "intermediate_size": 24, "state_size": 3}),
+    ("mamba2", "Mamba2", {"hidden_size": D, "head_dim": 8, "state_size": 4, "n_groups": 2}),
+    ("mamba2", "Mamba2", {"hidden_size": D, "head_dim": 16, "use_bias": True, "expand": 1}),
+    (
+        "log_linear_mamba2",
+        "LogLinearMamba2",
+        {"num_heads": 8, "hidden_size": D, "head_dim": 8, "state_size": 4},
+    ),
+]
 #: Layers whose steps with a cache differ from the parallel form, and those that need a mask or have
 #: no cache in fla.
 OTHER_STEPS = ("MoBA",)
@@ -97,7 +108,7 @@ PARTS = {
 def installed(monkeypatch):
     """Their imports of ops and modules find ours."""
     pytest.importorskip("einops")
-    compat.install("fla", "flash_attn")
+    compat.install("fla", "flash_attn", "causal_conv1d", "mamba_ssm")
     for name, functions in PARTS.items():
         module = ModuleType(name)
         vars(module).update(functions)
@@ -105,8 +116,9 @@ def installed(monkeypatch):
     decoding = ModuleType("decoding")
     decoding.attn_decoding_one_step = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fla.ops.attn.decoding", decoding)
-    rwkv6 = peer_packages.load("fla", "layers/rwkv6.py")
-    monkeypatch.setitem(sys.modules, "fla.layers.rwkv6", rwkv6)
+    for name in ("rwkv6", "mamba2"):  # whose parts other layers import
+        layers = peer_packages.load("fla", f"layers/{name}.py")
+        monkeypatch.setitem(sys.modules, f"fla.layers.{name}", layers)
     yield
     compat.uninstall()
 
@@ -150,6 +162,14 @@ def test_layer_without_a_cache(case):
     ours, theirs = pair_of(file, name, {"hidden_size": D, **heads, **options})
     x = torch.randn(B, T, D)
     compare(ours(x), theirs(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", STATE_SPACE, ids=case_name)
+def test_state_space_layer(case):
+    ours, theirs = pair_of(*case)
+    x = torch.randn(B, T, D)
+    compare(ours(x)[0], theirs(x)[0])
 
 
 @pytest.mark.filterwarnings("ignore")
