@@ -1,6 +1,7 @@
 """Writes the lists of names of other libraries, and the page that shows them.
 
     python tools/compat_names.py names fla CHECKOUT   # python/omniattn/compat/names/fla.txt
+    python tools/compat_names.py names fla            # the same names, as this package has them
     python tools/compat_names.py page                 # docs/compat.md
 
 CHECKOUT is the folder of a git repository, which may be bare. Public names of a module are the
@@ -63,7 +64,15 @@ REFUSED = [
     (r"apply_liger_kernel|_apply_liger|AutoLiger|monkey_patch",
      "omniattn.hf.patch patches models of transformers"),
     (r"liger_kernel\.transformers\.model\.", "omniattn.hf.patch patches models of transformers"),
-    (r"BitLinear|bitattn|BitAttention|int8|RMSNormLinearQuant|LayerNormLinearQuant",
+    (r"^fla\.utils\b|prepare_block_csr|get_max_num_splits|PrepareModuleWeight|_cp$"
+     r"|deprecate_kwarg|apply_liger_triton_cache|liger_kernel\.utils\.|(is_\w+_available)$"
+     r"|get_scheduler_metadata|num_splits_heuristic|(Bwd|Fwd)Config|_cuda$|fast_causal_conv1d_fn"
+     r"|compute_routing_metadata|validate_formula_and_mode|gemm_swiglu|prepare_maxlens"
+     r"|(load_config|load_state_dict)_hf",
+     "it serves the library's own kernels, devices and files"),
+    (r"\.naive_\w+$|_ref$|GroupNormRef|_torch$|segsum|ssd_minimal_discrete|mamba_inner_ref",
+     "formulas in plain torch are in omniattn.reference"),
+    (r"BitLinear|bitattn|BitAttention|fused_bitlinear|int8|RMSNormLinearQuant|LayerNormLinearQuant",
      "weights of 1.58 bits are not supported"),
 ]  # fmt: skip
 #: Names that are called otherwise here, because two modules use one name.
@@ -133,6 +142,7 @@ def public_names(package: str, checkout: str) -> dict[str, set[str]]:
                 value, target = node.value, node.targets[0].id
                 applied = isinstance(value, ast.Attribute) and value.attr == "apply"
                 aliased = isinstance(value, ast.Name) and target.islower()
+                aliased |= target == "ACT2FN"
                 if (applied or aliased) and not target.startswith("_"):
                     names.add(target)
             if not isinstance(node, ast.ImportFrom) or node.module is None:
@@ -171,14 +181,28 @@ def status(name: str, ours: set[str]) -> tuple[str, str]:
     return "absent", short
 
 
-def write_names(package: str, checkout: str) -> None:
+def of_checkout(package: str, checkout: str) -> tuple[str, str, dict[str, set[str]]]:
+    """Returns version, commit and public names of each module."""
     _, place = SOURCES[package]
     content = show(checkout, "show", f"HEAD:{place}")
     version = re.search(r"version\S* = \"(.+)\"|^(\d\S+)$", content)
     assert version is not None
-    lines = [f"{version[1] or version[2]} {show(checkout, 'rev-parse', 'HEAD')[:12]}"]
+    commit = show(checkout, "rev-parse", "HEAD")[:12]
+    return version[1] or version[2], commit, public_names(package, checkout)
+
+
+def of_list(package: str) -> tuple[str, str, dict[str, set[str]]]:
+    """Returns what :func:`of_checkout` does from the list that stands."""
+    found = library(package)
+    names = {m: {*n.there, *n.refused, *n.absent} for m, n in found.modules.items()}
+    return found.version, found.commit, names
+
+
+def write_names(package: str, checkout: str | None) -> None:
+    version, commit, modules = of_checkout(package, checkout) if checkout else of_list(package)
+    lines = [f"{version} {commit}"]
     ours = set(importlib.import_module(MODULES[package]).__all__)
-    for module, names in public_names(package, checkout).items():
+    for module, names in modules.items():
         lines.append(f"[{module}]")
         groups: dict[tuple[str, str], list[str]] = {}
         for name in sorted(names):

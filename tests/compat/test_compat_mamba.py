@@ -1,10 +1,13 @@
 """omniattn.compat: the functions of mamba-ssm against loops with their arguments."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as nnf
 
-from omniattn import compat
+from omniattn import compat, modules
+from omniattn.compat import mamba_ssm
 
 B, D, N, T, G = 2, 6, 3, 9, 2
 
@@ -197,3 +200,37 @@ def convolution_of_rows(rows):
 def test_bad_input(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+@pytest.mark.parametrize("kind", ["Mamba", "Mamba2"])
+@torch.no_grad()
+def test_layers_have_the_states_of_mamba_ssm(kind):
+    torch.manual_seed(0)
+    options = {"headdim": 8, "ngroups": 2} if kind == "Mamba2" else {}
+    layer = getattr(mamba_ssm, kind)(16, d_state=4, d_conv=3, layer_idx=2, **options)
+    ours = getattr(modules, kind)(layer.config)
+    ours.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 7, 16)
+    whole = ours(x)
+    torch.testing.assert_close(layer(x), whole)
+    conv, matrix = layer.allocate_inference_cache(2, 7)
+    assert conv.shape[2] == 3 and matrix.shape[0] == 2
+    for n in range(7):
+        y, *_ = layer.step(x[:, n : n + 1], conv, matrix)
+        torch.testing.assert_close(y, whole[:, n : n + 1])
+    params = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
+    pieces = []
+    for part in (x[:, :5], x[:, 5:6], x[:, 6:]):
+        pieces.append(layer(part, inference_params=params))
+        params.seqlen_offset += part.shape[1]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole)
+    torch.testing.assert_close(params.key_value_memory_dict[2], (conv, matrix))
+    if kind == "Mamba2":
+        torch.testing.assert_close(layer(x.flatten(0, 1), seqlen=7), whole.flatten(0, 1))
+        boundaries = torch.tensor([0, 3, 7], dtype=torch.int32)
+        packed = layer(x[:1], cu_seqlens=boundaries)
+        torch.testing.assert_close(packed[:, 3:], layer(x[:1, 3:]))
+        with pytest.raises(NotImplementedError, match="rmsnorm must be True"):
+            mamba_ssm.Mamba2(16, rmsnorm=False)
+    with pytest.raises(ValueError, match=f"{kind}: hidden_states must have one token"):
+        layer.step(x, conv, matrix)

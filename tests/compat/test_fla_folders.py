@@ -13,6 +13,7 @@ from omniattn.models import CheckpointError, from_hf
 
 SIZES = dict(hidden_size=16, num_hidden_layers=2, vocab_size=11, intermediate_size=24)
 HEADS = dict(num_heads=2, head_dim=4, num_v_heads=4)
+GROUPS = dict(num_heads=4, num_kv_heads=2)
 #: model_type -> options of the config, layer, options that both have.
 KINDS = {
     "gla": (fla.GatedLinearAttention, dict(num_heads=2, use_short_conv=True, conv_size=3)),
@@ -23,7 +24,32 @@ KINDS = {
     "gsa": (fla.GatedSlotAttention, dict(num_heads=2, num_slots=5, use_short_conv=True)),
     "abc": (fla.ABCAttention, dict(num_heads=2, num_slots=5, clamp_min=-1.0, clamp_max=1.0)),
     "hgrn2": (fla.HGRN2Attention, dict(expand_ratio=8, use_short_conv=True)),
-}
+    "hgrn": (fla.HGRNAttention, dict(expand_ratio=2, use_short_conv=True)),
+    "comba": (fla.Comba, dict(**HEADS, expand_v=1.5)),
+    "gated_deltaproduct": (
+        fla.GatedDeltaProduct,
+        dict(
+            **HEADS, expand_v=1.5, use_forget_gate=True, num_householder=3, allow_neg_eigval=False
+        ),
+    ),
+    "transformer": (
+        fla.Attention, dict(**GROUPS, qkv_bias=True, qk_norm=True, window_size=4, rope_theta=500.0)
+    ),
+    "forgetting_transformer": (
+        fla.ForgettingAttention, dict(**GROUPS, qkv_bias=True, use_output_gate=True)
+    ),
+    "path_attn": (fla.PaTHAttention, dict(**GROUPS)),
+    "rwkv6": (
+        fla.RWKV6Attention,
+        dict(num_heads=2, expand_k=1.0, proj_low_rank_dim=3, gate_low_rank_dim=5),
+    ),
+    "rwkv7": (fla.RWKV7Attention, dict(head_dim=4, decay_low_rank_dim=3, v_low_rank_dim=5)),
+}  # fmt: skip
+RWKV = ("rwkv6", "rwkv7")
+#: Layers whose norms have their own epsilon, 1e-5.
+OWN_EPSILON = ("transformer", "forgetting_transformer", "path_attn")
+#: Options of configs that layers do not have.
+MORE = {"hgrn": {"use_lower_bound": False}, "hgrn2": {"use_lower_bound": False}}
 
 
 class Norm(nn.Module):
@@ -50,6 +76,42 @@ class Block(nn.Module):
         return x + m["down_proj"](nnf.silu(m["gate_proj"](y)) * m["up_proj"](y))
 
 
+class ChannelMix(nn.Module):
+    """Feed-forward layer of RWKV: of RWKV-6 with a gate."""
+
+    def __init__(self, gated):
+        super().__init__()
+        self.value = nn.Linear(24, 16, bias=False)
+        if gated:
+            self.key, self.receptance = fla.LerpLinear(16, 24), fla.LerpLinear(16, 16)
+        else:
+            self.x_k, self.key = nn.Parameter(torch.rand(16)), nn.Linear(16, 24, bias=False)
+
+    def forward(self, x):
+        delta = fla.token_shift(x)
+        if hasattr(self, "receptance"):
+            y = self.value(self.key(x, delta).relu() ** 2)
+            return self.receptance(x, delta).sigmoid() * y
+        return self.value(self.key(x + delta * self.x_k).relu() ** 2)
+
+
+class RWKVBlock(nn.Module):
+    def __init__(self, layer, kind):
+        super().__init__()
+        if layer.layer_idx == 0:
+            self.pre_norm = nn.LayerNorm(16, 1e-6)
+        self.attn_norm, self.attn = nn.LayerNorm(16, 1e-6), layer
+        self.ffn_norm, self.ffn = nn.LayerNorm(16, 1e-6), ChannelMix(kind == "rwkv6")
+
+    def forward(self, x, shared):
+        x = self.pre_norm(x) if hasattr(self, "pre_norm") else x
+        y, _, _, *values = self.attn(self.attn_norm(x), **shared)
+        if values:
+            shared["v_first"] = values[0]
+        x = x + y
+        return x + self.ffn(self.ffn_norm(x))
+
+
 class Theirs(nn.Module):
     """Language model with fla's names."""
 
@@ -58,23 +120,36 @@ class Theirs(nn.Module):
         layer, options = KINDS[kind]
         self.model = nn.Module()
         self.model.embeddings = nn.Embedding(11, 16)
-        layers = (layer(hidden_size=16, norm_eps=1e-6, **options) for _ in range(2))
-        self.model.layers = nn.ModuleList(Block(each) for each in layers)
-        self.model.norm = Norm()
+        eps = {} if kind in OWN_EPSILON else {"norm_eps": 1e-6}
+        layers = (layer(hidden_size=16, layer_idx=n, **eps, **options) for n in range(2))
+        if kind in RWKV:
+            self.model.layers = nn.ModuleList(RWKVBlock(each, kind) for each in layers)
+            self.model.norm = nn.LayerNorm(16, 1e-6)
+        else:
+            self.model.layers = nn.ModuleList(Block(each) for each in layers)
+            self.model.norm = Norm()
         self.lm_head = nn.Linear(16, 11, bias=False)
 
     def forward(self, tokens):
         x = self.model.embeddings(tokens)
+        shared = {}
         for block in self.model.layers:
-            x = block(x)
+            x = block(x, shared) if isinstance(block, RWKVBlock) else block(x)
         return self.lm_head(self.model.norm(x))
 
 
 def saved(folder, kind, **changes):
     torch.manual_seed(0)
     model = Theirs(kind)
-    lower = {"use_lower_bound": False} if kind == "hgrn2" else {}
-    config = {"model_type": kind, **SIZES, **KINDS[kind][1], **lower, **changes}
+    with torch.no_grad():
+        for parameter in model.parameters():  # some are 0 at first
+            parameter += 0.1 * torch.randn_like(parameter)
+    options = {**SIZES, "norm_eps": 1e-6, **KINDS[kind][1], **MORE.get(kind, {}), **changes}
+    config = {"model_type": kind, **options}
+    if kind == "rwkv7":  # ranks of which the layer has other defaults
+        attn = model.model.layers[0].attn
+        ranks = {f"{part}_low_rank_dim": getattr(attn, f"{part}_low_rank_dim") for part in "a"}
+        config |= ranks | {"gate_low_rank_dim": attn.gate_low_rank_dim}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(model.state_dict(), folder / "model.safetensors")
     return model
@@ -100,6 +175,12 @@ def test_errors_of_folders_of_fla(tmp_path):
         from_hf(tmp_path)
     saved(tmp_path, "hgrn2", use_lower_bound=True)
     with pytest.raises(NotImplementedError, match="use_lower_bound must be False"):
+        from_hf(tmp_path)
+    saved(tmp_path, "path_attn", use_forget_gate=True)
+    with pytest.raises(NotImplementedError, match="use_forget_gate must be False"):
+        from_hf(tmp_path)
+    saved(tmp_path, "rwkv7", value_dim=[16, 32])
+    with pytest.raises(NotImplementedError, match="value_dim must be hidden_size"):
         from_hf(tmp_path)
     saved(tmp_path, "gla", intermediate_size=25)
     with pytest.raises(CheckpointError, match=r"of another shape: layers\.0\.mlp"):

@@ -18,7 +18,7 @@ def layers():
     sizes = dict(hidden_size=WIDTH, num_heads=4, layer_idx=0)
     conv = dict(use_short_conv=True, conv_size=3)
     heads = dict(hidden_size=WIDTH, num_heads=2, head_dim=4, layer_idx=0)
-    return {
+    found = {
         "gla": fla.GatedLinearAttention(**sizes, num_kv_heads=2, expand_k=1.0, **conv),
         "retention": fla.MultiScaleRetention(**sizes, num_kv_heads=2, feature_map="relu"),
         "simple": fla.SimpleGatedLinearAttention(**sizes, num_kv_heads=1, fuse_norm=False),
@@ -37,7 +37,29 @@ def layers():
         "precond_kda": fla.PrecondKDA(**heads, num_v_heads=4, lower_bound=-3.0),
         "mesa": fla.MesaNet(**heads, use_output_gate=True, conv_bias=True),
         "attention": fla.Attention(WIDTH, 4, 2, qk_norm=True, window_size=3, layer_idx=0),
+        "comba": fla.Comba(**heads, expand_v=1.5, correction_factor=0.5),
+        "delta_product": fla.GatedDeltaProduct(**heads, num_v_heads=4, conv_size=3),
+        "gdn2": fla.GatedDeltaNet2(**heads, num_v_heads=4, allow_neg_eigval=True),
+        "hgrn": fla.HGRNAttention(hidden_size=WIDTH, layer_idx=0, **conv),
+        "rwkv6": fla.RWKV6Attention(**sizes, proj_low_rank_dim=3, gate_low_rank_dim=2),
+        "rwkv7": fla.RWKV7Attention(hidden_size=WIDTH, head_dim=4, layer_idx=0),
+        "forgetting": fla.ForgettingAttention(WIDTH, 4, 2, qk_norm=True, layer_idx=0),
+        "path": fla.PaTHAttention(WIDTH, 4, 2, layer_idx=0),
+        "path_forgetting": fla.PaTHAttention(WIDTH, 4, use_forget_gate=True, layer_idx=0),
+        "deltaformer": fla.DeltaFormerAttention(WIDTH, 4, 2, layer_idx=0),
+        "nsa": fla.NativeSparseAttention(WIDTH, 4, 2, 4, False, 2, 2, 3, layer_idx=0),
+        # Steps see all keys, as the parallel form does with all blocks.
+        "moba": fla.MoBA(WIDTH, 4, 2, layer_idx=0, moba_chunk_size=2, use_output_gate=True),
+        "mamba": fla.Mamba(WIDTH, 3, intermediate_size=12, layer_idx=0),
+        "mamba2": fla.Mamba2(None, 8, WIDTH, 3, n_groups=2, use_bias=True, layer_idx=0),
+        "log_linear_mamba2": fla.LogLinearMamba2(4, 8, WIDTH, 3, conv_kernel=3, layer_idx=0),
+        "mamba3": fla.Mamba3(WIDTH, 4, head_dim=8, is_outproj_norm=True, layer_idx=0),
+        "mla": fla.MultiheadLatentAttention(WIDTH, 2, 6, 4, 5, 3, 8, None, layer_idx=0),
     }
+    with torch.no_grad():
+        for parameter in (p for layer in found.values() for p in layer.parameters()):
+            parameter += 0.1 * torch.randn_like(parameter)  # some are 0 at first
+    return found
 
 
 LAYERS = layers()
@@ -46,13 +68,14 @@ DECAYING = ("simple", "linear")
 
 
 @pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
 def test_steps_padding_and_packing_are_the_parallel_form(name):
     layer, x = LAYERS[name], torch.randn(2, 7, WIDTH)
-    whole, weights, cache = layer(x, output_attentions=True)
+    whole, weights, cache = layer(x, output_attentions=True)[:3]
     assert whole.shape == x.shape and weights is None and cache is None
     cache, pieces = fla.FLACache(), []
     for part in (x[:, :4], x[:, 4:5], x[:, 5:6], x[:, 6:]):
-        y, _, cache = layer(part, past_key_values=cache, use_cache=True)
+        y, _, cache = layer(part, past_key_values=cache, use_cache=True)[:3]
         pieces.append(y)
     torch.testing.assert_close(torch.cat(pieces, 1), whole)
     assert cache.get_seq_length(0) == 7 and len(cache) == 1
@@ -63,10 +86,11 @@ def test_steps_padding_and_packing_are_the_parallel_form(name):
     torch.testing.assert_close(padded[:1, 3:], layer(x[:1, 3:])[0])
     torch.testing.assert_close(padded[1:], whole[1:])
     assert (padded[0, :3] == 0).all()
-    cache = fla.FLACache()
-    first = layer(x[:, :5], mask[:, :5], cache, use_cache=True)[0]
-    last = [layer(x[:, n : n + 1], mask[:, : n + 1], cache, use_cache=True)[0] for n in (5, 6)]
-    torch.testing.assert_close(torch.cat([first, *last], 1), padded)
+    if name != "deltaformer":
+        cache = fla.FLACache()
+        first = layer(x[:, :5], mask[:, :5], cache, use_cache=True)[0]
+        last = [layer(x[:, n : n + 1], mask[:, : n + 1], cache, use_cache=True)[0] for n in (5, 6)]
+        torch.testing.assert_close(torch.cat([first, *last], 1), padded)
     boundaries = torch.tensor([0, 3, 7], dtype=torch.int32)
     packed = layer(x[:1], cu_seqlens=boundaries)[0]
     torch.testing.assert_close(packed[:, 3:], layer(x[:1, 3:])[0])
@@ -162,6 +186,47 @@ def test_gradients_reach_all_parameters():
         layer.zero_grad(None)
 
 
+def test_layers_without_a_cache_are_sums_over_earlier_tokens():
+    x = torch.randn(2, 9, WIDTH)
+    earlier = torch.ones(9, 9).tril()
+
+    def expected(layer, weights, eps):
+        v = layer.v_proj(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        weights = weights * earlier
+        o = weights @ v / (weights.sum(-1, keepdim=True) + eps)
+        return layer.o_proj(o.transpose(1, 2).flatten(-2))
+
+    def products(layer, turned=lambda t: t):
+        q, k = (
+            turned(p(x).unflatten(-1, (4, -1))).transpose(1, 2)
+            for p in (layer.q_proj, layer.k_proj)
+        )
+        return q @ k.mT
+
+    for mode, scale in (("parallel", 1.0), ("chunk", 4**-0.5)):
+        layer = fla.BasedLinearAttention(WIDTH, 4, 4, 4, mode=mode)
+        u = scale * products(layer)
+        torch.testing.assert_close(layer(x), expected(layer, 1 + u + u * u / 2, 0.0))
+    layer = fla.ReBasedLinearAttention(WIDTH, feature_dim=6, num_key_value_heads=4, num_heads=4)
+    u = products(layer, lambda t: nnf.layer_norm(t, (6,))) * 6**-0.5
+    torch.testing.assert_close(layer(x), expected(layer, u * u, 1e-5))
+
+
+def test_feature_maps_have_their_kernels():
+    q, k = torch.randn(2, 5, 4)
+    u = (q * k).sum(-1)
+    for layer, kernel in (
+        (fla.TaylorFeatureMap(4), 1 + u / 2 + u * u / 8),
+        (fla.RebasedFeatureMap(4, normalize=False), u * u / 4),
+    ):
+        torch.testing.assert_close((layer(q) * layer(k)).sum(-1), kernel)
+    assert fla.LearnablePolySketchNonNegativeFeatureMap(4, 3, 8)(q).shape == (5, 6)
+    assert fla.LearnableOuterProductFeatureMap(4, 3)(q).shape == (5, 6)
+    torch.testing.assert_close(fla.SquaredReLUFeatureMap()(q), q.relu() ** 2)
+    torch.testing.assert_close(fla.SwishFeatureMap()(q), nnf.silu(q))
+    assert [n for n in range(9) if fla.is_power_of_2(n)] == [1, 2, 4, 8]
+
+
 def test_errors_name_arguments_of_fla():
     x = torch.randn(1, 4, WIDTH)
     for create, text in (
@@ -170,6 +235,12 @@ def test_errors_name_arguments_of_fla():
         (lambda: fla.DeltaNet(qk_norm="l3"), "DeltaNet: qk_norm must be one of"),
         (lambda: fla.GatedDeltaNet(head_dim=5, expand_v=0.5), "head_dim . expand_v must be"),
         (lambda: fla.LinearAttention(feature_map="elo"), "feature_map must be one of .*did you"),
+        (lambda: fla.GatedDeltaNet2(num_v_heads=8), "GatedDeltaNet2: num_v_heads must be a mult"),
+        (lambda: fla.RWKV7Attention(hidden_size=30), "RWKV7Attention: head_dim must divide"),
+        (lambda: fla.RWKV7Attention(hidden_size=64)(x), "v_first must be given to layers after"),
+        (lambda: fla.MultiheadLatentAttention(qk_head_dim=100), "qk_head_dim must be qk_nope"),
+        (lambda: fla.BasedLinearAttention(WIDTH, num_heads=4), "num_heads must be num_key_value"),
+        (lambda: fla.RebasedFeatureMap(4, False, True, False), "use_gamma or normalize must be"),
         (lambda: LAYERS["kda"](x[0]), "KimiDeltaAttention: hidden_states must have shape"),
         (lambda: LAYERS["kda"](x, torch.ones(1, 4, 4)), "attention_mask must have shape"),
     ):

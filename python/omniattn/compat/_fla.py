@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Set
 from typing import Any, ParamSpec, TypeAlias
 
@@ -56,6 +57,8 @@ def fla_function(
             present = {n: given[n] for n in required if n in given}
             require_inputs(choose.__name__, given.get("scale"), **present)
             call, tensors = choose(*args, **kwargs)
+            if kwargs.get("transpose_state_layout") is not None and "state_v_first" in named:
+                _warn_of_former_name(choose.__name__, bool(given["state_v_first"]))
             for name, value in given.items():
                 if name not in taken and value is not None and value is not False:
                     near = "" if name in _NOT_SUPPORTED else did_you_mean(name, named)
@@ -71,6 +74,19 @@ def fla_function(
         return function
 
     return decorate
+
+
+def _warn_of_former_name(op: str, also: bool) -> None:
+    if also:
+        raise ValueError(
+            f"{op}: transpose_state_layout must be left out where state_v_first is given, "
+            "got state_v_first=True"
+        )
+    warnings.warn(
+        f"{op}: transpose_state_layout is called state_v_first now",
+        DeprecationWarning,
+        stacklevel=3,
+    )
 
 
 def require_inputs(op: str, scale: object, **tensors: Any) -> None:
@@ -90,7 +106,6 @@ def run(
     """Runs `call` on the tensors, with the states and options in `given`."""
     boundaries, state = given["cu_seqlens"], given["initial_state"]
     reverse = given.get("reverse", False)
-    # transpose_state_layout is the former name.
     v_first = given.get("state_v_first", False) or given.get("transpose_state_layout", False)
     packed = reverse and boundaries is not None
     if reverse:

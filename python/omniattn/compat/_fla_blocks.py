@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.checks.arguments import shown
+from omniattn.checks.arguments import require_shape, require_tensor, shown
 from omniattn.compat._errors import errors_of
+from omniattn.compat.fla_layers.base import get_unpad_data, repad_hidden_states
 
 __all__ = ["LogLinearAttentionState", "chunk_log_linear_attn", "deltaformer_attn"]
 
@@ -73,11 +74,22 @@ def deltaformer_attn(
     cu_seqlens: Tensor | None = None,
     C: int = 512,
 ) -> Tensor:
-    """Computes :func:`functional.deltaformer_attention`; C affects only fla's speed."""
+    """Computes :func:`functional.deltaformer_attention`; C affects only fla's speed.
+
+    Padding, where `attention_mask` (B, T) is 0, is not read, and its results are 0. The first pass
+    of fla reads it.
+    """
+    op = "deltaformer_attn"
+    batch = q.shape[:2]
+    places = None
     if attention_mask is not None:
-        raise NotImplementedError(
-            "deltaformer_attn: attention_mask is not supported, pack the sequences with cu_seqlens "
-            f"instead, got attention_mask={shown(attention_mask)}"
-        )
-    with errors_of("deltaformer_attn"):
-        return functional.deltaformer_attention(q, k, v, beta, cu_seqlens=cu_seqlens)[0]
+        if cu_seqlens is not None:
+            raise ValueError(f"{op}: attention_mask must be None with cu_seqlens")
+        require_tensor(op, "attention_mask", attention_mask)
+        require_shape(op, "attention_mask", attention_mask, tuple(batch))
+        places, cu_seqlens, _ = get_unpad_data(attention_mask)
+        q, k, v = (t.flatten(0, 1)[places][None] for t in (q, k, v))
+        beta = None if beta is None else beta.flatten(0, 1)[places][None]
+    with errors_of(op):
+        o, _ = functional.deltaformer_attention(q, k, v, beta, cu_seqlens=cu_seqlens)
+    return repad_hidden_states(o, places, *batch)

@@ -15,12 +15,14 @@ __all__ = [
     "chunk_delta_rule",
     "chunk_dplr_delta_rule",
     "chunk_gated_delta_rule",
+    "chunk_gdn",
     "chunk_iplr_delta_rule",
     "chunk_kda",
     "fused_chunk_delta_rule",
     "fused_recurrent_delta_rule",
     "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
     "fused_recurrent_iplr_delta_rule",
     "fused_recurrent_kda",
 ]
@@ -288,3 +290,7 @@ def fused_recurrent_iplr_delta_rule(
 
 def _ones(v: Tensor, q: Tensor) -> Tensor:
     return widen(q).new_ones(v.shape[:3])
+
+
+#: Shorter names of fla.
+chunk_gdn, fused_recurrent_gdn = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule

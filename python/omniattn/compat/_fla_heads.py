@@ -6,10 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as nnf
 
 from omniattn import functional
-from omniattn.checks.arguments import require_int, require_shape, require_tensor, shown
-from omniattn.compat._errors import errors_of
+from omniattn.checks.arguments import (
+    require_int,
+    require_number,
+    require_shape,
+    require_tensor,
+    shown,
+)
+from omniattn.compat._errors import errors_of, require_flags
 from omniattn.compat._fla import Call, fla_function, require_inputs
 from omniattn.reference.precision import widen
 
@@ -21,6 +28,7 @@ __all__ = [
     "fused_recurrent_lightning_attn",
     "fused_recurrent_simple_gla",
     "parallel_based",
+    "parallel_rebased",
     "parallel_retention",
     "parallel_simple_gla",
 ]
@@ -207,6 +215,40 @@ def fused_chunk_based(
 ) -> Tensor:
     """Computes `parallel_based`."""
     return _based("fused_chunk_based", q, k, v, scale, use_norm, head_first)
+
+
+def parallel_rebased(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    eps: float = 1e-5,
+    use_scale: bool = True,
+    use_normalize: bool = True,
+    return_both: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Computes causal attention with the weights ``u^2``, ``u = q . k``, or over sqrt(K).
+
+    Args:
+        q, k, v: (B, T, H, K), and v (B, T, H, V).
+        eps: added to the sum of the weights.
+        use_scale: False for ``u = q . k``.
+        use_normalize: False for no division by the sum.
+        return_both: True for (o, sums) in fla's layout (B, H, T, V) and (B, H, T), not divided.
+    """
+    op = "parallel_rebased"
+    require_inputs(op, None, q=q, k=k, v=v)
+    require_number(op, "eps", eps, 0)
+    require_flags(op, use_scale=use_scale, use_normalize=use_normalize, return_both=return_both)
+    with errors_of(op):  # the sum is the last column
+        both, _ = functional.linear_attention(
+            q, k, nnf.pad(v, (0, 1), value=1.0), feature_map="square", normalize=False
+        )
+    if not use_scale:
+        both = both * q.shape[-1]
+    o, total = both[..., :-1], both[..., -1]
+    if return_both:
+        return o.transpose(1, 2), total.transpose(1, 2)
+    return o / (total[..., None] + eps) if use_normalize else o
 
 
 def _based(

@@ -12,6 +12,7 @@ from torch.nn import functional as nnf
 from omniattn import functional
 from omniattn.checks.arguments import require_choice, require_int
 from omniattn.compat._errors import errors_of, require_flags, require_optional, require_real
+from omniattn.compat._mamba_parts import GatedLayerNorm, GatedRMSNorm
 from omniattn.compat._norms import added, normed
 from omniattn.reference.precision import widen
 
@@ -406,3 +407,21 @@ def _reset(module: nn.Module) -> None:
         nn.init.ones_(module.weight)
     if isinstance(module.bias, Tensor):
         nn.init.zeros_(module.bias)
+
+
+class RMSNormGated(GatedRMSNorm):
+    """Computes ``rms_norm(x silu(z))``, or ``rms_norm(x) silu(z)`` with `norm_before_gate`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, group_size, norm_before_gate, device, dtype)
+
+
+LayerNormGated = GatedLayerNorm

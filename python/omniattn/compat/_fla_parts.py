@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from omniattn.checks.arguments import require_number, require_shape, require_tensor
+from omniattn.checks.arguments import (
+    require_choice,
+    require_int,
+    require_number,
+    require_shape,
+    require_tensor,
+)
 from omniattn.compat._errors import require_optional, require_real
 from omniattn.compat.flash_attn import rotary
 from omniattn.reference.precision import widen
@@ -174,3 +183,117 @@ def prepare_token_indices(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None = No
     """Returns the sequence and the position (total, 2) of each packed token."""
     pair = prepare_sequence_ids(cu_seqlens), prepare_position_ids(cu_seqlens)
     return torch.stack(pair, 1).to(cu_seqlens)
+
+
+def fused_gdn_gate(
+    g: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None = None,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Computes log-decays ``-exp(A_log) softplus(g + dt_bias)`` of heads.
+
+    Args:
+        g: (..., H).
+        A_log, dt_bias: (H,); dt_bias may be None.
+        output_dtype: dtype of the result.
+    """
+    op = "fused_gdn_gate"
+    require_real(op, g=g, A_log=A_log)
+    require_optional(op, dt_bias=dt_bias)
+    rate, x = widen(A_log).flatten().exp(), widen(g)
+    require_shape(op, "A_log", rate, tuple(g.shape[-1:]))
+    if dt_bias is not None:
+        require_shape(op, "dt_bias", dt_bias.flatten(), tuple(g.shape[-1:]))
+        x = x + widen(dt_bias).flatten()
+    return (-rate * nnf.softplus(x)).to(output_dtype)
+
+
+def fused_beta_sigmoid(x: Tensor, scale: float = 1.0) -> Tensor:
+    """Computes ``scale sigmoid(x)`` in fp32 (fp64 for fp64)."""
+    require_real("fused_beta_sigmoid", x=x)
+    require_number("fused_beta_sigmoid", "scale", scale)
+    return scale * widen(x).sigmoid()
+
+
+def pack_sequence(x: Tensor, cu_seqlens: Tensor, padding_side: str = "left") -> Tensor:
+    """Returns the tokens (total, ...) of padded sequences x (N, T, ...), whose boundaries are
+    given."""
+    op = "pack_sequence"
+    require_real(op, x=x)
+    kept = _kept(op, x.shape[:2], cu_seqlens, padding_side)
+    return x.flatten(0, 1)[kept.flatten().nonzero()[:, 0]]
+
+
+def unpack_sequence(
+    x: Tensor,
+    cu_seqlens: Tensor,
+    padding_side: str = "left",
+    desired_shape: torch.Size | tuple[int, ...] | None = None,
+) -> Tensor:
+    """Undoes :func:`pack_sequence`, with zeros in the padding.
+
+    The result has `desired_shape` (N, T, ...), or T is the longest length.
+    """
+    op = "unpack_sequence"
+    require_real(op, x=x)
+    lengths = prepare_lens(cu_seqlens)
+    if desired_shape is None:
+        longest = int(lengths.max()) if len(lengths) else 0
+        desired_shape = (len(lengths), longest, *x.shape[1:])
+    elif tuple(desired_shape[2:]) != x.shape[1:]:
+        raise ValueError(
+            f"{op}: desired_shape must end as x.shape, got desired_shape={tuple(desired_shape)}, "
+            f"x.shape={tuple(x.shape)}"
+        )
+    kept = _kept(op, desired_shape[:2], cu_seqlens, padding_side).flatten().nonzero()[:, 0]
+    require_shape(op, "x", x, (len(kept), *x.shape[1:]))
+    rows = x.new_zeros(desired_shape[0] * desired_shape[1], *x.shape[1:])
+    return rows.index_copy(0, kept, x).view(tuple(desired_shape))
+
+
+def _kept(op: str, sizes: Any, cu_seqlens: Tensor, padding_side: str) -> Tensor:
+    """Returns True for the tokens of padded sequences."""
+    require_choice(op, "padding_side", padding_side, ("left", "right"))
+    lengths = prepare_lens(cu_seqlens)
+    if len(lengths) != sizes[0] or bool((lengths > sizes[1]).any()):
+        raise ValueError(
+            f"{op}: cu_seqlens must be boundaries of {sizes[0]} sequences of at most {sizes[1]} "
+            f"tokens, got lengths {lengths.tolist()}"
+        )
+    places = torch.arange(sizes[1], device=cu_seqlens.device)
+    if padding_side == "left":
+        places = places.flip(0)
+    return places < lengths[:, None]
+
+
+def mean_pooling(x: Tensor, chunk_size: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Returns the means (B, N, H, D) of chunks of x (B, T, H, D), of which the last may be shorter.
+
+    With `cu_seqlens` B is 1, chunks start at each sequence, and N is their total.
+    """
+    op = "mean_pooling"
+    require_real(op, x=x)
+    require_int(op, "chunk_size", chunk_size, 1)
+    if x.ndim != 4 or (cu_seqlens is not None and len(x) != 1):
+        raise ValueError(
+            f"{op}: x must have shape (B, T, H, D), with B = 1 for cu_seqlens, got "
+            f"x.shape={tuple(x.shape)}"
+        )
+    edges = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    means = [
+        widen(part).mean(1, keepdim=True)
+        for first, last in pairwise(edges)
+        for part in x[:, first:last].split(chunk_size, 1)
+        if part.shape[1]
+    ]
+    return torch.cat([x[:, :0], *(mean.to(x.dtype) for mean in means)], 1)
+
+
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """Returns (-x_2, x_1) of the halves of the last dimension, or of its pairs."""
+    if interleaved:
+        pairs = x.unflatten(-1, (-1, 2))
+        return torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)

@@ -1,7 +1,8 @@
-"""mamba-ssm 2: selective scan and step, Mamba-2 scan, fused layers of both, and norms."""
+"""mamba-ssm 2: selective scan and step, Mamba-2 scan, layers, and norms."""
 
 from omniattn.compat._mamba3 import Mamba3, heavy_tail_activation
 from omniattn.compat._mamba_layers import mamba_inner_fn, mamba_split_conv1d_scan_combined
+from omniattn.compat._mamba_modules import Mamba, Mamba2
 from omniattn.compat._mamba_parts import (
     GatedLayerNorm,
     GatedRMSNorm,
@@ -24,6 +25,8 @@ from omniattn.compat._mamba_ssd import mamba_chunk_scan_combined
 __all__ = [
     "GatedLayerNorm",
     "GatedRMSNorm",
+    "Mamba",
+    "Mamba2",
     "Mamba3",
     "RMSNorm",
     "heavy_tail_activation",

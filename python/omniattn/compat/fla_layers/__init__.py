@@ -7,6 +7,7 @@ fla. Padding is left out of sequences by `attention_mask` (B, T), 0 for padding.
 
 from omniattn.compat.fla_layers.attention import Attention
 from omniattn.compat.fla_layers.base import (
+    ACT2FN,
     Cache,
     FLACache,
     get_layer_cache,
@@ -14,6 +15,7 @@ from omniattn.compat.fla_layers.base import (
     repad_hidden_states,
     require_cache_layer_idx,
     unpad_hidden_states,
+    unpad_input,
     update_layer_cache,
 )
 from omniattn.compat.fla_layers.delta import (
@@ -23,50 +25,123 @@ from omniattn.compat.fla_layers.delta import (
     elu_p1,
     sum_norm,
 )
+from omniattn.compat.fla_layers.delta_variants import Comba, GatedDeltaNet2, GatedDeltaProduct
+from omniattn.compat.fla_layers.feature_maps import (
+    DPFPFeatureMap,
+    GELUFeatureMap,
+    HadamardFeatureMap,
+    HedgehogFeatureMap,
+    LearnableOuterProductFeatureMap,
+    LearnablePolySketchNonNegativeFeatureMap,
+    RebasedFeatureMap,
+    ReLUFeatureMap,
+    SigmoidFeatureMap,
+    SquaredReLUFeatureMap,
+    SwishFeatureMap,
+    T2RFeatureMap,
+    TaylorFeatureMap,
+    flatten_diag_outer_product,
+    flatten_diag_outer_product_off1,
+    is_power_of_2,
+)
 from omniattn.compat.fla_layers.gated import (
     GatedLinearAttention,
     HGRN2Attention,
+    HGRNAttention,
     MultiScaleRetention,
     SimpleGatedLinearAttention,
 )
+from omniattn.compat.fla_layers.gated_attention import (
+    DeltaFormerAttention,
+    ForgettingAttention,
+    PaTHAttention,
+)
 from omniattn.compat.fla_layers.linear import (
-    DPFPFeatureMap,
-    HadamardFeatureMap,
-    HedgehogFeatureMap,
+    BasedLinearAttention,
     LinearAttention,
-    T2RFeatureMap,
+    ReBasedLinearAttention,
 )
 from omniattn.compat.fla_layers.mesa import MesaNet
 from omniattn.compat.fla_layers.precond import PrecondGatedDeltaNet, PrecondKDA
+from omniattn.compat.fla_layers.rwkv import (
+    DDLerpLinear,
+    LerpLinear,
+    LoRA,
+    RWKV6Attention,
+    RWKV7Attention,
+)
 from omniattn.compat.fla_layers.slots import ABCAttention, GatedSlotAttention
+from omniattn.compat.fla_layers.sparse import (
+    MoBA,
+    MultiheadLatentAttention,
+    NativeSparseAttention,
+    yarn_get_mscale,
+)
+from omniattn.compat.fla_layers.state_space import LogLinearMamba2, Mamba, Mamba2, Mamba3
 
 __all__ = [
+    "ACT2FN",
     "ABCAttention",
     "Attention",
+    "BasedLinearAttention",
     "Cache",
+    "Comba",
+    "DDLerpLinear",
     "DPFPFeatureMap",
+    "DeltaFormerAttention",
     "DeltaNet",
     "FLACache",
+    "ForgettingAttention",
+    "GELUFeatureMap",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
+    "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedSlotAttention",
     "HGRN2Attention",
+    "HGRNAttention",
     "HadamardFeatureMap",
     "HedgehogFeatureMap",
     "KimiDeltaAttention",
+    "LearnableOuterProductFeatureMap",
+    "LearnablePolySketchNonNegativeFeatureMap",
+    "LerpLinear",
     "LinearAttention",
+    "LoRA",
+    "LogLinearMamba2",
+    "Mamba",
+    "Mamba2",
+    "Mamba3",
     "MesaNet",
+    "MoBA",
     "MultiScaleRetention",
+    "MultiheadLatentAttention",
+    "NativeSparseAttention",
+    "PaTHAttention",
     "PrecondGatedDeltaNet",
     "PrecondKDA",
+    "RWKV6Attention",
+    "RWKV7Attention",
+    "ReBasedLinearAttention",
+    "ReLUFeatureMap",
+    "RebasedFeatureMap",
+    "SigmoidFeatureMap",
     "SimpleGatedLinearAttention",
+    "SquaredReLUFeatureMap",
+    "SwishFeatureMap",
     "T2RFeatureMap",
+    "TaylorFeatureMap",
     "elu_p1",
+    "flatten_diag_outer_product",
+    "flatten_diag_outer_product_off1",
     "get_layer_cache",
     "get_unpad_data",
+    "is_power_of_2",
     "repad_hidden_states",
     "require_cache_layer_idx",
     "sum_norm",
     "unpad_hidden_states",
+    "unpad_input",
     "update_layer_cache",
+    "yarn_get_mscale",
 ]

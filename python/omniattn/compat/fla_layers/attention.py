@@ -15,7 +15,83 @@ from omniattn.compat.fla_layers.base import Layer, Result
 from omniattn.functional import masks
 
 
-class Attention(Layer):
+class SoftmaxLayer(Layer):
+    """Base class of layers whose cache has the keys and values of all tokens."""
+
+    rotary: RotaryEmbedding
+    window_size: int | None = None
+
+    def _project(
+        self, hidden_size: int, num_heads: int, num_kv_heads: int | None, bias: bool
+    ) -> None:
+        """Creates the projections of a layer whose heads have hidden_size channels together."""
+        self._sizes(hidden_size, 1.0, 1.0, num_heads)
+        self._group(num_kv_heads)
+        self.head_dim, self.kv_dim, self.qkv_bias = self.head_k_dim, self.key_dim_per_group, bias
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, self.kv_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, self.kv_dim, bias=bias)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the heads (B, T, H, D) of queries, keys and values."""
+        layers = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
+        return q, k, v
+
+    def _placed(
+        self, q: Tensor, k: Tensor, attention_mask: Tensor | None, cu: Tensor | None, cache: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Rotates q and k at the positions after those in the cache."""
+        tokens = q.shape[1]
+        offset = 0 if cache is None else cache.get_seq_length(self.layer_idx)
+        if attention_mask is None or cu is not None:
+            options: dict[str, Any] = {"max_seqlen": tokens + offset, "cu_seqlens": cu}
+            return self.rotary(q, k, seqlen_offset=offset, **options)  # type: ignore[no-any-return]
+        return self._rotated(q, k, attention_mask, offset)
+
+    def _rotated(
+        self, q: Tensor, k: Tensor, attention_mask: Tensor, offset: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rotates q and k at positions that count real tokens only."""
+        tokens = q.shape[1]
+        cos, sin = self.rotary._updated(q, 0, tokens + offset)[:2]
+        padding = attention_mask.shape[-1] - prepare_lens_from_mask(attention_mask)
+        places = torch.arange(tokens, device=q.device) + offset - padding[:, None]
+        with errors_of(type(self).__name__):
+            return functional.apply_rotary(q, k, cos, sin, positions=places.clamp(min=0))
+
+    def _cached(self, k: Tensor, v: Tensor, tokens: int, cache: Any) -> tuple[Tensor, Tensor]:
+        """Appends keys and values to the cache, and returns all that queries see."""
+        filled = cache.get_seq_length(self.layer_idx) > 0
+        kept = cache.update(
+            attn_state=(k.flatten(2), v.flatten(2)),
+            layer_idx=self.layer_idx,
+            offset=tokens,
+            cache_kwargs={"window_size": self.window_size},
+        )["attn_state"]
+        if not filled:
+            return k, v
+        keys, values = (t.unflatten(-1, (-1, self.head_dim)) for t in kept)
+        return keys, values
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu: Tensor | None
+    ) -> Tensor:
+        window = (-1, -1) if self.window_size is None else (self.window_size - 1, 0)
+        options: dict[str, Any] = {"causal": True, "window_size": window}
+        with errors_of(type(self).__name__):
+            if cu is not None:
+                rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+                packed: Tensor = functional.attention_varlen(*rows, cu, cu, **options)
+                return packed.view(*q.shape[:2], *packed.shape[1:])
+            if mask is not None:
+                options["mask"] = masks.KeyPadding(mask[:, -k.shape[1] :].bool())
+            out: Tensor = functional.attention(q, k, v, **options)
+        return out if mask is None else out * mask[:, -q.shape[1] :, None, None].to(out.dtype)
+
+
+class Attention(SoftmaxLayer):
     """Causal softmax attention with rotary positions.
 
     Args:
@@ -42,16 +118,10 @@ class Attention(Layer):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__()
-        self._sizes(hidden_size, 1.0, 1.0, num_heads)
-        self._group(num_kv_heads)
-        self.head_dim, self.kv_dim = self.head_k_dim, self.key_dim_per_group
-        self.qkv_bias, self.qk_norm, self.window_size = qkv_bias, qk_norm, window_size
+        self._project(hidden_size, num_heads, num_kv_heads, qkv_bias)
+        self.qk_norm, self.window_size = qk_norm, window_size
         self.rope_theta, self.layer_idx = rope_theta, layer_idx
         self.max_position_embeddings = max_position_embeddings
-        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
-        self.k_proj = nn.Linear(hidden_size, self.kv_dim, bias=qkv_bias)
-        self.v_proj = nn.Linear(hidden_size, self.kv_dim, bias=qkv_bias)
-        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         if qk_norm:
             self.q_norm = RMSNorm(self.head_dim, dtype=torch.float32)
             self.k_norm = RMSNorm(self.head_dim, dtype=torch.float32)
@@ -68,62 +138,12 @@ class Attention(Layer):
     ) -> Result:
         """Returns y, None and the cache; `cu_seqlens` are the boundaries of packed sequences."""
         _, tokens = self._checked(hidden_states, attention_mask)
-        x, cu = hidden_states, kwargs.get("cu_seqlens")
-        q, k, v = (
-            projected(x).unflatten(-1, (-1, self.head_dim))
-            for projected in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        cu = kwargs.get("cu_seqlens")
+        q, k, v = self._qkv(hidden_states)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        offset = (
-            past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
-        )
-        if attention_mask is None or cu is not None:
-            options: dict[str, Any] = {"max_seqlen": tokens + offset, "cu_seqlens": cu}
-            q, k = self.rotary(q, k, seqlen_offset=offset, **options)
-        else:
-            q, k = self._rotated(q, k, attention_mask, offset)
+        q, k = self._placed(q, k, attention_mask, cu, past_key_values)
         if past_key_values is not None:
             k, v = self._cached(k, v, tokens, past_key_values)
         y = self.o_proj(self._attend(q, k, v, attention_mask, cu).flatten(-2))
         return y, None, past_key_values
-
-    def _rotated(
-        self, q: Tensor, k: Tensor, attention_mask: Tensor, offset: int
-    ) -> tuple[Tensor, Tensor]:
-        """Rotates q and k at positions that count real tokens only."""
-        tokens = q.shape[1]
-        cos, sin = self.rotary._updated(q, 0, tokens + offset)[:2]
-        padding = attention_mask.shape[-1] - prepare_lens_from_mask(attention_mask)
-        places = torch.arange(tokens, device=q.device) + offset - padding[:, None]
-        with errors_of("Attention"):
-            return functional.apply_rotary(q, k, cos, sin, positions=places.clamp(min=0))
-
-    def _cached(self, k: Tensor, v: Tensor, tokens: int, cache: Any) -> tuple[Tensor, Tensor]:
-        """Appends keys and values to the cache, and returns all that queries see."""
-        filled = cache.get_seq_length(self.layer_idx) > 0
-        kept = cache.update(
-            attn_state=(k.flatten(-2), v.flatten(-2)),
-            layer_idx=self.layer_idx,
-            offset=tokens,
-            cache_kwargs={"window_size": self.window_size},
-        )["attn_state"]
-        if not filled:
-            return k, v
-        keys, values = (t.unflatten(-1, (-1, self.head_dim)) for t in kept)
-        return keys, values
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu: Tensor | None
-    ) -> Tensor:
-        window = (-1, -1) if self.window_size is None else (self.window_size - 1, 0)
-        options: dict[str, Any] = {"causal": True, "window_size": window}
-        with errors_of("Attention"):
-            if cu is not None:
-                rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-                packed: Tensor = functional.attention_varlen(*rows, cu, cu, **options)
-                return packed.view(*q.shape[:2], *packed.shape[1:])
-            if mask is not None:
-                options["mask"] = masks.KeyPadding(mask[:, -k.shape[1] :].bool())
-            out: Tensor = functional.attention(q, k, v, **options)
-        return out if mask is None else out * mask[:, -q.shape[1] :, None, None].to(out.dtype)

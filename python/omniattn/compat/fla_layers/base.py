@@ -18,7 +18,7 @@ from omniattn.compat._fla_parts import prepare_lens_from_mask
 #: y, None for the weights of attention, and the cache.
 Result = tuple[Tensor, None, Any]
 #: Functions that arguments name.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACT2FN: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": nnf.relu,
     "sigmoid": torch.sigmoid,
     "logsigmoid": nnf.logsigmoid,
@@ -168,6 +168,39 @@ def repad_hidden_states(
     return padded.unflatten(0, (batch_size, q_len))
 
 
+def unpad_input(
+    q: Tensor | tuple[Tensor, ...],
+    states: tuple[Tensor, ...],
+    attention_mask: Tensor,
+    q_len: int,
+    keepdim: bool = False,
+) -> tuple[Any, tuple[Tensor, ...], Tensor, tuple[Tensor, Tensor], tuple[int, int]]:
+    """Returns queries and keys without padding, as packed rows.
+
+    Args:
+        q: (B, q_len, ...), or several such tensors.
+        states: tensors (B, T, ...), whose last tokens are those of q.
+        attention_mask: (B, T), 0 for padding.
+        q_len: number of queries.
+        keepdim: True for results (1, total, ...) in place of (total, ...).
+
+    Returns:
+        q and states; places of the queries in the flattened batch; boundaries of queries and of
+        keys; and the longest lengths of both.
+    """
+    places, of_keys, longest = get_unpad_data(attention_mask)
+    places_q, of_queries, longest_q = get_unpad_data(attention_mask[:, -q_len:])
+
+    def rows(x: Tensor, kept: Tensor) -> Tensor:
+        return x.flatten(0, 1)[kept][None] if keepdim else x.flatten(0, 1)[kept]
+
+    packed = (
+        rows(q, places_q) if isinstance(q, Tensor) else tuple(rows(each, places_q) for each in q)
+    )
+    keys = tuple(rows(x, places) for x in states)
+    return packed, keys, places_q, (of_queries, of_keys), (longest_q, longest)
+
+
 class Layer(nn.Module):
     """Base class: checks, convolutions, and the norm of outputs."""
 
@@ -215,13 +248,13 @@ class Layer(nn.Module):
         self, gate_fn: str, fuse: bool, affine: bool | None, eps: float, gated: bool = True
     ) -> None:
         """Creates `g_norm_swish_gate`, or `g_norm` with a function of the gate."""
-        require_choice(type(self).__name__, "gate_fn", gate_fn, ACTIVATIONS)
+        require_choice(type(self).__name__, "gate_fn", gate_fn, ACT2FN)
         self.fuse_norm_and_gate = gate_fn == "swish" and fuse and gated
         if self.fuse_norm_and_gate:
             self.g_norm_swish_gate = FusedRMSNormGated(self.head_v_dim, bool(affine), eps)
         else:
             self.g_norm = RMSNorm(self.head_v_dim, bool(affine), eps=eps, dtype=torch.float32)
-            self.gate_fn = ACTIVATIONS[gate_fn]
+            self.gate_fn = ACT2FN[gate_fn]
 
     def _normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """Returns the heads o (B, T, H, V), normalized and gated, as one dimension."""
@@ -334,5 +367,5 @@ def feature_map_of(op: str, name: str | None) -> Callable[[Tensor], Tensor] | No
     """Returns the function that `feature_map` names."""
     if name is None:
         return None
-    require_choice(op, "feature_map", name, ACTIVATIONS)
-    return ACTIVATIONS[name]
+    require_choice(op, "feature_map", name, ACT2FN)
+    return ACT2FN[name]

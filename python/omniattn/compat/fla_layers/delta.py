@@ -13,9 +13,7 @@ from torch.nn import functional as nnf
 from omniattn.checks.arguments import require_choice
 from omniattn.compat._fla_delta import chunk_delta_rule, chunk_gated_delta_rule, chunk_kda
 from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
-from omniattn.compat.fla_layers.base import (
-    RecurrentLayer,
-)
+from omniattn.compat.fla_layers.base import RecurrentLayer
 
 
 def elu_p1(x: Tensor) -> Tensor:
@@ -61,14 +59,34 @@ class DeltaLayer(RecurrentLayer):
             )
         return self.key_dim, self.value_dim, self.num_v_heads
 
-    def _output(self, eps: float) -> None:
+    def _decays(self, rates: Tensor, steps: int) -> None:
+        """Creates `A_log`, the logarithms of the rates, and `dt_bias` of a number of steps."""
+        self.A_log = nn.Parameter(rates.log())
+        self.dt_bias = nn.Parameter(time_steps(steps))
+        for parameter in (self.A_log, self.dt_bias):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    def _output(self, eps: float, activation: str = "swish") -> None:
         """Creates the norm, the gate if there is one, and the projection of the outputs."""
         if self.use_gate:
             self.g_proj = nn.Linear(self.hidden_size, self.value_dim, bias=False)
-            self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=eps)
+            self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=eps, activation=activation)
         else:
             self.o_norm = RMSNorm(self.head_v_dim, eps=eps, dtype=torch.float32)
         self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
+
+    def _output_of_rank(self, eps: float) -> None:
+        """Creates a norm with a gate of low rank, and the projection of the outputs."""
+        rank = self.head_v_dim
+        self.g_proj = nn.Sequential(
+            nn.Linear(self.hidden_size, rank, bias=False), nn.Linear(rank, self.value_dim)
+        )
+        self.o_norm = FusedRMSNormGated(rank, eps=eps, activation="sigmoid")
+        self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
+
+    def _activated(self, projected: list[Tensor]) -> list[Tensor]:
+        """Returns q, k and v with an activation where no convolution has applied one."""
+        return projected if self.use_short_conv else [nnf.silu(x) for x in projected]
 
     def _projected_out(self, o: Tensor, x: Tensor) -> Tensor:
         """Returns the heads o (B, T, H, V), normalized, gated and projected."""
@@ -135,7 +153,7 @@ class DeltaNet(DeltaLayer):
         self.v_proj = nn.Linear(width, values, bias=False)
         if use_beta:
             self.b_proj = nn.Linear(width, num_heads, bias=False)
-        _warn_without_convolutions(use_short_conv)
+        warn_without_convolutions(use_short_conv)
         activation = "silu" if qk_activation == "silu" else None
         self._convolutions(use_short_conv, conv_size, conv_bias, activation, q=keys, k=keys)
         self._convolutions(use_short_conv, conv_size, conv_bias, "silu", v=values)
@@ -206,20 +224,15 @@ class GatedDeltaNet(DeltaLayer):
         self.v_proj = nn.Linear(hidden_size, values, bias=False)
         self.a_proj = nn.Linear(hidden_size, heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(heads).uniform_(0, 16).log())
-        self.dt_bias = nn.Parameter(time_steps(heads))
-        for parameter in (self.A_log, self.dt_bias):
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]
-        _warn_without_convolutions(use_short_conv)
+        self._decays(torch.empty(heads).uniform_(0, 16), heads)
+        warn_without_convolutions(use_short_conv)
         self._convolutions(use_short_conv, conv_size, conv_bias, "silu", q=keys, k=keys, v=values)
         self._output(norm_eps)
 
     def _mix(
         self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
     ) -> tuple[Tensor, Any]:
-        q, k, v = projected
-        if not self.use_short_conv:
-            q, k, v = nnf.silu(q), nnf.silu(k), nnf.silu(v)
+        q, k, v = self._activated(projected)
         q, k = (t.unflatten(-1, (-1, self.head_k_dim)) for t in (q, k))
         o, recurrent = chunk_gated_delta_rule(
             q, k, v.unflatten(-1, (-1, self.head_v_dim)), self.a_proj(x), self.b_proj(x),
@@ -276,23 +289,13 @@ class KimiDeltaAttention(DeltaLayer):
         )
         self.b_proj = nn.Linear(hidden_size, heads, bias=False)
         rates = torch.ones(heads) if safe_gate else torch.empty(heads).uniform_(1, 16)
-        self.A_log = nn.Parameter(rates.log())
-        self.dt_bias = nn.Parameter(time_steps(self.gate_dim))
-        for parameter in (self.A_log, self.dt_bias):
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]
-        self.g_proj = nn.Sequential(
-            nn.Linear(hidden_size, self.head_v_dim, bias=False),
-            nn.Linear(self.head_v_dim, values),
-        )
-        self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps, activation="sigmoid")
-        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+        self._decays(rates, self.gate_dim)
+        self._output_of_rank(norm_eps)
 
     def _mix(
         self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
     ) -> tuple[Tensor, Any]:
-        q, k, v = projected
-        if not self.use_short_conv:
-            q, k, v = nnf.silu(q), nnf.silu(k), nnf.silu(v)
+        q, k, v = self._activated(projected)
         q, k, g = (t.unflatten(-1, (-1, self.head_k_dim)) for t in (q, k, self.f_proj(x)))
         o, recurrent = chunk_kda(
             q, k, v.unflatten(-1, (-1, self.head_v_dim)), g, self.b_proj(x),
@@ -310,6 +313,6 @@ def time_steps(count: int) -> Tensor:
     return dt + (-torch.expm1(-dt)).log()
 
 
-def _warn_without_convolutions(use: bool) -> None:
+def warn_without_convolutions(use: bool) -> None:
     if not use:
         warnings.warn("use_short_conv=False makes models of delta rules much worse", stacklevel=3)

@@ -1,4 +1,4 @@
-"""Layers with decays: gated linear attention, retention, simple GLA and HGRN-2."""
+"""Layers with decays: gated linear attention, retention, simple GLA, HGRN and HGRN-2."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn.compat._fla_heads import chunk_simple_gla
-from omniattn.compat._fla_linear import chunk_gla, chunk_retention
-from omniattn.compat._fla_norms import RMSNorm
+from omniattn.compat._fla_linear import chunk_gla, chunk_hgrn, chunk_retention
+from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
 from omniattn.compat._fla_parts import RotaryEmbedding
 from omniattn.compat.fla_layers.base import (
     Layer,
@@ -261,7 +261,81 @@ class SimpleGatedLinearAttention(Layer):
         return self.o_proj(self._normed(o, self.g_proj(x))), None, past_key_values
 
 
-class HGRN2Attention(RecurrentLayer):
+class _BoundedLayer(RecurrentLayer):
+    """Base class of HGRN layers: decays have a lower bound."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        lower_bound: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Result:
+        """Returns y, None and the cache; `lower_bound` (hidden_size,) of decays from layer 1 on."""
+        call = hidden_states, attention_mask, past_key_values, use_cache, output_attentions
+        return super().forward(*call, lower_bound=lower_bound, **kwargs)
+
+    def _log_decays(self, f: Tensor, lower_bound: Tensor | None) -> Tensor:
+        """Returns the logarithms of decays with logits f, above the bound from layer 1 on."""
+        g = nnf.logsigmoid(f)
+        if lower_bound is not None and (self.layer_idx or 0) > 0:
+            g = torch.logaddexp(lower_bound.log(), torch.log1p(-lower_bound) + g)
+        return g
+
+
+class HGRNAttention(_BoundedLayer):
+    """HGRN, see :func:`functional.linear_scan`: ``h_t = f_t h_{t-1} + (1 - f_t) silu(i_t)``.
+
+    Args:
+        mode: "chunk" or "fused_recurrent"; has no effect.
+        hidden_size: width of x and y.
+        expand_ratio: width of the recurrence, as a multiple of hidden_size.
+        use_short_conv, conv_size, conv_bias: short convolutions of i and f.
+        elementwise_affine, norm_eps: norm of the outputs.
+        layer_idx: number of the layer, for a cache and `lower_bound`.
+    """
+
+    _projected = ("i", "f")
+
+    def __init__(
+        self,
+        mode: str = "chunk",
+        hidden_size: int = 1024,
+        expand_ratio: int | None = 1,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        elementwise_affine: bool | None = True,
+        norm_eps: float = 1e-5,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._start(mode, layer_idx)
+        self.hidden_size, self.expand_ratio = (
+            hidden_size,
+            1 if expand_ratio is None else expand_ratio,
+        )
+        self.input_dim = width = int(hidden_size * self.expand_ratio)
+        self.i_proj = nn.Linear(hidden_size, width, bias=False)
+        self.f_proj = nn.Linear(hidden_size, width, bias=False)
+        self.g_proj = nn.Linear(hidden_size, width, bias=False)
+        self._convolutions(use_short_conv, conv_size, conv_bias, None, f=width, i=width)
+        self.g_norm = FusedRMSNormGated(width, bool(elementwise_affine), norm_eps)
+        self.o_proj = nn.Linear(width, hidden_size, bias=False)
+
+    def _mix(
+        self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
+    ) -> tuple[Tensor, Any]:
+        i, f = projected
+        g = self._log_decays(f, given["lower_bound"])
+        o, recurrent = chunk_hgrn(nnf.silu(i) * (1 - g.exp()).to(i.dtype), g, **sequences)
+        return self.o_proj(self.g_norm(o, self.g_proj(x))), recurrent
+
+
+class HGRN2Attention(_BoundedLayer):
     """HGRN-2: a linear recurrence whose keys are 1 minus the decays.
 
     Args:
@@ -313,27 +387,11 @@ class HGRN2Attention(RecurrentLayer):
         self.g_norm = RMSNorm(hidden_size, affine, dtype=torch.float32)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        output_attentions: bool | None = False,
-        lower_bound: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Result:
-        """Returns y, None and the cache; `lower_bound` (hidden_size,) of decays from layer 1 on."""
-        call = hidden_states, attention_mask, past_key_values, use_cache, output_attentions
-        return super().forward(*call, lower_bound=lower_bound, **kwargs)
-
     def _mix(
         self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
     ) -> tuple[Tensor, Any]:
-        (q, f, i), lower_bound = projected, given["lower_bound"]
-        g = nnf.logsigmoid(f)
-        if lower_bound is not None and (self.layer_idx or 0) > 0:
-            g = torch.logaddexp(lower_bound.log(), torch.log1p(-lower_bound) + g)
+        q, f, i = projected
+        g = self._log_decays(f, given["lower_bound"])
         k = 1 - g.exp()
         heads = (t.unflatten(-1, (-1, self.head_f_dim)) for t in (nnf.silu(q), k.to(i.dtype), g))
         q, k, g = heads

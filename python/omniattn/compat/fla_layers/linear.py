@@ -1,4 +1,4 @@
-"""Linear attention of `fla.layers` and its feature maps."""
+"""Linear attention of `fla.layers`, and that of Based and ReBased."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn.checks.arguments import require_choice
+from omniattn.compat._fla_heads import parallel_based, parallel_rebased
 from omniattn.compat._fla_linear import chunk_linear_attn
 from omniattn.compat._fla_norms import RMSNorm
 from omniattn.compat.fla_layers.base import (
@@ -18,62 +19,14 @@ from omniattn.compat.fla_layers.base import (
     get_layer_cache,
     update_layer_cache,
 )
-
-
-class HedgehogFeatureMap(nn.Module):
-    """Softmax of a linear map and of its negative (Zhang et al. 2024, arXiv:2402.04347)."""
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(head_dim, head_dim)
-        nn.init.eye_(self.layer.weight)
-        nn.init.zeros_(self.layer.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = 2 * self.layer(x)
-        return torch.cat([y, -y], -1).softmax(-1)
-
-
-class T2RFeatureMap(nn.Module):
-    """ReLU of a linear map (Kasai et al. 2021, arXiv:2103.13076)."""
-
-    def __init__(
-        self, head_dim: int, dot_dim: int | None = None, bias: bool | None = False
-    ) -> None:
-        super().__init__()
-        self.head_dim, self.dot_dim, self.bias = head_dim, dot_dim or head_dim, bias
-        self.layer = nn.Linear(head_dim, self.dot_dim, bias=bool(bias))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x).relu()
-        return y
-
-
-class DPFPFeatureMap(nn.Module):
-    """Products of a vector with its rotations (Schlag et al. 2021, arXiv:2102.11174)."""
-
-    def __init__(self, head_dim: int, nu: int = 4) -> None:
-        super().__init__()
-        self.nu = nu
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = torch.cat([x.relu(), -x.relu()], -1)
-        rolled = torch.cat([both.roll(n, -1) for n in range(1, self.nu + 1)], -1)
-        return torch.cat([both] * self.nu, -1) * rolled
-
-
-class HadamardFeatureMap(nn.Module):
-    """Product of two linear maps."""
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__()
-        self.layer1 = nn.Linear(head_dim, head_dim)
-        self.layer2 = nn.Linear(head_dim, head_dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer1(x) * self.layer2(x)
-        return y
-
+from omniattn.compat.fla_layers.feature_maps import (
+    DPFPFeatureMap,
+    HadamardFeatureMap,
+    HedgehogFeatureMap,
+    RebasedFeatureMap,
+    T2RFeatureMap,
+    TaylorFeatureMap,
+)
 
 #: Feature maps with parameters, or with a width that differs from that of a head.
 _LEARNED: dict[str, Callable[[int], nn.Module]] = {
@@ -180,3 +133,112 @@ class LinearAttention(Layer):
         )  # fmt: skip
         update_layer_cache(self, past_key_values, recurrent_state=recurrent, offset=tokens)
         return self.o_proj(self.norm(o).flatten(-2)), None, past_key_values
+
+
+class _Kernel(Layer):
+    """Base class of layers with features of few channels, without a cache."""
+
+    modes = ("parallel", "chunk", "fused_chunk")
+
+    def _project(
+        self, hidden_size: int, feature_dim: int, num_heads: int, num_key_value_heads: int
+    ) -> None:
+        op = type(self).__name__
+        if num_heads != num_key_value_heads or hidden_size % num_heads:
+            raise ValueError(
+                f"{op}: num_heads must be num_key_value_heads and divide hidden_size, got "
+                f"{num_heads=}, {num_key_value_heads=}, {hidden_size=}"
+            )
+        self.hidden_size, self.feature_dim, self.num_heads = hidden_size, feature_dim, num_heads
+        self.num_key_value_heads, self.head_dim = num_heads, hidden_size // num_heads
+        self.q_proj = nn.Linear(hidden_size, feature_dim * num_heads, bias=False)
+        self.k_proj = nn.Linear(hidden_size, feature_dim * num_heads, bias=False)
+        self.v_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def _heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k (B, T, H, feature_dim) and v (B, T, H, head_dim)."""
+        self._checked(hidden_states, None)
+        layers = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (layer(hidden_states).unflatten(-1, (self.num_heads, -1)) for layer in layers)
+        return q, k, v
+
+
+class BasedLinearAttention(_Kernel):
+    """Based: weights ``1 + u + u^2 / 2``, divided by their sum, see `parallel_based`.
+
+    Args:
+        hidden_size: width of x and y.
+        feature_dim: width of a head of q and k. fla takes hidden_size / num_heads instead, so that
+            only this width works there.
+        num_key_value_heads, num_heads: number of heads, the same.
+        feature_name, eps, causal: have no effect, as in fla.
+        mode: "parallel" for ``u = q . k``, "chunk" or "fused_chunk" for it over sqrt(feature_dim).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        feature_dim: int = 16,
+        num_key_value_heads: int = 12,
+        num_heads: int = 12,
+        feature_name: str = "taylor_exp",
+        eps: float = 1e-12,
+        causal: bool = True,
+        mode: str = "parallel",
+    ) -> None:
+        super().__init__()
+        self._start(mode, None)
+        self._project(hidden_size, feature_dim, num_heads, num_key_value_heads)
+        self.feature_name, self.eps, self.causal = feature_name, eps, causal
+        self.feature_map = TaylorFeatureMap(feature_dim)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Returns y; keywords have no effect, as in fla."""
+        scale = 1.0 if self.mode == "parallel" else None
+        y: Tensor = self.o_proj(parallel_based(*self._heads(hidden_states), scale).flatten(-2))
+        return y
+
+
+class ReBasedLinearAttention(_Kernel):
+    """ReBased: weights ``u^2`` of normed q and k, divided by their sum, see `parallel_rebased`.
+
+    Args:
+        hidden_size: width of x and y.
+        l_max, causal: have no effect, as in fla.
+        feature_dim: width of a head of q and k.
+        num_key_value_heads, num_heads: number of heads, the same.
+        use_gamma, use_beta, normalize: factors, offsets and the norm of q and k.
+        eps: added to the sum of the weights; with other modes than "parallel" 1e-10 is.
+        mode: "parallel", "chunk" or "fused_chunk".
+        layer_idx: number of the layer.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        l_max: int = 2048,
+        feature_dim: int = 16,
+        num_key_value_heads: int = 16,
+        num_heads: int = 16,
+        use_gamma: bool | None = True,
+        use_beta: bool | None = True,
+        normalize: bool | None = True,
+        causal: bool = True,
+        eps: float = 1e-5,
+        mode: str = "parallel",
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._start(mode, layer_idx)
+        self._project(hidden_size, feature_dim, num_heads, num_key_value_heads)
+        self.l_max, self.causal, self.eps = l_max, causal, eps
+        self.feature_map = RebasedFeatureMap(feature_dim, use_gamma, use_beta, normalize)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Returns y; keywords have no effect, as in fla."""
+        q, k, v = self._heads(hidden_states)
+        q, k = self.feature_map(q, flatten=False), self.feature_map(k, flatten=False)
+        eps = self.eps if self.mode == "parallel" else 1e-10
+        y: Tensor = self.o_proj(parallel_rebased(q, k, v, eps).flatten(-2))
+        return y

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,24 @@ from torch import Tensor
 from omniattn.checks.arguments import shown
 from omniattn.models.blocks import BlocksConfig
 from omniattn.models.checkpoint import CheckpointError
-from omniattn.models.model import Model
+from omniattn.models.families import fla_rwkv
+from omniattn.models.model import Model, ModelConfig
 from omniattn.modules import (
+    HGRN,
     HGRN2,
     ABCAttention,
+    Attention,
+    Comba,
     DecoderBlock,
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaProduct,
     GatedLinearAttention,
     GatedMLP,
     GatedSlotAttention,
     KimiDeltaAttention,
     MultiScaleRetention,
+    PaTHAttention,
     RMSNorm,
     RotaryEmbedding,
 )
@@ -154,10 +161,84 @@ def _abc(o: Mapping[str, Any]) -> LayerConfig:
     )
 
 
-_Kind = tuple[Callable[[Mapping[str, Any]], LayerConfig], dict[str, Any], dict[str, Any]]
+def _hgrn(o: Mapping[str, Any]) -> LayerConfig:
+    return HGRN.Config(
+        o["hidden_size"], o["expand_ratio"], conv_size=_convolution(o), norm_eps=o["norm_eps"]
+    )
+
+
+def _value_heads(o: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns dim, num_heads, num_v_heads, head_dim and v_head_dim."""
+    return (
+        o["hidden_size"],
+        o["num_heads"],
+        o["num_v_heads"],
+        o["head_dim"],
+        int(o["head_dim"] * o["expand_v"]),
+    )
+
+
+def _comba(o: Mapping[str, Any]) -> LayerConfig:
+    return Comba.Config(
+        *_value_heads(o),
+        conv_size=_convolution(o),
+        gate="sigmoid" if o["use_output_gate"] else None,
+        norm_eps=o["norm_eps"],
+    )
+
+
+def _gated_delta_product(o: Mapping[str, Any]) -> LayerConfig:
+    return GatedDeltaProduct.Config(
+        *_value_heads(o),
+        conv_size=_convolution(o),
+        gate="silu" if o["use_output_gate"] else None,
+        norm_eps=o["norm_eps"],
+        allow_neg_eigval=o["allow_neg_eigval"],
+        num_householder=o["num_householder"],
+    )
+
+
+def _softmax(o: Mapping[str, Any], **options: Any) -> LayerConfig:
+    return Attention.Config(
+        o["hidden_size"],
+        o["num_heads"],
+        o["num_kv_heads"],
+        bias=o["qkv_bias"],
+        qk_norm="rms" if o["qk_norm"] else None,
+        qk_norm_eps=1e-5,
+        **options,
+    )
+
+
+def _transformer(o: Mapping[str, Any]) -> LayerConfig:
+    window = o["window_size"]
+    return _softmax(o, window_size=(-1, -1) if window is None else (window - 1, 0))
+
+
+def _forgetting_transformer(o: Mapping[str, Any]) -> LayerConfig:
+    gate = "elementwise" if o["use_output_gate"] else None
+    return _softmax(o, rotary=False, forget_gate=True, gate=gate)
+
+
+def _path_attn(o: Mapping[str, Any]) -> LayerConfig:
+    return PaTHAttention.Config(
+        o["hidden_size"],
+        o["num_heads"],
+        o["num_kv_heads"],
+        w_rank=32 if o["use_low_rank_w"] else None,
+        conv_size=3 if o["use_w_shortconv"] else 0,
+    )
+
+
+_Kind = tuple[
+    Callable[[Mapping[str, Any]], LayerConfig | ModelConfig], dict[str, Any], dict[str, Any]
+]
 _CONV = {"use_short_conv": True, "conv_size": 4}
 _SCALED = {"expand_k": 1.0, "expand_v": 1.0, "num_heads": 4}
 _KEYS = {"num_kv_heads": None, "feature_map": None, "use_output_gate": True}
+_HEADS = {"head_dim": 256, "num_heads": 6, "num_v_heads": None, "expand_v": 2.0}
+_SOFTMAX = {"num_heads": 32, "num_kv_heads": None, "qkv_bias": False, "qk_norm": False,
+            "window_size": None}  # fmt: skip
 _DELTA = {"allow_neg_eigval": False, "use_gate": True, "head_dim": 256, "num_v_heads": None}
 #: model_type -> mixer, further options with their defaults, and options that must have one value.
 KINDS: dict[str, _Kind] = {
@@ -209,7 +290,50 @@ KINDS: dict[str, _Kind] = {
            "clamp_min": -32, "clamp_max": 32},
         {},
     ),
+    "hgrn": (
+        _hgrn,
+        _CONV | {"expand_ratio": 1, "use_short_conv": False, "use_lower_bound": True},
+        {"use_lower_bound": False},
+    ),
+    "comba": (
+        _comba,
+        _CONV | _HEADS | {"use_output_gate": True, "num_hidden_layers": 21,
+                          "use_output_correction": True, "use_inner_decay": True},
+        {"use_output_correction": True, "use_inner_decay": True},
+    ),
+    "gated_deltaproduct": (
+        _gated_delta_product,
+        _CONV | _HEADS | {"use_output_gate": True, "num_hidden_layers": 21, "num_householder": 1,
+                          "use_forget_gate": False, "allow_neg_eigval": False},
+        {"use_forget_gate": True},
+    ),
+    "transformer": (_transformer, _SOFTMAX | {"rope_theta": 10000.0}, {}),
+    "forgetting_transformer": (
+        _forgetting_transformer, _SOFTMAX | {"use_output_gate": False}, {"qk_norm": False},
+    ),
+    "path_attn": (
+        _path_attn,
+        {"num_heads": 32, "num_kv_heads": None, "use_forget_gate": False,
+         "use_w_shortconv": True, "use_low_rank_w": True},
+        {"use_forget_gate": False},
+    ),
+    "rwkv6": (
+        fla_rwkv.rwkv6,
+        fla_rwkv.OPTIONS
+        | {"hidden_ratio": 3.5, "expand_k": 0.5, "expand_v": 1.0, "num_heads": 4,
+           "proj_low_rank_dim": 32, "gate_low_rank_dim": 64},
+        fla_rwkv.FIXED | {"expand_k": 1.0, "expand_v": 1.0},
+    ),
+    "rwkv7": (
+        fla_rwkv.rwkv7,
+        fla_rwkv.OPTIONS
+        | {"head_dim": 64, "num_heads": None, "value_dim": None}
+        | {f"{part}_low_rank_dim": rank for part, rank in fla_rwkv.RANKS.items()},
+        fla_rwkv.FIXED,
+    ),
 }  # fmt: skip
+#: Kinds in which fewer key heads than query heads are a case of our layers.
+_GROUPED = ("transformer", "forgetting_transformer", "path_attn")
 #: Beginnings and parts of fla's names -> ours, in order.
 _NAMES = (
     (r"^model\.embeddings\.", "embed_tokens."),
@@ -234,7 +358,7 @@ def model_type_of(folder: Path) -> str | None:
     return found if found in KINDS else None
 
 
-def config_of(folder: Path, backend: str | None) -> BlocksConfig:
+def config_of(folder: Path, backend: str | None) -> ModelConfig:
     """Returns the config of the model in a folder of fla.
 
     Raises:
@@ -250,28 +374,33 @@ def config_of(folder: Path, backend: str | None) -> BlocksConfig:
                 f"from_hf: {name} must be {value!r} in a model of fla of type {kind!r}, got "
                 f"{name}={shown(options[name])}"
             )
-    if options.get("num_kv_heads") not in (None, options.get("num_heads")):
+    grouped = options.get("num_kv_heads") not in (None, options.get("num_heads"))
+    if grouped and kind not in _GROUPED:
         raise NotImplementedError(
             f"from_hf: num_kv_heads must be num_heads, got {options['num_kv_heads']}; "
             "omniattn.compat.fla has layers with fewer"
         )
+    mixer = mixer_of(options)
+    if isinstance(mixer, ModelConfig):
+        return replace(mixer, backend=backend)
     dim, eps = options["hidden_size"], options["norm_eps"]
     hidden = options["intermediate_size"]
     if hidden is None:
         hidden = int(dim * (options["hidden_ratio"] or 4) * 2 / 3)
         hidden = 256 * ((hidden + 255) // 256)
-    block = DecoderBlock.Config(
-        mixer_of(options), GatedMLP.Config(dim, hidden), RMSNorm.Config(dim, eps)
-    )
-    rotates = options.get("use_rope", kind == "retnet")
-    keys = _heads(options)["head_dim"] if rotates else 0
+    block = DecoderBlock.Config(mixer, GatedMLP.Config(dim, hidden), RMSNorm.Config(dim, eps))
+    keys, base = 0, 10000.0
+    if options.get("use_rope", kind == "retnet"):
+        keys = _heads(options)["head_dim"]
+    elif kind == "transformer":
+        keys, base = dim // options["num_heads"], options["rope_theta"] or base
     return BlocksConfig(
         vocab_size=options["vocab_size"],
         dim=dim,
         num_layers=options["num_hidden_layers"],
         tie_embeddings=options["tie_word_embeddings"],
         blocks=(block,),
-        rope=RotaryEmbedding.Config(keys) if keys else None,
+        rope=RotaryEmbedding.Config(keys, base) if keys else None,
         backend=backend,
     )
 
@@ -279,11 +408,11 @@ def config_of(folder: Path, backend: str | None) -> BlocksConfig:
 def load(folder: Path, backend: str | None) -> Model:
     """Returns the model of a folder of fla, in the dtype of its embeddings and in eval mode."""
     config, kind = config_of(folder, backend), model_type_of(folder)
-    found = {
-        _ours(name, kind): t
-        for name, t in _tensors(folder).items()
-        if "rotary.inv_freq" not in name
-    }
+    theirs = {name: t for name, t in _tensors(folder).items() if "rotary.inv_freq" not in name}
+    if kind in ("rwkv6", "rwkv7"):
+        found = fla_rwkv.weights(theirs)
+    else:
+        found = {_ours(name, kind): t for name, t in theirs.items()}
     if "embed_tokens.weight" not in found:
         raise CheckpointError(f"from_hf: model.embeddings.weight is missing in {folder}")
     model = config.build(device="meta", dtype=found["embed_tokens.weight"].dtype)

@@ -151,7 +151,7 @@ class RWKV5Config(RWKVConfig):
 
     Args:
         hidden_dim, norm_eps, l2_wrap: as in RWKVConfig; releases have 3.5 dim for `hidden_dim`.
-        head_dim: size of a head of the time mix.
+        head_dim, head_norm_eps: size of a head of the time mix, and epsilon of its norm.
 
     Reference:
         Peng et al., "Eagle and Finch", 2024, arXiv 2404.05892.
@@ -160,9 +160,11 @@ class RWKV5Config(RWKVConfig):
     architecture = "rwkv5"
 
     head_dim: Size = 64
+    head_norm_eps: Epsilon = 64e-5
 
     def mixer(self, layer: int) -> RWKV5TimeMix.Config:
-        return RWKV5TimeMix.Config(**self.of_layer(layer), head_dim=self.head_dim)
+        heads = {"head_dim": self.head_dim, "head_norm_eps": self.head_norm_eps}
+        return RWKV5TimeMix.Config(**self.of_layer(layer), **heads)
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class RWKV6Config(RWKVConfig):
     """Config of an RWKV-6 (Finch).
 
     Args:
-        hidden_dim, norm_eps, l2_wrap, head_dim: as in RWKV5Config.
+        hidden_dim, norm_eps, l2_wrap, head_dim, head_norm_eps: as in RWKV5Config.
         mix_rank, decay_rank: inner widths of the projections of token shifts and of decays.
 
     Reference:
@@ -182,6 +184,7 @@ class RWKV6Config(RWKVConfig):
     head_dim: Size = 64
     mix_rank: Size = 32
     decay_rank: Size = 64
+    head_norm_eps: Epsilon = 64e-5
 
     def mixer(self, layer: int) -> RWKV6TimeMix.Config:
         return RWKV6TimeMix.Config(
@@ -189,6 +192,7 @@ class RWKV6Config(RWKVConfig):
             head_dim=self.head_dim,
             mix_rank=self.mix_rank,
             decay_rank=self.decay_rank,
+            head_norm_eps=self.head_norm_eps,
         )
 
 
@@ -198,7 +202,7 @@ class RWKV7Config(RWKVConfig):
 
     Args:
         hidden_dim, norm_eps, l2_wrap: as in RWKVConfig.
-        head_dim, decay_rank, a_rank, v_rank, gate_rank: as in RWKV7TimeMix.
+        head_dim, decay_rank, a_rank, v_rank, gate_rank, head_norm_eps: as in RWKV7TimeMix.
 
     Reference:
         Peng et al., "RWKV-7 Goose", 2025, arXiv 2503.14456.
@@ -211,6 +215,7 @@ class RWKV7Config(RWKVConfig):
     a_rank: Size | None = None
     v_rank: Size | None = None
     gate_rank: Size | None = None
+    head_norm_eps: Epsilon = 64e-5
 
     def mixer(self, layer: int) -> RWKV7TimeMix.Config:
         return RWKV7TimeMix.Config(
@@ -220,4 +225,5 @@ class RWKV7Config(RWKVConfig):
             a_rank=self.a_rank,
             v_rank=self.v_rank,
             gate_rank=self.gate_rank,
+            head_norm_eps=self.head_norm_eps,
         )

@@ -11,7 +11,7 @@ from torch.nn import functional as nnf
 
 from omniattn import functional
 from omniattn.checks.arguments import shown
-from omniattn.modules.base.fields import Size
+from omniattn.modules.base.fields import Epsilon, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.norm import GroupNorm
@@ -28,9 +28,12 @@ class RWKVHeadsConfig(RWKVConfig):
 
     Args:
         head_dim: width of a head; must divide dim.
+        head_norm_eps: epsilon of the norm of each head's output. RWKV-5's code normalises y / 8
+            with 1e-5; for y this is 64e-5.
     """
 
     head_dim: Size = 64
+    head_norm_eps: Epsilon = 64e-5
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,8 +65,7 @@ class _HeadsTimeMix(TimeMix):
         self._add_shifts(device, dtype)
         for name in ("receptance", "key", "value", "output"):
             self.add_module(name, linear_of(c, c.dim, c.dim, device=device, dtype=dtype))
-        # RWKV-5's code normalises y / 8 with eps 1e-5; for y this is eps 64e-5.
-        norm = GroupNorm.Config(c.dim, c.heads, 64e-5, backend=c.backend)
+        norm = GroupNorm.Config(c.dim, c.heads, c.head_norm_eps, backend=c.backend)
         self.ln_x = GroupNorm(norm, device=device, dtype=dtype)
         self.draws("ln_x")
 
