@@ -15,7 +15,7 @@ from omniattn.compat._errors import errors_of
 from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
 from omniattn.compat._fla_parts import RotaryEmbedding
 from omniattn.compat._fla_slots import chunk_gsa
-from omniattn.compat.fla_layers.base import ACTIVATIONS, RecurrentLayer
+from omniattn.compat.fla_layers.base import ACT2FN, RecurrentLayer
 from omniattn.compat.fla_layers.linear import T2RFeatureMap
 
 
@@ -70,7 +70,7 @@ class GatedSlotAttention(RecurrentLayer):
         require_choice(op, "feature_map", feature_map, ("swish", "relu", "t2r"))
         learned = feature_map == "t2r"
         self.feature_map: Callable[[Tensor], Tensor] = (
-            T2RFeatureMap(self.head_k_dim) if learned else ACTIVATIONS[feature_map]
+            T2RFeatureMap(self.head_k_dim) if learned else ACT2FN[feature_map]
         )
         keys, values = self.key_dim_per_group, self.value_dim_per_group
         self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
