@@ -22,6 +22,7 @@ PACKAGES = (
     "compat.flash_attn.hopper",
     "compat.mamba_ssm",
     "compat.natten",
+    "compat.torch",
     "compat.xformers",
     "training",
 )

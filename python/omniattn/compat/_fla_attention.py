@@ -19,7 +19,6 @@ __all__ = [
     "parallel_forgetting_attn",
     "parallel_moba",
     "parallel_nsa",
-    "parallel_path_attention",
     "parallel_path_attn",
     "parallel_wall_attn",
 ]
@@ -143,9 +142,6 @@ def parallel_path_attn(
     return found if use_cache else (found, None)
 
 
-parallel_path_attention = parallel_path_attn
-
-
 def parallel_wall_attn(
     q: Tensor,
     k: Tensor,
@@ -221,11 +217,9 @@ def parallel_nsa(
     def attend(queries: slice, keys: slice) -> Tensor:
         part = q[:, queries], k[:, keys], v[:, keys]
         own = [g[:, queries, :, None] for g in gates]
+        whole = part[1].shape[1] // block_size * block_size
+        means = [t[:, :whole].unflatten(1, (-1, block_size)).mean(2) for t in part[1:]]
         if block_indices is None:
-            means = [
-                t[:, : t.shape[1] // block_size * block_size].unflatten(1, (-1, block_size)).mean(2)
-                for t in part[1:]
-            ]
             if not window_size:
                 own[2] = own[2] * 0
             return functional.nsa_attention(
@@ -234,7 +228,7 @@ def parallel_nsa(
                 topk=block_counts, window=max(1, window_size), scale=scale,
             )  # fmt: skip
         how: dict[str, Any] = {"causal": True, "scale": scale}
-        index = block_indices[:, queries]
+        index = block_indices[:, queries].transpose(1, 2)
         o = own[1] * functional.selected_attention(*part, index, block_size=block_size, **how)
         if window_size:
             o = o + own[2] * functional.attention(*part, window_size=(window_size - 1, 0), **how)

@@ -11,7 +11,6 @@ from omniattn.compat._fla_attention import (
     parallel_forgetting_attn,
     parallel_moba,
     parallel_nsa,
-    parallel_path_attention,
     parallel_path_attn,
     parallel_wall_attn,
 )
@@ -361,7 +360,6 @@ __all__ = [
     "parallel_forgetting_attn",
     "parallel_moba",
     "parallel_nsa",
-    "parallel_path_attention",
     "parallel_path_attn",
     "parallel_rebased",
     "parallel_retention",
