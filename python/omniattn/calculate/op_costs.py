@@ -206,7 +206,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "moe": _experts,
     "recurrence": _matrix_state,
     "log_linear_attention": _log_linear,
-    "mesa_solve": _mesa,
+    "mesa_net": _mesa,
     "deltaformer_attention": _deltaformer,
     "selective_scan": _selective_scan,
     "ssd": _ssd_step,

@@ -109,7 +109,7 @@ _ARGUMENTS = ", ".join(
     ]
 )
 define(
-    "mesa_solve",
+    "mesa_net",
     _ARGUMENTS,
     "Tensor x, Tensor final_state",
     _forward,
@@ -117,7 +117,7 @@ define(
     differentiable=True,
 )
 define(
-    "mesa_solve_backward",
+    "mesa_net_backward",
     f"Tensor? grad_x, Tensor? grad_final_state, {_ARGUMENTS}, Tensor x",
     ", ".join(f"Tensor d{name}" for name in (*_TENSORS, "initial_state")),
     _backward,
@@ -137,8 +137,8 @@ def _state(q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 #: (q, k, g, beta, lamb, initial_state, cu_seqlens, max_iterations) -> (x, final_state)
 mesa_solve = DifferentiableOp(
-    "mesa_solve",
+    "mesa_net",
     fakes={"final_state": _state},
-    backward_op=BackwardOp("mesa_solve_backward"),
+    backward_op=BackwardOp("mesa_net_backward"),
     formula=lambda *args: definition(*args[:5], initial_state=args[5], cu_seqlens=args[6]),
 )

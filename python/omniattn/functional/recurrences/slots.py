@@ -164,8 +164,9 @@ def abc_attention(
         tensor([4., 6.])
     """
     op = "abc_attention"
-    sequences, dtype = Sequences(None, cu_seqlens, backend), q.dtype
+    sequences = Sequences(None, cu_seqlens, backend)
     k, v, copies = _require_heads(op, q, k, v)
+    dtype = q.dtype
     slots = s.shape[-1] if isinstance(s, Tensor) and s.ndim == 4 else 1
     s = widened(op, "s", s, v, ((*v.shape[:3], slots),))
     state = _checked_slots(op, initial_state, "K, V, n, m", q, v, slots, sequences)
@@ -193,7 +194,10 @@ def _attempt(
     sequences: Sequences,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
     """Runs both passes of plain tensors in fp32 or fp64, without the checks; see `attempt`."""
-    if not is_plain(q, k, v, s, g) or q.dtype.itemsize < 4 or q.ndim != 4 or k.ndim != 4:
+    given = q, k, v, s, g
+    if any(t is None for t in given) or not is_plain(*given):
+        return None
+    if q.dtype.itemsize < 4 or q.ndim != 4 or k.ndim != 4:
         return None
     if not q.shape[:3] == k.shape[:3] == v.shape[:3] == s.shape[:3] or s.shape != g.shape:
         return None
