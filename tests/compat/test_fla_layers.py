@@ -26,6 +26,18 @@ def layers():
         "gsa": fla.GatedSlotAttention(**sizes, num_kv_heads=2, feature_map="t2r", **conv),
         "abc": fla.ABCAttention(**sizes, **conv),
         "abc_plain": fla.ABCAttention(**sizes, use_input_gate=True, use_output_gate=False),
+        "raven": fla.Raven(
+            **sizes, num_kv_heads=2, topk=2, bias_rmm=True, add_gumbel_noise=False, use_rope=True
+        ),
+        "raven_gated": fla.Raven(
+            **sizes,
+            decay_type="GLA",
+            router_type="mlp",
+            router_score="softmax",
+            topk=2,
+            add_gumbel_noise=False,
+            use_output_gate=True,
+        ),
         "hgrn2": fla.HGRN2Attention(hidden_size=WIDTH, expand_ratio=4, layer_idx=0, **conv),
         "delta": fla.DeltaNet(**sizes, conv_size=3),
         "delta_elu": fla.DeltaNet(

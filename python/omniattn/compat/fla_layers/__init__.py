@@ -36,7 +36,7 @@ from omniattn.compat.fla_layers.linear import (
     LinearAttention,
     T2RFeatureMap,
 )
-from omniattn.compat.fla_layers.slots import ABCAttention, GatedSlotAttention
+from omniattn.compat.fla_layers.slots import ABCAttention, GatedSlotAttention, Raven
 
 __all__ = [
     "ABCAttention",
@@ -54,6 +54,7 @@ __all__ = [
     "KimiDeltaAttention",
     "LinearAttention",
     "MultiScaleRetention",
+    "Raven",
     "SimpleGatedLinearAttention",
     "T2RFeatureMap",
     "elu_p1",

@@ -28,6 +28,7 @@ from omniattn.modules import (
     GatedSlotAttention,
     KimiDeltaAttention,
     MultiScaleRetention,
+    Raven,
     RMSNorm,
     RotaryEmbedding,
 )
@@ -139,6 +140,18 @@ def _gsa(o: Mapping[str, Any]) -> LayerConfig:
     )
 
 
+def _raven(o: Mapping[str, Any]) -> LayerConfig:
+    return Raven.Config(
+        **_heads(o),
+        num_slots=o["num_slots"],
+        top_k=o["topk"],
+        decay="heads" if o["decay_type"] == "Mamba2" else "slots",
+        router=o["router_score"],
+        noise=o["add_gumbel_noise"],
+        norm_eps=o["norm_eps"],
+    )
+
+
 def _abc(o: Mapping[str, Any]) -> LayerConfig:
     if o["clamp_min"] != -o["clamp_max"]:
         raise NotImplementedError(
@@ -159,6 +172,8 @@ _CONV = {"use_short_conv": True, "conv_size": 4}
 _SCALED = {"expand_k": 1.0, "expand_v": 1.0, "num_heads": 4}
 _KEYS = {"num_kv_heads": None, "feature_map": None, "use_output_gate": True}
 _DELTA = {"allow_neg_eigval": False, "use_gate": True, "head_dim": 256, "num_v_heads": None}
+_RAVEN = {"feature_map": "swish", "use_output_gate": False, "bias_rmm": False}
+_RAVEN |= {"router_type": "lin", "gate_logit_normalizer": 8, "rope_theta": 10000.0}
 #: model_type -> mixer, further options with their defaults, and options that must have one value.
 KINDS: dict[str, _Kind] = {
     "gla": (
@@ -201,6 +216,14 @@ KINDS: dict[str, _Kind] = {
         | {"use_short_conv": False, "num_slots": 64, "num_kv_heads": None,
            "gate_logit_normalizer": 8, "feature_map": "swish"},
         {"feature_map": "swish"},
+    ),
+    "raven": (
+        _raven,
+        _SCALED
+        | {"num_slots": 64, "num_kv_heads": None, "decay_type": "Mamba2", "topk": 32,
+           "router_score": "sigmoid", "add_gumbel_noise": True, "use_rope": False}
+        | _RAVEN,
+        _RAVEN,
     ),
     "abc": (
         _abc,
