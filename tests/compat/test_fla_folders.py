@@ -26,6 +26,7 @@ KINDS = {
         fla.Raven,
         dict(num_heads=2, num_slots=5, topk=2, use_rope=True, add_gumbel_noise=False),
     ),
+    "lightnet": (fla.LightNetAttention, dict(expand_ratio=8, gate_low_rank_dim=3)),
     "hgrn2": (fla.HGRN2Attention, dict(expand_ratio=8, use_short_conv=True)),
 }
 

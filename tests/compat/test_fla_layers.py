@@ -38,6 +38,7 @@ def layers():
             add_gumbel_noise=False,
             use_output_gate=True,
         ),
+        "lightnet": fla.LightNetAttention(hidden_size=WIDTH, expand_ratio=4, layer_idx=0, **conv),
         "hgrn2": fla.HGRN2Attention(hidden_size=WIDTH, expand_ratio=4, layer_idx=0, **conv),
         "delta": fla.DeltaNet(**sizes, conv_size=3),
         "delta_elu": fla.DeltaNet(

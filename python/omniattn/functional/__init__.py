@@ -74,6 +74,7 @@ from omniattn.functional.recurrences.delta_variants import (
     gated_delta_rule_2,
 )
 from omniattn.functional.recurrences.deltaformer import deltaformer_attention
+from omniattn.functional.recurrences.lightnet import lightnet_attention
 from omniattn.functional.recurrences.linear_attention import (
     gated_linear_attention,
     linear_attention,
@@ -213,6 +214,7 @@ __all__ = [
     "kimi_delta_attention",
     "kto_loss",
     "layer_norm",
+    "lightnet_attention",
     "linear",
     "linear_attention",
     "linear_cross_entropy",

@@ -29,7 +29,7 @@ def from_hf(
         model_or_folder: a model, which keeps its weights, or a folder of `save_pretrained` with
             config.json and weights in one or more files of safetensors. Nothing is downloaded.
             Folders of flash-linear-attention's GLA, RetNet, DeltaNet, gated DeltaNet, KDA,
-            HGRN-2, GSA, Raven and ABC load without fla.
+            HGRN-2, LightNet, GSA, Raven and ABC load without fla.
         backend: backend of all ops of the model.
 
     Returns:

@@ -69,7 +69,7 @@ from omniattn.modules.recurrent.linear_attention import (
     LinearAttention,
     MultiScaleRetention,
 )
-from omniattn.modules.recurrent.linear_variants import HGRN2, LightningAttention, ReBased
+from omniattn.modules.recurrent.linear_variants import HGRN2, LightNet, LightningAttention, ReBased
 from omniattn.modules.recurrent.performer import Performer
 from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.recurrent.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
@@ -162,6 +162,7 @@ __all__ = [
     "LayerNorm",
     "LayerScale",
     "LearnedPositional",
+    "LightNet",
     "LightningAttention",
     "Linear",
     "LinearAttention",

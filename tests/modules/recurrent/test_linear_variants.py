@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as nnf
 
-from omniattn.modules import HGRN, HGRN2, LightningAttention, LinearAttention, ReBased
+from omniattn.modules import HGRN, HGRN2, LightNet, LightningAttention, LinearAttention, ReBased
 
 DIM, STD = 12, {"init_std": 0.3}
 CONFIGS = {
@@ -13,6 +13,7 @@ CONFIGS = {
     "hgrn, bounded": HGRN.Config(DIM, conv_size=3, lower_bound=0.4, **STD),
     "hgrn2": HGRN2.Config(DIM, 2, num_v_heads=4, **STD),
     "hgrn2, bounded": HGRN2.Config(DIM, 2, conv_size=3, lower_bound=0.4, **STD),
+    "lightnet": LightNet.Config(DIM, 3, conv_size=3, gate_rank=4, **STD),
     "lightning": LightningAttention.Config(DIM, 3, layer_idx=1, num_layers=4, **STD),
     "based": LinearAttention.Config(DIM, 3, feature_map="taylor", feature_dim=5, **STD),
     "rebased": ReBased.Config(DIM, 3, feature_dim=5, **STD),
@@ -118,6 +119,20 @@ def test_lightning_attention():
         s = kept * s + k[:, t, ..., None] * v[:, t, :, None]
         out.append((s * q[:, t, ..., None]).sum(-2))
     y = normed(layer, torch.stack(out, 1)) * layer.g_proj(x).sigmoid()
+    torch.testing.assert_close(layer(x), nnf.linear(y, layer.o_proj.weight))
+
+
+def test_lightnet():
+    layer, x = made("lightnet")
+    q, k, v = (heads(layer, n, x, 3) for n in "qkv")
+    shares = k.exp() / k.exp().cumsum(1)
+    kept = k.exp().cumsum(1)
+    kept = torch.cat((torch.zeros_like(kept[:, :1]), kept[:, :-1] / kept[:, 1:]), 1)
+    s, out = 0, []
+    for t in range(x.shape[1]):
+        s = kept[:, t, ..., None] * s + shares[:, t, ..., None] * v[:, t, :, None]
+        out.append((s * nnf.silu(q[:, t])[..., None]).sum(-2) / 2)
+    y = normed(layer, torch.stack(out, 1)) * nnf.silu(layer.g_proj(x))
     torch.testing.assert_close(layer(x), nnf.linear(y, layer.o_proj.weight))
 
 

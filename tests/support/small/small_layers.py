@@ -37,6 +37,7 @@ FIELDS = {
     "ABCAttention": {"dim": 8, "num_heads": 2},
     "HGRN": {"dim": 8},
     "HGRN2": {"dim": 8, "num_heads": 2},
+    "LightNet": {"dim": 8, "num_heads": 2},
     "LightningAttention": {"dim": 8, "num_heads": 2},
     "ReBased": {"dim": 8, "num_heads": 2},
     "KimiDeltaAttention": {"dim": 8, "num_heads": 2},

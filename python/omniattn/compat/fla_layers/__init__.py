@@ -26,6 +26,7 @@ from omniattn.compat.fla_layers.delta import (
 from omniattn.compat.fla_layers.gated import (
     GatedLinearAttention,
     HGRN2Attention,
+    LightNetAttention,
     MultiScaleRetention,
     SimpleGatedLinearAttention,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "HadamardFeatureMap",
     "HedgehogFeatureMap",
     "KimiDeltaAttention",
+    "LightNetAttention",
     "LinearAttention",
     "MultiScaleRetention",
     "Raven",

@@ -149,7 +149,8 @@ class ABCAttention(RecurrentLayer):
         self._convolutions(use_short_conv, conv_size, conv_bias, "silu", **widths)
         affine = bool(elementwise_affine)
         if use_norm and use_output_gate:
-            self.g_norm: nn.Module = FusedRMSNormGated(self.head_v_dim, affine, norm_eps)
+            gated: Any = FusedRMSNormGated(self.head_v_dim, affine, norm_eps)
+            self.g_norm = gated
         elif use_norm:
             self.g_norm = RMSNorm(self.head_v_dim, affine, eps=norm_eps, dtype=torch.float32)
         if use_rope:
@@ -171,7 +172,8 @@ class ABCAttention(RecurrentLayer):
             o, recurrent = functional.abc_attention(q, k, v, s, **options)
         if self.use_output_gate:
             gate = self.g_proj(x).unflatten(-1, o.shape[2:])
-            o = self.g_norm(o, gate) if self.use_norm else nnf.silu(gate) * o
+            norm: Any = self.g_norm if self.use_norm else None
+            o = nnf.silu(gate) * o if norm is None else norm(o, gate)
         elif self.use_norm:
             o = self.g_norm(o)
         y: Tensor = self.o_proj(o.flatten(-2))

@@ -27,6 +27,7 @@ from omniattn.modules import (
     GatedMLP,
     GatedSlotAttention,
     KimiDeltaAttention,
+    LightNet,
     MultiScaleRetention,
     Raven,
     RMSNorm,
@@ -57,7 +58,7 @@ def _convolution(o: Mapping[str, Any]) -> int:
     return o["conv_size"] if o["use_short_conv"] else 0
 
 
-def _heads(o: Mapping[str, Any]) -> dict[str, int]:
+def _heads(o: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the width of a layer, and number and widths of its heads."""
     dim, heads = o["hidden_size"], o["num_heads"]
     sizes = {"head_dim": int(dim * o["expand_k"]), "v_head_dim": int(dim * o["expand_v"])}
@@ -128,6 +129,20 @@ def _hgrn2(o: Mapping[str, Any]) -> LayerConfig:
         head_dim=o["expand_ratio"] or o["hidden_size"] // heads,
         v_head_dim=o["hidden_size"] // heads,
         conv_size=_convolution(o),  # fla's layer does not use norm_eps
+    )
+
+
+def _lightnet(o: Mapping[str, Any]) -> LayerConfig:
+    dim = o["hidden_size"]
+    heads = o["num_heads"] or dim // o["expand_ratio"]
+    return LightNet.Config(
+        dim,
+        heads,
+        head_dim=o["expand_ratio"] or dim // heads,
+        v_head_dim=dim // heads,
+        conv_size=_convolution(o),
+        gate_rank=o["gate_low_rank_dim"],
+        norm_eps=1e-6,  # fla's layer does not use norm_eps
     )
 
 
@@ -209,6 +224,12 @@ KINDS: dict[str, _Kind] = {
         _CONV | {"num_heads": None, "expand_ratio": 128, "use_short_conv": False,
                  "use_lower_bound": True},
         {"use_lower_bound": False},
+    ),
+    "lightnet": (
+        _lightnet,
+        _CONV | {"num_heads": None, "expand_ratio": 128, "use_short_conv": False,
+                 "gate_low_rank_dim": 128},
+        {},
     ),
     "gsa": (
         _gsa,
