@@ -42,7 +42,7 @@ def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
 
 
 def _means(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps lightnet_attention to take its sums one by one, and to return what m does not change."""
+    """Wraps lightnet_attention to take sums one by one, and to return what m does not change."""
     flat = flat_state(*STATE)(function)
 
     @functools.wraps(flat)
