@@ -24,8 +24,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
-        *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn", "hgrn2", "lightning"),
-        *("lightnet", "based", "rebased", "kda", "gsa", "raven", "abc"),
+        *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn", "rodimus", "hgrn2"),
+        *("lightning", "lightnet", "based", "rebased", "kda", "gsa", "raven", "abc"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "xlstm", "xlstm-large"),
     "state-space models": ("s4d", "mamba", "mamba2", "log-linear-mamba2", "mamba3"),
@@ -47,8 +47,8 @@ COMPARED: dict[str, tuple[str, ...]] = {
     ),
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
-        *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn", "hgrn2", "lightning"),
-        *("lightnet", "based", "rebased", "kda", "gsa", "raven", "abc"),
+        *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn", "rodimus", "hgrn2"),
+        *("lightning", "lightnet", "based", "rebased", "kda", "gsa", "raven", "abc"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "mlstm", "slstm"),
     "state-space models": ("s4", "s4d", "mamba", "mamba2", "log-linear-mamba2", "mamba3"),

@@ -56,6 +56,7 @@ from omniattn.modules import (
     Raven,
     ReBased,
     RMSNorm,
+    Rodimus,
     RotaryEmbedding,
     RoutedBlockAttention,
     RWKV4TimeMix,
@@ -210,6 +211,7 @@ KINDS: dict[str, Kind] = {
     "gated-deltanet2": _recurrence(GatedDeltaNet2.Config),
     "comba": _recurrence(Comba.Config),
     "hgrn": _space(HGRN.Config),
+    "rodimus": _space(Rodimus.Config, d_state=16),
     "hgrn2": _recurrence(HGRN2.Config),
     "lightning": Kind(
         lambda p: LightningAttention.Config(p.dim, p.heads, layer_idx=p.layer, num_layers=p.layers),

@@ -71,6 +71,7 @@ from omniattn.modules.recurrent.linear_attention import (
 )
 from omniattn.modules.recurrent.linear_variants import HGRN2, LightNet, LightningAttention, ReBased
 from omniattn.modules.recurrent.performer import Performer
+from omniattn.modules.recurrent.rodimus import Rodimus
 from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.recurrent.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
 from omniattn.modules.recurrent.rwkv_means import RWKVQuadratic, RWKVRecurrent
@@ -208,6 +209,7 @@ __all__ = [
     "ReBased",
     "RecurrentState",
     "Residual",
+    "Rodimus",
     "RollingCache",
     "RotaryEmbedding",
     "RoutedBlockAttention",

@@ -33,6 +33,7 @@ FIELDS = {
     "GatedMLP": {"dim": 8, "hidden_dim": 16},
     "GroupNorm": {"dim": 8, "num_groups": 2},
     "GatedSlotAttention": {"dim": 8, "num_heads": 2},
+    "Rodimus": {"dim": 8, "d_state": 4},
     "Raven": {"dim": 8, "num_heads": 2},
     "ABCAttention": {"dim": 8, "num_heads": 2},
     "HGRN": {"dim": 8},

@@ -37,6 +37,7 @@ from omniattn.compat.fla_layers.linear import (
     LinearAttention,
     T2RFeatureMap,
 )
+from omniattn.compat.fla_layers.rodimus import RodimusAttention
 from omniattn.compat.fla_layers.slots import ABCAttention, GatedSlotAttention, Raven
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "LinearAttention",
     "MultiScaleRetention",
     "Raven",
+    "RodimusAttention",
     "SimpleGatedLinearAttention",
     "T2RFeatureMap",
     "elu_p1",

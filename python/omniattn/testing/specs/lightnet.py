@@ -85,6 +85,11 @@ SPECS = (
 
 VARIANTS = (
     Variant(
+        "Rodimus: decays with a temperature",
+        ("gated_linear_attention", "Rodimus"),
+        "He et al. 2024, arXiv 2410.06577",
+    ),
+    Variant(
         "LightNet: keys are a softmax over the tokens so far",
         ("lightnet_attention", "LightNet"),
         "Qin et al. 2024, arXiv 2405.21022",
