@@ -69,7 +69,7 @@ def lightnet_attention(
         tensor([4., 6.])
     """
     op = "lightnet_attention"
-    sequences, dtype = Sequences(None, cu_seqlens, backend), q.dtype
+    sequences = Sequences(None, cu_seqlens, backend)
     k, v = require_heads(op, q, k, v)
     count, heads = sequence_count(op, q, cu_seqlens), q.shape[2]
     sizes = (count, heads, q.shape[3])
@@ -82,4 +82,4 @@ def lightnet_attention(
         scale,
         sequences._replace(initial_state=None if state is None else state[0]),
     )
-    return o.to(dtype), (sums, weights.n, weights.m)
+    return o.to(v.dtype), (sums, weights.n, weights.m)
