@@ -62,10 +62,20 @@ def abc_attention(
     return *gated_slot_attention(q, k, v, (s - z).exp(), g, **options), z[:, -1]
 
 
+def lightnet_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, initial_state: Any = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    lacks(initial_state=initial_state is not None)
+    z = k.float().logcumsumexp(1)
+    g = torch.cat((z[:, :1], z[:, :-1]), 1) - z
+    return gated(q, (k - z).exp(), v, g, **options)
+
+
 BASELINES = {
     "gated_slot_attention": {
         "aten": gated_slot_attention,
         "compiled": compiled(gated_slot_attention),
     },
+    "lightnet_attention": {"aten": lightnet_attention},
     "abc_attention": {"aten": abc_attention},
 }

@@ -114,6 +114,7 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "Comba: another key erases": (("comba", "head64"),),
     "Gated DeltaNet-2: gates of erased and written channels": (("gated_delta_rule_2", "head64"),),
     "gated slot attention: softmax over slots that decay": (("gated_slot_attention", "head64"),),
+    "LightNet: keys are a softmax over the tokens so far": (("lightnet_attention", "head64"),),
     "ABC: softmax over slots of weighted means": (("abc_attention", "head64"),),
     "preconditioned Gated DeltaNet and KDA: writes scaled by mean squares of keys": (
         ("preconditioned_delta_rule", "head64"),

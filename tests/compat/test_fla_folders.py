@@ -23,6 +23,11 @@ KINDS = {
     "kda": (fla.KimiDeltaAttention, dict(**HEADS, lower_bound=-4.0)),
     "gsa": (fla.GatedSlotAttention, dict(num_heads=2, num_slots=5, use_short_conv=True)),
     "abc": (fla.ABCAttention, dict(num_heads=2, num_slots=5, clamp_min=-1.0, clamp_max=1.0)),
+    "raven": (
+        fla.Raven,
+        dict(num_heads=2, num_slots=5, topk=2, use_rope=True, add_gumbel_noise=False),
+    ),
+    "lightnet": (fla.LightNetAttention, dict(expand_ratio=8, gate_low_rank_dim=3)),
     "hgrn2": (fla.HGRN2Attention, dict(expand_ratio=8, use_short_conv=True)),
     "hgrn": (fla.HGRNAttention, dict(expand_ratio=2, use_short_conv=True)),
     "comba": (fla.Comba, dict(**HEADS, expand_v=1.5)),

@@ -26,6 +26,20 @@ def layers():
         "gsa": fla.GatedSlotAttention(**sizes, num_kv_heads=2, feature_map="t2r", **conv),
         "abc": fla.ABCAttention(**sizes, **conv),
         "abc_plain": fla.ABCAttention(**sizes, use_input_gate=True, use_output_gate=False),
+        "raven": fla.Raven(
+            **sizes, num_kv_heads=2, topk=2, bias_rmm=True, add_gumbel_noise=False, use_rope=True
+        ),
+        "raven_gated": fla.Raven(
+            **sizes,
+            decay_type="GLA",
+            router_type="mlp",
+            router_score="softmax",
+            topk=2,
+            add_gumbel_noise=False,
+            use_output_gate=True,
+        ),
+        "lightnet": fla.LightNetAttention(hidden_size=WIDTH, expand_ratio=4, layer_idx=0, **conv),
+        "rodimus": fla.RodimusAttention(hidden_size=WIDTH, expand_ratio=4, layer_idx=0),
         "hgrn2": fla.HGRN2Attention(hidden_size=WIDTH, expand_ratio=4, layer_idx=0, **conv),
         "delta": fla.DeltaNet(**sizes, conv_size=3),
         "delta_elu": fla.DeltaNet(
@@ -128,6 +142,13 @@ def test_slots_are_those_of_this_package():
         layer = theirs(hidden_size=WIDTH, use_short_conv=True, **sizes, **rope)
         own = loaded(ours(dim=WIDTH, **sizes), layer, g_norm="o_norm")
         torch.testing.assert_close(own(x), layer(x)[0])
+
+
+def test_rodimus_is_that_of_this_package():
+    x = torch.randn(2, 9, WIDTH)
+    layer = fla.RodimusAttention(hidden_size=WIDTH, expand_ratio=4)
+    own = loaded(modules.Rodimus(dim=WIDTH, d_state=4), layer)
+    torch.testing.assert_close(own(x), layer(x)[0])
 
 
 def test_groups_of_heads_share_keys():

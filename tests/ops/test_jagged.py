@@ -197,6 +197,7 @@ RECURRENT = {
         (q, k, v, like(q, 2, 3), gate_of(q, 2, 3)),
         {},
     ),
+    "lightnet_attention": lambda q, k, v: (F.lightnet_attention, (q, k, v), {}),
     "abc_attention": lambda q, k, v: (F.abc_attention, (q, k, v, like(q, 2, 3)), {}),
     "preconditioned_delta_rule": lambda q, k, v: (
         F.preconditioned_delta_rule,

@@ -75,6 +75,7 @@ from omniattn.functional.recurrences.delta_variants import (
     preconditioned_delta_rule,
 )
 from omniattn.functional.recurrences.deltaformer import deltaformer_attention
+from omniattn.functional.recurrences.lightnet import lightnet_attention
 from omniattn.functional.recurrences.linear_attention import (
     gated_linear_attention,
     linear_attention,
@@ -215,6 +216,7 @@ __all__ = [
     "kimi_delta_attention",
     "kto_loss",
     "layer_norm",
+    "lightnet_attention",
     "linear",
     "linear_attention",
     "linear_cross_entropy",

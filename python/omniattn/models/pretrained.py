@@ -29,8 +29,8 @@ def from_hf(
         model_or_folder: a model, which keeps its weights, or a folder of `save_pretrained` with
             config.json and weights in one or more files of safetensors. Nothing is downloaded.
             Folders of flash-linear-attention's GLA, RetNet, DeltaNet, gated DeltaNet and
-        DeltaProduct, Comba, KDA, HGRN, HGRN-2, GSA, ABC, RWKV-6, RWKV-7, PaTH, forgetting and
-        plain transformer load without fla.
+            DeltaProduct, Comba, KDA, HGRN, HGRN-2, LightNet, GSA, Raven, ABC, RWKV-6, RWKV-7,
+            PaTH, forgetting and plain transformer load without fla.
         backend: backend of all ops of the model.
 
     Returns:

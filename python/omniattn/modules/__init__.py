@@ -69,10 +69,11 @@ from omniattn.modules.recurrent.linear_attention import (
     LinearAttention,
     MultiScaleRetention,
 )
-from omniattn.modules.recurrent.linear_variants import HGRN2, LightningAttention, ReBased
+from omniattn.modules.recurrent.linear_variants import HGRN2, LightNet, LightningAttention, ReBased
 from omniattn.modules.recurrent.mesa_net import MesaNet
 from omniattn.modules.recurrent.performer import Performer
 from omniattn.modules.recurrent.preconditioned import PrecondGatedDeltaNet, PrecondKDA
+from omniattn.modules.recurrent.rodimus import Rodimus
 from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.recurrent.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
 from omniattn.modules.recurrent.rwkv_means import RWKVQuadratic, RWKVRecurrent
@@ -164,6 +165,7 @@ __all__ = [
     "LayerNorm",
     "LayerScale",
     "LearnedPositional",
+    "LightNet",
     "LightningAttention",
     "Linear",
     "LinearAttention",
@@ -212,6 +214,7 @@ __all__ = [
     "ReBased",
     "RecurrentState",
     "Residual",
+    "Rodimus",
     "RollingCache",
     "RotaryEmbedding",
     "RoutedBlockAttention",

@@ -41,6 +41,7 @@ from omniattn.reference.ffn import glu_mlp, mlp
 from omniattn.reference.forgetting import forgetting_attention
 from omniattn.reference.gemm import linear
 from omniattn.reference.indexer import dsa_indexer, dsa_indexer_loss
+from omniattn.reference.lightnet import lightnet_attention
 from omniattn.reference.log_linear import log_linear_attention
 from omniattn.reference.loss import (
     cross_entropy,
@@ -184,6 +185,7 @@ __all__ = [
     "jsd",
     "kimi_delta_attention",
     "layer_norm",
+    "lightnet_attention",
     "linear",
     "linear_attention",
     "linear_cross_entropy",

@@ -5,7 +5,15 @@ import torch
 from torch import nn
 from torch.nn import functional as nnf
 
-from omniattn.modules import HGRN, HGRN2, LightningAttention, LinearAttention, ReBased
+from omniattn.modules import (
+    HGRN,
+    HGRN2,
+    LightNet,
+    LightningAttention,
+    LinearAttention,
+    ReBased,
+    Rodimus,
+)
 
 DIM, STD = 12, {"init_std": 0.3}
 CONFIGS = {
@@ -13,6 +21,8 @@ CONFIGS = {
     "hgrn, bounded": HGRN.Config(DIM, conv_size=3, lower_bound=0.4, **STD),
     "hgrn2": HGRN2.Config(DIM, 2, num_v_heads=4, **STD),
     "hgrn2, bounded": HGRN2.Config(DIM, 2, conv_size=3, lower_bound=0.4, **STD),
+    "lightnet": LightNet.Config(DIM, 3, conv_size=3, gate_rank=4, **STD),
+    "rodimus": Rodimus.Config(DIM, 4, gate_rank=3, conv_size=3, **STD),
     "lightning": LightningAttention.Config(DIM, 3, layer_idx=1, num_layers=4, **STD),
     "based": LinearAttention.Config(DIM, 3, feature_map="taylor", feature_dim=5, **STD),
     "rebased": ReBased.Config(DIM, 3, feature_dim=5, **STD),
@@ -118,6 +128,40 @@ def test_lightning_attention():
         s = kept * s + k[:, t, ..., None] * v[:, t, :, None]
         out.append((s * q[:, t, ..., None]).sum(-2))
     y = normed(layer, torch.stack(out, 1)) * layer.g_proj(x).sigmoid()
+    torch.testing.assert_close(layer(x), nnf.linear(y, layer.o_proj.weight))
+
+
+def test_rodimus():
+    layer, x = made("rodimus")
+    nn.init.normal_(layer.residual_weight)
+    h, z = layer.up_proj(x), layer.gate_proj(x)
+    conv = layer.short_conv
+    u = nnf.conv1d(nnf.pad(h.mT, (2, 0)), conv.weight, conv.bias, groups=h.shape[-1]).mT
+    u = nnf.silu(u)
+    g, tau = nnf.softplus(layer.g_gate_proj(u)), layer.tau_gate_proj(u).sigmoid()
+    k = layer.k_proj(u)
+    k = k / k.norm(dim=-1, keepdim=True) * g**tau
+    v, q, kept = h * layer.i_gate_proj(h).sigmoid(), layer.q_proj(u) / 2, (-g * tau).exp()
+    s, out = 0, []
+    for t in range(x.shape[1]):
+        s = kept[:, t, :, None] * s + k[:, t, :, None] * v[:, t, None]
+        out.append((s * q[:, t, :, None]).sum(-2))
+    o = (torch.stack(out, 1) + layer.residual_weight * u) * nnf.silu(z)
+    o = nnf.rms_norm(o, (24,), layer.activation_norm.weight, 1e-5)
+    torch.testing.assert_close(layer(x), layer.down_proj(o))
+
+
+def test_lightnet():
+    layer, x = made("lightnet")
+    q, k, v = (heads(layer, n, x, 3) for n in "qkv")
+    shares = k.exp() / k.exp().cumsum(1)
+    kept = k.exp().cumsum(1)
+    kept = torch.cat((torch.zeros_like(kept[:, :1]), kept[:, :-1] / kept[:, 1:]), 1)
+    s, out = 0, []
+    for t in range(x.shape[1]):
+        s = kept[:, t, ..., None] * s + shares[:, t, ..., None] * v[:, t, :, None]
+        out.append((s * nnf.silu(q[:, t])[..., None]).sum(-2) / 2)
+    y = normed(layer, torch.stack(out, 1)) * nnf.silu(layer.g_proj(x))
     torch.testing.assert_close(layer(x), nnf.linear(y, layer.o_proj.weight))
 
 

@@ -1,4 +1,4 @@
-"""Memories of slots: the public definitions, weights of any size, states, errors."""
+"""Memories of slots and LightNet: the public definitions, weights of any size, states, errors."""
 
 import itertools
 
@@ -16,6 +16,7 @@ SHARES = 1 - G.exp()
 CALLS = {
     "gsa": (F.gated_slot_attention, (Q, K, V, SHARES, G)),
     "abc": (F.abc_attention, (Q, K, V, S)),
+    "lightnet": (F.lightnet_attention, (K, Q[:, :, :2], draw(2, 21, 4, 5, seed=5))),
 }
 
 
@@ -48,6 +49,17 @@ def test_means_of_past_tokens(backend, size):
     weights = logits.masked_fill(~SEEN, -torch.inf).softmax(3)
     o = F.abc_attention(Q, K, V, size * S, backend=backend)[0]
     torch.testing.assert_close(o, pairs(K, V, weights))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [1, 1000])
+def test_lightnet(backend, size):
+    q, k, v = CALLS["lightnet"][1]
+    logits = size * k.transpose(1, 2)[:, :, None].expand(-1, -1, 21, -1, -1)
+    weights = logits.masked_fill(~SEEN, -torch.inf).softmax(3)
+    scores = torch.einsum("bihk,bhijk->bhij", q, weights).repeat_interleave(2, 1) * 8**-0.5
+    o = F.lightnet_attention(q, size * k, v, backend=backend)[0]
+    torch.testing.assert_close(o, torch.einsum("bhij,bjhv->bihv", scores, v))
 
 
 def test_gates_of_abc():
@@ -93,9 +105,10 @@ def test_packed_sequences(name):
         torch.testing.assert_close([t[n : n + 1] for t in after[1]], list(state))
 
 
-def test_gradients_through_states():
+@pytest.mark.parametrize("name", ["abc", "lightnet"])
+def test_gradients_through_states(name):
     """Gradients of two calls are those of one, although m has none."""
-    function, tokens = CALLS["abc"]
+    function, tokens = CALLS[name]
     leaves = [t.clone().requires_grad_() for t in tokens]
     expected = torch.autograd.grad(function(*leaves)[0].square().sum(), leaves)
     first, state = function(*(t[:, :9] for t in leaves))

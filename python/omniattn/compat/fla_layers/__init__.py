@@ -48,6 +48,7 @@ from omniattn.compat.fla_layers.gated import (
     GatedLinearAttention,
     HGRN2Attention,
     HGRNAttention,
+    LightNetAttention,
     MultiScaleRetention,
     SimpleGatedLinearAttention,
 )
@@ -63,6 +64,7 @@ from omniattn.compat.fla_layers.linear import (
 )
 from omniattn.compat.fla_layers.mesa import MesaNet
 from omniattn.compat.fla_layers.precond import PrecondGatedDeltaNet, PrecondKDA
+from omniattn.compat.fla_layers.rodimus import RodimusAttention
 from omniattn.compat.fla_layers.rwkv import (
     DDLerpLinear,
     LerpLinear,
@@ -70,7 +72,7 @@ from omniattn.compat.fla_layers.rwkv import (
     RWKV6Attention,
     RWKV7Attention,
 )
-from omniattn.compat.fla_layers.slots import ABCAttention, GatedSlotAttention
+from omniattn.compat.fla_layers.slots import ABCAttention, GatedSlotAttention, Raven
 from omniattn.compat.fla_layers.sparse import (
     MoBA,
     MultiheadLatentAttention,
@@ -106,6 +108,7 @@ __all__ = [
     "LearnableOuterProductFeatureMap",
     "LearnablePolySketchNonNegativeFeatureMap",
     "LerpLinear",
+    "LightNetAttention",
     "LinearAttention",
     "LoRA",
     "LogLinearMamba2",
@@ -122,9 +125,11 @@ __all__ = [
     "PrecondKDA",
     "RWKV6Attention",
     "RWKV7Attention",
+    "Raven",
     "ReBasedLinearAttention",
     "ReLUFeatureMap",
     "RebasedFeatureMap",
+    "RodimusAttention",
     "SigmoidFeatureMap",
     "SimpleGatedLinearAttention",
     "SquaredReLUFeatureMap",

@@ -1,4 +1,4 @@
-"""Layers with decays: gated linear attention, retention, simple GLA, HGRN and HGRN-2."""
+"""Layers with decays: gated linear attention, retention, simple GLA, HGRN, HGRN-2, LightNet."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
+from omniattn import functional
+from omniattn.compat._errors import errors_of
 from omniattn.compat._fla_heads import chunk_simple_gla
 from omniattn.compat._fla_linear import chunk_gla, chunk_hgrn, chunk_retention
 from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
@@ -400,3 +402,72 @@ class HGRN2Attention(_BoundedLayer):
             state_v_first=True, **sequences,
         )  # fmt: skip
         return self.o_proj(self.g_norm(o.flatten(-2))), recurrent
+
+
+class LightNetAttention(RecurrentLayer):
+    """LightNet's attention, see :func:`functional.lightnet_attention`.
+
+    `cu_seqlens` is accepted, unlike in fla.
+
+    Args:
+        mode: "chunk" or "fused_chunk"; has no effect.
+        hidden_size: width of x and y.
+        num_heads: number of heads; hidden_size // expand_ratio by default.
+        expand_ratio: width of a head of q and k; hidden_size // num_heads if None.
+        use_short_conv, conv_size, conv_bias: short convolutions of q, k and v.
+        gate_low_rank_dim: width between the two layers of the gate.
+        elementwise_affine: True for a weight of the output norm, whose eps is 1e-6.
+        layer_idx: number of the layer, for a cache.
+        norm_eps: has no effect, as in fla.
+    """
+
+    modes = ("chunk", "fused_chunk")
+
+    def __init__(
+        self,
+        mode: str = "chunk",
+        hidden_size: int = 1024,
+        num_heads: int | None = None,
+        expand_ratio: int | None = 128,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        gate_low_rank_dim: int = 128,
+        elementwise_affine: bool | None = True,
+        norm_eps: float = 1e-5,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._start(mode, layer_idx)
+        if num_heads is None and expand_ratio is not None:
+            num_heads = hidden_size // expand_ratio
+        if not num_heads or hidden_size % num_heads:
+            raise ValueError(
+                "LightNetAttention: expand_ratio or num_heads must divide hidden_size, got "
+                f"expand_ratio={expand_ratio}, num_heads={num_heads}, hidden_size={hidden_size}"
+            )
+        self.hidden_size, self.num_heads = hidden_size, num_heads
+        self.expand_ratio = expand_ratio or hidden_size // num_heads
+        self.key_dim, self.value_dim = num_heads * self.expand_ratio, hidden_size
+        widths = {"q": self.key_dim, "k": self.key_dim, "v": hidden_size}
+        for name, width in widths.items():
+            setattr(self, f"{name}_proj", nn.Linear(hidden_size, width, bias=False))
+        self._convolutions(use_short_conv, conv_size, conv_bias, None, **widths)
+        self.g_proj = nn.Sequential(
+            nn.Linear(hidden_size, gate_low_rank_dim, bias=False),
+            nn.Linear(gate_low_rank_dim, hidden_size, bias=False),
+        )
+        norm: Any = FusedRMSNormGated(hidden_size, bool(elementwise_affine), 1e-6)
+        self.g_norm = norm
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def _mix(
+        self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
+    ) -> tuple[Tensor, Any]:
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)) for t in projected)
+        options = {name: sequences[name] for name in ("initial_state", "cu_seqlens")}
+        with errors_of("LightNetAttention"):
+            o, recurrent = functional.lightnet_attention(nnf.silu(q), k, v, **options)
+        norm: Any = self.g_norm
+        y: Tensor = self.o_proj(norm(o.flatten(-2), self.g_proj(x)))
+        return y, recurrent if sequences["output_final_state"] else None

@@ -94,10 +94,9 @@ def gated_slot_attention(
     """
     op = "gated_slot_attention"
     sequences = Sequences(None, cu_seqlens, backend)
-    if initial_state is None or (isinstance(initial_state, tuple) and len(initial_state) == 2):
-        found = _attempt(op, q, k, v, s, g, scale, initial_state, sequences)
-        if found is not None:
-            return found
+    found = _attempt(op, q, k, v, s, g, scale, initial_state, sequences)
+    if found is not None:
+        return found
     k, v, copies = _require_heads(op, q, k, v)
     s = cast_like(op, "s", s, q)
     require_strided(op, "s", s)
@@ -171,7 +170,8 @@ def abc_attention(
     s = widened(op, "s", s, v, ((*v.shape[:3], slots),))
     state = _checked_slots(op, initial_state, "K, V, n, m", q, v, slots, sequences)
     weights = running_softmax(op, s, None if state is None else state[2:], sequences)
-    q, k, v = widen(q), repeated(widen(k), copies), repeated(widen(v), copies)
+    dtype, q = q.dtype, widen(q)
+    k, v = repeated(widen(k), copies), repeated(widen(v), copies)
     shares, decays, totals = (repeated(t, copies) for t in weights[:3])
     keys, values = (None, None) if state is None else _each(state[:2], copies)
     logits, keys = run(
@@ -201,7 +201,11 @@ def _attempt(
         return None
     if not q.shape[:3] == k.shape[:3] == v.shape[:3] == s.shape[:3] or s.shape != g.shape:
         return None
-    keys, values = (None, None) if state is None else state
+    keys, values = None, None
+    if state is not None:
+        if not isinstance(state, tuple) or len(state) != 2 or any(t is None for t in state):
+            return None
+        keys, values = state
     found = attempt(
         *(op, q, k, s, None, scale, sequences._replace(initial_state=keys), (NO_DECAY,)), gv=g
     )
@@ -223,7 +227,8 @@ def _require_heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
         raise ValueError(f"{op}: q must have shape (B, T, Hq, K), got q.shape={tuple(q.shape)}")
     batch, steps, heads, size = q.shape
     shared = k.shape[2] if k.ndim == 4 else 0
-    if k.ndim != 4 or k.shape != (batch, steps, shared, size) or heads % max(1, shared):
+    fits = k.ndim == 4 and k.shape == (batch, steps, shared, size)
+    if not fits or heads % max(1, shared) or (heads == 0) != (shared == 0):
         raise ValueError(
             f"{op}: k must have shape (B, T, H, K) with B, T and K of q and H a divisor of its "
             f"heads, got k.shape={tuple(k.shape)}, q.shape={tuple(q.shape)}"
@@ -233,7 +238,7 @@ def _require_heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
             f"{op}: v must have shape (B, T, H, V) with B, T and H of k, "
             f"got v.shape={tuple(v.shape)}, k.shape={tuple(k.shape)}"
         )
-    return k, v, heads // max(1, shared)
+    return k, v, max(1, heads // max(1, shared))
 
 
 def _checked_slots(

@@ -33,8 +33,10 @@ from omniattn.modules import (
     GatedMLP,
     GatedSlotAttention,
     KimiDeltaAttention,
+    LightNet,
     MultiScaleRetention,
     PaTHAttention,
+    Raven,
     RMSNorm,
     RotaryEmbedding,
 )
@@ -63,7 +65,7 @@ def _convolution(o: Mapping[str, Any]) -> int:
     return o["conv_size"] if o["use_short_conv"] else 0
 
 
-def _heads(o: Mapping[str, Any]) -> dict[str, int]:
+def _heads(o: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the width of a layer, and number and widths of its heads."""
     dim, heads = o["hidden_size"], o["num_heads"]
     sizes = {"head_dim": int(dim * o["expand_k"]), "v_head_dim": int(dim * o["expand_v"])}
@@ -137,12 +139,38 @@ def _hgrn2(o: Mapping[str, Any]) -> LayerConfig:
     )
 
 
+def _lightnet(o: Mapping[str, Any]) -> LayerConfig:
+    dim = o["hidden_size"]
+    heads = o["num_heads"] or dim // o["expand_ratio"]
+    return LightNet.Config(
+        dim,
+        heads,
+        head_dim=o["expand_ratio"] or dim // heads,
+        v_head_dim=dim // heads,
+        conv_size=_convolution(o),
+        gate_rank=o["gate_low_rank_dim"],
+        norm_eps=1e-6,  # fla's layer does not use norm_eps
+    )
+
+
 def _gsa(o: Mapping[str, Any]) -> LayerConfig:
     return GatedSlotAttention.Config(
         **_heads(o),
         conv_size=_convolution(o),
         num_slots=o["num_slots"],
         gate_normalizer=o["gate_logit_normalizer"],  # fla's layer does not use norm_eps
+    )
+
+
+def _raven(o: Mapping[str, Any]) -> LayerConfig:
+    return Raven.Config(
+        **_heads(o),
+        num_slots=o["num_slots"],
+        top_k=o["topk"],
+        decay="heads" if o["decay_type"] == "Mamba2" else "slots",
+        router=o["router_score"],
+        noise=o["add_gumbel_noise"],
+        norm_eps=o["norm_eps"],
     )
 
 
@@ -240,6 +268,8 @@ _HEADS = {"head_dim": 256, "num_heads": 6, "num_v_heads": None, "expand_v": 2.0}
 _SOFTMAX = {"num_heads": 32, "num_kv_heads": None, "qkv_bias": False, "qk_norm": False,
             "window_size": None}  # fmt: skip
 _DELTA = {"allow_neg_eigval": False, "use_gate": True, "head_dim": 256, "num_v_heads": None}
+_RAVEN = {"feature_map": "swish", "use_output_gate": False, "bias_rmm": False}
+_RAVEN |= {"router_type": "lin", "gate_logit_normalizer": 8, "rope_theta": 10000.0}
 #: model_type -> mixer, further options with their defaults, and options that must have one value.
 KINDS: dict[str, _Kind] = {
     "gla": (
@@ -276,12 +306,26 @@ KINDS: dict[str, _Kind] = {
                  "use_lower_bound": True},
         {"use_lower_bound": False},
     ),
+    "lightnet": (
+        _lightnet,
+        _CONV | {"num_heads": None, "expand_ratio": 128, "use_short_conv": False,
+                 "gate_low_rank_dim": 128},
+        {},
+    ),
     "gsa": (
         _gsa,
         _SCALED | _CONV
         | {"use_short_conv": False, "num_slots": 64, "num_kv_heads": None,
            "gate_logit_normalizer": 8, "feature_map": "swish"},
         {"feature_map": "swish"},
+    ),
+    "raven": (
+        _raven,
+        _SCALED
+        | {"num_slots": 64, "num_kv_heads": None, "decay_type": "Mamba2", "topk": 32,
+           "router_score": "sigmoid", "add_gumbel_noise": True, "use_rope": False}
+        | _RAVEN,
+        _RAVEN,
     ),
     "abc": (
         _abc,

@@ -1,4 +1,4 @@
-"""Linear attention with other keys: HGRN-2, lightning attention, ReBased."""
+"""Linear attention with other keys: HGRN-2, lightning attention, ReBased, LightNet."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from omniattn.modules.recurrent.recurrent import (
     RecurrentMixer,
     Result,
     fp32,
+    low_rank,
 )
 
 
@@ -218,3 +219,66 @@ class ReBased(LinearAttention):
     def _rows(self, rows: Tensor) -> Tensor:
         c = self.config
         return functional.layer_norm(rows, self.gamma, self.beta, eps=c.norm_eps, backend=c.backend)
+
+
+class LightNet(RecurrentMixer):
+    """Linear attention whose keys are, for each channel, a softmax over the tokens so far.
+
+    ``o_t = sum_j (q_t . w_tj) v_j / sqrt(K)`` with ``w_tj = softmax_{j <= t}(x_j W_k)`` and
+    ``q = silu(x W_q)``; ``y = W_o (norm(o) * silu(x W_g1 W_g2))`` with one norm of all heads.
+
+    Args:
+        config: sizes and options.
+        device, dtype: device and dtype of the parameters.
+
+    Shape:
+        x (B, T, dim) -> the same shape.
+        Parameters q_proj, k_proj, v_proj, g_proj of two layers, o_norm, o_proj, and with
+        convolutions q_conv1d, k_conv1d, v_conv1d: names and shapes as in fla, whose g_norm is
+        o_norm here.
+
+    Reference:
+        Qin et al., You Only Scan Once, 2024, arXiv 2405.21022. Verified against
+        `layers/lightnet.py` of fla-org/flash-linear-attention, commit bc3b101d.
+
+    Example:
+        >>> LightNet(dim=8, num_heads=2)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    activates = False
+    conv_activation = None
+
+    @dataclass(frozen=True)
+    class Config(RecurrentConfig):
+        """Sizes and options, as in RecurrentConfig; the convolutions have no activation.
+
+        Args:
+            gate_rank: width between the two linear layers of the gate.
+        """
+
+        joint_norm: ClassVar[bool] = True
+        conv_size: int = 0
+        gate_rank: Size = 128
+
+        @property
+        def states(self) -> dict[str, tuple[int, ...]]:
+            """Sums of products, sums of weights, and largest logits."""
+            rows = (self.num_heads, self.k_size)
+            return super().states | {"n": rows, "m": rows}
+
+    config: Config
+
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        if config.gate is not None:
+            values = config.v_heads * config.v_size
+            self.g_proj = low_rank(config, config.gate_rank, values, device=device, dtype=dtype)
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
+        return functional.lightnet_attention(nnf.silu(q), k, v, **options)

@@ -173,8 +173,7 @@ class RecurrentMixer(StateMixer):
         interleaved = getattr(c, "rope_interleaved", None)
         if interleaved is None:
             return q, k
-        turned = functional.apply_rotary(q, k, *rope, interleaved=interleaved, backend=c.backend)
-        return cast("tuple[Tensor, Tensor]", turned)
+        return functional.apply_rotary(q, k, *rope, interleaved=interleaved, backend=c.backend)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
         """Creates zeros: states in fp32 (fp64 for fp64), and those of the convolutions.
