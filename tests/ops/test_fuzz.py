@@ -32,6 +32,7 @@ from omniattn.testing.spec import output_gradients
 SPECS = testing.registry()
 #: Ops that multiply blocks of steps or of powers, as their docstrings say.
 BLOCKED = {"deltaformer_attention", "log_linear_attention", "mlstm", "path_attention"}
+BLOCKED |= {"mesa_net", "ttt_linear"}
 BLOCKED |= {"vandermonde", "wall_attention"}
 BLOCKED |= {n for n in SPECS if SPECS[n].family in ("recurrence", "delta variant", "state space")}
 #: Their definitions leave hidden keys out, where `attention` has NaN in the whole row.

@@ -25,7 +25,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
         *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn", "hgrn2", "lightning", "based"),
-        *("rebased", "kda", "precond-gated-deltanet", "precond-kda", "mesanet"),
+        *("rebased", "kda", "precond-gated-deltanet", "precond-kda", "mesanet", "ttt"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "xlstm", "xlstm-large"),
     "state-space models": ("s4d", "mamba", "mamba2", "log-linear-mamba2", "mamba3"),
@@ -48,7 +48,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
         *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn", "hgrn2", "lightning", "based"),
-        *("rebased", "kda", "precond-gated-deltanet", "precond-kda", "mesanet"),
+        *("rebased", "kda", "precond-gated-deltanet", "precond-kda", "mesanet", "ttt"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "mlstm", "slstm"),
     "state-space models": ("s4", "s4d", "mamba", "mamba2", "log-linear-mamba2", "mamba3"),

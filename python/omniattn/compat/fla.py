@@ -110,6 +110,7 @@ from omniattn.compat._fla_precond import (
     fused_recurrent_precond_gated_delta_rule,
     fused_recurrent_precond_kda,
 )
+from omniattn.compat._fla_ttt import chunk_ttt_linear, fused_chunk_ttt_linear
 from omniattn.compat.fla_layers import (
     Attention,
     Cache,
@@ -191,6 +192,7 @@ __all__ = [
     "chunk_rwkv6",
     "chunk_rwkv7",
     "chunk_simple_gla",
+    "chunk_ttt_linear",
     "deltaformer_attn",
     "elu_p1",
     "fused_chunk_based",
@@ -199,6 +201,7 @@ __all__ = [
     "fused_chunk_linear_attn",
     "fused_chunk_retention",
     "fused_chunk_simple_gla",
+    "fused_chunk_ttt_linear",
     "fused_kda_gate",
     "fused_kl_div_loss",
     "fused_linear_cross_entropy_loss",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from omniattn.encoding.sequences import StateOptions
 from omniattn.reference.delta_variants import over_tokens, read, unit, written
+from omniattn.reference.empty import nothing_of
 from omniattn.reference.precision import widen
 
 __all__ = ["mesa_net", "mesa_solve"]
@@ -30,7 +31,8 @@ def mesa_solve(
 
     options: StateOptions = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
     shape = (q.shape[2], q.shape[3], q.shape[3])
-    return over_tokens("mesa_net", options, step, (q, k, g, beta), q, shape)
+    x, state = over_tokens("mesa_net", options, step, (q, k, g, beta), q, shape)
+    return (x + nothing_of(lamb) if x.shape[1] == 0 else x), state
 
 
 def mesa_net(
