@@ -27,7 +27,10 @@ COUNTS = {"A": 36, "S": 23, "L": 18, "M": 12, "P": 14, "F": 21, "N": 32, "C": 25
 ALL = ("functions", "modules", "models", "tests", "benchmarks", "pages")
 #: Columns that rows still lack. Entries may only be removed.
 AWAITED = {
-    **{f"R{n}": ALL for n in range(5, 30) if n not in (5, 6, 8, 10, 13, 14, 22, 23, 24, 25, 26)},
+    **{
+        f"R{n}": ALL for n in range(5, 30) if n not in (5, 6, 8, 10, 13, 14, 22, 23, 24, 25, 26, 27)
+    },
+    "R27": ("tests", "benchmarks", "pages"),  # of Titans and ATLAS
     "C13": ("modules", "models", "tests", "pages"),
 }
 
@@ -70,7 +73,7 @@ def test_the_ids_are_those_of_the_specification():
 def test_what_is_lacking_is_awaited():
     lacking = {row.id: row.lacking for row in ROWS if row.lacking}
     assert lacking == AWAITED
-    assert sum(map(len, AWAITED.values())) == 88  # a number that may only fall
+    assert sum(map(len, AWAITED.values())) == 85  # a number that may only fall
 
 
 def test_functions_and_modules_are_public():

@@ -120,6 +120,9 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
         ("preconditioned_delta_rule", "head64"),
     ),
     "MesaNet: least squares over past tokens by conjugate gradients": (("mesa_net", "head64"),),
+    "TTT-Linear: a linear model that descends the loss of each mini-batch": (
+        ("ttt_linear", "head64"),
+    ),
     "HGRN: forget gates of channels": (("linear_scan", "model"),),
     "DeltaFormer: values less what attention to earlier ones reads": (
         ("deltaformer_attention", "head64"),

@@ -421,6 +421,38 @@ def test_mesa_net():
         fla.chunk_mesa_net(*rows, *gates, lamb, h_kk_init=kv[..., 1:])
 
 
+@pytest.mark.parametrize("call", [fla.chunk_ttt_linear, fla.fused_chunk_ttt_linear])
+def test_ttt_linear(call):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, B, T, H, K).unbind()
+    w, b, eta = torch.randn(H, K), torch.randn(H, K), torch.rand(B, T, H) / 8
+    weights, bias = torch.randn(B, H, K, K) / 4, torch.randn(B, H, K)
+    start = weights, bias, 0 * weights, 0 * bias
+    options = {"scale": 0.7, "eps": 1e-5}
+    want, (last, own, dw, db) = F.ttt_linear(
+        q, k, v, w, b, eta, mini_batch_size=4, initial_state=start, **options
+    )
+    o, final, final_bias = call(
+        *(q, k, v, w, b, eta[..., None]),
+        chunk_size=4,
+        initial_state=weights,
+        initial_state_bias=bias[:, :, None],
+        output_final_state=True,
+        **options,
+    )
+    step = eta[:, -1, :, None]
+    torch.testing.assert_close(o, want)
+    torch.testing.assert_close(final, last - step[..., None] * dw)
+    torch.testing.assert_close(final_bias[:, :, 0], own - step * db)
+    plain = call(q, k, v, w, b, 0.1)
+    torch.testing.assert_close(plain[0], F.ttt_linear(q, k, v, w, b, 0 * eta + 0.1)[0])
+    assert plain[1:] == (None, None)
+    with pytest.raises(ValueError, match=f"{call.__name__}: chunk_size must be"):
+        call(q, k, v, w, b, 0.1, chunk_size=0)
+    with pytest.raises(ValueError, match=f"{call.__name__}: initial_state_bias must have shape"):
+        call(q, k, v, w, b, 0.1, initial_state_bias=bias)
+
+
 def test_what_changes_results_is_refused_and_what_does_not_is_taken():
     x = tensors()
     given = x["q"], x["k"], x["v"], x["gk"]

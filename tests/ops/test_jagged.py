@@ -204,6 +204,11 @@ RECURRENT = {
         (q, k, v, gate_of(q, 2), like(q, 2), gate_of(q, 2), like(q, 2).square()),
         {"l2norm": True},
     ),
+    "ttt_linear": lambda q, k, v: (
+        F.ttt_linear,
+        (q, k, v, constant, constant, like(q, 2).square() / 8),
+        {"lr": like(q, 2), "mini_batch_size": 2},
+    ),
     "mesa_net": lambda q, k, v: (
         F.mesa_net,
         (q, k, v, gate_of(q, 2), like(q, 2).square(), constant.abs() + 0.3),

@@ -277,3 +277,26 @@ def test_path_attention():
     expected = theirs.naive_path_attn(q, k, v, w, beta, g, 0.4)
     found = F.path_attention(q, k, v, w, beta, 0.4 * g, scale=0.4)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_mesa_net():
+    """Theirs takes lamb before beta, and its H and G are square."""
+    pytest.importorskip("einops")
+    theirs = peer_packages.load("fla", "ops/mesa_net/naive.py")
+    x, lamb = tensors(), torch.rand(H, K) + 0.25
+    v = x["v"][..., :K]
+    o, *states = theirs.naive_mesa_net_exact(x["q"], x["k"], v, x["g"], lamb, x["beta"])
+    found, final = F.mesa_net(x["q"], x["k"], v, x["g"], x["beta"], lamb, max_iterations=50)
+    torch.testing.assert_close((found, *final), (o, *states), rtol=1e-3, atol=1e-4)
+
+
+def test_ttt_linear():
+    theirs = peer_packages.load("fla", "ops/ttt/naive.py")
+    x, eta = tensors(), torch.rand(B, 70, H) / 8
+    rows = [x[name][:, :70, :, :K] for name in "qkv"]
+    w, b = torch.randn(H, K), torch.randn(H, K)
+    expected = theirs.chunk_ttt_linear_ref(
+        *(t.clone() for t in rows), w, b, eta[..., None].clone(), output_final_state=True
+    )
+    found = compat.fla.chunk_ttt_linear(*rows, w, b, eta[..., None], output_final_state=True)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -49,6 +49,7 @@ from omniattn.modules import (
     RWKVQuadratic,
     RWKVRecurrent,
     SimpleSelectiveSSM,
+    TTTLinear,
 )
 
 LENGTHS = (5, 1, 9)
@@ -110,6 +111,7 @@ RECURRENT = {
     "gated-deltaproduct": GatedDeltaProduct.Config(16, 2, num_v_heads=4),
     "kda": KimiDeltaAttention.Config(16, 2),
     "precond-gated-deltanet": PrecondGatedDeltaNet.Config(16, 2, num_v_heads=4),
+    "ttt": TTTLinear.Config(16, 2, 4),
     "mesanet": MesaNet.Config(16, 2),
     "precond-kda": PrecondKDA.Config(16, 2, num_v_heads=4),
     "rwkv4": RWKV4TimeMix.Config(16),

@@ -154,6 +154,12 @@ def _mesa(given: Given) -> Cost:
     return _recurrence(2 * given["q"].numel() * given["q"].shape[3] * given["max_iterations"])
 
 
+def _ttt(given: Given) -> Cost:
+    """3 products of a token with D x D weights, and 2 with each token of half a mini-batch."""
+    size = given["q"].shape[3]
+    return _recurrence(given["q"].numel() * (3 * size + given["mini_batch_size"]))
+
+
 def _selective_scan(given: Given) -> Cost:
     return _recurrence(2 * given["u"].numel() * given["A"].shape[-1])
 
@@ -207,6 +213,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "recurrence": _matrix_state,
     "log_linear_attention": _log_linear,
     "mesa_net": _mesa,
+    "ttt_linear": _ttt,
     "deltaformer_attention": _deltaformer,
     "selective_scan": _selective_scan,
     "ssd": _ssd_step,

@@ -69,6 +69,7 @@ from omniattn.modules import (
     RWKVChannelMix,
     SelectAttention,
     SelectiveAttention,
+    TTTLinear,
     WallAttention,
 )
 
@@ -230,6 +231,7 @@ KINDS: dict[str, Kind] = {
     "precond-gated-deltanet": _recurrence(PrecondGatedDeltaNet.Config),
     "precond-kda": _recurrence(PrecondKDA.Config),
     "mesanet": _recurrence(MesaNet.Config),
+    "ttt": _recurrence(TTTLinear.Config),
     "rwkv4": _rwkv(RWKV4TimeMix.Config, sized=False),
     "rwkv5": _rwkv(RWKV5TimeMix.Config),
     "rwkv6": _rwkv(RWKV6TimeMix.Config),

@@ -130,6 +130,7 @@ from omniattn.compat._fla_precond import (
     fused_recurrent_precond_kda,
 )
 from omniattn.compat._fla_slots import chunk_abc, chunk_gsa, fused_recurrent_gsa
+from omniattn.compat._fla_ttt import chunk_ttt_linear, fused_chunk_ttt_linear
 from omniattn.compat._fla_variants import (
     chunk_comba,
     chunk_gated_delta_product,
@@ -309,6 +310,7 @@ __all__ = [
     "chunk_rwkv6",
     "chunk_rwkv7",
     "chunk_simple_gla",
+    "chunk_ttt_linear",
     "deltaformer_attn",
     "elu_p1",
     "flatten_diag_outer_product",
@@ -320,6 +322,7 @@ __all__ = [
     "fused_chunk_linear_attn",
     "fused_chunk_retention",
     "fused_chunk_simple_gla",
+    "fused_chunk_ttt_linear",
     "fused_gdn_gate",
     "fused_kda_gate",
     "fused_kl_div_loss",

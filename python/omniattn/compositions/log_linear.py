@@ -9,6 +9,7 @@ from torch import Tensor
 
 from omniattn.compositions._log_linear_tree import Tokens, differentiate, outputs
 from omniattn.compositions._python_ops import implement
+from omniattn.compositions._sequences import batches
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._backward import BackwardOp
 from omniattn.reference.log_linear import log_linear_attention as definition
@@ -18,27 +19,6 @@ __all__ = ["log_linear_attention"]
 
 #: q, k, v, g and level_scales.
 Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def _batches(
-    x: Tensor, position: Tensor | None, cu_seqlens: Tensor | None
-) -> list[tuple[slice, slice, slice, int]]:
-    """Returns (rows, tokens, sequences, position) of calls whose sequences have one position."""
-    steps = slice(0, x.shape[1])
-    if cu_seqlens is None:
-        if position is None:
-            return [(slice(None), steps, slice(None), 0)]
-        places = position.tolist()
-        if len(set(places)) < 2:
-            return [(slice(None), steps, slice(None), place) for place in places[:1]]
-        each = ((slice(n, n + 1), place) for n, place in enumerate(places))
-        return [(rows, steps, rows, place) for rows, place in each]
-    ends = cu_seqlens.tolist()
-    places = [0] * (len(ends) - 1) if position is None else position.tolist()
-    return [
-        (slice(None), slice(first, last), slice(n, n + 1), place)
-        for n, (first, last, place) in enumerate(zip(ends, ends[1:], places, strict=False))
-    ]
 
 
 def _rows(inputs: Inputs, rows: slice, steps: slice) -> Inputs:
@@ -93,7 +73,7 @@ def _forward(
         return _step(q, k, v, g, level_scales, initial_state, position)
     inputs = q, k, v, g, level_scales
     y, final = v.new_empty(v.shape), _state(q, v, level_scales, cu_seqlens)
-    for rows, steps, own, place in _batches(q, position, cu_seqlens):
+    for rows, steps, own, place in batches(q, position, cu_seqlens):
         if steps.start == steps.stop or y.numel() == 0:
             final[own] = 0 if initial_state is None else _held(initial_state, position)[own]
             continue
@@ -151,7 +131,7 @@ def _backward(
     grads = [t.new_zeros(t.shape) for t in inputs]
     none = grads[-1].new_empty(0)
     of_state = none if initial_state is None else torch.zeros_like(initial_state)
-    for rows, steps, own, place in _batches(q, position, cu_seqlens):
+    for rows, steps, own, place in batches(q, position, cu_seqlens):
         if steps.start == steps.stop or v.numel() == 0:
             if initial_state is not None and grad_final_state is not None:
                 of_state[own] = _held(grad_final_state, position)[own]

@@ -51,10 +51,13 @@ def _forward(
     x, r, p = torch.zeros_like(q), q.clone(), q.clone()
     left = torch.linalg.vecdot(r, r)
     enough = left * (_ROUNDINGS * torch.finfo(q.dtype).eps) ** 2
-    final = None
-    for _ in range(max(1, max_iterations)):
-        y, state, _ = _product(p, k, g, beta, initial_state, cu_seqlens)
-        final = state if final is None else final
+    single = q.shape[1] == 1 and cu_seqlens is None
+    y, final, _ = _product(p, k, g, beta, initial_state, cu_seqlens)
+    for n in range(max(1, max_iterations)):
+        if n > 0 and single:  # H is that of the only token
+            y = (final @ p[:, 0, :, :, None])[:, None, ..., 0]
+        elif n > 0:
+            y, _, _ = _product(p, k, g, beta, initial_state, cu_seqlens)
         y.addcmul_(lamb, p)
         solved = left <= enough  # False where q holds NaN
         if q.numel() == 0 or bool(solved.all()):
@@ -65,7 +68,6 @@ def _forward(
         before, left = left, torch.linalg.vecdot(r, r)
         turn = (left / before).masked_fill_(solved, 0)[..., None]
         p = torch.addcmul(r, turn, p)
-    assert final is not None
     return x, final
 
 

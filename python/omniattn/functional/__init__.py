@@ -92,6 +92,7 @@ from omniattn.functional.recurrences.random_features import (
 from omniattn.functional.recurrences.rwkv import rwkv6, rwkv7, rwkv_quadratic, rwkv_recurrent
 from omniattn.functional.recurrences.scan import linear_scan, rwkv4, slstm
 from omniattn.functional.recurrences.slots import abc_attention, gated_slot_attention
+from omniattn.functional.recurrences.ttt import ttt_linear
 from omniattn.functional.routing import (
     Routing,
     cv_squared,
@@ -293,6 +294,7 @@ __all__ = [
     "swiglu",
     "top_k",
     "top_k_softmax",
+    "ttt_linear",
     "uniform_like",
     "update_default_vectors",
     "update_router_bias",

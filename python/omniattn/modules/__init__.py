@@ -79,6 +79,7 @@ from omniattn.modules.recurrent.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RW
 from omniattn.modules.recurrent.rwkv_means import RWKVQuadratic, RWKVRecurrent
 from omniattn.modules.recurrent.slots import ABCAttention, GatedSlotAttention, Raven
 from omniattn.modules.recurrent.state_mixer import StateMixer
+from omniattn.modules.recurrent.ttt import TTTLinear
 from omniattn.modules.recurrent.xlstm import MLSTM, SLSTM
 from omniattn.modules.sparse.bigbird import BigBirdAttention
 from omniattn.modules.sparse.block_sparse import BlockSparseAttention
@@ -235,6 +236,7 @@ __all__ = [
     "Streams",
     "SwinBlock",
     "T5RelativeBias",
+    "TTTLinear",
     "Threshold",
     "TransformerXLAttention",
     "WallAttention",

@@ -127,6 +127,7 @@ from omniattn.reference.state_space import ssm_kernel, ssm_recurrence
 from omniattn.reference.stick_breaking import stick_breaking_attention
 from omniattn.reference.structured import cauchy, vandermonde
 from omniattn.reference.topk import top_k
+from omniattn.reference.ttt import ttt_linear
 from omniattn.reference.wall_attention import wall_attention
 
 __all__ = [
@@ -243,6 +244,7 @@ __all__ = [
     "stick_breaking_attention",
     "swiglu",
     "top_k",
+    "ttt_linear",
     "uniform_like",
     "vandermonde",
     "wall_attention",

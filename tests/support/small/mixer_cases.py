@@ -63,6 +63,7 @@ from omniattn.modules import (
     SelectiveAttention,
     SimpleSelectiveSSM,
     TransformerXLAttention,
+    TTTLinear,
     WallAttention,
 )
 
@@ -112,6 +113,8 @@ MIXERS = [
     PrecondGatedDeltaNet.Config(24, 2, init_std=0.5),
     PrecondKDA.Config(24, 2, num_v_heads=4, init_std=0.5),
     MesaNet.Config(24, 2, init_std=0.5),
+    TTTLinear.Config(24, 2, 4, init_std=0.3),
+    TTTLinear.Config(24, 2, 3, use_gate=True, share_qk=True, init_std=0.3),
     LinearAttention.Config(24, 2, init_std=0.5),
     MoBA.Config(24, 4, 2, block_size=2, topk=2, decode="moba", init_std=0.5),
     NeighborhoodAttention1D.Config(24, 4, kernel_size=2, dilation=3, is_causal=True, **STD),

@@ -92,6 +92,7 @@ from omniattn.modules import (
     RWKVChannelMix,
     SelectAttention,
     SelectiveAttention,
+    TTTLinear,
     WallAttention,
 )
 from omniattn.modules.base.layer import LayerConfig
@@ -263,6 +264,7 @@ TRAINED: dict[str, ModelConfig] = {
     "precond-gated-deltanet": _recurrent(PrecondGatedDeltaNet.Config(192, 3)),
     "precond-kda": _recurrent(PrecondKDA.Config(192, 3)),
     "mesanet": _recurrent(MesaNet.Config(192, 3)),
+    "ttt": _recurrent(TTTLinear.Config(192, 3, use_gate=True, share_qk=True)),
     "rwkv4": _rwkv(4),
     "rwkv5": _rwkv(5),
     "rwkv6": _rwkv(6),

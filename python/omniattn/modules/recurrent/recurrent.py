@@ -229,13 +229,12 @@ class RecurrentMixer(StateMixer):
         """Computes q, k or v, and stores the state of its convolution in `after`."""
         c = self.config
         y: Tensor = self.get_submodule(f"{name}_proj")(x)
-        if name not in self.convolved:
-            pass
-        elif c.conv_size > 0:
+        convolved = name in self.convolved
+        if convolved and c.conv_size > 0:
             key = f"{name}_conv"
             before = None if state is None else state[key].to(y.dtype)
             y, after[key] = self._conv(name)(y, before, sequences.cu_seqlens)
-        elif self.activates:
+        elif convolved and self.activates:
             y = nnf.silu(y)
         heads = c.v_heads if name == "v" else c.num_heads
         if name != "q":
