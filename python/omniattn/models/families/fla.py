@@ -12,12 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from omniattn.checks.arguments import shown
 from omniattn.models.blocks import BlocksConfig
-from omniattn.models.checkpoint import CheckpointError
 from omniattn.models.families import fla_rwkv
+from omniattn.models.families.folders import built, tensors_of
 from omniattn.models.model import Model, ModelConfig
 from omniattn.modules import (
     HGRN,
@@ -368,49 +366,17 @@ def config_of(folder: Path, backend: str | None) -> ModelConfig:
 def load(folder: Path, backend: str | None) -> Model:
     """Returns the model of a folder of fla, in the dtype of its embeddings and in eval mode."""
     config = config_of(folder, backend)
-    theirs = {name: t for name, t in _tensors(folder).items() if "rotary.inv_freq" not in name}
+    theirs = {name: t for name, t in tensors_of(folder).items() if "rotary.inv_freq" not in name}
     kind = model_type_of(folder)
     if kind in ("rwkv6", "rwkv7"):
         found = fla_rwkv.weights(theirs)
     else:
         names = _NAMES if kind == "hgrn2" else _NAMES[:_SHARED]
         found = {_renamed(name, names): t for name, t in theirs.items()}
-    if "embed_tokens.weight" not in found:
-        raise CheckpointError(f"from_hf: model.embeddings.weight is missing in {folder}")
-    model = config.build(device="meta", dtype=found["embed_tokens.weight"].dtype)
-    empty = model.state_dict()
-    if config.tie_embeddings:
-        found["lm_head.weight"] = found["embed_tokens.weight"]
-    for word, names in (("missing", empty.keys() - found), ("unknown", found.keys() - empty)):
-        if names:
-            named = ", ".join(sorted(names)[:5])
-            raise CheckpointError(f"from_hf: {len(names)} weights in {folder} are {word}: {named}")
-    for name, like in empty.items():
-        if found[name].shape != like.shape:
-            raise CheckpointError(
-                f"from_hf: a weight in {folder} is of another shape: {name} "
-                f"{tuple(found[name].shape)}, wanted {tuple(like.shape)}"
-            )
-    weights = {name: found[name].to(like.dtype) for name, like in empty.items()}
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
+    return built(config, found, folder)
 
 
 def _renamed(name: str, names: Iterable[tuple[str, str]]) -> str:
     for pattern, replacement in names:
         name = re.sub(pattern, replacement, name)
     return name
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns the weights of all safetensors files of a folder."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            found |= load_file(path)
-        except SafetensorError as error:
-            raise CheckpointError(f"from_hf: {path} is damaged ({error})") from error
-    return found
