@@ -142,20 +142,14 @@ def _hgrn(o: Mapping[str, Any]) -> LayerConfig:
     )
 
 
-def _heads(o: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns dim, num_heads, num_v_heads, head_dim and v_head_dim."""
-    return (
-        o["hidden_size"],
-        o["num_heads"],
-        o["num_v_heads"],
-        o["head_dim"],
-        int(o["head_dim"] * o["expand_v"]),
-    )
+def _heads(o: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {name: o[name] for name in ("num_heads", "num_v_heads", "head_dim")}
+    return {"dim": o["hidden_size"], **sizes, "v_head_dim": int(o["head_dim"] * o["expand_v"])}
 
 
 def _comba(o: Mapping[str, Any]) -> LayerConfig:
     return Comba.Config(
-        *_heads(o),
+        **_heads(o),
         conv_size=_convolution(o),
         gate="sigmoid" if o["use_output_gate"] else None,
         norm_eps=o["norm_eps"],
@@ -164,7 +158,7 @@ def _comba(o: Mapping[str, Any]) -> LayerConfig:
 
 def _gated_delta_product(o: Mapping[str, Any]) -> LayerConfig:
     return GatedDeltaProduct.Config(
-        *_heads(o),
+        **_heads(o),
         conv_size=_convolution(o),
         gate="silu" if o["use_output_gate"] else None,
         norm_eps=o["norm_eps"],
