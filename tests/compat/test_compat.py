@@ -290,8 +290,11 @@ def test_decays_of_whole_heads():
     with pytest.raises(ValueError, match="attn: layer_idx must be an int >= 0 and <= 11, got"):
         compat.fused_recurrent_lightning_attn(q, k, v, 12, 12)
     for function in (compat.parallel_simple_gla, compat.parallel_retention):
-        with pytest.raises(NotImplementedError, match="output_attentions is not supported"):
-            function(q, k, v, output_attentions=True)
+        o, matrix = function(q, k, v, scale=0.7, output_attentions=True)
+        torch.testing.assert_close(torch.einsum("bhij,bjhv->bihv", matrix, v), o)
+        assert (matrix.triu(1) == 0).all() and function(q, k, v)[1] is None
+        with pytest.raises(NotImplementedError, match="cu_seqlens must be None with output_att"):
+            function(q[:1], k[:1], v[:1], output_attentions=True, cu_seqlens=torch.tensor([0, T]))
 
 
 def test_identity_plus_low_rank():
