@@ -377,11 +377,10 @@ def test_what_changes_results_is_refused_and_what_does_not_is_taken():
         (lambda: compat.chunk_gla(*given, head_first=True), "head_first"),
         (lambda: compat.fused_recurrent_gated_delta_rule(*given[:3], gv=x["v"]), "gv"),
         (lambda: compat.chunk_gated_delta_rule(*given[:3], x["g"], x["beta"], cp_context=1), "cp_"),
-        (lambda: compat.chunk_kda(*given, x["beta"], return_intermediate_states=True), "return_"),
     ):
         with pytest.raises(NotImplementedError, match=f": {name}.* is not supported") as caught:
             call()
-        if name in ("gv", "return_"):  # parameters of fla, not misspelled ones
+        if name == "gv":  # a parameter of fla, not a misspelled one
             assert "did you mean" not in str(caught.value)
     with pytest.raises(ValueError, match="allow_neg_eigval needs use_beta_sigmoid_in_kernel=True"):
         compat.chunk_kda(*given, x["beta"], allow_neg_eigval=True)
