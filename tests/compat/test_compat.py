@@ -292,8 +292,11 @@ def test_decays_of_whole_heads():
     with pytest.raises(ValueError, match="attn: layer_idx must be an int >= 0 and <= 11, got"):
         compat.fused_recurrent_lightning_attn(q, k, v, 12, 12)
     for function in (compat.parallel_simple_gla, compat.parallel_retention):
-        with pytest.raises(NotImplementedError, match="output_attentions is not supported"):
-            function(q, k, v, output_attentions=True)
+        o, matrix = function(q, k, v, scale=0.7, output_attentions=True)
+        torch.testing.assert_close(torch.einsum("bhij,bjhv->bihv", matrix, v), o)
+        assert (matrix.triu(1) == 0).all() and function(q, k, v)[1] is None
+        with pytest.raises(NotImplementedError, match="cu_seqlens must be None with output_att"):
+            function(q[:1], k[:1], v[:1], output_attentions=True, cu_seqlens=torch.tensor([0, T]))
 
 
 def test_identity_plus_low_rank():
@@ -462,11 +465,10 @@ def test_what_changes_results_is_refused_and_what_does_not_is_taken():
         (lambda: compat.chunk_gla(*given, head_first=True), "head_first"),
         (lambda: compat.fused_recurrent_gated_delta_rule(*given[:3], gv=x["v"]), "gv"),
         (lambda: compat.chunk_gated_delta_rule(*given[:3], x["g"], x["beta"], cp_context=1), "cp_"),
-        (lambda: compat.chunk_kda(*given, x["beta"], return_intermediate_states=True), "return_"),
     ):
         with pytest.raises(NotImplementedError, match=f": {name}.* is not supported") as caught:
             call()
-        if name in ("gv", "return_"):  # parameters of fla, not misspelled ones
+        if name == "gv":  # a parameter of fla, not a misspelled one
             assert "did you mean" not in str(caught.value)
     with pytest.raises(ValueError, match="allow_neg_eigval needs use_beta_sigmoid_in_kernel=True"):
         compat.chunk_kda(*given, x["beta"], allow_neg_eigval=True)

@@ -127,6 +127,30 @@ def test_several_keys_of_a_token():
         torch.testing.assert_close(found, (o, state.mT))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_of_chunks(packed):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2 - packed, 140, 1, 4).unbind()
+    g, beta = nnf.logsigmoid(torch.randn_like(k)), torch.rand(2 - packed, 140, 1)
+    given = [q, nnf.normalize(k, dim=-1), v, g, beta]
+    first = torch.randn(2, 1, 4, 4)
+    options = {"initial_state": first, "output_final_state": True}
+    if packed:
+        options["cu_seqlens"] = torch.tensor([0, 70, 140])
+    o, state, states = fla.chunk_kda(*given, **options, return_intermediate_states=True)
+    torch.testing.assert_close((o, state), fla.chunk_kda(*given, **options))
+    if packed:
+        assert states.shape == (1, 4, 1, 4, 4)
+        torch.testing.assert_close(states[0, ::2], first)
+        part, begin, after = [t[:, 70:134] for t in given], first[1:], states[:, 3]
+    else:
+        assert states.shape == (2, 3, 1, 4, 4)
+        torch.testing.assert_close(states[:, 0], first)
+        part, begin, after = [t[:, :128] for t in given], first, states[:, 2]
+    found = fla.chunk_kda(*part, initial_state=begin, output_final_state=True)[1]
+    torch.testing.assert_close(after, found)
+
+
 def test_rebased_adds_its_epsilon():
     x = tensors()
     q, k, v = (x[name] for name in "qkv")

@@ -6,6 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Set
+from itertools import pairwise
 from typing import Any, ParamSpec, TypeAlias
 
 import torch
@@ -24,7 +25,9 @@ Theirs = ParamSpec("Theirs")
 
 _SPEED = {"cu_seqlens_cpu", "chunk_indices", "chunk_size", "disable_recompute"}
 _OPTIONS = {"scale": "scale", "use_qk_l2norm_in_kernel": "l2norm"}
-_NOT_SUPPORTED = {"gv", "return_intermediate_states"}
+_NOT_SUPPORTED = {"gv"}
+#: Tokens between the states that `return_intermediate_states` returns.
+_CHUNK = 64
 
 
 def fla_function(
@@ -66,7 +69,11 @@ def fla_function(
                         f"{choose.__name__}: {name} is not supported, "
                         f"got {name}={shown(value)}{near}"
                     )
-            return run(choose.__name__, call, tensors, given)
+            found = run(choose.__name__, call, tensors, given)
+            if given.get("return_intermediate_states"):
+                states = _states_of_chunks(choose.__name__, call, tensors, given)
+                return (*found, states)  # type: ignore[return-value]
+            return found
 
         function.__annotations__ = {**choose.__annotations__, "return": returns}
         returned = signature.replace(return_annotation=returns)
@@ -85,7 +92,7 @@ def _warn_of_former_name(op: str, also: bool) -> None:
     warnings.warn(
         f"{op}: transpose_state_layout is called state_v_first now",
         DeprecationWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
@@ -133,6 +140,35 @@ def _flipped(state: Any) -> Any:
     if isinstance(state, tuple):
         return tuple(map(_flipped, state))
     return state.flip(0) if isinstance(state, Tensor) else state
+
+
+def _states_of_chunks(
+    op: str,
+    call: Callable[..., tuple[Tensor, Tensor]],
+    tensors: tuple[Tensor, ...],
+    given: Mapping[str, Any],
+) -> Tensor:
+    """Returns the states (B, NT, H, K, V) before each chunk of 64 tokens, in the dtype of v."""
+    boundaries, initial = given["cu_seqlens"], given["initial_state"]
+    edges = [0, tensors[0].shape[1]] if boundaries is None else boundaries.tolist()
+    options = {**given, "cu_seqlens": None, "output_final_state": True}
+    states = []
+    for n, (first, last) in enumerate(pairwise(edges)):
+        state = initial
+        if initial is not None and boundaries is not None:
+            state = initial[n : n + 1]
+        for start in range(first, last, _CHUNK):
+            part = tuple(t[:, start : min(start + _CHUNK, last)] for t in tensors)
+            after = run(op, call, part, {**options, "initial_state": state})[1]
+            assert after is not None
+            states.append(torch.zeros_like(after) if state is None else state)
+            state = after
+    dtype = tensors[2].dtype
+    if not states:
+        after = run(op, call, tensors, {**options, "initial_state": None})[1]
+        assert after is not None
+        return after[:, None][:, :0].to(dtype)
+    return torch.stack([state.to(dtype) for state in states], 1)
 
 
 def decays_of(

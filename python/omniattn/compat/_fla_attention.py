@@ -92,9 +92,9 @@ def _attend(
         if g is None:
             options |= {"causal": True, "sinks": sinks}
             if cu_seqlens is None:
-                return functional.attention(q, k, v, **options)  # type: ignore[no-any-return]
-            rows = _packed(op, cu_seqlens, q, k, v)
-            return functional.attention_varlen(*rows, cu_seqlens, cu_seqlens, **options)[None]
+                return functional.attention(q, k, v, **options)
+            q, k, v = _packed(op, cu_seqlens, q, k, v)
+            return functional.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, **options)[None]
         if cu_seqlens is None:
             return functional.forgetting_attention(q, k, v, g, **options)
         nested = (
@@ -133,13 +133,11 @@ def parallel_path_attn(
     require_inputs(op, scale, q=q, k=k, v=v, w=w, beta=beta)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with errors_of(op, return_keys="use_cache"):
-        found = functional.path_attention(
-            *(q, k, v, w, beta, None if g is None else g * scale),
-            scale=scale,
-            cu_seqlens=cu_seqlens,
-            return_keys=use_cache,
-        )
-    return found if use_cache else (found, None)
+        given = q, k, v, w, beta, None if g is None else g * scale
+        options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens}
+        if use_cache:
+            return functional.path_attention(*given, **options, return_keys=True)
+        return functional.path_attention(*given, **options), None
 
 
 def parallel_wall_attn(
@@ -222,11 +220,17 @@ def parallel_nsa(
         if block_indices is None:
             if not window_size:
                 own[2] = own[2] * 0
+            sizes: dict[str, Any] = {
+                "compress_size": block_size,
+                "compress_stride": block_size,
+                "block_size": block_size,
+                "topk": block_counts,
+                "window": max(1, window_size),
+            }
+            weights = torch.cat(own, -1).to(q.dtype)
             return functional.nsa_attention(
-                *part, *means, torch.cat(own, -1).to(q.dtype),
-                compress_size=block_size, compress_stride=block_size, block_size=block_size,
-                topk=block_counts, window=max(1, window_size), scale=scale,
-            )  # fmt: skip
+                *part, means[0], means[1], weights, scale=scale, **sizes
+            )
         how: dict[str, Any] = {"causal": True, "scale": scale}
         index = block_indices[:, queries].transpose(1, 2)
         o = own[1] * functional.selected_attention(*part, index, block_size=block_size, **how)

@@ -181,8 +181,8 @@ def chunk_kda(
     """Computes :func:`functional.kimi_delta_attention`.
 
     With `use_gate_in_kernel` the decays are ``-exp(A_log) softplus(g + dt_bias)``, or
-    ``lower_bound sigmoid(exp(A_log) (g + dt_bias))``. `safe_gate` has no effect. Intermediate
-    states are not returned.
+    ``lower_bound sigmoid(exp(A_log) (g + dt_bias))``. `safe_gate` has no effect. With
+    `return_intermediate_states` a third result has the states before every 64 tokens.
     """
     if use_gate_in_kernel:
         g = decays_of("chunk_kda", g, A_log, dt_bias, lower_bound)

@@ -162,16 +162,15 @@ def parallel_simple_gla(
     output_attentions: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
-) -> tuple[Tensor, None]:
-    """Computes :func:`functional.gated_linear_attention` with g (B, T, H); returns (o, None).
+) -> tuple[Tensor, Tensor | None]:
+    """Computes :func:`functional.gated_linear_attention` with g (B, T, H); returns o and None.
 
-    The attention matrix is not computed, so `output_attentions` must be False.
+    With `output_attentions`, the second result is the matrix (B, H, T, T) of which o is the product
+    with v; only without `cu_seqlens`.
     """
-    _require_no_matrix("parallel_simple_gla", output_attentions)
-    require_inputs("parallel_simple_gla", scale, q=q, k=k, v=v)
-    call, tensors = _simple("parallel_simple_gla", q, k, v, g, None)
-    with errors_of("parallel_simple_gla"):
-        return call(*tensors, scale=scale, cu_seqlens=cu_seqlens)[0], None
+    op = "parallel_simple_gla"
+    require_inputs(op, scale, q=q, k=k, v=v)
+    return _parallel(op, _simple(op, q, k, v, g, None), scale, output_attentions, cu_seqlens)
 
 
 def parallel_retention(
@@ -181,11 +180,38 @@ def parallel_retention(
     scale: float | None = None,
     output_attentions: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, None]:
-    """Computes :func:`functional.retention`; returns (o, None), as `parallel_simple_gla`."""
-    _require_no_matrix("parallel_retention", output_attentions)
-    with errors_of("parallel_retention"):
-        return functional.retention(q, k, v, scale=scale, cu_seqlens=cu_seqlens)[0], None
+) -> tuple[Tensor, Tensor | None]:
+    """Computes :func:`functional.retention`; for results see `parallel_simple_gla`."""
+    op = "parallel_retention"
+    require_inputs(op, scale, q=q, k=k, v=v)
+    heads = torch.arange(v.shape[2], dtype=torch.float64, device=v.device)
+    decays = torch.log1p(-torch.exp2(-5 - heads)).to(widen(q).dtype)
+    call = _simple(op, q, k, v, None, decays)
+    return _parallel(op, call, scale, output_attentions, cu_seqlens)
+
+
+def _parallel(
+    op: str, call: Call, scale: float | None, with_matrix: bool, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns o, and the matrix (B, H, T, T) if it is wanted."""
+    require_flags(op, output_attentions=with_matrix)
+    if with_matrix and cu_seqlens is not None:
+        raise NotImplementedError(
+            f"{op}: cu_seqlens must be None with output_attentions=True, got "
+            f"cu_seqlens={shown(cu_seqlens)}"
+        )
+    function, tensors = call
+    with errors_of(op):
+        o = function(*tensors, scale=scale, cu_seqlens=cu_seqlens)[0]
+    if not with_matrix:
+        return o, None
+    q, k, v, g = (widen(t) for t in tensors)
+    copies = v.shape[2] // max(1, q.shape[2])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k = scale * q.repeat_interleave(copies, 2), k.repeat_interleave(copies, 2)
+    passed = g.cumsum(1).transpose(1, 2)
+    decays = (passed[..., None] - passed[..., None, :]).tril().exp().tril()
+    return o, (torch.einsum("bihd,bjhd->bhij", q, k) * decays).to(o.dtype)
 
 
 def parallel_based(
@@ -270,11 +296,3 @@ def _based(
             q, k, v, feature_map="taylor", normalize=use_norm, scale=scale
         )
     return o.transpose(1, 2) if head_first else o
-
-
-def _require_no_matrix(op: str, output_attentions: bool) -> None:
-    if output_attentions:
-        raise NotImplementedError(
-            f"{op}: output_attentions is not supported, "
-            f"got output_attentions={shown(output_attentions)}"
-        )

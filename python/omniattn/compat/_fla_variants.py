@@ -125,8 +125,8 @@ def chunk_gdn2(
 ) -> Call:
     """Computes :func:`functional.gated_delta_rule_2`.
 
-    With `use_gate_in_kernel` the decays are those of `chunk_kda`. `safe_gate` has no effect.
-    Intermediate states are not returned.
+    With `use_gate_in_kernel` the decays are those of `chunk_kda`. `safe_gate` has no effect. With
+    `return_intermediate_states` a third result has the states before every 64 tokens.
     """
     if use_gate_in_kernel:
         g = decays_of("chunk_gdn2", g, A_log, dt_bias, lower_bound)

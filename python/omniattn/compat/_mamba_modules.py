@@ -108,12 +108,14 @@ class Mamba(_Steps, modules.Mamba):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if isinstance(dt_rank, str) and dt_rank != "auto":
+            raise ValueError(f'Mamba: dt_rank must be an int or "auto", got dt_rank={dt_rank!r}')
         config = modules.Mamba.Config(
             d_model,
             d_state,
             d_conv,
             expand,
-            dt_rank=None if dt_rank == "auto" else dt_rank,
+            dt_rank=None if isinstance(dt_rank, str) else dt_rank,
             dt_min=dt_min,
             dt_max=dt_max,
             dt_init=dt_init,
@@ -188,7 +190,7 @@ class Mamba2(_Steps, modules.Mamba2):
             process_group=None,
         )  # fmt: skip
         config = modules.Mamba2.Config(
-            d_model, d_state, d_conv, expand, headdim, ngroups, tuple(dt_limit), bias, conv_bias
+            d_model, d_state, d_conv, expand, headdim, ngroups, dt_limit, bias, conv_bias
         )
         super().__init__(config, device=device, dtype=dtype)
         self.layer_idx = layer_idx

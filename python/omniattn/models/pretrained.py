@@ -12,7 +12,7 @@ import torch
 
 from omniattn.checks.arguments import shown
 from omniattn.models.checkpoint import CheckpointError
-from omniattn.models.families import fla
+from omniattn.models.families import fla, mamba_ssm
 from omniattn.models.hf import complement, copied
 from omniattn.models.model import Model, ModelConfig, config_of_hf
 
@@ -30,7 +30,9 @@ def from_hf(
             config.json and weights in one or more files of safetensors. Nothing is downloaded.
             Folders of flash-linear-attention's GLA, RetNet, DeltaNet, gated DeltaNet and
             DeltaProduct, Comba, KDA, HGRN, HGRN-2, LightNet, GSA, Raven, ABC, RWKV-6, RWKV-7,
-            PaTH, forgetting and plain transformer load without fla.
+            PaTH, forgetting and plain transformer load without fla, and those of mamba-ssm's
+            Mamba, Mamba-2 and Mamba-3 (config.json with d_model and ssm_cfg, pytorch_model.bin)
+            without mamba-ssm.
         backend: backend of all ops of the model.
 
     Returns:
@@ -62,6 +64,8 @@ def from_hf(
         )
     if fla.model_type_of(folder) is not None:
         return fla.load(folder, backend)
+    if mamba_ssm.is_folder(folder):
+        return mamba_ssm.load(folder, backend)
     from transformers import AutoConfig
 
     theirs = AutoConfig.from_pretrained(folder, local_files_only=True)

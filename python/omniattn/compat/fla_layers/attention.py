@@ -18,6 +18,7 @@ from omniattn.functional import masks
 class SoftmaxLayer(Layer):
     """Base class of layers whose cache has the keys and values of all tokens."""
 
+    q_proj: nn.Module
     rotary: RotaryEmbedding
     window_size: int | None = None
 
@@ -47,7 +48,7 @@ class SoftmaxLayer(Layer):
         offset = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         if attention_mask is None or cu is not None:
             options: dict[str, Any] = {"max_seqlen": tokens + offset, "cu_seqlens": cu}
-            return self.rotary(q, k, seqlen_offset=offset, **options)  # type: ignore[no-any-return]
+            return self.rotary(q, k, seqlen_offset=offset, **options)
         return self._rotated(q, k, attention_mask, offset)
 
     def _rotated(

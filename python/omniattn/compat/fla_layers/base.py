@@ -205,6 +205,7 @@ class Layer(nn.Module):
     """Base class: checks, convolutions, and the norm of outputs."""
 
     layer_idx: int | None
+    g_norm: nn.Module
     modes: tuple[str, ...] = ("chunk", "fused_recurrent")
 
     def _start(self, mode: str, layer_idx: int | None) -> None:

@@ -177,6 +177,7 @@ class RebasedFeatureMap(nn.Module):
         if self.normalize:
             x = layer_norm(x, self.gamma, self.beta)  # type: ignore[assignment]
         else:
+            assert self.gamma is not None
             x = x * self.gamma if self.beta is None else torch.addcmul(self.beta, x, self.gamma)
         if not flatten:
             return x

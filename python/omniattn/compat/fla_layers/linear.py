@@ -239,6 +239,7 @@ class ReBasedLinearAttention(_Kernel):
         """Returns y; keywords have no effect, as in fla."""
         q, k, v = self._heads(hidden_states)
         q, k = self.feature_map(q, flatten=False), self.feature_map(k, flatten=False)
-        eps = self.eps if self.mode == "parallel" else 1e-10
-        y: Tensor = self.o_proj(parallel_rebased(q, k, v, eps).flatten(-2))
+        o = parallel_rebased(q, k, v, self.eps if self.mode == "parallel" else 1e-10)
+        assert isinstance(o, Tensor)
+        y: Tensor = self.o_proj(o.flatten(-2))
         return y

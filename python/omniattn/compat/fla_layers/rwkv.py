@@ -103,9 +103,8 @@ class DDLerpLinear(nn.Module):
         self, x: Tensor, mu: Tensor, delta: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """Returns the map of x (B, T, D); delta is ``token_shift(x, cu_seqlens)`` if None."""
-        if delta is None:
-            delta = token_shift(x, cu_seqlens)  # type: ignore[assignment]
-        y: Tensor = self.linear(x + delta * mu)
+        shift: Any = token_shift(x, cu_seqlens) if delta is None else delta
+        y: Tensor = self.linear(x + shift * mu)
         return y
 
 
@@ -269,7 +268,7 @@ class RWKV7Attention(Layer):
         gate = self.gate_low_rank_dim
         self.g_lora = LoRA(hidden_size, values, gate, bias=False, activation="sigmoid")
         affine, eps = bool(elementwise_affine), head_dim * norm_eps
-        self.g_norm: nn.Module = (
+        self.g_norm = (
             GroupNorm(self.num_heads, values, affine, bias=True, eps=eps)
             if fuse_norm
             else nn.GroupNorm(self.num_heads, values, eps, affine)
@@ -322,7 +321,7 @@ class RWKV7Attention(Layer):
         state = get_layer_cache(self, past_key_values)
         padding = cu_seqlens, attention_mask, tokens
         x, indices, cu = unpad_hidden_states(hidden_states, *padding)
-        first = None if v_first is None else unpad_hidden_states(v_first, *padding)[0]
+        first: Any = None if v_first is None else unpad_hidden_states(v_first, *padding)[0]
         before, matrix = (None, None) if state is None else (
             state["conv_state"], state["recurrent_state"]
         )  # fmt: skip

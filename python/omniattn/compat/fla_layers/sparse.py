@@ -85,8 +85,9 @@ class NativeSparseAttention(SoftmaxLayer):
         if attention_mask is not None:
             mask = attention_mask[:, -k.shape[1] :]
             (q, gates), (k, v), places, cu, _ = unpad_input((q, gates), (k, v), mask, tokens, True)
+        compressed, selected, near = gates.unbind(-1)
         o = parallel_nsa(
-            q, k, v, *gates.unbind(-1), block_size=self.block_size or 64,
+            q, k, v, compressed, selected, near, block_size=self.block_size or 64,
             block_counts=16 if self.block_counts is None else self.block_counts,
             window_size=self.window or 0, cu_seqlens=cu,
         )  # fmt: skip
@@ -249,7 +250,7 @@ class MultiheadLatentAttention(SoftmaxLayer):
                 nn.Linear(rank, width, bias=False),
             )
 
-        self.q_proj: nn.Module = (
+        self.q_proj = (
             nn.Linear(hidden_size, num_heads * width, bias=False)
             if q_lora_rank is None
             else low_rank(q_lora_rank, num_heads * width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class _StateSpace:
         The cache has the states of the layer of this package, which are for inference, without
         gradients. Unlike in fla, several tokens may follow cached ones.
         """
-        op, layer = type(self).__name__, super()
+        op, layer = type(self).__name__, cast(Any, super())
         require_real(op, hidden_states=hidden_states)
         require_form(op, "hidden_states", hidden_states, "B, T, hidden_size")
         tokens, cu = hidden_states.shape[1], kwargs.get("cu_seqlens")
@@ -47,22 +47,22 @@ class _StateSpace:
                     f"attention_mask, got hidden_states.shape={tuple(hidden_states.shape)}"
                 )
             nested = torch.nested.nested_tensor_from_jagged(hidden_states[0], cu.long())
-            packed: Tensor = layer.forward(nested)  # type: ignore[misc]
+            packed: Tensor = layer.forward(nested)
             return packed.values()[None], None, None
         state = None
         if past_key_values is not None:
-            kept = get_layer_cache(self, past_key_values)  # type: ignore[arg-type]
+            kept = get_layer_cache(cast(Any, self), past_key_values)
             state = (
-                self.new_state(len(hidden_states), 0) if kept is None else kept["recurrent_state"]
+                layer.new_state(len(hidden_states), 0) if kept is None else kept["recurrent_state"]
             )
         mask = None
         if attention_mask is not None:
             require_tensor(op, "attention_mask", attention_mask)
             count = tokens + (0 if state is None else state.length)
             mask = attention_mask[:, None, None, -count:].bool()
-        y = layer.forward(hidden_states, state=state, mask=mask)  # type: ignore[misc]
+        y = layer.forward(hidden_states, state=state, mask=mask)
         states = {"recurrent_state": state, "offset": tokens}
-        update_layer_cache(self, past_key_values, **states)  # type: ignore[arg-type]
+        update_layer_cache(cast(Any, self), past_key_values, **states)
         return y, None, past_key_values
 
 
@@ -75,7 +75,7 @@ def _require(op: str, given: Mapping[str, Any], **known: Any) -> None:
             )
 
 
-class Mamba(_StateSpace, modules.Mamba):
+class Mamba(_StateSpace, modules.Mamba):  # type: ignore[misc]
     """Computes :class:`omniattn.modules.Mamba`, with fla's arguments, results and caches.
 
     Args:
@@ -108,13 +108,15 @@ class Mamba(_StateSpace, modules.Mamba):
         backend: str = "cuda",
     ) -> None:
         _require("Mamba", locals(), hidden_act="silu")
+        if isinstance(dt_rank, str):
+            _require("Mamba", locals(), dt_rank="auto")
         super().__init__(
             modules.Mamba.Config(
                 hidden_size,
                 state_size,
                 conv_kernel,
                 inner_dim=intermediate_size,
-                dt_rank=None if dt_rank == "auto" else dt_rank,
+                dt_rank=None if isinstance(dt_rank, str) else dt_rank,
                 dt_min=dt_min,
                 dt_max=dt_max,
                 dt_init=dt_init,
@@ -154,7 +156,7 @@ def _mamba2(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class Mamba2(_StateSpace, modules.Mamba2):
+class Mamba2(_StateSpace, modules.Mamba2):  # type: ignore[misc]
     """Computes :class:`omniattn.modules.Mamba2`, with fla's arguments, results and caches.
 
     Args:
@@ -201,7 +203,7 @@ class Mamba2(_StateSpace, modules.Mamba2):
         self.layer_idx = layer_idx
 
 
-class LogLinearMamba2(_StateSpace, modules.LogLinearMamba2):
+class LogLinearMamba2(_StateSpace, modules.LogLinearMamba2):  # type: ignore[misc]
     """Computes :class:`omniattn.modules.LogLinearMamba2` of 15 levels, with fla's arguments.
 
     Args:
@@ -242,7 +244,7 @@ class LogLinearMamba2(_StateSpace, modules.LogLinearMamba2):
         self.layer_idx = layer_idx
 
 
-class Mamba3(_StateSpace, modules.Mamba3):
+class Mamba3(_StateSpace, modules.Mamba3):  # type: ignore[misc]
     """Computes :class:`omniattn.modules.Mamba3` with softplus decays, and fla's arguments.
 
     Args:

@@ -12,12 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from omniattn.checks.arguments import shown
 from omniattn.models.blocks import BlocksConfig
-from omniattn.models.checkpoint import CheckpointError
 from omniattn.models.families import fla_rwkv
+from omniattn.models.families.folders import built, tensors_of
 from omniattn.models.model import Model, ModelConfig
 from omniattn.modules import (
     HGRN,
@@ -195,20 +193,14 @@ def _hgrn(o: Mapping[str, Any]) -> LayerConfig:
     )
 
 
-def _value_heads(o: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns dim, num_heads, num_v_heads, head_dim and v_head_dim."""
-    return (
-        o["hidden_size"],
-        o["num_heads"],
-        o["num_v_heads"],
-        o["head_dim"],
-        int(o["head_dim"] * o["expand_v"]),
-    )
+def _value_heads(o: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {name: o[name] for name in ("num_heads", "num_v_heads", "head_dim")}
+    return {"dim": o["hidden_size"], **sizes, "v_head_dim": int(o["head_dim"] * o["expand_v"])}
 
 
 def _comba(o: Mapping[str, Any]) -> LayerConfig:
     return Comba.Config(
-        *_value_heads(o),
+        **_value_heads(o),
         conv_size=_convolution(o),
         gate="sigmoid" if o["use_output_gate"] else None,
         norm_eps=o["norm_eps"],
@@ -217,7 +209,7 @@ def _comba(o: Mapping[str, Any]) -> LayerConfig:
 
 def _gated_delta_product(o: Mapping[str, Any]) -> LayerConfig:
     return GatedDeltaProduct.Config(
-        *_value_heads(o),
+        **_value_heads(o),
         conv_size=_convolution(o),
         gate="silu" if o["use_output_gate"] else None,
         norm_eps=o["norm_eps"],
@@ -452,47 +444,15 @@ def config_of(folder: Path, backend: str | None) -> ModelConfig:
 def load(folder: Path, backend: str | None) -> Model:
     """Returns the model of a folder of fla, in the dtype of its embeddings and in eval mode."""
     config, kind = config_of(folder, backend), model_type_of(folder)
-    theirs = {name: t for name, t in _tensors(folder).items() if "rotary.inv_freq" not in name}
+    theirs = {name: t for name, t in tensors_of(folder).items() if "rotary.inv_freq" not in name}
     if kind in ("rwkv6", "rwkv7"):
         found = fla_rwkv.weights(theirs)
     else:
         found = {_ours(name, kind): t for name, t in theirs.items()}
-    if "embed_tokens.weight" not in found:
-        raise CheckpointError(f"from_hf: model.embeddings.weight is missing in {folder}")
-    model = config.build(device="meta", dtype=found["embed_tokens.weight"].dtype)
-    empty = model.state_dict()
-    if config.tie_embeddings:
-        found["lm_head.weight"] = found["embed_tokens.weight"]
-    for word, names in (("missing", empty.keys() - found), ("unknown", found.keys() - empty)):
-        if names:
-            named = ", ".join(sorted(names)[:5])
-            raise CheckpointError(f"from_hf: {len(names)} weights in {folder} are {word}: {named}")
-    for name, like in empty.items():
-        if found[name].shape != like.shape:
-            raise CheckpointError(
-                f"from_hf: a weight in {folder} is of another shape: {name} "
-                f"{tuple(found[name].shape)}, wanted {tuple(like.shape)}"
-            )
-    weights = {name: found[name].to(like.dtype) for name, like in empty.items()}
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
+    return built(config, found, folder)
 
 
 def _ours(name: str, kind: str | None) -> str:
     for pattern, replacement in (*_NAMES, *_OWN_NAMES.get(kind or "", ())):
         name = re.sub(pattern, replacement, name)
     return name
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns the weights of all safetensors files of a folder."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            found |= load_file(path)
-        except SafetensorError as error:
-            raise CheckpointError(f"from_hf: {path} is damaged ({error})") from error
-    return found

@@ -63,13 +63,11 @@ def rwkv7(o: Mapping[str, Any]) -> RWKV7Config:
             f"from_hf: value_dim must be hidden_size in a model of fla of type 'rwkv7', got "
             f"value_dim={o['value_dim']}, hidden_size={dim}"
         )
-    ranks = (f"{part}_low_rank_dim" for part in RANKS)
+    ranks: dict[str, Any] = {f"{part}_rank": o[f"{part}_low_rank_dim"] for part in RANKS}
     return RWKV7Config(
         **_sizes(o, 4),
+        **ranks,
         head_dim=head_dim,
-        **dict(
-            zip(("decay_rank", "gate_rank", "a_rank", "v_rank"), map(o.get, ranks), strict=True)
-        ),
         head_norm_eps=head_dim * o["norm_eps"],
     )
 

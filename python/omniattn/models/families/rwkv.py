@@ -163,8 +163,9 @@ class RWKV5Config(RWKVConfig):
     head_norm_eps: Epsilon = 64e-5
 
     def mixer(self, layer: int) -> RWKV5TimeMix.Config:
-        heads = {"head_dim": self.head_dim, "head_norm_eps": self.head_norm_eps}
-        return RWKV5TimeMix.Config(**self.of_layer(layer), **heads)
+        return RWKV5TimeMix.Config(
+            **self.of_layer(layer), head_dim=self.head_dim, head_norm_eps=self.head_norm_eps
+        )
 
 
 @dataclass(frozen=True)
