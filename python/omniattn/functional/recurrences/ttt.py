@@ -21,7 +21,7 @@ from omniattn.compositions.ttt import ttt_steps
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,
     require_heads,
-    states_of,
+    state_parts,
     widened,
 )
 from omniattn.reference.precision import widen
@@ -133,7 +133,7 @@ def ttt_linear(
                 f"{op}: position must be None without initial_state, got position={shown(position)}"
             )
     shapes = ((count, *q.shape[2:], size), (count, *q.shape[2:])) * 2
-    before = states_of(op, initial_state, v, ("W_0", "B_0", "G", "g"), shapes) or (None,) * 4
+    before = state_parts(op, initial_state, "W_0, B_0, G, g", v, shapes) or (None,) * 4
     if scale is None:
         scale = size**-0.5 if size > 0 else 1.0
     require_number(op, "scale", scale)
