@@ -58,14 +58,9 @@ struct Backward {
       const int64_t n = chunk_tokens(x.position + t, t);
       chunk(x, t - n, n, starts[--chunks]);
     }
-    for (int64_t b = 0; params.dinitial_state != nullptr && b < p.levels; ++b) {
-      C* const to = slot_of<C>(p, params.dinitial_state, x, static_cast<int>(b));
-      if (b < kMostSlots && (x.position >> b & 1) != 0) {
-        add_scaled<C>(1, dstate_of(b), to, size, Into::set);
-      } else {
-        zero_rows(Matrix<C>{to, size}, 1, size);
-      }
-    }
+    if (params.dinitial_state == nullptr) return;
+    write_slots<C>(p, params.dinitial_state, x, x.position,
+                   [&](int b, C* to) { add_scaled<C>(1, dstate_of(b), to, size, Into::set); });
   }
 
  private:
@@ -78,10 +73,7 @@ struct Backward {
 
   // Finds the slots at the start of each chunk; returns the number of chunks.
   int64_t recompute(const LogLinearItem& x) {
-    Slots<C> slots;
-    for_slots(x.position, [&](int b) {
-      slots.state[b] = slot_of<C>(p, p.initial_state, x, b), slots.factor[b] = 1;
-    });
+    Slots<C> slots = first_slots<C>(p, x);
     int64_t chunks = 0;
     for (int64_t t = 0; t < x.count; t += c.rows, ++chunks) {
       starts[chunks] = slots;

@@ -69,6 +69,30 @@ struct Slots {
   const C* state[kMostSlots];
   C factor[kMostSlots];
 };
+// The slots before the first token of an item.
+template <class C>
+OMNIATTN_INLINE Slots<C> first_slots(const LogLinear& p, const LogLinearItem& x) {
+  Slots<C> slots;
+  for_slots(x.position, [&](int b) {
+    slots.state[b] = slot_of<C>(p, p.initial_state, x, b), slots.factor[b] = 1;
+  });
+  return slots;
+}
+// Writes the states (L, K, V) of an item at a position: slot b by write(b, to), zeros if it is
+// empty.
+template <class C, class F>
+OMNIATTN_INLINE void write_slots(const LogLinear& p, void* states, const LogLinearItem& x,
+                                 int64_t position, const F& write) {
+  const int64_t size = p.key_width * p.value_width;
+  for (int b = 0; b < p.levels; ++b) {
+    C* const to = slot_of<C>(p, states, x, b);
+    if (b < kMostSlots && (position >> b & 1) != 0) {
+      write(b, to);
+    } else {
+      zero_rows(Matrix<C>{to, size}, 1, size);
+    }
+  }
+}
 
 // A chunk of tokens of an item.
 template <class C>

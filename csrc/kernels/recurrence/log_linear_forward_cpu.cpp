@@ -20,10 +20,7 @@ struct Forward {
   }
 
   void run(const LogLinearItem& x) {
-    Slots<C> slots;
-    for_slots(x.position, [&](int b) {
-      slots.state[b] = slot_of<C>(p, p.initial_state, x, b), slots.factor[b] = 1;
-    });
+    Slots<C> slots = first_slots<C>(p, x);
     for (int64_t t = 0; t < x.count; t += c.rows) {
       c.load(x, t, chunk_tokens(x.position + t, x.count - t));
       c.load_queries(x, t);
@@ -37,15 +34,9 @@ struct Forward {
       c.form(slots, state, ahead);
       c.advance(slots, state);
     }
-    const int64_t end = x.position + x.count, size = c.K * c.V;
-    for (int64_t b = 0; b < p.levels; ++b) {
-      C* const to = slot_of<C>(p, params.final_state, x, static_cast<int>(b));
-      if (b < kMostSlots && (end >> b & 1) != 0) {
-        add_scaled(slots.factor[b], slots.state[b], to, size, Into::set);
-      } else {
-        zero_rows(Matrix<C>{to, size}, 1, size);
-      }
-    }
+    write_slots<C>(p, params.final_state, x, x.position + x.count, [&](int b, C* to) {
+      add_scaled(slots.factor[b], slots.state[b], to, c.K * c.V, Into::set);
+    });
   }
 
  private:
