@@ -70,6 +70,7 @@ from omniattn.modules.recurrent.linear_attention import (
     MultiScaleRetention,
 )
 from omniattn.modules.recurrent.linear_variants import HGRN2, LightNet, LightningAttention, ReBased
+from omniattn.modules.recurrent.mixture_of_memories import MixtureOfMemories
 from omniattn.modules.recurrent.performer import Performer
 from omniattn.modules.recurrent.rodimus import Rodimus
 from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
@@ -175,6 +176,7 @@ __all__ = [
     "Mamba3",
     "ManifoldHyperConnections",
     "Mixer",
+    "MixtureOfMemories",
     "MoBA",
     "MoE",
     "MultiHeadLatentAttention",

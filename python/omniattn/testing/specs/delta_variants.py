@@ -190,6 +190,11 @@ SPECS = (
 
 VARIANTS = (
     Variant(
+        "MoM: gated delta rule with several memories",
+        ("gated_delta_rule", "MixtureOfMemories"),
+        "Du et al. 2025, arXiv 2502.13685",
+    ),
+    Variant(
         "gated delta product: several updates for each token",
         ("gated_delta_product", "GatedDeltaProduct"),
         "Siems et al. 2025, arXiv 2502.10297",
