@@ -24,7 +24,12 @@ from omniattn.reference.attention import (
 )
 from omniattn.reference.attention_int8 import attention_int8, quantize_int8
 from omniattn.reference.conv import causal_conv1d
-from omniattn.reference.delta_variants import comba, gated_delta_product, gated_delta_rule_2
+from omniattn.reference.delta_variants import (
+    comba,
+    gated_delta_product,
+    gated_delta_rule_2,
+    gated_oja_rule,
+)
 from omniattn.reference.deltaformer import deltaformer_attention
 from omniattn.reference.dual_chunk import (
     dual_chunk_attention,
@@ -167,6 +172,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_2",
     "gated_linear_attention",
+    "gated_oja_rule",
     "gated_slot_attention",
     "geglu",
     "glu",

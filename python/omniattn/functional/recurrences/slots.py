@@ -193,7 +193,10 @@ def _attempt(
     sequences: Sequences,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
     """Runs both passes of plain tensors in fp32 or fp64, without the checks; see `attempt`."""
-    if g is None or not is_plain(q, k, v, s, g) or q.dtype.itemsize < 4 or q.ndim != 4:
+    given = (q, k, v, s, g)
+    if any(t is None for t in given) or not is_plain(*given):
+        return None
+    if q.dtype.itemsize < 4 or q.ndim != 4:
         return None
     if not q.shape[:3] == k.shape[:3] == v.shape[:3] == s.shape[:3] or s.shape != g.shape:
         return None
