@@ -352,6 +352,33 @@ def preconditioned_delta_rule(
     return o, s, last[:, :, 0]
 
 
+def gated_oja_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gv: Tensor | None,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes it token by token."""
+    lacks(cu_seqlens=cu_seqlens is not None, grouped=q.shape[2] != v.shape[2], decays=gv is None)
+    lacks(empty=v.numel() == 0)
+    assert gv is not None
+    b, steps, h, d = q.shape
+    factor = d**-0.5 if scale is None else scale
+    state = q.new_zeros(b, h, d, v.shape[3]).float() if initial_state is None else initial_state
+    kept, out = gv.exp(), []
+    for t in range(steps):
+        state = state * kept[:, t, :, None]
+        error = beta[:, t, :, None] * (k[:, t] - (state * v[:, t, :, None]).sum(-1))
+        state = state + error[..., None] * v[:, t, :, None]
+        out.append(factor * (state * q[:, t, ..., None]).sum(-2))
+    return torch.stack(out, 1).to(v.dtype), state
+
+
 BASELINES = {
     "linear_attention": {"aten": linear_attention, "compiled": compiled(linear_attention)},
     "gated_linear_attention": {"aten": gated, "compiled": compiled(gated)},
@@ -363,6 +390,7 @@ BASELINES = {
     "rwkv7": {"aten": rwkv7, "compiled": compiled(rwkv7)},
     "gated_delta_rule": {"hf": GATED_DELTA_RULE},
     "comba": {"aten": comba},
+    "gated_oja_rule": {"aten": gated_oja_rule},
     "gated_delta_rule_2": {"aten": gated_delta_rule_2},
     "preconditioned_delta_rule": {"aten": preconditioned_delta_rule},
     "gated_delta_product": {"hf": gated_delta_product},

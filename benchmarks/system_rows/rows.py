@@ -111,6 +111,7 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "gated delta product: several updates for each token": (("gated_delta_product", "head64"),),
+    "gated Oja rule: keys are corrected by what their values read": (("gated_oja_rule", "head64"),),
     "Comba: another key erases": (("comba", "head64"),),
     "Gated DeltaNet-2: gates of erased and written channels": (("gated_delta_rule_2", "head64"),),
     "gated slot attention: softmax over slots that decay": (("gated_slot_attention", "head64"),),

@@ -198,6 +198,11 @@ RECURRENT = {
         {},
     ),
     "lightnet_attention": lambda q, k, v: (F.lightnet_attention, (q, k, v), {}),
+    "gated_oja_rule": lambda q, k, v: (
+        F.gated_oja_rule,
+        (q, k, v, gate_of(q, 2, 4), like(q, 2)),
+        {},
+    ),
     "abc_attention": lambda q, k, v: (F.abc_attention, (q, k, v, like(q, 2, 3)), {}),
     "preconditioned_delta_rule": lambda q, k, v: (
         F.preconditioned_delta_rule,

@@ -24,7 +24,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
-        *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn", "rodimus", "hgrn2"),
+        *("gated-deltaproduct", "gated-deltanet2", "mom", "comba", "hgrn", "rodimus", "hgrn2"),
         *("lightning", "lightnet", "based", "rebased", "kda", "gsa", "raven", "abc"),
         *("precond-gated-deltanet", "precond-kda", "mesanet", "ttt"),
     ),
@@ -48,7 +48,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     ),
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
-        *("gated-deltaproduct", "gated-deltanet2", "comba", "hgrn", "rodimus", "hgrn2"),
+        *("gated-deltaproduct", "gated-deltanet2", "mom", "comba", "hgrn", "rodimus", "hgrn2"),
         *("lightning", "lightnet", "based", "rebased", "kda", "gsa", "raven", "abc"),
         *("precond-gated-deltanet", "precond-kda", "mesanet", "ttt"),
     ),

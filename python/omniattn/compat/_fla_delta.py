@@ -9,12 +9,14 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.checks.arguments import require_shape
 from omniattn.compat._fla import Call, beta_of, decays_of, delta_call, fla_function
+from omniattn.compat._fla_parts import l2norm
 from omniattn.reference.precision import widen
 
 __all__ = [
     "chunk_delta_rule",
     "chunk_dplr_delta_rule",
     "chunk_gated_delta_rule",
+    "chunk_gated_oja_rule",
     "chunk_gdn",
     "chunk_iplr_delta_rule",
     "chunk_kda",
@@ -22,6 +24,7 @@ __all__ = [
     "fused_recurrent_delta_rule",
     "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gated_oja_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_iplr_delta_rule",
     "fused_recurrent_kda",
@@ -290,6 +293,60 @@ def fused_recurrent_iplr_delta_rule(
 
 def _ones(v: Tensor, q: Tensor) -> Tensor:
     return widen(q).new_ones(v.shape[:3])
+
+
+@fla_function(also={"gv"})
+def chunk_gated_oja_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gv: Tensor | None,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_q_l2norm: bool = False,
+    use_k_l2norm: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """Computes :func:`functional.gated_oja_rule`, of rows of length 1 if their flag is True."""
+    return _oja(q, k, v, gv, beta, use_q_l2norm, use_k_l2norm)
+
+
+@fla_function(also={"gv"})
+def fused_recurrent_gated_oja_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_q_l2norm: bool = False,
+    use_k_l2norm: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """Computes `chunk_gated_oja_rule`; beta is 1 by default."""
+    return _oja(q, k, v, gv, beta, use_q_l2norm, use_k_l2norm)
+
+
+def _oja(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gv: Tensor | None,
+    beta: Tensor | None,
+    unit_q: bool,
+    unit_k: bool,
+) -> Call:
+    q, k = l2norm(q) if unit_q else q, l2norm(k) if unit_k else k
+    beta = v.new_ones(v.shape[:3]) if beta is None else beta
+    if gv is None:
+        gv = widen(v).new_zeros(v.shape)
+    return functional.gated_oja_rule, (q, k, v, gv, beta)
 
 
 #: Shorter names of fla.

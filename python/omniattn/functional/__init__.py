@@ -72,6 +72,7 @@ from omniattn.functional.recurrences.delta_variants import (
     comba,
     gated_delta_product,
     gated_delta_rule_2,
+    gated_oja_rule,
     preconditioned_delta_rule,
 )
 from omniattn.functional.recurrences.deltaformer import deltaformer_attention
@@ -202,6 +203,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_2",
     "gated_linear_attention",
+    "gated_oja_rule",
     "gated_slot_attention",
     "geglu",
     "glu",

@@ -71,6 +71,7 @@ from omniattn.modules.recurrent.linear_attention import (
 )
 from omniattn.modules.recurrent.linear_variants import HGRN2, LightNet, LightningAttention, ReBased
 from omniattn.modules.recurrent.mesa_net import MesaNet
+from omniattn.modules.recurrent.mixture_of_memories import MixtureOfMemories
 from omniattn.modules.recurrent.performer import Performer
 from omniattn.modules.recurrent.preconditioned import PrecondGatedDeltaNet, PrecondKDA
 from omniattn.modules.recurrent.rodimus import Rodimus
@@ -179,6 +180,7 @@ __all__ = [
     "ManifoldHyperConnections",
     "MesaNet",
     "Mixer",
+    "MixtureOfMemories",
     "MoBA",
     "MoE",
     "MultiHeadLatentAttention",

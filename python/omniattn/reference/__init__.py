@@ -28,6 +28,7 @@ from omniattn.reference.delta_variants import (
     comba,
     gated_delta_product,
     gated_delta_rule_2,
+    gated_oja_rule,
     preconditioned_delta_rule,
 )
 from omniattn.reference.deltaformer import deltaformer_attention
@@ -174,6 +175,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_2",
     "gated_linear_attention",
+    "gated_oja_rule",
     "gated_slot_attention",
     "geglu",
     "glu",

@@ -102,6 +102,33 @@ def gated_delta_product(
 
 
 @spelled_out(StateOptions)
+def gated_oja_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gv: Tensor | None,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    **options: Unpack[StateOptions],
+) -> tuple[Tensor, Tensor]:
+    """S_t = S' + beta_t (k_t - S' v_t) v_t^T, S' = S_{t-1} diag(exp(gv_t)), o_t = S_t^T q_t."""
+    group, factor = v.shape[2] // max(1, q.shape[2]), _scale(scale, q)
+    gv = torch.zeros_like(v) if gv is None else gv
+
+    def step(
+        s: Tensor, q: Tensor, k: Tensor, v: Tensor, gv: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        s = s * gv.exp()[..., None, :]
+        s = written(s, beta[..., None] * (k - (s * v[..., None, :]).sum(-1)), v)
+        return factor * read(s, q), s
+
+    q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
+    shape = (v.shape[2], q.shape[3], v.shape[3])
+    return over_tokens("gated_oja_rule", options, step, (q, k, v, gv, beta), v, shape)
+
+
+@spelled_out(StateOptions)
 def comba(
     q: Tensor,
     k: Tensor,

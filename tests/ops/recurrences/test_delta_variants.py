@@ -26,6 +26,7 @@ CALLS = {
         functools.partial(F.comba, erase_decayed=True),
         (Q, K, V, P, G, BETA),
     ),
+    "oja": (F.gated_oja_rule, (Q, K, torch.nn.functional.normalize(V, dim=-1), G[..., :5], BETA)),
     "gates": (F.gated_delta_rule_2, (Q, K, V, G, ERASED, WRITTEN)),
     "preconditioned": (F.preconditioned_delta_rule, (Q, K, V, G, BETA, *ATK)),
 }
@@ -57,6 +58,17 @@ def test_product_of_updates():
     without = F.gated_delta_product(Q, *PAIRS[:2], None, PAIRS[2])
     zeros = F.gated_delta_product(Q, *PAIRS[:2], 0 * G, PAIRS[2])
     torch.testing.assert_close(without, zeros)
+
+
+def test_oja():
+    """A kimi delta rule whose state is transposed, read from its other side."""
+    v = torch.nn.functional.normalize(V, dim=-1)
+    k = K.repeat_interleave(2, 2)
+    _, turned = F.kimi_delta_attention(v, v, k, G[..., :5], BETA)
+    o, state = F.gated_oja_rule(Q, K, v, G[..., :5], BETA)
+    torch.testing.assert_close(state, turned.mT)
+    read = torch.einsum("bhkv,bhk->bhv", state, Q[:, -1].repeat_interleave(2, 1)) * 8**-0.5
+    torch.testing.assert_close(o[:, -1], read)
 
 
 def test_reflections():
@@ -171,6 +183,11 @@ BETAS = torch.ones(1, 2, 1)
             lambda: F.comba(ONE, ONE, ONE, ONE, -BETAS, BETAS, erase_decayed=1),
             TypeError,
             "comba: erase_decayed must be",
+        ),
+        (
+            lambda: F.gated_oja_rule(ONE, ONE, ONE, ONE, BETAS),
+            ValueError,
+            "gated_oja_rule: gv must be <= 0",
         ),
         (
             lambda: F.gated_delta_rule_2(ONE, ONE, ONE, ONE, ONE, ONE),

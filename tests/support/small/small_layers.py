@@ -34,6 +34,7 @@ FIELDS = {
     "GroupNorm": {"dim": 8, "num_groups": 2},
     "GatedSlotAttention": {"dim": 8, "num_heads": 2},
     "Rodimus": {"dim": 8, "d_state": 4},
+    "MixtureOfMemories": {"dim": 8, "num_heads": 2},
     "Raven": {"dim": 8, "num_heads": 2},
     "ABCAttention": {"dim": 8, "num_heads": 2},
     "HGRN": {"dim": 8},

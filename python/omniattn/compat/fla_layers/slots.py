@@ -237,8 +237,12 @@ class Raven(RecurrentLayer):
         super().__init__()
         op = "Raven"
         self._start(mode, layer_idx)
-        choices = {"decay_type": ("Mamba2", "GLA"), "router_type": ("lin", "mlp")}
-        choices |= {"router_score": ("sigmoid", "softmax"), "gate_fn": tuple(ACT2FN)}
+        choices: dict[str, tuple[str, ...]] = {
+            "decay_type": ("Mamba2", "GLA"),
+            "router_type": ("lin", "mlp"),
+            "router_score": ("sigmoid", "softmax"),
+            "gate_fn": tuple(ACT2FN),
+        }
         given = {"decay_type": decay_type, "router_type": router_type}
         given |= {"router_score": router_score, "gate_fn": gate_fn}
         for name, value in given.items():

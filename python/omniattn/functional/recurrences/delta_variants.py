@@ -29,6 +29,7 @@ from omniattn.functional.recurrences._common import (
     low_rank,
     repeated,
     require_heads,
+    run,
     sequence_count,
     state_parts,
     unit_rows,
@@ -38,7 +39,13 @@ from omniattn.functional.recurrences.scan import linear_scan
 from omniattn.ops import norm as norms
 from omniattn.reference.precision import widen
 
-__all__ = ["comba", "gated_delta_product", "gated_delta_rule_2", "preconditioned_delta_rule"]
+__all__ = [
+    "comba",
+    "gated_delta_product",
+    "gated_delta_rule_2",
+    "gated_oja_rule",
+    "preconditioned_delta_rule",
+]
 
 
 @over_sequences("q", "k", "v", "g", "beta")
@@ -252,6 +259,83 @@ def gated_delta_rule_2(
     copies = v.shape[2] // max(1, q.shape[2])
     erased = b * k if b.shape[2] == k.shape[2] else b * repeated(widen(k), copies)
     return _two_keys(op, q, k, v, w * v, erased, g, scale, sequences, True)
+
+
+@over_sequences("q", "k", "v", "gv", "beta")
+@spelled_out(SequenceOptions)
+def gated_oja_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gv: Tensor | None,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    **options: Unpack[SequenceOptions],
+) -> tuple[Tensor, Tensor]:
+    """Oja's rule: a delta rule that corrects keys by what the state reads for their values.
+
+    ``S_t = S' + beta_t (k_t - S' v_t) v_t^T`` with ``S' = S_{t-1} diag(exp(gv_t))``,
+    ``o_t = scale * S_t^T q_t``. Values should have a length of about 1, as keys in `delta_rule`.
+
+    Args:
+        q, k, v, initial_state, cu_seqlens, backend: as in `gated_linear_attention`.
+        gv: (B, T, Hv, V), logarithms of the decays of the values' channels, <= 0; None for no
+            decay.
+        beta: (B, T, Hv), in (0, 1).
+        scale: default K^-0.5.
+
+    Returns:
+        o (B, T, Hv, V) of q's dtype, and the state (N, Hv, K, V) after the last token.
+
+    Raises:
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
+
+    Note:
+        Computed in fp32 for half types by two recurrences: `kimi_delta_attention` of 2 T tokens
+        with keys v and values k, whose outputs are S' v, and `gated_linear_attention` with the
+        corrected keys.
+
+    Reference:
+        Oja, Simplified neuron model as a principal component analyzer, 1982,
+        doi:10.1007/BF00275687. Verified against `recurrent_oja_ref` in `tests/ops/test_oja.py` of
+        fla-org/flash-linear-attention, commit bc3b101d.
+
+    Example:
+        >>> one, half = torch.ones(1, 2, 1, 1), torch.full((1, 2, 1), 0.5)
+        >>> gated_oja_rule(one, one, one, None, half)[0].flatten()  # 1 / 2, 1 / 2 + (1 - 1 / 2) / 2
+        tensor([0.5000, 0.7500])
+    """
+    op = "gated_oja_rule"
+    sequences = sequences_of(op, options)
+    initial_state, cu_seqlens, backend = sequences
+    k, v = require_heads(op, q, k, v)
+    beta = widened(op, "beta", beta, v, (tuple(v.shape[:3]),))
+    if gv is not None:
+        gv = log_decays(op, "gv", gv, v, (tuple(v.shape),))
+    count, dtype = sequence_count(op, q, cu_seqlens), v.dtype
+    start = None
+    if initial_state is not None:
+        shape = (count, v.shape[2], q.shape[3], v.shape[3])
+        initial_state = widened(op, "initial_state", initial_state, v, (shape,))
+        start = initial_state.mT
+    copies = v.shape[2] // max(1, q.shape[2])
+    q, k, v = repeated(widen(q), copies), repeated(widen(k), copies), widen(v)
+    # The first of a token's steps reads the decayed state, and the second one writes.
+    keys, values = (t.repeat_interleave(2, 1) for t in (v, k))
+    writes = nnf.pad(beta[:, :, None], (0, 0, 1, 0)).flatten(1, 2)
+    bounds = None if cu_seqlens is None else cu_seqlens * 2
+    known, _ = run(
+        *(op, keys, keys, values, None if gv is None else first_of(2, gv), 1.0),
+        Sequences(start, bounds, backend),
+        beta=writes,
+        delta=True,
+    )
+    corrected = beta[..., None] * (k - known[:, ::2])
+    own = sequences._replace(initial_state=initial_state)
+    o, state = run(op, q, corrected, v, None, scale, own, gv=gv)
+    return o.to(dtype), state
 
 
 @over_sequences("q", "k", "v", "g", "beta", "g_atk", "beta_atk")

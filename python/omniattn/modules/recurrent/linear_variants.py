@@ -265,7 +265,7 @@ class LightNet(RecurrentMixer):
         def states(self) -> dict[str, tuple[int, ...]]:
             """Sums of products, sums of weights, and largest logits."""
             rows = (self.num_heads, self.k_size)
-            return super().states | {"n": rows, "m": rows}
+            return {"s": (self.v_heads, *self.state_size), "n": rows, "m": rows}
 
     config: Config
 

@@ -167,8 +167,9 @@ class ABCAttention(RecurrentMixer):
         @property
         def states(self) -> dict[str, tuple[int, ...]]:
             """Sums of keys and values, of weights, and the largest logit."""
-            totals = dict.fromkeys(("n", "m"), (self.num_heads, self.slots))
-            return super().states | totals
+            heads, slots = self.num_heads, self.slots
+            sums = {"keys": (heads, self.k_size, slots), "values": (heads, slots, self.v_size)}
+            return sums | {"n": (heads, slots), "m": (heads, slots)}
 
     config: Config
 
@@ -263,7 +264,8 @@ class Raven(RecurrentMixer):
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(config, device=device, dtype=dtype)
-        c, factory = config, {"device": device, "dtype": dtype}
+        c = config
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         wide = c.num_heads * c.slots
         self.r_proj = linear(c, c.dim, wide, **factory)
         if c.decay == "heads":

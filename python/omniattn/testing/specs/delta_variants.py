@@ -123,6 +123,20 @@ def _flat_state(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _oja(case: Case, random: Random) -> dict[str, Tensor]:
+    """Makes values of length 1."""
+    b, t, h, hv, k, v = (case.sizes[name] for name in ("B", "T", "H", "Hv", "K", "V"))
+    decays = {} if "gv" in case.options else {"gv": _decays(case, random, b, t, hv, v)}
+    return {
+        "q": random.normal(b, t, h, k),
+        "k": random.normal(b, t, h, k),
+        "v": nnf.normalize(random.normal(b, t, hv, v), dim=-1),
+        "beta": random.normal(b, t, hv).sigmoid(),
+        **decays,
+        **_given(case, random),
+    }
+
+
 def _eager(name: str) -> Callable[..., Any]:
     """Returns the definition with queries and keys normalised in their own dtype."""
     rule = getattr(reference, name)
@@ -235,9 +249,35 @@ SPECS = (
         (_case("head64", 1, 1024, 8, 64, 64),),
         adapt=_flat_state,
     ),
+    _spec(
+        "gated_oja_rule",
+        "Oja 1982, doi 10.1007/BF00275687",
+        _oja,
+        ("q", "k", "v", "gv", "beta", "initial_state"),
+        4,
+        (
+            _case("tiny", 2, 3, 1, 3, 2, STATE),
+            _case("grouped", 2, 33, 2, 8, 6, STATE, Hv=4, scale=0.7),
+            _case("packed", 1, 40, 2, 8, 6, PACKED, N=4),
+            _case("strong", 1, 40, 2, 8, 6),
+            _case("no decay", 1, 20, 1, 8, 6, gv=None),
+            _case("nosteps", 2, 0, 2, 4, 3, STATE),
+        ),
+        (_case("head64", 1, 1024, 8, 64, 64),),
+    ),
 )
 
 VARIANTS = (
+    Variant(
+        "gated Oja rule: keys are corrected by what their values read",
+        ("gated_oja_rule",),
+        "Oja 1982, doi 10.1007/BF00275687",
+    ),
+    Variant(
+        "MoM: gated delta rule with several memories",
+        ("gated_delta_rule", "MixtureOfMemories"),
+        "Du et al. 2025, arXiv 2502.13685",
+    ),
     Variant(
         "gated delta product: several updates for each token",
         ("gated_delta_product", "GatedDeltaProduct"),
