@@ -35,8 +35,10 @@ def chunk_mesa_net(
     state = None
     if h_kk_init is not None or h_kv_init is not None:
         count = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        given = {"h_kk_init": (h_kk_init, q), "h_kv_init": (h_kv_init, v)}
-        state = tuple(_state(op, name, *each, q, count) for name, each in given.items())
+        state = (
+            _state(op, "h_kk_init", h_kk_init, q, q, count),
+            _state(op, "h_kv_init", h_kv_init, v, q, count),
+        )
     with errors_of(op, max_iterations="max_CG_iteration", l2norm="use_qk_l2norm_in_kernel"):
         o, (kk, kv) = functional.mesa_net(
             *(q, k, v, g, beta, lamb),
@@ -73,13 +75,11 @@ def mesa_net_decoding_one_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes :func:`functional.mesa_net` of one token, q (B, H, K), v (B, H, V), g (B, H)."""
     op = "mesa_net_decoding_one_step"
-    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    for name, t in tokens.items():
+    for name, t in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         require_form(op, name, t, "B, H" if name in ("g", "beta") else "B, H, D")
     with errors_of(op, max_iterations="max_CG_iteration"):
         o, (kk, kv) = functional.mesa_net(
-            *(t[:, None] for t in tokens.values()),
-            lamb,
+            *(q[:, None], k[:, None], v[:, None], g[:, None], beta[:, None], lamb),
             max_iterations=max_CG_iteration,
             initial_state=(prev_h_kk, prev_h_kv),
         )

@@ -99,9 +99,9 @@ def _rows_of(
     if place > 0 or (place + steps) % size:
         ones = q.new_ones(1, steps, 1, 1)
         keep = _grid(ones, place, size)
-    shared = (t.repeat(batch, 1)[:, None] for t in (w, b))
+    w, b = (t.repeat(batch, 1)[:, None] for t in (w, b))
     complete = (place + steps) // size
-    return _Rows(q, k, v, eta, lr[0] if lr else None, *shared, keep, complete, eps)
+    return _Rows(q, k, v, eta, lr[0] if lr else None, w, b, keep, complete, eps)
 
 
 def _descend(x: _Rows, state: _State) -> tuple[Tensor, Tensor, Tensor, Tensor, _State]:
@@ -238,11 +238,15 @@ def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def _require_sequences(
-    q: Tensor, size: int, cu_seqlens: Tensor | None, **given: Tensor | None
+    q: Tensor,
+    size: int,
+    cu_seqlens: Tensor | None,
+    position: Tensor | None,
+    states: tuple[Tensor | None, ...],
 ) -> None:
     """Requires as many states and positions as sequences."""
     op, count = "ttt_linear", _sequences(q, cu_seqlens)
-    for name, t in given.items():
+    for name, t in (("position", position), *zip(_STATES, states, strict=True)):
         if t is not None and t.shape[0] != count:
             raise ValueError(f"{op}: {name} must have {count} rows, got {tuple(t.shape)}")
     if cu_seqlens is not None and (q.shape[0] != 1 or count < 0):
@@ -269,8 +273,7 @@ def _forward(
     eps: float,
 ) -> tuple[Tensor, ...]:
     given = w_state, b_state, dw_state, db_state
-    names = dict(zip(("w_state", "b_state", "dw_state", "db_state"), given, strict=True))
-    _require_sequences(q, mini_batch_size, cu_seqlens, position=position, **names)
+    _require_sequences(q, mini_batch_size, cu_seqlens, position, given)
     if q.shape[1] == 1 and cu_seqlens is None and position is not None and q.numel() > 0:
         return _step((q, k, v, eta), lr, w, b, given, position, mini_batch_size, eps)
     tensors = (q, k, v, eta) if lr is None else (q, k, v, eta, lr)
@@ -360,12 +363,14 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     given = w_state, b_state, dw_state, db_state
     incoming = grad_w_final, grad_b_final, grad_dw_final, grad_db_final
+    for states in (given, incoming):
+        _require_sequences(q, mini_batch_size, cu_seqlens, position, states)
     tensors = (q, k, v, eta) if lr is None else (q, k, v, eta, lr)
     grads = [torch.zeros_like(t) for t in tensors]
     dw, db = torch.zeros_like(w), torch.zeros_like(b)
-    states = tuple(t.zero_() for t in _finals(q, cu_seqlens))
+    totals = tuple(t.zero_() for t in _finals(q, cu_seqlens))
     for rows, steps, own, place in batches(q, position, cu_seqlens):
-        count = states[0][own].shape[0]
+        count = totals[0][own].shape[0]
         after = _state_of(own, incoming, q, count)
         if steps.start < steps.stop and q.numel() > 0:
             first = place % mini_batch_size
@@ -376,16 +381,17 @@ def _backward(
             zs, us, out = (_grid(t[rows, steps], first, mini_batch_size) for t in (z, u, grad))
             found, of_lr, of_w, of_b, after = _differentiate(x, state, zs, us, out, after)
             found = found if of_lr is None else [*found, of_lr]
-            for grad, part in zip(grads, found, strict=True):
-                part = _tokens(part, inputs[0], first)
-                grad[rows, steps] = part if grad.dim() == 4 else part[..., 0]
+            for total, part in zip(grads, found, strict=True):
+                own_part = _tokens(part, inputs[0], first)
+                total[rows, steps] = own_part if total.dim() == 4 else own_part[..., 0]
             dw += of_w.view(-1, *w.shape).sum(0)
             db += of_b.view(-1, *b.shape).sum(0)
-        for total, part in zip(states, after, strict=True):
+        for total, part in zip(totals, after, strict=True):
             total[own] = part.view_as(total[own])
     if lr is None:
         grads.append(q.new_empty(0))
-    return (*grads, dw, db, *states)
+    pairs = zip(given, totals, strict=True)
+    return (*grads, dw, db, *(q.new_empty(0) if t is None else total for t, total in pairs))
 
 
 #: N sequences.

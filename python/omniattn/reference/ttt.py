@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as nnf
@@ -50,7 +52,7 @@ def ttt_steps(
         normal = nnf.layer_norm(z, (size,), eps=eps)
         gap = w * (normal * w + b - (v - k))
         gap = gap - gap.mean(-1, True) - normal * (gap * normal).mean(-1, True)
-        deviation = (z.var(-1, unbiased=False, keepdim=True) + eps).sqrt()
+        deviation = ((z - z.mean(-1, True)).square().mean(-1, True) + eps).sqrt()
         u = lr[..., None] * gap / deviation
         dw, db = written(dw, k, u), db + u[:, :, None]
         eta = eta[..., None, None]
@@ -93,13 +95,11 @@ def ttt_linear(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State]:
     """o = r + LN(y) w + b of y as in `ttt_steps`, r = y or q."""
-    q_wide = widen(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    rows = [widen(t) for t in (k, v, eta)]
-    y, *state = ttt_steps(
-        *(q_wide, *rows, None if lr is None else widen(lr), widen(w), widen(b)),
-        *(initial_state or (None,) * 4),
-        *(position, cu_seqlens, mini_batch_size, eps),
-    )
+    q_wide = widen(q) * (max(1, q.shape[-1]) ** -0.5 if scale is None else scale)
+    rows = (q_wide, widen(k), widen(v), widen(eta), None if lr is None else widen(lr))
+    before = initial_state or (None,) * 4
+    given: list[Any] = [*rows, widen(w), widen(b), *before, position, cu_seqlens]
+    y, *state = ttt_steps(*given, mini_batch_size, eps)
     normal = nnf.layer_norm(y, (y.shape[-1],), eps=eps) * w + b
     o = normal + (y if residual == "output" else q_wide)
     return o.to(q.dtype), (state[0], state[1], state[2], state[3])

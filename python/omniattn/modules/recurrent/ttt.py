@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +164,8 @@ class TTTLinear(StateMixer):
         if self.config.share_qk:
             like = wide.new_zeros(0, dtype=storage_like(self.W1, **storage)["dtype"])
             for name in ("conv_q", "conv_k"):
-                tensors[name] = self.get_submodule(name).new_state(batch, like)
+                conv = cast(ShortConvolution, self.get_submodule(name))
+                tensors[name] = conv.new_state(batch, like)
         return RecurrentState(**tensors)
 
     def _first(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
