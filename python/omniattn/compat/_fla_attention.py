@@ -137,7 +137,7 @@ def parallel_path_attn(
         options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens}
         if use_cache:
             return functional.path_attention(*given, **options, return_keys=True)
-        return functional.path_attention(*given, **options), None
+        return functional.path_attention(*given, **options, return_keys=False), None
 
 
 def parallel_wall_attn(
