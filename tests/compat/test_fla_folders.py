@@ -29,7 +29,7 @@ KINDS = {
     ),
     "lightnet": (fla.LightNetAttention, dict(expand_ratio=8, gate_low_rank_dim=3)),
     "hgrn2": (fla.HGRN2Attention, dict(expand_ratio=8, use_short_conv=True)),
-    "hgrn": (fla.HGRNAttention, dict(expand_ratio=2, use_short_conv=True)),
+    "hgrn": (fla.HGRNAttention, dict(expand_ratio=1, use_short_conv=True)),
     "comba": (fla.Comba, dict(**HEADS, expand_v=1.5)),
     "gated_deltaproduct": (
         fla.GatedDeltaProduct,
@@ -53,8 +53,7 @@ KINDS = {
 RWKV = ("rwkv6", "rwkv7")
 #: Layers whose norms have their own epsilon, 1e-5.
 OWN_EPSILON = ("transformer", "forgetting_transformer", "path_attn")
-#: Options of configs that layers do not have.
-MORE = {"hgrn": {"use_lower_bound": False}, "hgrn2": {"use_lower_bound": False}}
+BOUNDED = ("hgrn", "hgrn2")
 
 
 class Norm(nn.Module):
@@ -75,8 +74,8 @@ class Block(nn.Module):
              (("gate_proj", (16, 24)), ("up_proj", (16, 24)), ("down_proj", (24, 16)))}
         )  # fmt: skip
 
-    def forward(self, x):
-        x = x + self.attn(self.attn_norm(x))[0]
+    def forward(self, x, **bounds):
+        x = x + self.attn(self.attn_norm(x), **bounds)[0]
         y, m = self.mlp_norm(x), self.mlp
         return x + m["down_proj"](nnf.silu(m["gate_proj"](y)) * m["up_proj"](y))
 
@@ -133,13 +132,21 @@ class Theirs(nn.Module):
         else:
             self.model.layers = nn.ModuleList(Block(each) for each in layers)
             self.model.norm = Norm()
+        if kind in BOUNDED:
+            self.model.lower_bounds = nn.Parameter(torch.randn(2, 16))
         self.lm_head = nn.Linear(16, 11, bias=False)
 
     def forward(self, tokens):
         x = self.model.embeddings(tokens)
-        shared = {}
-        for block in self.model.layers:
-            x = block(x, shared) if isinstance(block, RWKVBlock) else block(x)
+        shared, bounds = {}, None
+        if hasattr(self.model, "lower_bounds"):
+            shares = self.model.lower_bounds.softmax(0)
+            bounds = shares.cumsum(0) - shares[0]
+        for n, block in enumerate(self.model.layers):
+            if isinstance(block, RWKVBlock):
+                x = block(x, shared)
+            else:
+                x = block(x) if bounds is None else block(x, lower_bound=bounds[n])
         return self.lm_head(self.model.norm(x))
 
 
@@ -149,7 +156,7 @@ def saved(folder, kind, **changes):
     with torch.no_grad():
         for parameter in model.parameters():  # some are 0 at first
             parameter += 0.1 * torch.randn_like(parameter)
-    options = {**SIZES, "norm_eps": 1e-6, **KINDS[kind][1], **MORE.get(kind, {}), **changes}
+    options = {**SIZES, "norm_eps": 1e-6, **KINDS[kind][1], **changes}
     config = {"model_type": kind, **options}
     if kind == "rwkv7":  # ranks of which the layer has other defaults
         attn = model.model.layers[0].attn
@@ -178,8 +185,8 @@ def test_errors_of_folders_of_fla(tmp_path):
     saved(tmp_path, "gla", num_kv_heads=1)
     with pytest.raises(NotImplementedError, match="num_kv_heads must be num_heads"):
         from_hf(tmp_path)
-    saved(tmp_path, "hgrn2", use_lower_bound=True)
-    with pytest.raises(NotImplementedError, match="use_lower_bound must be False"):
+    saved(tmp_path, "hgrn2", use_lower_bound=False)
+    with pytest.raises(CheckpointError, match=r"unknown: layers\.0\.mixer\.lower_bounds"):
         from_hf(tmp_path)
     saved(tmp_path, "path_attn", use_forget_gate=True)
     with pytest.raises(NotImplementedError, match="use_forget_gate must be False"):

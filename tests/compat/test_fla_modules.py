@@ -289,3 +289,60 @@ def test_scans_of_mamba():
         mamba_ssm.ssd_selective_scan(x, dt, A[:3], k, q)
     with pytest.raises(ValueError, match="mamba_chunk_scan: "):
         mamba_ssm.mamba_chunk_scan(x, dt[:1], A, k, q, 64)
+
+
+def test_norms_and_gates_before_a_linear_map():
+    torch.manual_seed(0)
+    x, res, g = torch.randn(3, 2, 5, 8)
+    scale, shift, weight, bias = (torch.randn(s) for s in (8, 8, (3, 8), 3))
+
+    def mapped(y):
+        return nnf.linear(y, weight, bias)
+
+    after = x + res
+    wanted = mapped(nnf.layer_norm(after, (8,), scale, shift, 1e-5))
+    found = fla.layer_norm_linear(x, scale, shift, weight, bias, res, prenorm=True)
+    torch.testing.assert_close(found, (wanted, after))
+    found = fla.rms_norm_linear(x, scale, None, weight, bias)
+    torch.testing.assert_close(found, mapped(nnf.rms_norm(x, (8,), scale, 1e-5)))
+    found = fla.group_norm_linear(x, scale, shift, weight, bias, num_groups=2)
+    grouped = nnf.group_norm(x.flatten(0, 1), 2, scale, shift, 1e-5).view_as(x)
+    torch.testing.assert_close(found, mapped(grouped))
+    found = fla.rms_norm_swish_gate_linear(x, g, scale, None, weight, bias)
+    gated = nnf.rms_norm(x, (8,), scale, 1e-6) * nnf.silu(g)
+    torch.testing.assert_close(found, mapped(gated))
+    found = fla.layer_norm_swish_gate_linear(x, g, scale, shift, weight, bias)
+    gated = nnf.layer_norm(x, (8,), scale, shift, 1e-6) * nnf.silu(g)
+    torch.testing.assert_close(found, mapped(gated))
+    for layer, given in (
+        (fla.LayerNormLinear, (x,)),
+        (fla.RMSNormLinear, (x,)),
+        (fla.FusedRMSNormGatedLinear, (x, g)),
+        (fla.FusedLayerNormGatedLinear, (x, g)),
+    ):
+        plain = getattr(fla, layer.__name__.removesuffix("Linear"))(8)
+        torch.testing.assert_close(layer(8)(*given, weight, bias), mapped(plain(*given)))
+    group = fla.GroupNormLinear(2, 8)(x, weight, bias)
+    torch.testing.assert_close(group, mapped(fla.GroupNorm(2, 8)(x)))
+    sigmoid = fla.sigmoidglu_linear(x, g, weight, bias)
+    torch.testing.assert_close(sigmoid, mapped(x.sigmoid() * g))
+    torch.testing.assert_close(fla.bias_gelu(x, scale), nnf.gelu(x + scale, approximate="tanh"))
+
+
+def test_power_gates_and_the_penalty_of_logits():
+    x, y = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    above = x.clamp(min=1e-9)
+    gate = torch.where(x > 0, above ** (2.0 / (above.sqrt() + 1)), x) * x.sigmoid()
+    torch.testing.assert_close(fla.powglu(x, y, 2.0), gate * y)
+    weight = torch.randn(4, 8, dtype=torch.float64)
+    torch.testing.assert_close(fla.powglu_linear(x, y, weight, None, 2.0), (gate * y) @ weight.T)
+    assert torch.autograd.gradcheck(fla.powglu, (x, y))
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    loss = logits.square().mean()
+    warped = fla.l2_warp(loss, logits, 0.1)
+    assert warped == loss
+    penalty = 0.05 * logits.max(-1).values.square().mean()
+    found, wanted = (
+        torch.autograd.grad(t, logits, retain_graph=True)[0] for t in (warped, loss + penalty)
+    )
+    torch.testing.assert_close(found, wanted)

@@ -2,10 +2,12 @@
 
 import inspect
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import peer_packages
+import peers
 import pytest
 import torch
 
@@ -102,7 +104,9 @@ PARTS = {
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     """Their imports of ops and modules find ours."""
-    pytest.importorskip("einops")
+    with monkeypatch.context() as path:
+        path.syspath_prepend(str(Path(peers.FOLDER or "missing", "site")))
+        pytest.importorskip("einops")
     compat.install("fla", "flash_attn", "causal_conv1d", "mamba_ssm")
     for name, functions in PARTS.items():
         module = ModuleType(name)

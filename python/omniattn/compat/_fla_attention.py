@@ -133,11 +133,13 @@ def parallel_path_attn(
     require_inputs(op, scale, q=q, k=k, v=v, w=w, beta=beta)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with errors_of(op, return_keys="use_cache"):
-        given = q, k, v, w, beta, None if g is None else g * scale
-        options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens}
-        if use_cache:
-            return functional.path_attention(*given, **options, return_keys=True)
-        return functional.path_attention(*given, **options), None
+        found = functional.path_attention(
+            *(q, k, v, w, beta, None if g is None else g * scale),
+            scale=scale,
+            cu_seqlens=cu_seqlens,
+            return_keys=use_cache,
+        )
+    return found if isinstance(found, tuple) else (found, None)
 
 
 def parallel_wall_attn(

@@ -145,8 +145,8 @@ class Mamba2(_Steps, modules.Mamba2):
     Args:
         d_model: width of u.
         d_state, d_conv, expand, headdim, ngroups, dt_limit, bias, conv_bias: see there.
-        conv_init, d_ssm, A_init_range, D_has_hdim, rmsnorm, norm_before_gate, dt_min, dt_max,
-            dt_init_floor, process_group: other values than mamba-ssm's defaults raise an error.
+        conv_init, d_ssm, D_has_hdim, rmsnorm, norm_before_gate: must be mamba-ssm's defaults.
+        A_init_range, dt_min, dt_max, dt_init_floor, process_group: must be the defaults, too.
         chunk_size, use_mem_eff_path, sequence_parallel: have no effect.
         layer_idx: key of the layer's states in `inference_params`.
         device, dtype: of the parameters.

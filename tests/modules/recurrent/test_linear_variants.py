@@ -23,6 +23,8 @@ CONFIGS = {
     "hgrn2, bounded": HGRN2.Config(DIM, 2, conv_size=3, lower_bound=0.4, **STD),
     "lightnet": LightNet.Config(DIM, 3, conv_size=3, gate_rank=4, **STD),
     "rodimus": Rodimus.Config(DIM, 4, gate_rank=3, conv_size=3, **STD),
+    "hgrn, channels": HGRN.Config(DIM, channel_bounds=True, **STD),
+    "hgrn2, channels": HGRN2.Config(DIM, 2, num_v_heads=4, channel_bounds=True, **STD),
     "lightning": LightningAttention.Config(DIM, 3, layer_idx=1, num_layers=4, **STD),
     "based": LinearAttention.Config(DIM, 3, feature_map="taylor", feature_dim=5, **STD),
     "rebased": ReBased.Config(DIM, 3, feature_dim=5, **STD),
@@ -35,6 +37,8 @@ def made(name: str) -> tuple[nn.Module, torch.Tensor]:
     for name in ("gamma", "beta"):
         if hasattr(layer, name):
             nn.init.normal_(getattr(layer, name))
+    if hasattr(layer, "lower_bounds"):
+        nn.init.uniform_(layer.lower_bounds, -0.3, 0.9).clamp_(min=0)
     return layer, torch.randn(2, 9, DIM, dtype=torch.float64)
 
 
@@ -60,10 +64,10 @@ def test_decoding(name):
     torch.testing.assert_close(torch.cat(parts, 1), layer(x))
 
 
-@pytest.mark.parametrize("name", ["hgrn", "hgrn, bounded"])
+@pytest.mark.parametrize("name", ["hgrn", "hgrn, bounded", "hgrn, channels"])
 def test_hgrn(name):
     layer, x = made(name)
-    bound = layer.config.lower_bound
+    bound = getattr(layer, "lower_bounds", layer.config.lower_bound)
     i, f = (heads(layer, part, x, 1).squeeze(2) for part in "if")
     kept = bound + (1 - bound) * f.sigmoid()
     h, out = 0, []
@@ -75,12 +79,15 @@ def test_hgrn(name):
     torch.testing.assert_close(layer(x), nnf.linear(o, layer.o_proj.weight))
 
 
-@pytest.mark.parametrize("name", ["hgrn2", "hgrn2, bounded"])
+@pytest.mark.parametrize("name", ["hgrn2", "hgrn2, bounded", "hgrn2, channels"])
 def test_hgrn2(name):
     layer, x = made(name)
     c = layer.config
     q, f, v = (heads(layer, n, x, h) for n, h in (("q", 2), ("k", 2), ("v", c.v_heads)))
-    kept = c.lower_bound + (1 - c.lower_bound) * f.sigmoid()
+    bound = c.lower_bound
+    if c.channel_bounds:
+        bound = layer.lower_bounds.view(f.shape[2:])
+    kept = bound + (1 - bound) * f.sigmoid()
     q, kept = (t.repeat_interleave(c.v_heads // 2, 2) for t in (nnf.silu(q), kept))
     s, out = 0, []
     for t in range(x.shape[1]):
@@ -180,6 +187,8 @@ def test_kernels_of_second_order(name):
 def test_errors():
     with pytest.raises(ValueError, match=r"HGRN: lower_bound must be in \[0, 1\)"):
         HGRN(8, lower_bound=1.0)
+    with pytest.raises(ValueError, match="HGRN2: lower_bound must be 0 with channel_bounds=True"):
+        HGRN2(8, 2, lower_bound=0.5, channel_bounds=True)
     with pytest.raises(ValueError, match=r"HGRN: lower_bound must be a finite number >= 0"):
         HGRN(8, lower_bound=-0.1)
     with pytest.raises(ValueError, match=r"HGRN2: lower_bound must be in \[0, 1\)"):

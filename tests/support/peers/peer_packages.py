@@ -1,7 +1,7 @@
 """Single files of packages that cannot be imported without a GPU, loaded by their paths.
 
 A package is where Python finds it, or in the folder `site` of `OMNIATTN_PEERS`:
-`pip install --no-deps --target FOLDER/site fla-core xlstm rwkv`.
+`pip install --no-deps --target FOLDER/site fla-core flash-linear-attention xlstm rwkv`.
 """
 
 import importlib.util

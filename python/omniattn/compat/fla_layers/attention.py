@@ -77,10 +77,16 @@ class SoftmaxLayer(Layer):
         return keys, values
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        cu: Tensor | None,
+        window: int | None,
     ) -> Tensor:
-        window = (-1, -1) if self.window_size is None else (self.window_size - 1, 0)
-        options: dict[str, Any] = {"causal": True, "window_size": window}
+        sizes = (-1, -1) if window is None else (window - 1, 0)
+        options: dict[str, Any] = {"causal": True, "window_size": sizes}
         with errors_of(type(self).__name__):
             if cu is not None:
                 rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
@@ -146,5 +152,5 @@ class Attention(SoftmaxLayer):
         q, k = self._placed(q, k, attention_mask, cu, past_key_values)
         if past_key_values is not None:
             k, v = self._cached(k, v, tokens, past_key_values)
-        y = self.o_proj(self._attend(q, k, v, attention_mask, cu).flatten(-2))
+        y = self.o_proj(self._attend(q, k, v, attention_mask, cu, self.window_size).flatten(-2))
         return y, None, past_key_values

@@ -175,11 +175,7 @@ class MoBA(SoftmaxLayer):
     ) -> Tensor:
         batch, tokens = q.shape[:2]
         if k.shape[1] != tokens:  # cached keys are within the window already
-            window, self.window_size = self.window_size, None
-            try:
-                return self._attend(q, k, v, mask, None)
-            finally:
-                self.window_size = window
+            return self._attend(q, k, v, mask, None, None)
         places = None
         if mask is not None:
             q, (k, v), places, (cu, _), _ = unpad_input(q, (k, v), mask[:, -tokens:], tokens, True)
@@ -287,5 +283,5 @@ class MultiheadLatentAttention(SoftmaxLayer):
         if past_key_values is not None:
             states = {"attn_state": (k, v), "offset": tokens}
             k, v = update_layer_cache(self, past_key_values, **states)["attn_state"]
-        o = self._attend(q, k, v, attention_mask, cu)
+        o = self._attend(q, k, v, attention_mask, cu, self.window_size)
         return self.o_proj(o.flatten(-2)), None, past_key_values

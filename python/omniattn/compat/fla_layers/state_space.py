@@ -164,9 +164,8 @@ class Mamba2(_StateSpace, modules.Mamba2):  # type: ignore[misc]
         head_dim, state_size, expand, n_groups, conv_kernel: headdim, d_state and so on there.
         hidden_size: width of x and y.
         dt_limit, use_bias, use_conv_bias, norm_eps: dt_limit, bias, conv_bias and norm_eps there.
-        conv_init, hidden_act, D_has_hdim, rmsnorm, norm_before_gate, dt_min, dt_max,
-            dt_init_floor: other values than fla's defaults raise an error.
-        A_init_range: must be (1, 16).
+        conv_init, hidden_act, D_has_hdim, rmsnorm, norm_before_gate: must be fla's defaults.
+        A_init_range, dt_min, dt_max, dt_init_floor: must be fla's defaults.
         chunk_size, backend: have no effect.
         layer_idx: number of the layer, for a cache.
     """

@@ -134,6 +134,7 @@ def _hgrn2(o: Mapping[str, Any]) -> LayerConfig:
         head_dim=o["expand_ratio"] or o["hidden_size"] // heads,
         v_head_dim=o["hidden_size"] // heads,
         conv_size=_convolution(o),  # fla's layer does not use norm_eps
+        channel_bounds=o["use_lower_bound"],
     )
 
 
@@ -189,7 +190,11 @@ def _abc(o: Mapping[str, Any]) -> LayerConfig:
 
 def _hgrn(o: Mapping[str, Any]) -> LayerConfig:
     return HGRN.Config(
-        o["hidden_size"], o["expand_ratio"], conv_size=_convolution(o), norm_eps=o["norm_eps"]
+        o["hidden_size"],
+        o["expand_ratio"],
+        conv_size=_convolution(o),
+        norm_eps=o["norm_eps"],
+        channel_bounds=o["use_lower_bound"],
     )
 
 
@@ -296,7 +301,7 @@ KINDS: dict[str, _Kind] = {
         _hgrn2,
         _CONV | {"num_heads": None, "expand_ratio": 128, "use_short_conv": False,
                  "use_lower_bound": True},
-        {"use_lower_bound": False},
+        {},
     ),
     "lightnet": (
         _lightnet,
@@ -329,7 +334,7 @@ KINDS: dict[str, _Kind] = {
     "hgrn": (
         _hgrn,
         _CONV | {"expand_ratio": 1, "use_short_conv": False, "use_lower_bound": True},
-        {"use_lower_bound": False},
+        {},
     ),
     "comba": (
         _comba,
@@ -449,6 +454,12 @@ def load(folder: Path, backend: str | None) -> Model:
         found = fla_rwkv.weights(theirs)
     else:
         found = {_ours(name, kind): t for name, t in theirs.items()}
+        names = _NAMES if kind == "hgrn2" else _NAMES[:_SHARED]
+        found = {_renamed(name, names): t for name, t in theirs.items()}
+    if "lower_bounds" in found:  # learned shares of the layers, which the first one does not have
+        shares = found.pop("lower_bounds").float().softmax(0)
+        bounds = shares.cumsum(0) - shares[0]
+        found |= {f"layers.{n}.mixer.lower_bounds": bound for n, bound in enumerate(bounds)}
     return built(config, found, folder)
 
 

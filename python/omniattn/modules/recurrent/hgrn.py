@@ -25,6 +25,26 @@ from omniattn.modules.recurrent.recurrent import Device, fp32, zeros_of_states
 from omniattn.modules.recurrent.state_mixer import StateMixer
 
 
+def bounded_decays(logits: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Returns 1 - a and log a of ``a = l + (1 - l) sigmoid(logits)`` with the bound l."""
+    forgotten = (1 - bound) * (-logits).sigmoid()
+    if isinstance(bound, Tensor):  # some may be 0, for which log1p would be inexact
+        g = torch.logaddexp(bound.log(), torch.log1p(-bound) + log_sigmoid(logits))
+    else:
+        g = log_sigmoid(logits) if bound == 0 else torch.log1p(-forgotten)
+    return forgotten, g
+
+
+def require_bound(op: str, bound: float, of_channels: bool) -> None:
+    """Requires a bound in [0, 1), which is 0 where each channel has its own."""
+    if not 0 <= bound < 1:
+        raise ValueError(f"{op}: lower_bound must be in [0, 1), got lower_bound={bound}")
+    if of_channels and bound != 0:
+        raise ValueError(
+            f"{op}: lower_bound must be 0 with channel_bounds=True, got lower_bound={bound}"
+        )
+
+
 class HGRN(StateMixer):
     """Linear recurrence whose forget gates also weigh the inputs.
 
@@ -62,6 +82,8 @@ class HGRN(StateMixer):
                 have no activation; 0 for none.
             conv_bias: True if the convolutions have biases.
             lower_bound: least decay l, in [0, 1). In the paper it grows from layer to layer.
+            channel_bounds: True for a least decay of each channel, the buffer lower_bounds
+                (expand * dim,): zeros that a checkpoint replaces.
             norm_eps: eps of the output norm.
             init_std, backend: as in Attention.
         """
@@ -71,16 +93,14 @@ class HGRN(StateMixer):
         conv_size: int = 0
         conv_bias: bool = False
         lower_bound: float = 0.0
+        channel_bounds: bool = False
         norm_eps: Epsilon = 1e-5
         init_std: float = 0.02
         backend: Backend = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if not 0 <= self.lower_bound < 1:
-                raise ValueError(
-                    f"HGRN: lower_bound must be in [0, 1), got lower_bound={self.lower_bound}"
-                )
+            require_bound("HGRN", self.lower_bound, self.channel_bounds)
 
     config: Config
 
@@ -103,6 +123,9 @@ class HGRN(StateMixer):
         if c.conv_size > 0:
             conv = ShortConvolution.Config(width, c.conv_size, c.conv_bias, None, c.backend)
             self.i_conv1d, self.f_conv1d = (conv.build(**factory) for _ in "if")
+        if c.channel_bounds:
+            zeros = torch.zeros(width, device=device, dtype=fp32(dtype))
+            self.register_buffer("lower_bounds", zeros)
         norm = RMSNormGated.Config(width, c.norm_eps, activation="silu", backend=c.backend)
         self.o_norm = norm.build(**factory)
         self.o_proj = linear(width, c.dim)
@@ -125,8 +148,8 @@ class HGRN(StateMixer):
         after: dict[str, Tensor] = {}
         inputs, logits = (self._part(name, x, state, sequences, after) for name in "if")
         logits = logits.to(fp32(logits.dtype))
-        forgotten = (1 - c.lower_bound) * (-logits).sigmoid()
-        g = log_sigmoid(logits) if c.lower_bound == 0 else torch.log1p(-forgotten)
+        bound = self.get_buffer("lower_bounds") if c.channel_bounds else c.lower_bound
+        forgotten, g = bounded_decays(logits, bound)
         h, after["h"] = functional.linear_scan(
             nnf.silu(inputs) * forgotten.to(inputs),
             g,

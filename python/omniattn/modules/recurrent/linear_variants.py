@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn import functional
-from omniattn.functional.recurrences.linear_attention import log_sigmoid
 from omniattn.modules.base.fields import Epsilon, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
+from omniattn.modules.recurrent.hgrn import bounded_decays, require_bound
 from omniattn.modules.recurrent.linear_attention import LinearAttention
 from omniattn.modules.recurrent.recurrent import (
     Device,
@@ -59,19 +59,19 @@ class HGRN2(RecurrentMixer):
 
         Args:
             lower_bound: least decay l, in [0, 1). In the paper it grows from layer to layer.
+            channel_bounds: True for a least decay of each channel, the buffer lower_bounds
+                (num_heads * head_dim,): zeros that a checkpoint replaces.
         """
 
         joint_norm: ClassVar[bool] = True
         conv_size: int = 0
         gate: str | None = None
         lower_bound: float = 0.0
+        channel_bounds: bool = False
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if not 0 <= self.lower_bound < 1:
-                raise ValueError(
-                    f"HGRN2: lower_bound must be in [0, 1), got lower_bound={self.lower_bound}"
-                )
+            require_bound("HGRN2", self.lower_bound, self.channel_bounds)
 
     config: Config
 
@@ -82,12 +82,18 @@ class HGRN2(RecurrentMixer):
         self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(config, device=device, dtype=dtype)
+        if config.channel_bounds:
+            width = config.num_heads * config.k_size
+            zeros = torch.zeros(width, device=device, dtype=fp32(dtype))
+            self.register_buffer("lower_bounds", zeros)
 
     def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
         c = self.config
         logits = k.to(fp32(k.dtype))
-        forgotten = (1 - c.lower_bound) * (-logits).sigmoid()
-        g = log_sigmoid(logits) if c.lower_bound == 0 else torch.log1p(-forgotten)
+        bound: float | Tensor = c.lower_bound
+        if c.channel_bounds:
+            bound = self.get_buffer("lower_bounds").view(k.shape[2:])
+        forgotten, g = bounded_decays(logits, bound)
         g = g.repeat_interleave(c.v_heads // c.num_heads, 2)
         return functional.gated_linear_attention(nnf.silu(q), forgotten.to(q), v, g, **options)
 
