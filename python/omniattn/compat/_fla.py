@@ -72,7 +72,7 @@ def fla_function(
             found = run(choose.__name__, call, tensors, given)
             if given.get("return_intermediate_states"):
                 states = _states_of_chunks(choose.__name__, call, tensors, given)
-                return (*found, states)  # type: ignore[return-value]
+                return (*found, states)
             return found
 
         function.__annotations__ = {**choose.__annotations__, "return": returns}

@@ -16,8 +16,8 @@ from omniattn import functional
 from omniattn.checks.arguments import require_int, require_shape, require_tensor, shown
 from omniattn.compat._errors import errors_of, require_flags, require_form, require_real
 from omniattn.compat.flash_attn.lengths import Lengths, attend
-from omniattn.encoding.options import ScoreMod
 from omniattn.functional import masks
+from omniattn.functional.scores.score_mod import ScoreMod
 
 __all__ = ["AuxOutput", "AuxRequest", "flex_attention", "varlen_attn", "varlen_attn_out"]
 

@@ -75,13 +75,13 @@ from omniattn.modules.recurrent.mixture_of_memories import MixtureOfMemories
 from omniattn.modules.recurrent.performer import Performer
 from omniattn.modules.recurrent.preconditioned import PrecondGatedDeltaNet, PrecondKDA
 from omniattn.modules.recurrent.rodimus import Rodimus
-from omniattn.modules.recurrent.rwkv import RWKV4TimeMix, RWKVChannelMix
-from omniattn.modules.recurrent.rwkv_heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
-from omniattn.modules.recurrent.rwkv_means import RWKVQuadratic, RWKVRecurrent
 from omniattn.modules.recurrent.slots import ABCAttention, GatedSlotAttention, Raven
 from omniattn.modules.recurrent.state_mixer import StateMixer
 from omniattn.modules.recurrent.ttt import TTTLinear
 from omniattn.modules.recurrent.xlstm import MLSTM, SLSTM
+from omniattn.modules.rwkv.heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
+from omniattn.modules.rwkv.layers import RWKV4TimeMix, RWKVChannelMix
+from omniattn.modules.rwkv.means import RWKVQuadratic, RWKVRecurrent
 from omniattn.modules.sparse.bigbird import BigBirdAttention
 from omniattn.modules.sparse.block_sparse import BlockSparseAttention
 from omniattn.modules.sparse.deltaformer import DeltaFormerAttention

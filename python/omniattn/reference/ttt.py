@@ -99,7 +99,7 @@ def ttt_linear(
     rows = (q_wide, widen(k), widen(v), widen(eta), None if lr is None else widen(lr))
     before = initial_state or (None,) * 4
     given: list[Any] = [*rows, widen(w), widen(b), *before, position, cu_seqlens]
-    y, *state = ttt_steps(*given, mini_batch_size, eps)
+    y, *state = ttt_steps(*(*given, mini_batch_size, eps))
     normal = nnf.layer_norm(y, (y.shape[-1],), eps=eps) * w + b
     o = normal + (y if residual == "output" else q_wide)
     return o.to(q.dtype), (state[0], state[1], state[2], state[3])

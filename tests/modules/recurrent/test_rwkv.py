@@ -19,7 +19,7 @@ from omniattn.modules import (
     RWKV7TimeMix,
     RWKVChannelMix,
 )
-from omniattn.modules.recurrent.rwkv import Shifted
+from omniattn.modules.rwkv.layers import Shifted
 
 DIM, HEADS = 24, 3
 CONFIGS = {

@@ -23,7 +23,7 @@ from omniattn.compat.fla_layers.base import (
     unpad_hidden_states,
     update_layer_cache,
 )
-from omniattn.modules.recurrent._rwkv_init import ramp, rank_of
+from omniattn.modules.rwkv._initial import ramp, rank_of
 
 _MAPS: dict[str, type[nn.Module]] = {
     "sigmoid": nn.Sigmoid,

@@ -16,7 +16,7 @@ from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
 from omniattn.compat._fla_parts import RotaryEmbedding
 from omniattn.compat._fla_slots import chunk_gsa
 from omniattn.compat.fla_layers.base import ACT2FN, RecurrentLayer
-from omniattn.compat.fla_layers.linear import T2RFeatureMap
+from omniattn.compat.fla_layers.feature_maps import T2RFeatureMap
 from omniattn.modules.recurrent.delta_net import draw_rates
 
 

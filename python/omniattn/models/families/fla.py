@@ -454,8 +454,6 @@ def load(folder: Path, backend: str | None) -> Model:
         found = fla_rwkv.weights(theirs)
     else:
         found = {_ours(name, kind): t for name, t in theirs.items()}
-        names = _NAMES if kind == "hgrn2" else _NAMES[:_SHARED]
-        found = {_renamed(name, names): t for name, t in theirs.items()}
     if "lower_bounds" in found:  # learned shares of the layers, which the first one does not have
         shares = found.pop("lower_bounds").float().softmax(0)
         bounds = shares.cumsum(0) - shares[0]

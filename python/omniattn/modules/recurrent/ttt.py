@@ -22,7 +22,6 @@ from omniattn.modules.base.state import RecurrentState, Storage
 from omniattn.modules.caches.cache import storage_like
 from omniattn.modules.recurrent.recurrent import Device, zeros_of_states
 from omniattn.modules.recurrent.state_mixer import StateMixer
-from omniattn.reference.log_linear import positions
 
 
 class TTTLinear(StateMixer):
@@ -184,7 +183,10 @@ class TTTLinear(StateMixer):
         q, k, v = (t.unflatten(-1, (c.num_heads, c.head_dim)) for t in parts)
         wide = self.W1.new_zeros(0, dtype=torch.promote_types(self.W1.dtype, torch.float32))
         past = None if state is None else state["position"].long()
-        at = positions(x, past, packed) % c.mini_batch_size
+        at = sequences.positions(x)[None]
+        if past is not None:
+            at = at + (past[:, None] if packed is None else past[sequences.entries(x)])
+        at = at % c.mini_batch_size
         theta = functional.rope_frequencies(c.head_dim, base=c.rope_theta, device=x.device)
         places = torch.arange(c.mini_batch_size, device=x.device)
         tables = functional.rotary_tables(theta, places, wide.dtype)

@@ -15,9 +15,9 @@ from omniattn.modules.base.fields import Epsilon, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import config_or_fields
 from omniattn.modules.base.norm import GroupNorm
-from omniattn.modules.recurrent._rwkv_init import ramp, rank_of, zigzag
 from omniattn.modules.recurrent.recurrent import Device, fp32
-from omniattn.modules.recurrent.rwkv import RWKVConfig, TimeMix, linear_of, reset_old_shifts
+from omniattn.modules.rwkv._initial import ramp, rank_of, zigzag
+from omniattn.modules.rwkv.layers import RWKVConfig, TimeMix, linear_of, reset_old_shifts
 
 __all__ = ["RWKV5TimeMix", "RWKV6TimeMix", "RWKV7TimeMix"]
 

@@ -21,9 +21,9 @@ from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.mixer import ChannelMixer
 from omniattn.modules.base.state import RecurrentState, State, Stateful, Storage, takes_cache
 from omniattn.modules.caches.cache import storage_like
-from omniattn.modules.recurrent._rwkv_init import ramp, zigzag
 from omniattn.modules.recurrent.recurrent import Device, fp32, zeros_of_states
 from omniattn.modules.recurrent.state_mixer import StateMixer, read
+from omniattn.modules.rwkv._initial import ramp, zigzag
 
 __all__ = ["RWKV4TimeMix", "RWKVChannelMix"]
 
