@@ -37,6 +37,7 @@ from omniattn.compat.fla_layers.linear import (
     LinearAttention,
     T2RFeatureMap,
 )
+from omniattn.compat.fla_layers.mom import MomAttention
 from omniattn.compat.fla_layers.rodimus import RodimusAttention
 from omniattn.compat.fla_layers.slots import ABCAttention, GatedSlotAttention, Raven
 
@@ -56,6 +57,7 @@ __all__ = [
     "KimiDeltaAttention",
     "LightNetAttention",
     "LinearAttention",
+    "MomAttention",
     "MultiScaleRetention",
     "Raven",
     "RodimusAttention",
