@@ -144,6 +144,25 @@ def test_slots_are_those_of_this_package():
         torch.testing.assert_close(own(x), layer(x)[0])
 
 
+def test_mixture_of_memories():
+    """Has the names of its weights, its logits, and steps, padding and packing as other layers."""
+    torch.manual_seed(2)
+    sizes = dict(num_heads=2, head_dim=4, num_memories=3, shared_mem=True, conv_size=3)
+    layer = fla.MomAttention(WIDTH, layer_idx=0, **sizes)
+    names = {"k_proj.2.weight", "shared_a.weight", "gate.weight", "o_norm.weight", "A_log"}
+    assert names <= set(layer.state_dict())
+    x = torch.randn(2, 7, WIDTH)
+    whole, _, _, logits = layer(x)
+    torch.testing.assert_close(logits, layer.gate(x).flatten(0, 1))
+    cache = fla.FLACache()
+    parts = [layer(part, None, cache, True)[0] for part in (x[:, :4], x[:, 4:5], x[:, 5:])]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    padded = layer(x, torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7]))[0]
+    torch.testing.assert_close(padded[:1, 3:], layer(x[:1, 3:])[0])
+    packed = layer(x[:1], cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32))[0]
+    torch.testing.assert_close(packed[:, 3:], layer(x[:1, 3:])[0])
+
+
 def test_rodimus_is_that_of_this_package():
     x = torch.randn(2, 9, WIDTH)
     layer = fla.RodimusAttention(hidden_size=WIDTH, expand_ratio=4)

@@ -63,6 +63,7 @@ from omniattn.compat.fla_layers.linear import (
     ReBasedLinearAttention,
 )
 from omniattn.compat.fla_layers.mesa import MesaNet
+from omniattn.compat.fla_layers.mom import MomAttention
 from omniattn.compat.fla_layers.precond import PrecondGatedDeltaNet, PrecondKDA
 from omniattn.compat.fla_layers.rodimus import RodimusAttention
 from omniattn.compat.fla_layers.rwkv import (
@@ -117,6 +118,7 @@ __all__ = [
     "Mamba3",
     "MesaNet",
     "MoBA",
+    "MomAttention",
     "MultiScaleRetention",
     "MultiheadLatentAttention",
     "NativeSparseAttention",

@@ -38,7 +38,7 @@ def lightnet_attention(
     each channel.
 
     Args:
-        q, k, v: as in `gated_linear_attention`; k holds logits.
+        q, k, v: as in `gated_linear_attention`; k holds finite logits.
         scale: default K^-0.5.
         initial_state: (S, n, m) of shapes (N, Hv, K, V), (N, H, K) and (N, H, K): with the largest
             logit m, the sums of ``exp(k - m) v^T`` and of ``exp(k - m)``; None for no tokens, which

@@ -134,7 +134,7 @@ def abc_attention(
 
     Args:
         q, k, v, scale, cu_seqlens, backend: as in `gated_slot_attention`.
-        s: (B, T, H, M), floating-point: logits of the slots.
+        s: (B, T, H, M), floating-point: finite logits of the slots.
         initial_state: (K, V, n, m) of shapes (N, H, K, M), (N, H, M, V), (N, H, M) and (N, H, M):
             with the largest logit m, the sums of ``k exp(s - m)``, of ``v exp(s - m)`` and of
             ``exp(s - m)``; None for no tokens, which are zeros. fla's states are K / n and V / n.
