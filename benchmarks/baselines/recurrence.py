@@ -338,16 +338,18 @@ def preconditioned_delta_rule(
     l2norm: bool = False,
     x: float = 1.5,
     eps: float = 1e-6,
+    scale: float | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the mean squares of keys as a linear attention with one key, and a DPLR rule."""
-    lacks(l2norm=l2norm, heads=g.ndim == 3, grouped=q.shape[2] != v.shape[2])
+    lacks(**options, l2norm=l2norm, heads=g.ndim == 3, grouped=q.shape[2] != v.shape[2])
     one = torch.ones_like(k[..., :1])
-    squares, _ = gated(one, one, beta_atk[..., None] * k.square(), g_atk, scale=1.0)
+    squares, last = gated(one, one, beta_atk[..., None] * k.square(), g_atk, scale=1.0)
     r = (squares + eps).log() - log_atk_scale[:, None]
     written = k * x ** (-r / (1 + r.abs()))
     beta = beta[..., None]
-    return dplr_delta_rule(q, written, beta * v, g.exp() * beta * k, -written, g, **options)
+    o, state = dplr_delta_rule(q, written, beta * v, g.exp() * beta * k, -written, g, scale=scale)
+    return o, state, last[:, :, 0]
 
 
 BASELINES = {
