@@ -26,9 +26,7 @@ def layers():
         "gsa": fla.GatedSlotAttention(**sizes, num_kv_heads=2, feature_map="t2r", **conv),
         "abc": fla.ABCAttention(**sizes, **conv),
         "abc_plain": fla.ABCAttention(**sizes, use_input_gate=True, use_output_gate=False),
-        "raven": fla.Raven(
-            **sizes, num_kv_heads=2, topk=2, bias_rmm=True, add_gumbel_noise=False, use_rope=True
-        ),
+        "raven": fla.Raven(**sizes, num_kv_heads=2, topk=2, add_gumbel_noise=False, use_rope=True),
         "raven_gated": fla.Raven(
             **sizes,
             decay_type="GLA",
@@ -161,6 +159,19 @@ def test_mixture_of_memories():
     torch.testing.assert_close(padded[:1, 3:], layer(x[:1, 3:])[0])
     packed = layer(x[:1], cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32))[0]
     torch.testing.assert_close(packed[:, 3:], layer(x[:1, 3:])[0])
+
+
+def test_bias_of_ravens_router():
+    """The bias chooses slots, and has no gradient, but does not change their shares."""
+    options = dict(hidden_size=WIDTH, num_heads=2, topk=1, add_gumbel_noise=False)
+    layer = fla.Raven(**options, bias_rmm=True)
+    x = torch.randn(1, 5, WIDTH)
+    with torch.no_grad():
+        layer.r_bias[:, 3] = 9.0
+    shares = layer._shares(x)
+    assert (shares[..., 3] > 0.99).all() and (shares[..., :3] == 0).all()
+    shares.sum().backward()
+    assert layer.r_bias.grad is None
 
 
 def test_rodimus_is_that_of_this_package():
