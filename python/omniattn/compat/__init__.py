@@ -4,8 +4,9 @@
 functions call `omniattn.functional`, so they run on the CPU, too, and are differentiable. An
 unsupported option raises an error that names it; an option that affects only speed, such as a chunk
 size, is accepted and has no effect. The `*_update` functions update states in place and are for
-inference. `flash_attn`, `fla`, `mamba_ssm`, `causal_conv1d`, `liger`, `natten` and `xformers` have
-a module each, and `install` lets imports of libraries that are not installed find them.
+inference. `flash_attn`, `fla`, `mamba_ssm`, `causal_conv1d`, `liger`, `natten`, `xformers` and
+`torch` have a module each, and `install` lets imports of libraries that are not installed find
+them.
 """
 
 from omniattn.compat._install import install, uninstall
