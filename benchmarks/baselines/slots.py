@@ -63,12 +63,13 @@ def abc_attention(
 
 
 def lightnet_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, initial_state: Any = None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    lacks(initial_state=initial_state is not None)
+    q: Tensor, k: Tensor, v: Tensor, *, S: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    lacks(state=S is not None, empty=v.numel() == 0)
     z = k.float().logcumsumexp(1)
     g = torch.cat((z[:, :1], z[:, :-1]), 1) - z
-    return gated(q, (k - z).exp(), v, g, **options)
+    o, means = gated(q, (k - z).exp(), v, g, **options)
+    return o, means, z[:, -1]
 
 
 BASELINES = {

@@ -269,7 +269,7 @@ def test_gated_delta_product():
 
 
 def test_path_attention():
-    """They multiply the gates by the scale, too."""
+    """fla multiplies the gates by the scale, too."""
     theirs = peer_packages.load("fla", "ops/path_attn/naive.py")
     q, k, w = (torch.randn(B, 70, heads, K) for heads in (2 * H, H, H))
     v, g = torch.randn(B, 70, H, V), torch.nn.functional.logsigmoid(torch.randn(B, 70, 2 * H))
@@ -280,7 +280,7 @@ def test_path_attention():
 
 
 def test_mesa_net():
-    """Theirs takes lamb before beta, and its H and G are square."""
+    """fla takes lamb before beta, and its H and G are square."""
     pytest.importorskip("einops")
     theirs = peer_packages.load("fla", "ops/mesa_net/naive.py")
     x, lamb = tensors(), torch.rand(H, K) + 0.25

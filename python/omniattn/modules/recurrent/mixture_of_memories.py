@@ -169,10 +169,11 @@ class MixtureOfMemories(StateMixer):
         # The rows of a memory follow each other, by sequence and then by time.
         group = (memory * count + owner[:, None]).flatten()
         order = group.argsort(stable=True)
-        sizes = group.bincount(minlength=c.memories * count)
+        sizes = group.new_zeros(c.memories * count).scatter_add_(0, group, torch.ones_like(group))
         bounds = nnf.pad(sizes.cumsum(0), (1, 0))
         rows = tokens[order // memory.shape[1]]
-        parts = sizes.view(c.memories, count).sum(1).tolist()
+        parts = sizes.view(c.memories, count).sum(1)
+        shares = _equal(len(group), c.memories) if x.is_meta else parts.tolist()
         after: dict[str, Tensor] = {}
 
         def convolved(name: str, y: Tensor) -> Tensor:
@@ -186,10 +187,10 @@ class MixtureOfMemories(StateMixer):
             return y.unflatten(-1, (c.num_heads, -1))
 
         q = convolved("q", self.q_proj(rows))
-        k, v = (convolved(name, self._projected(name, rows, parts)) for name in "kv")
+        k, v = (convolved(name, self._projected(name, rows, shares)) for name in "kv")
         wide = self.A_log.dtype
-        beta = self._projected("b", rows, parts)[None].to(wide).sigmoid()
-        step = nnf.softplus(self._projected("a", rows, parts)[None].to(wide) + self.dt_bias)
+        beta = self._projected("b", rows, shares)[None].to(wide).sigmoid()
+        step = nnf.softplus(self._projected("a", rows, shares)[None].to(wide) + self.dt_bias)
         o, last = functional.gated_delta_rule(
             *(q, k, v, -self.A_log.exp() * step, beta),
             l2norm=True,
@@ -229,6 +230,11 @@ class MixtureOfMemories(StateMixer):
 
     def _conv(self, name: str) -> ShortConvolution:
         return cast(ShortConvolution, self.get_submodule(f"{name}_conv1d"))
+
+
+def _equal(count: int, parts: int) -> list[int]:
+    """Splits `count` into equal parts, for costs of calls whose routing is unknown."""
+    return [count * (n + 1) // parts - count * n // parts for n in range(parts)]
 
 
 def _by_memory(t: Tensor) -> Tensor:
