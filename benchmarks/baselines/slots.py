@@ -12,12 +12,10 @@ from baselines.recurrence import SMALL_CHUNK, _chunks, gated
 
 __all__ = ["BASELINES"]
 
-Pair = tuple[Tensor, Tensor]
-
 
 def _keys(
     q: Tensor, k: Tensor, s: Tensor, g: Tensor, scale: float | None, state: Tensor | None
-) -> Pair:
+) -> tuple[Tensor, Tensor]:
     """Computes linear attention to the slots s, which decay by g."""
     steps, factor = q.shape[1], q.shape[3] ** -0.5 if scale is None else scale
     q, k, s, g = (_chunks(t.float(), SMALL_CHUNK) for t in (factor * q, k, s, g))
@@ -44,33 +42,52 @@ def gated_slot_attention(
     g: Tensor,
     *,
     scale: float | None = None,
-    initial_state: Pair | None = None,
+    keys: Tensor | None = None,
+    values: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Pair]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns o and the slots' keys and values."""
     lacks(cu_seqlens=cu_seqlens is not None, grouped=q.shape[2] != k.shape[2], empty=v.numel() == 0)
-    keys, values = (None, None) if initial_state is None else initial_state
     logits, keys = _keys(q, k, s, g, scale, keys)
     weights = logits.softmax(-1)
     o, values = gated(weights, s.float(), v.float(), g, scale=1.0, initial_state=values)
-    return o.to(v.dtype), (keys, values)
+    return o.to(v.dtype), keys, values
+
+
+def _running(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes softmax weights over the tokens so far, their decays, and the last normalizer."""
+    z = s.float().logcumsumexp(1)
+    return (s - z).exp(), torch.cat((z[:, :1], z[:, :-1]), 1) - z, z[:, -1:]
 
 
 def abc_attention(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, *, initial_state: Any = None, **options: Any
-) -> tuple[Tensor, Pair]:
-    lacks(initial_state=initial_state is not None)
-    z = s.float().logcumsumexp(1)
-    g = torch.cat((z[:, :1], z[:, :-1]), 1) - z
-    return gated_slot_attention(q, k, v, (s - z).exp(), g, **options)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    **state: Any,
+) -> tuple[Tensor, ...]:
+    lacks(initial_state=bool(state), empty=v.numel() == 0)
+    shares, g, z = _running(s)
+    return *gated_slot_attention(q, k, v, shares, g, scale=scale, cu_seqlens=cu_seqlens), z[:, 0]
 
 
 def lightnet_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, initial_state: Any = None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    lacks(initial_state=initial_state is not None)
-    z = k.float().logcumsumexp(1)
-    g = torch.cat((z[:, :1], z[:, :-1]), 1) - z
-    return gated(q, (k - z).exp(), v, g, **options)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    **state: Any,
+) -> tuple[Tensor, ...]:
+    lacks(initial_state=bool(state), empty=v.numel() == 0)
+    shares, g, z = _running(k)
+    o, means = gated(q.float(), shares, v.float(), g, scale=scale, cu_seqlens=cu_seqlens)
+    return o.to(v.dtype), means, z[:, 0]
 
 
 BASELINES = {
