@@ -46,6 +46,7 @@ def gated_slot_attention(
     values: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns o and the slots' keys and values."""
     lacks(cu_seqlens=cu_seqlens is not None, grouped=q.shape[2] != k.shape[2], empty=v.numel() == 0)
     logits, keys = _keys(q, k, s, g, scale, keys)
     weights = logits.softmax(-1)
@@ -53,23 +54,40 @@ def gated_slot_attention(
     return o.to(v.dtype), keys, values
 
 
-def abc_attention(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, *, keys: Tensor | None = None, **options: Any
-) -> tuple[Tensor, ...]:
-    lacks(state=keys is not None, empty=v.numel() == 0)
+def _running(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes softmax weights over the tokens so far, their decays, and the last normalizer."""
     z = s.float().logcumsumexp(1)
-    g = torch.cat((z[:, :1], z[:, :-1]), 1) - z
-    return *gated_slot_attention(q, k, v, (s - z).exp(), g, **options), z[:, -1]
+    return (s - z).exp(), torch.cat((z[:, :1], z[:, :-1]), 1) - z, z[:, -1:]
+
+
+def abc_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    **state: Any,
+) -> tuple[Tensor, ...]:
+    lacks(initial_state=bool(state), empty=v.numel() == 0)
+    shares, g, z = _running(s)
+    return *gated_slot_attention(q, k, v, shares, g, scale=scale, cu_seqlens=cu_seqlens), z[:, 0]
 
 
 def lightnet_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, S: Tensor | None = None, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    lacks(state=S is not None, empty=v.numel() == 0)
-    z = k.float().logcumsumexp(1)
-    g = torch.cat((z[:, :1], z[:, :-1]), 1) - z
-    o, means = gated(q, (k - z).exp(), v, g, **options)
-    return o, means, z[:, -1]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    **state: Any,
+) -> tuple[Tensor, ...]:
+    lacks(initial_state=bool(state), empty=v.numel() == 0)
+    shares, g, z = _running(k)
+    o, means = gated(q.float(), shares, v.float(), g, scale=scale, cu_seqlens=cu_seqlens)
+    return o.to(v.dtype), means, z[:, 0]
 
 
 BASELINES = {

@@ -166,6 +166,15 @@ STATES: dict[str, tuple[System, ...]] = {
     "HGRN-2: keys are the forgotten shares": (
         System("hgrn2-B1T64C128H2", lambda: _layer(m.HGRN2.Config(128, 2), 64)),
     ),
+    "Rodimus: decays with a temperature": (
+        System("rodimus-B1T64C128", lambda: _layer(m.Rodimus.Config(128), 64)),
+    ),
+    "Raven: tokens are routed to slots": (
+        System("raven-B1T64C128H2", lambda: _layer(m.Raven.Config(128, 2), 64)),
+    ),
+    "MoM: gated delta rule with several memories": (
+        System("mom-B1T64C128H2", lambda: _layer(m.MixtureOfMemories.Config(128, 2), 64)),
+    ),
     "lightning attention: constant decays of heads and layers": (
         System("lightning-B1T64C128H2", lambda: _layer(m.LightningAttention.Config(128, 2), 64)),
     ),

@@ -143,7 +143,7 @@ def test_slots_are_those_of_this_package():
 
 
 def test_mixture_of_memories():
-    """Has the names of its weights, its logits, and steps, padding and packing as other layers."""
+    """Checks names of weights, logits, and steps, padding and packing as other layers."""
     torch.manual_seed(2)
     sizes = dict(num_heads=2, head_dim=4, num_memories=3, shared_mem=True, conv_size=3)
     layer = fla.MomAttention(WIDTH, layer_idx=0, **sizes)

@@ -96,7 +96,7 @@ def test_raven(name):
 
 
 def test_noise_of_routers():
-    """Only in training."""
+    """Routers have noise only in training."""
     layer = Raven(DIM, 2, num_slots=5, top_k=2, noise=True)
     x = torch.randn(1, 9, DIM)
     assert not torch.equal(layer(x), layer(x))

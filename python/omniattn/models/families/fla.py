@@ -384,7 +384,7 @@ _NAMES = (
     (r"^layers\.(\d+)\.attn\.", r"layers.\1.mixer."),
     (r"\.mixer\.g_norm(_swish_gate)?\.", ".mixer.o_norm."),
 )
-#: Further names, by model_type.
+#: Further parts of the names of one model_type.
 _OWN_NAMES = {
     "hgrn2": (
         (r"\.mixer\.f_(proj|conv1d)\.", r".mixer.k_\1."),
