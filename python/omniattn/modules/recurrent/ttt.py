@@ -131,7 +131,7 @@ class TTTLinear(StateMixer):
         self.reset_parameters()
 
     #: Names of the parameters that optimizers do not decay.
-    undecayed = ("learnable_ttt_lr_bias", "ttt_norm_weight", "ttt_norm_bias", "b1")
+    undecayed = ("learnable_ttt_lr_bias", "ttt_norm_weight", "ttt_norm_bias", "W1", "b1")
     learnable_ttt_lr_weight: nn.Parameter
     learnable_ttt_lr_bias: nn.Parameter
     learnable_token_idx: nn.Parameter
