@@ -117,9 +117,6 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "gated slot attention: softmax over slots that decay": (("gated_slot_attention", "head64"),),
     "LightNet: keys are a softmax over the tokens so far": (("lightnet_attention", "head64"),),
     "ABC: softmax over slots of weighted means": (("abc_attention", "head64"),),
-    "Raven: tokens are routed to slots": (("gated_slot_attention", "head64"),),
-    "Rodimus: decays with a temperature": (("gated_linear_attention", "head64"),),
-    "MoM: gated delta rule with several memories": (("gated_delta_rule", "head64"),),
     "preconditioned Gated DeltaNet and KDA: writes scaled by mean squares of keys": (
         ("preconditioned_delta_rule", "head64"),
     ),
