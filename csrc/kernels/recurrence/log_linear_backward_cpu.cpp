@@ -80,9 +80,8 @@ struct Backward {
       c.load(x, t, chunk_tokens(x.position + t, x.count - t));
       if (t + c.rows == x.count) continue;  // nothing reads its state
       C* const state = states + chunks * size;
-      Ahead ahead{[&, next = t + c.rows](int64_t i) { c.prefetch(x, next + i); }};
       c.decay_keys();
-      c.form(slots, state, ahead);
+      c.form(slots, state);
       c.advance(slots, state);
     }
     return chunks;
@@ -102,11 +101,8 @@ struct Backward {
     const C carried = through_state(slots);
     zero_rows(dq, n, c.K);
     for (int64_t i = 0; i < n; ++i) entering[i] = 0;
-    Ahead ahead{[&](int64_t i) { prefetch(x, t - kMostTokens + i); }};
-    int64_t turn = 0;
-    for_slots(c.position,
-              [&](int b) { through_slot(slots, b, dscales + b + 1, dscales_step, turn++, ahead); });
-    inside(dscales, dscales_step, ahead);
+    for_slots(c.position, [&](int b) { through_slot(slots, b, dscales + b + 1, dscales_step); });
+    inside(x, t, dscales, dscales_step);
     write(x, t, carried);
   }
 
@@ -141,9 +137,7 @@ struct Backward {
   }
 
   // Adds the shares of queries that read a slot.
-  template <class F>
-  void through_slot(const Slots<C>& slots, int b, C* dscales, int64_t step, int64_t turn,
-                    Ahead<F>& ahead) {
+  [[gnu::noinline]] void through_slot(const Slots<C>& slots, int b, C* dscales, int64_t step) {
     const int64_t n = c.rows, K = c.K, V = c.V;
     const C* const state = slots.state[b];
     C* const packed = transposed + b * packed_elements<C>(V, K);
@@ -151,7 +145,7 @@ struct Backward {
       pack_columns<C>(Matrix<const C>{state, V}, K, V, packed);
       packed_of[b] = state;
     }
-    c.read(grad_o, packed_panels(packed, V), read, K, V, Into::set, turn, ahead);
+    multiply(grad_o, packed_panels(packed, V), read, n, K, V, Into::set);
     for (int64_t i = 0; i < n; ++i) {
       const C scale = c.scales_of(i)[b + 1], decay = slots.factor[b] * c.in[i];
       const Vec<C> of_query(decay * scale), of_state(c.in[i] * scale);
@@ -171,15 +165,14 @@ struct Backward {
   }
 
   // Adds the shares of queries and keys of the chunk.
-  template <class F>
-  void inside(C* dscales, int64_t step, Ahead<F>& ahead) {
+  [[gnu::noinline]] void inside(const LogLinearItem& x, int64_t t, C* dscales, int64_t step) {
     const int64_t n = c.rows, K = c.K, V = c.V;
     c.products();
     pack_columns(c.v, n, V, c.packed);
     for_blocks(n,
                [&](int64_t i, int64_t m) { multiply_to_lower(grad_o, c.packed, slopes, i, m, V); });
     c.for_weights([&](int64_t i, int64_t j, Vec<C> decays, Vec<C> scales) {
-      if (j == 0) ahead.ask_until(i);
+      if (j == 0) prefetch(x, t - kMostTokens + i);
       C *const weight = c.weights.row(i) + j, *const slope = slopes.row(i) + j;
       const Mask<C> seen = lanes_below<C>(i + 1 - j);
       const Vec<C> product = load(weight) * decays, found = load(slope);
@@ -249,7 +242,6 @@ struct Backward {
 
   void prefetch(const LogLinearItem& x, int64_t t) const {
     c.prefetch(x, t);
-    c.prefetch_query(x, t);
     if (t < 0 || params.grad_o.data == nullptr) return;
     prefetch_row(c.row(params.grad_o, x, t, x.head), c.V * size_of(p.dtype));
   }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels/recurrence/log_linear.h"
-#include "kernels/recurrence/recurrence_chunk.h"
+#include "kernels/recurrence/recurrence_rows.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -149,16 +149,13 @@ struct Tokens {
   OMNIATTN_INLINE const C* scales_of(int64_t i) const {
     return static_cast<const C*>(scales.data) + i * scales.step;
   }
-  // Prefetches what load() and load_queries() read of a token of the item, if it exists.
+  // Prefetches a token of the item, if it exists.
   void prefetch(const LogLinearItem& x, int64_t t) const {
     if (t < 0 || t >= x.count) return;
-    prefetch_row(row(p.k, x, t, key_head(x)), K * size_of(p.dtype));
-    prefetch_row(row(p.v, x, t, x.head), V * size_of(p.dtype));
-  }
-  void prefetch_query(const LogLinearItem& x, int64_t t) const {
-    if (t < 0 || t >= x.count) return;
-    prefetch_row(row(p.q, x, t, key_head(x)), K * size_of(p.dtype));
-    prefetch_row(row_of<C>(p.scales, x.batch, x.begin + t, x.head), p.levels * sizeof(C));
+    const int64_t element = size_of(p.dtype);
+    prefetch_row(row(p.q, x, t, key_head(x)), K * element);
+    prefetch_row(row(p.k, x, t, key_head(x)), K * element);
+    prefetch_row(row(p.v, x, t, x.head), V * element);
   }
 
   // decayed = k out, the keys that form the state at the end.
@@ -167,34 +164,14 @@ struct Tokens {
       convert_rows(k.row(i), 0, 1, K, decayed.row(i), 0, out[i]);
     }
   }
-  // state = the slot that the chunk makes, from decayed keys; meanwhile prefetches the remaining
-  // tokens. Callers call advance() next.
-  template <class F>
-  void form(const Slots<C>& slots, C* state, Ahead<F>& ahead) const {
+  // state = the slot that the chunk makes, from decayed keys; calls advance() next.
+  [[gnu::noinline]] void form(const Slots<C>& slots, C* state) const {
     Into into = Into::set;
     for (int b = bit_length(rows) - 1; b < joined; ++b) {
       add_scaled<C>(slots.factor[b] * end, slots.state[b], state, K * V, into);
       into = Into::add;
     }
-    const int64_t asked = ahead.asked;
-    for (int64_t i = 0; i < K; i += kStrip) {
-      const int64_t m = smaller(kStrip, K - i);
-      ahead.ask_until(asked + (i + m) * (rows - asked) / K);
-      multiply<ALayout::kTransposed>(decayed.at(0, i), v, Matrix<C>{state + i * V, V}, m, V, rows,
-                                     into);
-    }
-  }
-  // c (+)= A B of the rows of a chunk, the `turn`-th of as many products as there are slots to
-  // read; meanwhile prefetches a share of the tokens.
-  template <class F>
-  void read(Matrix<C> a, Panels<C> b, Matrix<C> c, int64_t width, int64_t depth, Into into,
-            int64_t turn, Ahead<F>& ahead) const {
-    const int64_t turns = __builtin_popcountll(static_cast<unsigned long long>(position));
-    for (int64_t i = 0; i < rows; i += kStrip) {
-      const int64_t m = smaller(kStrip, rows - i);
-      ahead.ask_until((turn * rows + i + m) / turns);
-      multiply(a.at(i), b, c.at(i), m, width, depth, into);
-    }
+    multiply<ALayout::kTransposed>(decayed, v, Matrix<C>{state, V}, K, V, rows, into);
   }
   void advance(Slots<C>& slots, const C* state) const {
     for_slots(position, [&](int b) { slots.factor[b] *= end; });

@@ -24,14 +24,10 @@ struct Forward {
     for (int64_t t = 0; t < x.count; t += c.rows) {
       c.load(x, t, chunk_tokens(x.position + t, x.count - t));
       c.load_queries(x, t);
-      Ahead ahead{[&, next = t + c.rows](int64_t i) {
-        c.prefetch(x, next + i);
-        c.prefetch_query(x, next + i);
-      }};
-      outputs(x, t, slots, ahead);
+      outputs(x, t, slots);
       C* const state = states + c.joined * c.K * c.V;
       c.decay_keys();
-      c.form(slots, state, ahead);
+      c.form(slots, state);
       c.advance(slots, state);
     }
     write_slots<C>(p, params.final_state, x, x.position + x.count, [&](int b, C* to) {
@@ -40,23 +36,21 @@ struct Forward {
   }
 
  private:
-  template <class F>
-  void outputs(const LogLinearItem& x, int64_t t, const Slots<C>& slots, Ahead<F>& ahead) {
+  void outputs(const LogLinearItem& x, int64_t t, const Slots<C>& slots) {
     const int64_t n = c.rows, V = c.V;
-    int64_t turn = 0;
+    Into into = Into::set;
     for_slots(c.position, [&](int b) {
       for (int64_t i = 0; i < n; ++i) {
         const C factor = slots.factor[b] * c.in[i] * c.scales_of(i)[b + 1];
         convert_rows(c.q.row(i), 0, 1, c.K, c.decayed.row(i), 0, factor);
       }
-      c.read(c.decayed, row_panels<C>(slots.state[b], V), o, V, c.K,
-             turn == 0 ? Into::set : Into::add, turn, ahead);
-      ++turn;
+      multiply(c.decayed, Matrix<const C>{slots.state[b], V}, o, n, V, c.K, into);
+      into = Into::add;
     });
-    if (turn == 0) zero_rows(o, n, V);
+    if (into == Into::set) zero_rows(o, n, V);
     c.products();
     c.for_weights([&](int64_t i, int64_t j, Vec<C> decays, Vec<C> scales) {
-      if (j == 0) ahead.ask_until(i);
+      if (j == 0) c.prefetch(x, t + n + i);
       C* const weights = c.weights.row(i) + j;
       const Vec<C> weighed = load(weights) * decays * scales;
       store(weights, select(lanes_below<C>(i + 1 - j), weighed, zero<C>()));
