@@ -6,7 +6,7 @@ accepted and ignored, since they affect only fla's speed. See the function that 
 for formulas, shapes and dtypes.
 """
 
-from omniattn.compat._fla_attention import (
+from omniattn.compat._fla.attention import (
     parallel_attn,
     parallel_forgetting_attn,
     parallel_moba,
@@ -14,17 +14,17 @@ from omniattn.compat._fla_attention import (
     parallel_path_attn,
     parallel_wall_attn,
 )
-from omniattn.compat._fla_blocks import (
+from omniattn.compat._fla.blocks import (
     chunk_log_linear_attn,
     deltaformer_attn,
 )
-from omniattn.compat._fla_conv import (
+from omniattn.compat._fla.conv import (
     ShortConvolution,
     causal_conv1d,
     causal_conv1d_update,
     token_shift,
 )
-from omniattn.compat._fla_delta import (
+from omniattn.compat._fla.delta import (
     chunk_delta_rule,
     chunk_dplr_delta_rule,
     chunk_gated_delta_rule,
@@ -41,7 +41,7 @@ from omniattn.compat._fla_delta import (
     fused_recurrent_iplr_delta_rule,
     fused_recurrent_kda,
 )
-from omniattn.compat._fla_heads import (
+from omniattn.compat._fla.heads import (
     chunk_lightning_attn,
     chunk_simple_gla,
     fused_chunk_based,
@@ -53,7 +53,7 @@ from omniattn.compat._fla_heads import (
     parallel_retention,
     parallel_simple_gla,
 )
-from omniattn.compat._fla_linear import (
+from omniattn.compat._fla.linear import (
     chunk_gla,
     chunk_hgrn,
     chunk_linear_attn,
@@ -72,7 +72,7 @@ from omniattn.compat._fla_linear import (
     fused_recurrent_rwkv6,
     fused_recurrent_rwkv7,
 )
-from omniattn.compat._fla_linears import (
+from omniattn.compat._fla.linears import (
     FusedLayerNormGatedLinear,
     FusedLayerNormSwishGateLinear,
     FusedRMSNormGatedLinear,
@@ -91,8 +91,8 @@ from omniattn.compat._fla_linears import (
     rms_norm_swish_gate_linear,
     sigmoidglu_linear,
 )
-from omniattn.compat._fla_mesa import chunk_mesa_net, mesa_net_decoding_one_step
-from omniattn.compat._fla_mlp import (
+from omniattn.compat._fla.mesa import chunk_mesa_net, mesa_net_decoding_one_step
+from omniattn.compat._fla.mlp import (
     FusedCrossEntropyLoss,
     FusedKLDivLoss,
     FusedLinearCrossEntropyLoss,
@@ -107,7 +107,7 @@ from omniattn.compat._fla_mlp import (
     swiglu_linear,
     swish,
 )
-from omniattn.compat._fla_norms import (
+from omniattn.compat._fla.norms import (
     FusedLayerNormGated,
     FusedLayerNormSwishGate,
     FusedRMSNormGated,
@@ -123,7 +123,7 @@ from omniattn.compat._fla_norms import (
     rms_norm,
     rms_norm_gated,
 )
-from omniattn.compat._fla_parts import (
+from omniattn.compat._fla.parts import (
     L2Norm,
     RotaryEmbedding,
     fused_beta_sigmoid,
@@ -144,22 +144,22 @@ from omniattn.compat._fla_parts import (
     rotate_half,
     unpack_sequence,
 )
-from omniattn.compat._fla_precond import (
+from omniattn.compat._fla.precond import (
     chunk_precond_gated_delta_rule,
     chunk_precond_kda,
     fused_recurrent_precond_gated_delta_rule,
     fused_recurrent_precond_kda,
 )
-from omniattn.compat._fla_slots import chunk_abc, chunk_gsa, fused_recurrent_gsa
-from omniattn.compat._fla_ttt import chunk_ttt_linear, fused_chunk_ttt_linear
-from omniattn.compat._fla_variants import (
+from omniattn.compat._fla.slots import chunk_abc, chunk_gsa, fused_recurrent_gsa
+from omniattn.compat._fla.ttt import chunk_ttt_linear, fused_chunk_ttt_linear
+from omniattn.compat._fla.variants import (
     chunk_comba,
     chunk_gated_delta_product,
     chunk_gdn2,
     fused_recurrent_comba,
     fused_recurrent_gdn2,
 )
-from omniattn.compat._mamba_parts import layernorm_fn, rmsnorm_fn
+from omniattn.compat._mamba.parts import layernorm_fn, rmsnorm_fn
 from omniattn.compat.fla_layers import (
     ACT2FN,
     ABCAttention,

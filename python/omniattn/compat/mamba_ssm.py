@@ -1,9 +1,9 @@
 """mamba-ssm 2: selective scan and step, Mamba-2 scan, layers, and norms."""
 
-from omniattn.compat._mamba3 import Mamba3, heavy_tail_activation
-from omniattn.compat._mamba_layers import mamba_inner_fn, mamba_split_conv1d_scan_combined
-from omniattn.compat._mamba_modules import Mamba, Mamba2
-from omniattn.compat._mamba_parts import (
+from omniattn.compat._mamba.layers import mamba_inner_fn, mamba_split_conv1d_scan_combined
+from omniattn.compat._mamba.mamba3 import Mamba3, heavy_tail_activation
+from omniattn.compat._mamba.modules import Mamba, Mamba2
+from omniattn.compat._mamba.parts import (
     GatedLayerNorm,
     GatedRMSNorm,
     RMSNorm,
@@ -15,12 +15,12 @@ from omniattn.compat._mamba_parts import (
     ssd_selective_scan,
     swiglu,
 )
-from omniattn.compat._mamba_scan import (
+from omniattn.compat._mamba.scan import (
     selective_scan_fn,
     selective_scan_ref,
     selective_state_update,
 )
-from omniattn.compat._mamba_ssd import mamba_chunk_scan_combined
+from omniattn.compat._mamba.ssd import mamba_chunk_scan_combined
 
 __all__ = [
     "GatedLayerNorm",

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.compat._errors import errors_of
-from omniattn.compat._fla_norms import RMSNorm
-from omniattn.compat._fla_parts import RotaryEmbedding, prepare_lens_from_mask
+from omniattn.compat._fla.norms import RMSNorm
+from omniattn.compat._fla.parts import RotaryEmbedding, prepare_lens_from_mask
 from omniattn.compat.fla_layers.base import Layer, Result
 from omniattn.functional import masks
 

@@ -11,9 +11,9 @@ from torch.nn import functional as nnf
 
 from omniattn.checks.arguments import require_choice, require_tensor
 from omniattn.compat._errors import require_form, require_real
-from omniattn.compat._fla_conv import ShortConvolution
-from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
-from omniattn.compat._fla_parts import prepare_lens_from_mask
+from omniattn.compat._fla.conv import ShortConvolution
+from omniattn.compat._fla.norms import FusedRMSNormGated, RMSNorm
+from omniattn.compat._fla.parts import prepare_lens_from_mask
 
 #: y, None for the weights of attention, and the cache.
 Result = tuple[Tensor, None, Any]

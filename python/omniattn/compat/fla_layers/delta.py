@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn.checks.arguments import require_choice
-from omniattn.compat._fla_delta import chunk_delta_rule, chunk_gated_delta_rule, chunk_kda
-from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
+from omniattn.compat._fla.delta import chunk_delta_rule, chunk_gated_delta_rule, chunk_kda
+from omniattn.compat._fla.norms import FusedRMSNormGated, RMSNorm
 from omniattn.compat.fla_layers.base import RecurrentLayer
 
 

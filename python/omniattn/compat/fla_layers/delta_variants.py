@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from omniattn.checks.arguments import require_int
-from omniattn.compat._fla import decays_of
-from omniattn.compat._fla_variants import chunk_comba, chunk_gated_delta_product, chunk_gdn2
+from omniattn.compat._fla.calls import decays_of
+from omniattn.compat._fla.variants import chunk_comba, chunk_gated_delta_product, chunk_gdn2
 from omniattn.compat.fla_layers.delta import DeltaLayer, warn_without_convolutions
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn.checks.arguments import require_int
-from omniattn.compat._fla_norms import layer_norm
+from omniattn.compat._fla.norms import layer_norm
 from omniattn.compat.fla_layers.base import ACT2FN
 
 

@@ -10,10 +10,10 @@ from torch.nn import functional as nnf
 
 from omniattn import functional
 from omniattn.compat._errors import errors_of
-from omniattn.compat._fla_heads import chunk_simple_gla
-from omniattn.compat._fla_linear import chunk_gla, chunk_hgrn, chunk_retention
-from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
-from omniattn.compat._fla_parts import RotaryEmbedding
+from omniattn.compat._fla.heads import chunk_simple_gla
+from omniattn.compat._fla.linear import chunk_gla, chunk_hgrn, chunk_retention
+from omniattn.compat._fla.norms import FusedRMSNormGated, RMSNorm
+from omniattn.compat._fla.parts import RotaryEmbedding
 from omniattn.compat.fla_layers.base import (
     Layer,
     RecurrentLayer,

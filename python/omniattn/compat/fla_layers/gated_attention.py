@@ -10,10 +10,10 @@ from torch.nn import functional as nnf
 
 from omniattn import functional
 from omniattn.compat._errors import errors_of
-from omniattn.compat._fla_attention import parallel_forgetting_attn, parallel_path_attn
-from omniattn.compat._fla_conv import ShortConvolution
-from omniattn.compat._fla_norms import GroupNorm, RMSNorm
-from omniattn.compat._fla_parts import RotaryEmbedding, l2norm
+from omniattn.compat._fla.attention import parallel_forgetting_attn, parallel_path_attn
+from omniattn.compat._fla.conv import ShortConvolution
+from omniattn.compat._fla.norms import GroupNorm, RMSNorm
+from omniattn.compat._fla.parts import RotaryEmbedding, l2norm
 from omniattn.compat.fla_layers.attention import SoftmaxLayer
 from omniattn.compat.fla_layers.base import (
     Result,

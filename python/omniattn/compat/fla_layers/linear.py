@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn.checks.arguments import require_choice
-from omniattn.compat._fla_heads import parallel_based, parallel_rebased
-from omniattn.compat._fla_linear import chunk_linear_attn
-from omniattn.compat._fla_norms import RMSNorm
+from omniattn.compat._fla.heads import parallel_based, parallel_rebased
+from omniattn.compat._fla.linear import chunk_linear_attn
+from omniattn.compat._fla.norms import RMSNorm
 from omniattn.compat.fla_layers.base import (
     Layer,
     Result,

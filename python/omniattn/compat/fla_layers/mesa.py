@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from omniattn.compat._fla_mesa import chunk_mesa_net
+from omniattn.compat._fla.mesa import chunk_mesa_net
 from omniattn.compat.fla_layers.delta import DeltaLayer
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from omniattn.compat._fla_parts import fused_kda_gate
-from omniattn.compat._fla_precond import (
+from omniattn.compat._fla.parts import fused_kda_gate
+from omniattn.compat._fla.precond import (
     chunk_precond_gated_delta_rule,
     fused_recurrent_precond_kda,
 )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.checks.arguments import shown
 from omniattn.compat._errors import errors_of
-from omniattn.compat._fla_conv import ShortConvolution
+from omniattn.compat._fla.conv import ShortConvolution
 from omniattn.compat.fla_layers.base import RecurrentLayer
 from omniattn.modules.recurrent.rodimus import recurrence
 

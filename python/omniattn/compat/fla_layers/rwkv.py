@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn.checks.arguments import require_choice
-from omniattn.compat._fla_conv import token_shift
-from omniattn.compat._fla_linear import chunk_rwkv6, chunk_rwkv7
-from omniattn.compat._fla_norms import GroupNorm
-from omniattn.compat._fla_parts import l2norm
+from omniattn.compat._fla.conv import token_shift
+from omniattn.compat._fla.linear import chunk_rwkv6, chunk_rwkv7
+from omniattn.compat._fla.norms import GroupNorm
+from omniattn.compat._fla.parts import l2norm
 from omniattn.compat.fla_layers.base import (
     ACT2FN,
     Layer,

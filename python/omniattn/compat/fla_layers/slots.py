@@ -12,9 +12,9 @@ from torch.nn import functional as nnf
 from omniattn import functional
 from omniattn.checks.arguments import require_choice
 from omniattn.compat._errors import errors_of
-from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
-from omniattn.compat._fla_parts import RotaryEmbedding
-from omniattn.compat._fla_slots import chunk_gsa
+from omniattn.compat._fla.norms import FusedRMSNormGated, RMSNorm
+from omniattn.compat._fla.parts import RotaryEmbedding
+from omniattn.compat._fla.slots import chunk_gsa
 from omniattn.compat.fla_layers.base import ACT2FN, RecurrentLayer
 from omniattn.compat.fla_layers.feature_maps import T2RFeatureMap
 from omniattn.modules.recurrent.delta_net import draw_rates

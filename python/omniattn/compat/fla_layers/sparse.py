@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omniattn.compat._fla_attention import Boundaries, parallel_moba, parallel_nsa
-from omniattn.compat._fla_norms import FusedRMSNormGated, RMSNorm
-from omniattn.compat._fla_parts import RotaryEmbedding
+from omniattn.compat._fla.attention import Boundaries, parallel_moba, parallel_nsa
+from omniattn.compat._fla.norms import FusedRMSNormGated, RMSNorm
+from omniattn.compat._fla.parts import RotaryEmbedding
 from omniattn.compat.fla_layers.attention import SoftmaxLayer
 from omniattn.compat.fla_layers.base import (
     Result,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.checks.arguments import require_int
-from omniattn.compat._fla import Call, decays_of, fla_function
+from omniattn.compat._fla.calls import Call, decays_of, fla_function
 
 __all__ = [
     "chunk_comba",

@@ -18,8 +18,8 @@ from omniattn.compat._errors import (
     require_optional,
     require_real,
 )
-from omniattn.compat._mamba_scan import selective_scan_fn
-from omniattn.compat._mamba_ssd import mamba_chunk_scan_combined
+from omniattn.compat._mamba.scan import selective_scan_fn
+from omniattn.compat._mamba.ssd import mamba_chunk_scan_combined
 from omniattn.compat._norms import norm_fn, normed
 from omniattn.reference.precision import widen
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.checks.arguments import require_shape
-from omniattn.compat._fla import Call, beta_of, decays_of, delta_call, fla_function
-from omniattn.compat._fla_parts import l2norm
+from omniattn.compat._fla.calls import Call, beta_of, decays_of, delta_call, fla_function
+from omniattn.compat._fla.parts import l2norm
 from omniattn.reference.precision import widen
 
 __all__ = [

@@ -11,7 +11,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.checks.arguments import require_device, require_shape, require_tensor
 from omniattn.compat._errors import errors_of, require_form
-from omniattn.compat._fla import Call, fla_function, require_inputs, run
+from omniattn.compat._fla.calls import Call, fla_function, require_inputs, run
 from omniattn.reference.precision import widen
 
 __all__ = [

@@ -11,7 +11,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.checks.arguments import require_int, require_shape, shown
 from omniattn.compat._errors import errors_of, require_form
-from omniattn.compat._fla import require_inputs
+from omniattn.compat._fla.calls import require_inputs
 from omniattn.functional import masks
 
 __all__ = [

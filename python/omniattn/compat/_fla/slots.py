@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.compat._fla import Call, fla_function
+from omniattn.compat._fla.calls import Call, fla_function
 
 __all__ = ["chunk_abc", "chunk_gsa", "fused_recurrent_gsa"]
 

@@ -12,7 +12,7 @@ from torch.nn import functional as nnf
 from omniattn import functional
 from omniattn.checks.arguments import require_choice, require_int
 from omniattn.compat._errors import errors_of, require_flags, require_optional, require_real
-from omniattn.compat._mamba_parts import GatedLayerNorm, GatedRMSNorm
+from omniattn.compat._mamba.parts import GatedLayerNorm, GatedRMSNorm
 from omniattn.compat._norms import added, normed
 from omniattn.reference.precision import widen
 

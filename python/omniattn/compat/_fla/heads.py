@@ -17,7 +17,7 @@ from omniattn.checks.arguments import (
     shown,
 )
 from omniattn.compat._errors import errors_of, require_flags
-from omniattn.compat._fla import Call, fla_function, require_inputs
+from omniattn.compat._fla.calls import Call, fla_function, require_inputs
 from omniattn.reference.precision import widen
 
 __all__ = [

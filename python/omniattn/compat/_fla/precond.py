@@ -13,7 +13,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.checks.arguments import require_shape, require_tensor, shown
 from omniattn.compat._errors import errors_of
-from omniattn.compat._fla import decays_of, require_inputs
+from omniattn.compat._fla.calls import decays_of, require_inputs
 from omniattn.functional.recurrences._common import repeated
 from omniattn.reference.precision import compute_dtype
 

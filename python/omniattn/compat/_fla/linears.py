@@ -11,8 +11,8 @@ from torch.nn import functional as nnf
 from omniattn import functional
 from omniattn.checks.arguments import require_number, require_shape
 from omniattn.compat._errors import errors_of, require_real
-from omniattn.compat._fla_mlp import sigmoidglu
-from omniattn.compat._fla_norms import (
+from omniattn.compat._fla.mlp import sigmoidglu
+from omniattn.compat._fla.norms import (
     FusedLayerNormGated,
     FusedRMSNormGated,
     GroupNorm,

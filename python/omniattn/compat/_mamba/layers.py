@@ -19,8 +19,8 @@ from omniattn.compat._errors import (
     require_real,
     require_state_dtype,
 )
-from omniattn.compat._mamba_scan import of_pairs, require_same_groups, scan, steps_first
-from omniattn.compat._mamba_ssd import final_states, scan_rows
+from omniattn.compat._mamba.scan import of_pairs, require_same_groups, scan, steps_first
+from omniattn.compat._mamba.ssd import final_states, scan_rows
 from omniattn.compat.causal_conv1d import convolved
 
 __all__ = ["mamba_inner_fn", "mamba_split_conv1d_scan_combined"]

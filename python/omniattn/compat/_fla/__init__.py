@@ -1,0 +1,1 @@
+"""Functions and modules of `compat.fla`, by families."""
