@@ -174,7 +174,7 @@ def test_a_subclass_may_have_arguments_of_its_own():
         ),
         (
             lambda: DecoderBlock.Config(Linear.Config(4, 4), MLP.Config(4, 4), RMSNorm.Config(4)),
-            "DecoderBlock: mixer must be the Config of Attention, ",
+            "DecoderBlock: mixer must be the Config of ABCAttention, ",
         ),
         (
             lambda: Attention(Attention.Config(8, 2))(torch.ones(5, 8)),
@@ -246,6 +246,7 @@ def test_caches_hold_floating_point(cache):
 
 #: Numbers that may be below 0, and what else is not nonsense for its field.
 SENSIBLE = {"gate_bias", "lower_bound", "offset", "scale", "clamp_length", "theta"}
+SENSIBLE |= {"log_atk_scale_init"}
 
 
 def numeric_fields(config):

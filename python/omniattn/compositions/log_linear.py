@@ -154,6 +154,12 @@ _SHAPES = {
     **{"level_scales": "B T G L", "initial_state": "N G L K V"},
     **{"position": "N", "cu_seqlens": "N+1"},
 }
+
+
+def _state_gradient(g: Tensor, initial_state: Tensor | None) -> Tensor:
+    return g.new_empty(0 if initial_state is None else initial_state.shape)
+
+
 implement("log_linear_attention", _forward, _SHAPES, differentiable=True)
 implement(
     "log_linear_attention_backward",
@@ -164,7 +170,10 @@ implement(
 log_linear_attention = DifferentiableOp(
     "log_linear_attention",
     fakes={"y": lambda v: v.new_empty(v.shape), "final_state": _state},
-    backward_op=BackwardOp("log_linear_attention_backward"),
+    backward_op=BackwardOp(
+        "log_linear_attention_backward",
+        fakes={"dinitial_state": _state_gradient},
+    ),
     formula=lambda *args: definition(
         *args[:5], initial_state=args[5], position=args[6], cu_seqlens=args[7]
     ),

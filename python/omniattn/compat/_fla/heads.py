@@ -16,7 +16,7 @@ from omniattn.checks.arguments import (
     require_tensor,
     shown,
 )
-from omniattn.compat._errors import errors_of, require_flags
+from omniattn.compat._errors import errors_of, require_flags, require_form
 from omniattn.compat._fla.calls import Call, fla_function, require_inputs
 from omniattn.reference.precision import widen
 
@@ -184,6 +184,7 @@ def parallel_retention(
     """Computes :func:`functional.retention`; for results see `parallel_simple_gla`."""
     op = "parallel_retention"
     require_inputs(op, scale, q=q, k=k, v=v)
+    require_form(op, "v", v, "B, T, H, V")
     heads = torch.arange(v.shape[2], dtype=torch.float64, device=v.device)
     decays = torch.log1p(-torch.exp2(-5 - heads)).to(widen(q).dtype)
     call = _simple(op, q, k, v, None, decays)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as nnf
 
 from omniattn.checks.arguments import (
     implementation,
@@ -18,6 +17,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import over_sequences
 from omniattn.compositions.ttt import ttt_steps
+from omniattn.functional.layers.norm import layer_norm
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,
     require_heads,
@@ -143,6 +143,6 @@ def ttt_linear(
         *(q_wide, widen(k), widen(v), eta, lr, w, b, *before, position, cu_seqlens),
         *(int(mini_batch_size), float(eps)),
     )
-    normal = nnf.layer_norm(y, (size,), eps=eps) * w + b
+    normal = layer_norm(y, eps=float(eps), backend=backend) * w + b
     o = normal + (y if residual == "output" else q_wide)
     return o.to(q.dtype), (state[0], state[1], state[2], state[3])

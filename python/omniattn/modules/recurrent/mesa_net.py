@@ -113,9 +113,11 @@ class MesaNet(RecurrentMixer):
         decays: Tensor = self.a_proj(x)
         weights: Tensor = self.b_proj(x)
         lamb = nnf.softplus(self.lambda_params) + c.lambda_lower_bound
-        decodes = options["initial_state"] is not None and x.shape[1] == 1
+        # The number of packed tokens may be unknown to torch.compile.
+        one = options["cu_seqlens"] is None and x.shape[1] == 1
+        decodes = one and options["initial_state"] is not None
         return functional.mesa_net(
-            *(q, k, v, nnf.logsigmoid(decays.to(wide)), weights.to(wide).sigmoid()),
+            *(q, k, v, -nnf.softplus(-decays.to(wide)), weights.to(wide).sigmoid()),
             lamb.view(c.num_heads, c.k_size),
             max_iterations=c.max_cg_step_decoding if decodes else c.max_cg_step_training,
             l2norm=True,

@@ -172,8 +172,7 @@ class MixtureOfMemories(StateMixer):
         sizes = group.new_zeros(c.memories * count).scatter_add_(0, group, torch.ones_like(group))
         bounds = nnf.pad(sizes.cumsum(0), (1, 0))
         rows = tokens[order // memory.shape[1]]
-        parts = sizes.view(c.memories, count).sum(1)
-        shares = _equal(len(group), c.memories) if x.is_meta else parts.tolist()
+        shares = self._shares(x, sizes.view(c.memories, count).sum(1))
         after: dict[str, Tensor] = {}
 
         def convolved(name: str, y: Tensor) -> Tensor:
@@ -216,6 +215,22 @@ class MixtureOfMemories(StateMixer):
             weights = nnf.pad(weights, (0, 1), value=1.0)
         return weights, memory
 
+    def _shares(self, x: Tensor, sizes: Tensor) -> list[int]:
+        """Returns the number of rows of each memory, equal ones where the routing is unknown."""
+        c = self.config
+        if c.shared_projections:
+            return []
+        if torch.jit.is_tracing():
+            raise NotImplementedError(
+                "MixtureOfMemories: x must not be routed under torch.jit.trace, whose programs "
+                "keep the number of tokens of each memory, unless shared_projections=True"
+            )
+        if not x.is_meta:
+            shares: list[int] = sizes.tolist()
+            return shares
+        rows, parts = x.shape[0] * x.shape[1] * (c.top_k + c.shared_memory), c.memories
+        return [rows * (n + 1) // parts - rows * n // parts for n in range(parts)]
+
     def _projected(self, name: str, rows: Tensor, parts: list[int]) -> Tensor:
         """Projects rows, of which each memory has the next `parts`."""
         c = self.config
@@ -230,11 +245,6 @@ class MixtureOfMemories(StateMixer):
 
     def _conv(self, name: str) -> ShortConvolution:
         return cast(ShortConvolution, self.get_submodule(f"{name}_conv1d"))
-
-
-def _equal(count: int, parts: int) -> list[int]:
-    """Splits `count` into equal parts, for costs of calls whose routing is unknown."""
-    return [count * (n + 1) // parts - count * n // parts for n in range(parts)]
 
 
 def _by_memory(t: Tensor) -> Tensor:

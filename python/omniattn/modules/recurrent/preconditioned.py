@@ -52,7 +52,7 @@ class PrecondConfig(DeltaConfig):
 
     @property
     def states(self) -> dict[str, tuple[int, ...]]:
-        return super().states | {"A": (self.atk_heads, self.k_size)}
+        return {"s": (self.v_heads, *self.state_size), "A": (self.atk_heads, self.k_size)}
 
 
 class PrecondMixer(DeltaMixer):
