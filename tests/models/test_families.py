@@ -62,8 +62,9 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name):
 
     tokens = torch.randint(1, 97, (2, 33))  # Gemma 2 trains no input embedding of id 0
     out = theirs(tokens, labels=tokens)
-    # 1e-5: theirs computes rotary tables, norms and routers in fp32.
-    torch.testing.assert_close(ours(tokens), out.logits.double(), rtol=1e-5, atol=1e-5)
+    # transformers computes rotary tables, norms, routers and gated delta rules in fp32.
+    atol = ROUNDING.get(name, 1e-5)
+    torch.testing.assert_close(ours(tokens), out.logits.double(), rtol=1e-5, atol=atol)
     loss = ours(tokens[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(loss, out.loss.double(), rtol=1e-5, atol=1e-5)
     loss.backward()

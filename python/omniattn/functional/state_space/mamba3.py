@@ -240,21 +240,38 @@ def _require_pairs(
 def _phases(
     angles: Tensor, dt: Tensor, before: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """Returns theta (B, T, H, A) modulo 2 pi, summed in fp64."""
+    """Returns theta (B, T, H, A) modulo 2 pi.
+
+    Integers hold the turns, so that sums over any number of tokens are exact, and wrap around.
+    """
     steps = (math.pi * angles.tanh() * dt[..., None]).double()
-    start = None if before is None else before[0]
-    if cu_seqlens is not None:
-        # Two more rows: torch traces a gradient of cumsum only where it knows that T is not 1.
-        sums = nnf.pad(steps[0], (0, 0, 0, 0, 1, 1)).cumsum(0)
-        start = (0.0 if start is None else start) - sums[cu_seqlens[:-1].long()]
-        total = steps.shape[1]
-        theta = sums[1:-1] + start.repeat_interleave(cu_seqlens.diff(), 0, output_size=total)
-        theta = theta[None]
-    else:
-        theta = steps.cumsum(1)
-        theta = theta if start is None else theta + start[:, None]
-    turns = (theta.detach() * (0.5 / math.pi)).floor()
-    return torch.sub(theta, turns, alpha=2 * math.pi).to(dt.dtype)
+    turns = steps.detach() * (0.5 / math.pi)
+    parts = ((turns - turns.round()) * _TURN).round().long()
+    theta = _sums(parts, cu_seqlens).bitwise_and(_TURN - 1).double() * (2 * math.pi / _TURN)
+    if before is not None:
+        start = before[0][:, None]
+        if cu_seqlens is not None:
+            total = steps.shape[1]
+            start = before[0].repeat_interleave(cu_seqlens.diff(), 0, output_size=total)[None]
+        theta = theta + start
+        theta = torch.sub(theta, (theta.detach() * (0.5 / math.pi)).floor(), alpha=2 * math.pi)
+    slopes = _sums(steps, cu_seqlens)  # also NaN where a step is not finite
+    return (theta + (slopes - slopes.detach())).to(dt.dtype)
+
+
+#: A turn in integers.
+_TURN = 1 << 56
+
+
+def _sums(t: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Sums t (B, T, H, A) over the tokens of each sequence so far."""
+    if cu_seqlens is None:
+        return t.cumsum(1)
+    # Two more rows: torch traces a gradient of cumsum only where it knows that T is not 1.
+    sums = nnf.pad(t[0], (0, 0, 0, 0, 1, 1)).cumsum(0)
+    first = sums[cu_seqlens[:-1].long()]
+    spread = first.repeat_interleave(cu_seqlens.diff(), 0, output_size=t.shape[1])
+    return (sums[1:-1] - spread)[None]
 
 
 def _with_bias(t: Tensor, bias: Tensor, single: bool) -> Tensor:
