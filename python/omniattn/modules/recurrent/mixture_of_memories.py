@@ -7,6 +7,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C import _is_tracing as is_tracing
 from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
@@ -220,7 +221,7 @@ class MixtureOfMemories(StateMixer):
         c = self.config
         if c.shared_projections:
             return []
-        if torch.jit.is_tracing():
+        if is_tracing():
             raise NotImplementedError(
                 "MixtureOfMemories: x must not be routed under torch.jit.trace, whose programs "
                 "keep the number of tokens of each memory, unless shared_projections=True"
