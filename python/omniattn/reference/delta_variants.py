@@ -212,7 +212,7 @@ def preconditioned_delta_rule(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """S_t = S' + beta_t m_t k_t (v_t - S'^T k_t)^T, S' = diag(exp(g_t)) S_{t-1}.
 
-    m_t = x^(-r / (1 + |r|)), r = ln(A_t + eps) - log_atk_scale, and
+    ``m_t = x^(-r / (1 + |r|))``, r = ln(A_t + eps) - log_atk_scale, and
     A_t = exp(g_atk_t) A_{t-1} + beta_atk_t k_t^2."""
     op = "preconditioned_delta_rule"
     if l2norm:

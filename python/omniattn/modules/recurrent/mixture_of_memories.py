@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from torch._C import _is_tracing as is_tracing
+from torch.compiler import is_compiling
 from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
@@ -221,7 +222,7 @@ class MixtureOfMemories(StateMixer):
         c = self.config
         if c.shared_projections:
             return []
-        if is_tracing():
+        if not is_compiling() and is_tracing():
             raise NotImplementedError(
                 "MixtureOfMemories: x must not be routed under torch.jit.trace, whose programs "
                 "keep the number of tokens of each memory, unless shared_projections=True"
