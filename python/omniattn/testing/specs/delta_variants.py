@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.nn import functional as nnf
 
 from omniattn import reference
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
-from omniattn.testing.specs._cases import BF16, BOTH, F32, SWEEPS, boundaries
+from omniattn.testing.specs._cases import BF16, BOTH, F32, SWEEPS, boundaries, flat_state
 
 STATE = ("initial_state",)
 PACKED = ("initial_state", "cu_seqlens")
@@ -106,21 +105,6 @@ def _preconditioned(case: Case, random: Random) -> dict[str, Tensor]:
         "beta_atk": random.normal(*tokens).sigmoid(),
         "log_atk_scale": random.normal(tokens[2]) - 2,
     }
-
-
-def _flat_state(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function of a state (S, A) to take both by name."""
-
-    @functools.wraps(function)
-    def run(
-        *args: Any, S: Tensor | None = None, A: Tensor | None = None, **options: Any
-    ) -> tuple[Tensor, ...]:
-        if S is not None:
-            options["initial_state"] = S, A
-        o, state = function(*args, **options)
-        return (o, *state)
-
-    return run
 
 
 def _oja(case: Case, random: Random) -> dict[str, Tensor]:
@@ -247,7 +231,7 @@ SPECS = (
             _case("nosteps", 2, 0, 2, 4, 3, STATE),
         ),
         (_case("head64", 1, 1024, 8, 64, 64),),
-        adapt=_flat_state,
+        adapt=flat_state("S", "A"),
     ),
     _spec(
         "gated_oja_rule",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
-from omniattn.testing.specs._cases import BOTH, F32, FORWARD, boundaries
+from omniattn.testing.specs._cases import BOTH, F32, FORWARD, boundaries, flat_state
 
 STATE = ("initial_state",)
 
@@ -44,17 +44,16 @@ def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
     return made
 
 
-def _flat_state(function: Callable[..., Any]) -> Callable[..., Any]:
+def _symmetric(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function of a state (H, G) to take both by name; H is made symmetric."""
+    flat = flat_state("kk", "kv")(function)
 
-    @functools.wraps(function)
-    def run(
-        *args: Any, kk: Tensor | None = None, kv: Tensor | None = None, **options: Any
-    ) -> tuple[Tensor, ...]:
-        if kk is not None:
-            options["initial_state"] = (kk + kk.mT) / 2, kv
-        o, state = function(*args, **options)
-        return (o, *state)
+    @functools.wraps(flat)
+    def run(*args: Any, kk: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = flat(
+            *args, kk=None if kk is None else (kk + kk.mT) / 2, **options
+        )
+        return found
 
     return run
 
@@ -80,7 +79,7 @@ SPECS = (
         flops=_flops,
         second_order=True,
         special=("packed",),
-        adapt=_flat_state,
+        adapt=_symmetric,
         cases=(
             _case("tiny", 2, 3, 1, 3, 2, STATE),
             _case("unit", 2, 33, 2, 8, 6, STATE, l2norm=True),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
-from omniattn.testing.specs._cases import BOTH, F32, FORWARD, SWEEPS, boundaries
+from omniattn.testing.specs._cases import BOTH, F32, FORWARD, SWEEPS, boundaries, flat_state
 
 STATE = ("W", "B0", "G", "g0")
 
@@ -48,26 +46,6 @@ def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
     return made
 
 
-def _flat_state(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function of a state of four tensors to take them by name."""
-
-    @functools.wraps(function)
-    def run(
-        *args: Any,
-        W: Tensor | None = None,
-        B0: Tensor | None = None,
-        G: Tensor | None = None,
-        g0: Tensor | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, ...]:
-        if W is not None:
-            options["initial_state"] = W, B0, G, g0
-        o, state = function(*args, **options)
-        return (o, *state)
-
-    return run
-
-
 def _flops(case: Case, pass_: Pass) -> float:
     """Counts three products with W, and those of queries, keys and gradients in mini-batches."""
     s = case.sizes
@@ -86,7 +64,7 @@ SPECS = (
         flops=_flops,
         second_order=True,
         special=("packed",),
-        adapt=_flat_state,
+        adapt=flat_state(*STATE),
         cases=(
             _case("tiny", 2, 3, 1, 4, STATE, mini_batch_size=2),
             _case("plain", 2, 33, 2, 8),
