@@ -23,7 +23,7 @@ __all__ = [
     "parallel_wall_attn",
 ]
 
-#: Boundaries of packed sequences, or a pair of those of queries and keys.
+#: Boundaries of packed sequences, or a pair: of queries and of keys.
 Boundaries: TypeAlias = Tensor | tuple[Tensor, Tensor] | None
 
 

@@ -32,7 +32,7 @@ class MomAttention(modules.MixtureOfMemories):
             of their projections.
         layer_idx: number of the layer, for a cache.
         norm_eps: eps of the output norm.
-        num_memories, topk: number of memories, and of those of a token.
+        num_memories, topk: number of memories, and number that a token uses.
         capacity: has no effect, as in fla.
         shared_mem: True for one more memory with all tokens.
         single_kv_proj: True for one projection of all memories.
