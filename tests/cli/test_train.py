@@ -105,7 +105,6 @@ def test_a_vision_model_shows_its_accuracy(tmp_path, text, capsys):
 
 
 def test_a_self_supervised_model_shows_its_probe(tmp_path, capsys):
-    pytest.importorskip("sklearn")
     out = tmp_path / "run"
     options = ["--batch", "2", "--steps", "2", "--compare", "1", "--out", str(out)]
     assert main(["train", "--model", "mae", *options]) == 0

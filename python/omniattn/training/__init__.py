@@ -3,8 +3,7 @@
 from omniattn.functional._keywords import explain_keywords
 from omniattn.training.answers import Instructions
 from omniattn.training.augment import Augment
-from omniattn.training.captions import CaptionedShapes
-from omniattn.training.images import CroppedDigits, DistilledDigits, MaskedDigits
+from omniattn.training.images import CroppedDigits, DistilledDigits
 from omniattn.training.instructions import InstructionCollator
 from omniattn.training.master import MasterAdamW
 from omniattn.training.optimizer import (
@@ -16,6 +15,7 @@ from omniattn.training.optimizer import (
 from omniattn.training.probes import linear_probe, nearest_neighbors
 from omniattn.training.recipes import Recipe, recipe_of, task_of
 from omniattn.training.recompute import recompute_blocks
+from omniattn.training.shapes import CaptionedShapes, MaskedShapes
 from omniattn.training.tasks import (
     Batch,
     Digits,
@@ -43,8 +43,8 @@ __all__ = [
     "InstructionCollator",
     "Instructions",
     "LanguageModeling",
-    "MaskedDigits",
     "MaskedLanguageModeling",
+    "MaskedShapes",
     "MasterAdamW",
     "Recipe",
     "ReplacedTokens",

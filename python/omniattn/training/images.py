@@ -1,4 +1,4 @@
-"""Training tasks on images: restored patches, crops, a teacher's labels, and captions."""
+"""Training tasks on digits: crops, and a teacher's labels."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
 from omniattn import functional
-from omniattn.training.probes import linear_probe, nearest_neighbors
+from omniattn.training.probes import nearest_neighbors
 from omniattn.training.tasks import HELD_OUT_SEED, Batch, Digits
 
 if TYPE_CHECKING:
     from omniattn.models.model import Model
-    from omniattn.models.vision import DINO, MAE, DeiT
+    from omniattn.models.vision import DINO, DeiT
 
 
 def uniform(shape: tuple[int, ...], seed: int, step: int, stream: int) -> Tensor:
@@ -36,40 +36,6 @@ class _Unlabelled(Digits):
             parts = [encode(part.to(device)).float().cpu() for part in images.split(self._PARTS)]
             found.append(torch.cat(parts))
         return found[0], found[1]
-
-
-class MaskedDigits(_Unlabelled):
-    """Restores masked patches: images (B, 1, 8, 8) and noise (B, patches) that orders patches.
-
-    The metric is the accuracy of a linear classifier on the mean of the encoder's patches.
-
-    Args:
-        patches: number of patches of an image.
-    """
-
-    unit = "squared error per pixel"
-
-    def __init__(self, patches: int = 16) -> None:
-        super().__init__()
-        self.patches = patches
-
-    def batch(self, size: int, seed: int, step: int) -> Batch:
-        images, _ = super().batch(size, seed, step)
-        return images, uniform((size, self.patches), seed, step, 1)
-
-    def held_out_batch(self, size: int) -> Batch:
-        images = self.held_out[0]
-        return images, uniform((len(images), self.patches), HELD_OUT_SEED, 0, 1)
-
-    def metrics(self, model: Model, batch: Batch) -> dict[str, float]:
-        encoder = cast("MAE", model).encoder
-        prefix = encoder.config.prefix
-
-        def encode(images: Tensor) -> Tensor:
-            return encoder.forward_features(images)[:, prefix:].mean(1)
-
-        train, held_out = self._features(encode, batch[0].device)
-        return {"linear probe": linear_probe(train, self.train[1], held_out, self.held_out[1])}
 
 
 class CroppedDigits(_Unlabelled):

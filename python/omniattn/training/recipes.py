@@ -17,8 +17,8 @@ from omniattn.models.bert import MaskedConfig
 from omniattn.models.vision import CLIPConfig, DeiTConfig, DINOConfig, MAEConfig, VisionConfig
 from omniattn.suggestions import did_you_mean
 from omniattn.training.answers import Instructions
-from omniattn.training.captions import CaptionedShapes
-from omniattn.training.images import CroppedDigits, DistilledDigits, MaskedDigits
+from omniattn.training.images import CroppedDigits, DistilledDigits
+from omniattn.training.shapes import CaptionedShapes, MaskedShapes
 from omniattn.training.tasks import (
     Digits,
     LanguageModeling,
@@ -50,7 +50,7 @@ _RECIPES: dict[type, Recipe] = {
     ElectraConfig: Recipe(ReplacedTokens),
     VisionConfig: Recipe(Digits, {"batch": 64}),
     DeiTConfig: Recipe(DistilledDigits, {"batch": 64}),
-    MAEConfig: Recipe(MaskedDigits, {"batch": 128, "steps": 600}),
+    MAEConfig: Recipe(MaskedShapes, {"batch": 128, "steps": 600, "lr": 2e-3}),
     CLIPConfig: Recipe(CaptionedShapes, {"batch": 64, "steps": 300}),
     DINOConfig: Recipe(
         CroppedDigits,

@@ -327,7 +327,7 @@ TRAINED: dict[str, ModelConfig] = {
     "vit": ViTConfig(init_std=0.1),
     "swin": SwinConfig(init_std=0.1),
     "deit": DeiTConfig(init_std=0.1),
-    "mae": MAEConfig(),
+    "mae": MAEConfig(channels=3, image=16, patch=4, norm_pix=True),
     "clip": CLIPConfig(channels=3, image=16, patch=4, vocab_size=257, context=48, text_layers=2),
     "dino": DINOConfig(
         init_std=0.1,

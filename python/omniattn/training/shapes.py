@@ -1,4 +1,4 @@
-"""Training task on pairs of generated images and captions."""
+"""Training tasks on generated images of shapes: captions, and restored patches."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 from typing_extensions import Self
 
 from omniattn.training.images import uniform
+from omniattn.training.probes import linear_probe
 from omniattn.training.tasks import HELD_OUT_SEED, Batch, Task
 
 if TYPE_CHECKING:
     from omniattn.models.model import Model
-    from omniattn.models.vision import CLIP
+    from omniattn.models.vision import CLIP, MAE
 
 #: Kinds of shapes: colours by red, green and blue.
 SHAPES = ("circle", "square", "triangle", "cross")
@@ -34,44 +35,15 @@ PLACES = {
 }
 
 
-class CaptionedShapes(Task):
-    """Images (B, 3, 16, 16) of a shape, and captions (B, 40) such as "a small red cross, top left".
+class _Shapes(Task):
+    """Images (B, 3, 16, 16) of a shape of some colour, size and place."""
 
-    Captions are bytes, then the token END. Every fifth combination of shape, colour, size and place
-    is held out: no such image or caption is in the training. The metrics use images of these:
-    "retrieval" is the share whose own caption is the most similar of all 128, "zero-shot" the
-    accuracy of choosing the shape by its captions.
-    """
-
-    unit = "nats per pair"
-    compares = True
-    items = "pairs"
-    items_per_example = 1
-    END: ClassVar[int] = 256
-    vocab_size: ClassVar[int] = 257
     side: ClassVar[int] = 16
-    context: ClassVar[int] = 40
 
     def __init__(self) -> None:
         kinds = list(itertools.product(range(4), range(4), range(2), range(4)))
         self.kinds = torch.tensor(kinds)  # shape, colour, size, place
-        names = (SHAPES, tuple(COLOURS), tuple(SIZES), tuple(PLACES))
-        self.captions = [
-            "a {2} {1} {0}, {3}".format(*(n[i] for n, i in zip(names, kind, strict=True)))
-            for kind in kinds
-        ]
-        self.tokens = torch.zeros(len(kinds), self.context, dtype=torch.long)
-        for row, caption in zip(self.tokens, self.captions, strict=True):
-            text = [*caption.encode(), self.END]
-            row[: len(text)] = torch.tensor(text)
-        everything = torch.arange(len(kinds))
-        self.unseen = everything[everything % 5 == 0]
-        self.seen = everything[everything % 5 != 0]
         self.digest = f"shapes-{len(kinds)}"
-        self.summary = (
-            f"images drawn of {len(self.seen)} combinations to train on, {len(self.unseen)} held "
-            "out"
-        )
 
     @classmethod
     def load(cls, path: Path | str | None, length: int) -> Self:
@@ -104,6 +76,43 @@ class CaptionedShapes(Task):
         noise = 0.2 * uniform((n, 3, side, side), seed, step, 6)
         return (inside * paint + (1 - inside) * ground + noise).clamp(0, 1)
 
+
+class CaptionedShapes(_Shapes):
+    """Images (B, 3, 16, 16) of a shape, and captions (B, 40) such as "a small red cross, top left".
+
+    Captions are bytes, then the token END. Every fifth combination of shape, colour, size and place
+    is held out: no such image or caption is in the training. The metrics use images of these:
+    "retrieval" is the share whose own caption is the most similar of all 128, "zero-shot" the
+    accuracy of choosing the shape by its captions.
+    """
+
+    unit = "nats per pair"
+    compares = True
+    items = "pairs"
+    items_per_example = 1
+    END: ClassVar[int] = 256
+    vocab_size: ClassVar[int] = 257
+    context: ClassVar[int] = 40
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = (SHAPES, tuple(COLOURS), tuple(SIZES), tuple(PLACES))
+        self.captions = [
+            "a {2} {1} {0}, {3}".format(*(n[i] for n, i in zip(names, kind, strict=True)))
+            for kind in self.kinds.tolist()
+        ]
+        self.tokens = torch.zeros(len(self.kinds), self.context, dtype=torch.long)
+        for row, caption in zip(self.tokens, self.captions, strict=True):
+            text = [*caption.encode(), self.END]
+            row[: len(text)] = torch.tensor(text)
+        everything = torch.arange(len(self.kinds))
+        self.unseen = everything[everything % 5 == 0]
+        self.seen = everything[everything % 5 != 0]
+        self.summary = (
+            f"images drawn of {len(self.seen)} combinations to train on, {len(self.unseen)} held "
+            "out"
+        )
+
     def batch(self, size: int, seed: int, step: int) -> Batch:
         """Returns different combinations, unless there are more examples than combinations."""
         order = uniform((len(self.seen),), seed, step, 0).argsort()
@@ -126,3 +135,50 @@ class CaptionedShapes(Task):
             "retrieval": float((found == index).double().mean()),
             "zero-shot": float((shapes == self.kinds[index, 0]).double().mean()),
         }
+
+
+class MaskedShapes(_Shapes):
+    """Restores masked patches: images (B, 3, 16, 16) and noise (B, patches) that orders patches.
+
+    The metrics are accuracies of linear classifiers on the mean of the encoder's patches, for the
+    shape, colour, size and place of new images, and their mean, "linear probe".
+
+    Args:
+        patches: number of patches of an image.
+    """
+
+    unit = "squared error per pixel"
+    items = "images"
+    items_per_example = 1
+
+    def __init__(self, patches: int = 16) -> None:
+        super().__init__()
+        self.patches = patches
+        self.summary = f"images drawn of {len(self.kinds)} combinations"
+
+    def batch(self, size: int, seed: int, step: int) -> Batch:
+        index = (uniform((size,), seed, step, 0) * len(self.kinds)).long()
+        return self.images(index, seed, step), uniform((size, self.patches), seed, step, 1)
+
+    def held_out_batch(self, size: int) -> Batch:
+        """Returns 4 images of each combination."""
+        index = torch.arange(len(self.kinds)).repeat(4)
+        noise = uniform((len(index), self.patches), HELD_OUT_SEED, 0, 1)
+        return self.images(index, HELD_OUT_SEED, 0), noise
+
+    def metrics(self, model: Model, batch: Batch) -> dict[str, float]:
+        encoder = cast("MAE", model).encoder
+        index = torch.arange(len(self.kinds)).repeat(4)
+        fitted, judged = (
+            encoder.forward_features(images.to(batch[0].device))[:, encoder.config.prefix :]
+            .mean(1)
+            .float()
+            .cpu()
+            for images in (self.images(index, HELD_OUT_SEED, 1), batch[0])
+        )
+        names = ("shape", "colour", "size", "place")
+        found = {
+            name: linear_probe(fitted, labels, judged, labels)
+            for name, labels in zip(names, self.kinds[index].T, strict=True)
+        }
+        return {"linear probe": sum(found.values()) / len(found), **found}
