@@ -61,7 +61,14 @@ def test_recurrences_go_on_past_padding(name):
 
 
 #: A Performer takes the more sweeps for its running maximum the more tokens there are.
-@pytest.mark.parametrize("name", [name for name in RECURRENT if "performer" not in name])
+COMPILED = [name for name in RECURRENT if "performer" not in name]
+
+
+#: A compilation takes seconds, and most layers reach the padding by the same code.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if i % 4 else ()) for i, n in enumerate(COMPILED)],
+)
 def test_recurrences_with_padding_compile_without_breaks(name):
     torch._dynamo.reset()  # or the layers of other tests count as compilations of this one
     layer, _ = recurrent(name)

@@ -145,8 +145,8 @@ def test_augmentations_are_those_of_torchvision():
             torch.testing.assert_close(targets.sum(-1), torch.ones(8))
 
 
-#: Model -> metric and a floor far above chance: 0.31 for the shapes' mean, 0.1 for digits, and 1 of 128
-#: for retrieval.
+#: Model -> metric and a floor far above chance: 0.31 for the mean of drawn shapes, 0.1 for digits,
+#: and 1 of 128 for retrieval.
 FIGURES = {
     "mae": ("linear probe", 0.78),
     "clip": ("retrieval", 0.1),
