@@ -10,7 +10,7 @@ namespace omniattn::ops::fast_weights {
 // R, V) of A, position (N).
 OMNIATTN_FIELDS(Inputs, Tensor q, k, v; OptTensor step, keep, gate, w, b;
                 OptTensor weights, momentum, anchor, position, cu_seqlens);
-OMNIATTN_FIELDS(Options, int64_t mini_batch_size; double eps; bool descent, bias, residual);
+OMNIATTN_FIELDS(Options, int64_t mini_batch_size; double eps, scale; bool descent, bias, residual);
 OMNIATTN_FIELDS(Results, Output y, weights_final, momentum_final, anchor_final);
 OMNIATTN_FIELDS(Incoming, OptTensor grad_y, grad_weights_final, grad_momentum_final,
                 grad_anchor_final);

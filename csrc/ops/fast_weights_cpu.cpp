@@ -30,6 +30,7 @@ struct Problem : SequenceProblem {
     p.heads = in.q.size(2), p.key_width = in.q.size(3);
     p.value_width = with_dims("v", in.v, 4).size(3);
     p.mini_batch = options.mini_batch_size, p.eps = options.eps;
+    p.scale = options.scale;
     p.descent = options.descent, p.bias = options.bias, p.residual = options.residual;
     require(p.mini_batch >= 1, op, "mini_batch_size must be >= 1, got ", p.mini_batch);
     require(!p.residual || p.key_width == p.value_width, op,

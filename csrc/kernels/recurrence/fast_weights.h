@@ -1,6 +1,6 @@
 // Linear models that are trained on past tokens, forward and backward: the state of TTT-Linear and
 // of Titans. For each sequence and head, with weights M and momentum S of shape (R, V), R = K, or
-// R = K + 1 with a bias, whose q and k end with a 1:
+// R = K + 1 with a bias, whose q and k end with a 1, and q scaled by `scale`:
 //
 //   u_t = d/dz |f(z) - y_t|^2 / 2 at z = k_t N          y_t = v_t, or v_t - k_t with a residual
 //   S_t = keep_t S_{t-1} + step_t k_t u_t^T
@@ -34,7 +34,7 @@ struct FastWeights {
   int64_t longest;    // no sequence has more tokens
   int64_t heads, key_width, value_width;  // H, K, V
   int64_t mini_batch;                     // tokens whose u are taken at the same weights
-  double eps;
+  double eps, scale;                      // scale: factor of q, without the 1 of a bias
   bool descent, bias, residual;
   StepView q, k, v;           // (B, T, H, K) and (B, T, H, V)
   StepView step, keep, gate;  // (B, T, H) of A; absent: 1

@@ -341,11 +341,13 @@ struct Backward {
   void write(const FastWeightsItem& x, int64_t t) const {
     const int64_t n = c.rows;
     const int64_t first = (x.batch * p.steps + x.begin + t) * p.heads + x.head;
-    const auto of_rows = [&](Matrix<C> from, int64_t width, void* to) {
-      stream_rows(p.dtype, from, n, width,
-                  static_cast<char*>(to) + first * width * size_of(p.dtype), p.heads * width);
+    const auto of_rows = [&](Matrix<C> from, int64_t width, void* to, C factor) {
+      char* const row = static_cast<char*>(to) + first * width * size_of(p.dtype);
+      stream_rows(p.dtype, from, n, width, row, p.heads * width, factor);
     };
-    of_rows(dq, c.K, params.dq), of_rows(dk, c.K, params.dk), of_rows(c.target, c.V, params.dv);
+    of_rows(dq, c.K, params.dq, static_cast<C>(p.scale));
+    of_rows(dk, c.K, params.dk, 1);
+    of_rows(c.target, c.V, params.dv, 1);
     const auto of_gates = [&](const C* from, void* to) {
       if (to == nullptr) return;
       for (int64_t i = 0; i < n; ++i) static_cast<C*>(to)[first + i * p.heads] = from[i];

@@ -102,7 +102,7 @@ struct Chunk {
     combine_gates();
   }
   void load_queries(const FastWeightsItem& x, int64_t t) const {
-    load_rows(p.dtype, row(p.q, x, t), p.q.step, rows, K, q);
+    load_rows(p.dtype, row(p.q, x, t), p.q.step, rows, K, q, static_cast<C>(p.scale));
   }
   // Prefetches a token of the item, if it exists.
   void prefetch(const FastWeightsItem& x, int64_t t) const {

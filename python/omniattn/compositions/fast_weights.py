@@ -128,13 +128,14 @@ def _forward(
     cu_seqlens: Tensor | None,
     mini_batch_size: int,
     eps: float,
+    scale: float,
     descent: bool,
     bias: bool,
     residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _require(v, k, (weights, momentum, anchor, position), cu_seqlens, mini_batch_size, residual)
     dtype = v.dtype
-    q, k, v = widen(q), widen(k), widen(v)
+    q, k, v = widen(q) * scale, widen(k), widen(v)
     if residual:
         v = v - k
     if bias:
@@ -249,7 +250,7 @@ def _final(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, bias: bool) -> Tenso
 implement("fast_weights", _forward, _SHAPES, differentiable=True)
 implement("fast_weights_backward", _backward, {"grad_y": "B T H V"} | _STATES | _SHAPES)
 #: (q, k, v, step, keep, gate, w, b, weights, momentum, anchor, position, cu_seqlens,
-#: mini_batch_size, eps, descent, bias, residual) -> (y, weights, momentum, anchor)
+#: mini_batch_size, eps, scale, descent, bias, residual) -> (y, weights, momentum, anchor)
 fast_weights = DifferentiableOp(
     "fast_weights",
     fakes={

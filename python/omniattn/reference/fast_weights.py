@@ -40,6 +40,7 @@ def fast_weights(
     cu_seqlens: Tensor | None,
     mini_batch_size: int,
     eps: float,
+    scale: float,
     descent: bool,
     bias: bool,
     residual: bool,
@@ -47,11 +48,12 @@ def fast_weights(
     """Weights M (N, H, R, V) and momentum S, and N, the M at the start of the mini-batch.
 
     ``S_t = keep_t S_{t-1} + step_t k_t^T u_t`` with the gradients u of `slope` at ``z = k_t N`` and
-    ``M_t = gate_t M_{t-1} - S_t``; with `descent` ``M_t = N - gate_t S_t``, and S is 0 again after
-    each mini-batch. ``y_t = q_t M_t``; with `bias` q and k end with a 1, so that R = K + 1. With
+    ``M_t = gate_t M_{t-1} - S_t``; with `descent` ``M_t = M_0 - gate_t S_t`` of the M_0 at the start
+    of the mini-batch, and S is 0 again after it. ``y_t = scale q_t M_t``; with `bias` q and k end with a 1, so that R = K + 1. With
     `residual` the targets are v - k. Absent gates are 1, absent states 0, and an absent anchor is
     the weights.
     """
+    q = q * scale
     if residual:
         v = v - k
     if bias:
