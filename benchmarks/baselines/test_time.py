@@ -29,7 +29,7 @@ def ttt_linear(
     eps: float = 1e-6,
     mini_batch_size: int = 16,
     **options: Any,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
     size = q.shape[-1]
     lacks(**options, part=q.shape[1] % mini_batch_size > 0)
     q, k, v, eta = (
@@ -50,7 +50,59 @@ def ttt_linear(
         weights, bias = weights - (step * k_n).mT @ u, bias - step * u.sum(-2, True)
     y = torch.stack(out)
     o = y + F.layer_norm(y, (size,), eps=eps) * w + b
-    return o.movedim(0, 2).flatten(2, 3).transpose(1, 2), (weights, bias)
+    o = o.movedim(0, 2).flatten(2, 3).transpose(1, 2)
+    return o, (weights, bias[:, :, 0], 0 * weights, 0 * bias[:, :, 0])
+
+
+def titans_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    alpha: Tensor | None = None,
+    eta: Tensor | None = None,
+    w: Tensor | None = None,
+    b: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    eps: float = 1e-6,
+    mini_batch_size: int = 16,
+    **options: Any,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Products of mini-batches; weights of pairs for all of them at once, row by row."""
+    count, size = mini_batch_size, q.shape[-1]
+    lacks(**options, part=q.shape[1] % count > 0, plain=w is None)
+    assert w is not None and b is not None and alpha is not None and eta is not None
+    q, k, v, theta, gate, eta = (
+        t.transpose(1, 2).unflatten(2, (-1, count)).movedim(2, 0)
+        for t in (q * scale, k, v, 2 * theta, 1 - alpha, eta)
+    )
+    write = pair = torch.zeros_like(theta)
+    kept = weighed = torch.ones_like(theta[..., :1])
+    read, rows = torch.zeros_like(kept), []
+    for t in range(count):
+        write = eta[..., t : t + 1] * write + F.pad(theta[..., t : t + 1], (t, count - 1 - t))
+        kept, weighed = eta[..., t : t + 1] * kept, gate[..., t : t + 1] * weighed
+        pair, read = gate[..., t : t + 1] * pair + write, gate[..., t : t + 1] * read + kept
+        rows.append((pair, read, weighed))
+    pairs, reads, shares = (torch.stack(each, -2) for each in zip(*rows, strict=True))
+    inside = pairs * (q @ k.mT)
+    weights = momentum = k.new_zeros(*k.shape[1:3], size, size)
+    w, b, out = w[:, None], b[:, None], []
+    for n in range(len(q)):
+        z = k[n] @ weights
+        normal = F.layer_norm(z, (size,), eps=eps)
+        gap = w * (w * normal + b - (v[n] - k[n]))
+        gap = gap - gap.mean(-1, True) - normal * (gap * normal).mean(-1, True)
+        u = gap * torch.rsqrt(z.var(-1, unbiased=False, keepdim=True) + eps)
+        out.append(shares[n] * (q[n] @ weights) + reads[n] * (q[n] @ momentum) - inside[n] @ u)
+        moved = kept[n, ..., None] * momentum - (write[n, ..., None] * k[n]).mT @ u
+        weights = shares[n, ..., -1:, :] * weights + reads[n, ..., -1:, :] * momentum
+        weights = weights - (pairs[n, ..., -1, :, None] * k[n]).mT @ u
+        momentum = moved
+    y = torch.stack(out)
+    o = y + F.layer_norm(y, (size,), eps=eps) * w + b
+    return o.movedim(0, 2).flatten(2, 3).transpose(1, 2), (weights, momentum, weights)
 
 
 def _states(left: Tensor, right: Tensor, end: Tensor) -> Tensor:
@@ -98,6 +150,7 @@ def mesa_net(
 
 
 BASELINES = {
+    "titans_linear": {"aten": titans_linear, "compiled": compiled(titans_linear)},
     "ttt_linear": {"aten": ttt_linear, "compiled": compiled(ttt_linear)},
     "mesa_net": {"aten": mesa_net, "compiled": compiled(mesa_net)},
 }

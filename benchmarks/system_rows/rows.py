@@ -124,6 +124,9 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "TTT-Linear: a linear model that descends the loss of each mini-batch": (
         ("ttt_linear", "head64"),
     ),
+    "Titans: a linear memory that learns by descent with momentum and forgetting": (
+        ("titans_linear", "head64"),
+    ),
     "HGRN: forget gates of channels": (("linear_scan", "model"),),
     "DeltaFormer: values less what attention to earlier ones reads": (
         ("deltaformer_attention", "head64"),

@@ -43,6 +43,9 @@ def test_every_op_has_a_cpu_kernel_without_python():
 #: Single steps in place, for layers on the CPU, and an op that Python computes on CUDA.
 CPU_ONLY = [
     "omniattn::causal_conv1d_",
+    "omniattn::fast_weights",
+    "omniattn::fast_weights_backward",
+    "omniattn::fast_weights_raw",
     "omniattn::log_linear_attention",
     "omniattn::log_linear_attention_backward",
     "omniattn::log_linear_attention_raw",

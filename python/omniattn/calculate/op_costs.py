@@ -154,10 +154,13 @@ def _mesa(given: Given) -> Cost:
     return _recurrence(2 * given["q"].numel() * given["q"].shape[3] * given["max_iterations"])
 
 
-def _ttt(given: Given) -> Cost:
-    """3 products of a token with D x D weights, and 2 with each token of half a mini-batch."""
-    size = given["q"].shape[3]
-    return _recurrence(given["q"].numel() * (3 * size + given["mini_batch_size"]))
+def _fast_weights(given: Given) -> Cost:
+    """3 products of a token with K x V weights, 2 more with momentum, and 2 with each token of half
+    a mini-batch."""
+    k, v = given["q"].shape[3], given["v"].shape[3]
+    inside = min(given["mini_batch_size"], 64) * (k + v) / 2
+    tokens = math.prod(given["q"].shape[:3])
+    return _recurrence(int(tokens * (k * v * (3 if given["descent"] else 5) + inside)))
 
 
 def _selective_scan(given: Given) -> Cost:
@@ -213,7 +216,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "recurrence": _matrix_state,
     "log_linear_attention": _log_linear,
     "mesa_net": _mesa,
-    "ttt_linear": _ttt,
+    "fast_weights": _fast_weights,
     "deltaformer_attention": _deltaformer,
     "selective_scan": _selective_scan,
     "ssd": _ssd_step,

@@ -151,6 +151,7 @@ from omniattn.compat._fla.precond import (
     fused_recurrent_precond_kda,
 )
 from omniattn.compat._fla.slots import chunk_abc, chunk_gsa, fused_recurrent_gsa
+from omniattn.compat._fla.titans import chunk_titans_linear
 from omniattn.compat._fla.ttt import chunk_ttt_linear, fused_chunk_ttt_linear
 from omniattn.compat._fla.variants import (
     chunk_comba,
@@ -342,6 +343,7 @@ __all__ = [
     "chunk_rwkv6",
     "chunk_rwkv7",
     "chunk_simple_gla",
+    "chunk_titans_linear",
     "chunk_ttt_linear",
     "deltaformer_attn",
     "elu_p1",

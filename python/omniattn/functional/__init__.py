@@ -93,6 +93,7 @@ from omniattn.functional.recurrences.random_features import (
 from omniattn.functional.recurrences.rwkv import rwkv6, rwkv7, rwkv_quadratic, rwkv_recurrent
 from omniattn.functional.recurrences.scan import linear_scan, rwkv4, slstm
 from omniattn.functional.recurrences.slots import abc_attention, gated_slot_attention
+from omniattn.functional.recurrences.titans import titans_linear
 from omniattn.functional.recurrences.ttt import ttt_linear
 from omniattn.functional.routing import (
     Routing,
@@ -294,6 +295,7 @@ __all__ = [
     "ssm_recurrence",
     "stick_breaking_attention",
     "swiglu",
+    "titans_linear",
     "top_k",
     "top_k_softmax",
     "ttt_linear",

@@ -128,6 +128,7 @@ from omniattn.reference.state_space import ssm_kernel, ssm_recurrence
 from omniattn.reference.stick_breaking import stick_breaking_attention
 from omniattn.reference.structured import cauchy, vandermonde
 from omniattn.reference.topk import top_k
+from omniattn.reference.titans import titans_linear
 from omniattn.reference.ttt import ttt_linear
 from omniattn.reference.wall_attention import wall_attention
 
@@ -245,6 +246,7 @@ __all__ = [
     "ssm_recurrence",
     "stick_breaking_attention",
     "swiglu",
+    "titans_linear",
     "top_k",
     "ttt_linear",
     "uniform_like",

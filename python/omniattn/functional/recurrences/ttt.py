@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from omniattn.checks.arguments import (
@@ -16,7 +17,7 @@ from omniattn.checks.arguments import (
     shown,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.ttt import ttt_steps
+from omniattn.compositions.fast_weights import fast_weights
 from omniattn.functional.layers.norm import layer_norm
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,
@@ -89,11 +90,9 @@ def ttt_linear(
         NotImplementedError: no native kernel for the device.
 
     Note:
-        Mini-batches follow each other with a few products of torch each, in fp32 for half types;
-        outputs are products for all of them, so the last bits may depend on the number of threads.
-        A NaN or infinity may also reach outputs of earlier tokens of its mini-batch. The backward
-        is written out; it keeps two numbers for each of q and recomputes W. Second and forward-mode
-        derivatives go through the eager definition.
+        Mini-batches follow each other, computed in fp32 for half types. A NaN or infinity may also
+        reach outputs of earlier tokens of its mini-batch. The backward keeps the inputs only and
+        recomputes W. Second and forward-mode derivatives go through the eager definition.
 
         A last mini-batch that is not complete stays open in the state, so that tokens can follow
         one by one; fla's final state has taken its step instead, ``W_0 - eta_T G``.
@@ -137,12 +136,22 @@ def ttt_linear(
     if scale is None:
         scale = size**-0.5 if size > 0 else 1.0
     require_number(op, "scale", scale)
-    call = implementation(op, backend, q, ttt_steps)
-    q_wide = widen(q) * scale
-    y, *state = call(
-        *(q_wide, widen(k), widen(v), eta, lr, w, b, *before, position, cu_seqlens),
-        *(int(mini_batch_size), float(eps)),
+    call = implementation(op, backend, q, fast_weights)
+    weights, momentum = (None if t is None else _join(t, row) for t, row in (before[:2], before[2:]))
+    y, weights, momentum, _ = call(
+        *(widen(q), widen(k), widen(v), lr, None, eta, w, b, weights, momentum, None),
+        *(position, cu_seqlens, int(mini_batch_size), float(eps), float(scale)),
+        *(True, True, True),
     )
-    normal = layer_norm(y, eps=float(eps), backend=backend) * w + b
-    o = normal + (y if residual == "output" else q_wide)
-    return o.to(q.dtype), (state[0], state[1], state[2], state[3])
+    normal = layer_norm(y, eps=float(eps), backend=backend)
+    o = torch.addcmul(b + (y if residual == "output" else widen(q) * scale), normal, w)
+    return o.to(q.dtype), (
+        *(weights[:, :, :-1], weights[:, :, -1]),
+        *(momentum[:, :, :-1], momentum[:, :, -1]),
+    )
+
+
+def _join(matrix: Tensor, row: Tensor | None) -> Tensor:
+    """Appends a bias to weights, as their last row."""
+    assert row is not None
+    return torch.cat((matrix, row[:, :, None]), 2)

@@ -68,6 +68,7 @@ SPECS = (
         cases=(
             _case("tiny", 2, 3, 1, 4, STATE, mini_batch_size=2),
             _case("plain", 2, 33, 2, 8),
+            _case("whole", 2, 32, 2, 8),
             _case("packed", 1, 30, 2, 8, ("lr", "cu_seqlens", *STATE), N=4, mini_batch_size=4),
             _case("query", 1, 20, 2, 8, ("lr",), scale=1.0, residual="query", mini_batch_size=5),
             _case("step", 2, 1, 2, 8, ("lr", *STATE), mini_batch_size=4),
