@@ -246,6 +246,7 @@ BASELINES = {
     "path_attention": {"eager": reference.path_attention},
     "wall_attention": {"eager": wall_attention},
     "stick_breaking_attention": {"eager": reference.stick_breaking_attention},
+    "softpick_attention": {"eager": reference.softpick_attention},
     "moba_attention": {"eager": reference.moba_attention},
     "nsa_attention": {"eager": reference.nsa_attention},
     "routed_block_attention": {"eager": reference.routed_block_attention},

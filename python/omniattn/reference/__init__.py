@@ -117,6 +117,7 @@ from omniattn.reference.selected_attention import select_attention, selected_att
 from omniattn.reference.selected_blocks import moba_attention, nsa_attention
 from omniattn.reference.selective import selective_attention
 from omniattn.reference.slots import abc_attention, gated_slot_attention
+from omniattn.reference.softpick import softpick_attention
 from omniattn.reference.sparse import (
     bigbird_attention,
     bigbird_random_blocks,
@@ -240,6 +241,7 @@ __all__ = [
     "sincos_2d",
     "sinusoidal",
     "slstm",
+    "softpick_attention",
     "ssd",
     "ssm_kernel",
     "ssm_recurrence",
