@@ -125,6 +125,7 @@ from omniattn.reference.sparse import (
     hub_spoke_attention,
     longformer_attention,
 )
+from omniattn.reference.sparsemax_attention import sparsemax_attention
 from omniattn.reference.state_space import ssm_kernel, ssm_recurrence
 from omniattn.reference.stick_breaking import stick_breaking_attention
 from omniattn.reference.structured import cauchy, vandermonde
@@ -242,6 +243,7 @@ __all__ = [
     "sinusoidal",
     "slstm",
     "softpick_attention",
+    "sparsemax_attention",
     "ssd",
     "ssm_kernel",
     "ssm_recurrence",

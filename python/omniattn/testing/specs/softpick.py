@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from omniattn import reference
+from omniattn.reference.precision import widen
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Random, Variant
 from omniattn.testing.specs._attention_cases import attention_flops, attention_inputs, qkv
 from omniattn.testing.specs._cases import BF16, F32, TRAINING
@@ -21,6 +25,17 @@ def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
     return made
 
 
+def _rounded_weights(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """Rounds the weights to the dtype of the inputs, as kernels on 16-bit tiles do."""
+    one = torch.eye(k.shape[1], dtype=v.dtype, device=v.device)
+    values = one[None, :, None].expand(*k.shape[:3], -1)
+    found = reference.softpick_attention(q, k, values, **options)
+    weights, *others = found if isinstance(found, tuple) else (found,)
+    of_heads = widen(v).repeat_interleave(q.shape[2] // max(k.shape[2], 1), 2)
+    o = torch.einsum("bqhk,bkhd->bqhd", widen(weights), of_heads).to(q.dtype)
+    return (o, *others) if others else o
+
+
 SOFTPICK_ATTENTION = OpSpec(
     name="softpick_attention",
     family="attention",
@@ -29,6 +44,7 @@ SOFTPICK_ATTENTION = OpSpec(
     inputs=_inputs,
     differentiable=("q", "k", "v", "bias"),
     flops=attention_flops,
+    eager=_rounded_weights,
     second_order=True,
     special=("strong", "weak"),
     cases=(
