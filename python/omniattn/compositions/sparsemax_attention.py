@@ -83,10 +83,11 @@ def _threshold(z: Tensor, alpha: float) -> Tensor:
     tau = z.new_full((*z.shape[:-1], 1), -1.0)
     for _ in range(_STEPS):
         p, u = _weights(z, tau, alpha)
-        step = (p.sum(-1, keepdim=True) - 1) / (power * u.sum(-1, keepdim=True)).clamp_(min=1e-30)
-        step.clamp_(min=0)
+        slope = u.sum(-1, keepdim=True)
+        # A rounding error may lead past the root, from where the step is negative.
+        step = (p.sum(-1, keepdim=True) - 1).div_(power * slope).masked_fill_(slope == 0, 0)
         tau += step
-        if not (step > -2 * torch.finfo(z.dtype).eps * tau).any():
+        if not (step.abs() > -2 * torch.finfo(z.dtype).eps * tau).any():
             break
     return tau
 
