@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 from typing_extensions import Unpack
 
+from omniattn.checks.jagged import is_jagged, require_ragged
 from omniattn.encoding.options import SoftpickOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention._options import run
@@ -103,7 +104,9 @@ def softpick_attention(
     """
     op = "softpick_attention"
     record = pack(op, options, SoftpickOptions)._replace(normalizer="softpick")
-    if q.is_nested:
+    if is_jagged(q):
+        for name, t in (("k", k), ("v", v)):
+            require_ragged(op, name, t)
         named: dict[str, Any] = record._asdict()
         return attention(q, k, v, return_lse=return_lse, backend=backend, **named)
     q, k, v = autocast(op, q, k, v)
