@@ -114,6 +114,8 @@ TITLES = {
     "path_attention": "attention, weights and selection",
     "wall_attention": "attention, weights and selection",
     "stick_breaking_attention": "attention, weights and selection",
+    "softpick_attention": "attention, weights and selection",
+    "sparsemax_attention": "attention, weights and selection",
     "norm": "norms",
     "rope": "rotary embeddings",
     "activation": "gated activations",

@@ -246,6 +246,8 @@ BASELINES = {
     "path_attention": {"eager": reference.path_attention},
     "wall_attention": {"eager": wall_attention},
     "stick_breaking_attention": {"eager": reference.stick_breaking_attention},
+    "softpick_attention": {"eager": reference.softpick_attention},
+    "sparsemax_attention": {"eager": reference.sparsemax_attention},
     "moba_attention": {"eager": reference.moba_attention},
     "nsa_attention": {"eager": reference.nsa_attention},
     "routed_block_attention": {"eager": reference.routed_block_attention},

@@ -125,7 +125,7 @@ Attended run(const Call& call, bool saves) {
   // Kernels do not write rows of packed sequences without keys, and do not run without work.
   if (call.is_packed || !has_work(p)) {
     fill(out, 0);
-    fill(lse, is_softmax(p.score) ? -INFINITY : 0);
+    fill(lse, divides_rows(p.score) ? -INFINITY : 0);
     if (saves) fill(lse_tail.tensor(), 0);
   }
   if (has_work(p)) {
@@ -314,7 +314,8 @@ Tensor attention_weights(const OpCall& given, const Keys& keys, const Weighed& s
   const DeviceScope scope(keys.q);
   const Call call = check_keys(op, keys, {side.aux}, rules);
   const AttentionProblem& p = call.problem;
-  require(!is_stick(p.score), op, "weights that break a stick are not computed from lse");
+  require(weighs_by_key(p.score), op,
+          "weights of stick_breaking and softpick are not computed from lse");
   require_tensor(op, "lse", lse, accumulator(p.dtype));
   require_sizes(op, "lse", lse, call.lse_sizes);
   const Tensor lse_rows = torch::stable::contiguous(lse);

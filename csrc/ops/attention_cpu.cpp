@@ -282,7 +282,7 @@ const PathTable<bool(const AttentionProblem&), void(const AttentionWeightsParams
 // Fits the tails of large lse (see fit_tails); output and lse keep their values.
 void fit_tail(const Forward& x, Tensors& gathered) {
   const AttentionProblem& p = x.problem;
-  const bool has_lse = is_softmax(p.score) || is_stick(p.score);
+  const bool has_lse = divides_rows(p.score) || is_stick(p.score);
   if (x.lse_tail == nullptr || !takes_decode_path_cpu(p) || !has_lse) return;
   const auto& kernels = attention_terms_kernels(p.dtype);
   if (!kernels.has_large_lse(x)) return;

@@ -182,6 +182,7 @@ void decode_seed(Call& call, const Tensor& seed) {
 
 void run_forward(AttentionForwardParams f, const Sequences&) {
   constexpr const char* op = "attention";
+  require(!is_softpick(f.problem.score), op, "softpick runs on CPUs, and has no CUDA kernel yet");
   const Tensor program = upload_program(op, f.problem);
   const Tensors rows = gather_rows(op, f.problem);
   const Tensor table = expand_table(op, f.problem);
@@ -190,6 +191,7 @@ void run_forward(AttentionForwardParams f, const Sequences&) {
 
 void run_backward(AttentionBackwardParams b, const Sequences&) {
   constexpr const char* op = "attention_backward";
+  require(!is_softpick(b.problem.score), op, "softpick runs on CPUs, and has no CUDA kernel yet");
   const ScoreProgram* const steps = b.problem.program;
   const Tensor program = upload_program(op, b.problem);
   const Tensor table = expand_table(op, b.problem);

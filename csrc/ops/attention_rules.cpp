@@ -197,7 +197,7 @@ void set_distance_rows(const char* op, Call& call, ScoreKind kind, const Tensor&
 void check_together(const char* op, const AttentionProblem& p) {
   require(is_softmax(p.score) || p.sinks == nullptr, op,
           "sinks need weights that are normalised by softmax");
-  require(!is_stick(p.score) || (p.terms & terms_of(ScoreRole::normalizer)) == 0, op,
+  require(is_softmax(p.score) || (p.terms & normalizers()) == term(p.score.normalizer), op,
           "a score may have one normalizer");
   require(p.relative_queries.data == nullptr || p.head_scale == nullptr, op,
           "relative_queries and head_scale cannot be combined");
@@ -348,6 +348,7 @@ void decode_score(const Arguments& given, Call& call) {
         break;
       case ScoreRole::normalizer:
       case ScoreRole::stick:
+      case ScoreRole::softpick:
         break;
     }
   }

@@ -101,13 +101,22 @@ OMNIATTN_FN uint32_t terms_of(ScoreRole role) {
   return found;
 }
 
-// The rule of a set that has this role.
-OMNIATTN_FN ScoreKind rule_of(uint32_t terms, ScoreRole role) {
+// The rule of a set that is in another set, or has a role.
+OMNIATTN_FN ScoreKind rule_of(uint32_t terms, uint32_t sought) {
 #define OMNIATTN_RULE(name, number, Rule) \
-  if ((terms & terms_of(role) & term(ScoreKind::name)) != 0) return ScoreKind::name;
+  if ((terms & sought & term(ScoreKind::name)) != 0) return ScoreKind::name;
   OMNIATTN_SCORE_RULES(OMNIATTN_RULE)
 #undef OMNIATTN_RULE
   return ScoreKind::none;
+}
+OMNIATTN_FN ScoreKind rule_of(uint32_t terms, ScoreRole role) {
+  return rule_of(terms, terms_of(role));
+}
+
+// The rules that replace the softmax.
+OMNIATTN_FN uint32_t normalizers() {
+  return terms_of(ScoreRole::normalizer) | terms_of(ScoreRole::stick) |
+         terms_of(ScoreRole::softpick);
 }
 
 // True if the weight of a pair is 2^(pre q.k - shift). A sink only adds to the sum of a row. Any
@@ -124,8 +133,7 @@ OMNIATTN_FN uint32_t product_terms() {
 // joins the row later, and a normalizer weighs logits. Any other rule, including a new one, changes
 // the logits.
 OMNIATTN_FN bool leaves_logits(uint32_t terms) {
-  return (terms & ~(product_terms() | terms_of(ScoreRole::sinks) | terms_of(ScoreRole::normalizer) |
-                    terms_of(ScoreRole::stick))) == 0;
+  return (terms & ~(product_terms() | terms_of(ScoreRole::sinks) | normalizers())) == 0;
 }
 
 // True if logits must be in natural units: a term is added to them, a sink joins them in the
@@ -143,7 +151,7 @@ struct Score {
   double chain;          // scale / pre: ds/dx is chain, multiplied by g'(x) if there is a transform
   bool natural;          // true: logits are s; false: s log2(e)
   ScoreKind transform;   // none: x is the logit
-  ScoreKind normalizer;  // of either role, none: softmax
+  ScoreKind normalizer;  // of any of its roles, none: softmax
 };
 
 // `c` is the parameter of the transform, if any.
@@ -151,9 +159,7 @@ OMNIATTN_FN Score make_score(double scale, uint32_t terms, double c) {
   const bool natural = is_natural(terms);
   const double unit = natural ? 1.0 : kLog2E;
   const ScoreKind transform = rule_of(terms, ScoreRole::transform);
-  const ScoreKind stick = rule_of(terms, ScoreRole::stick);
-  const ScoreKind normalizer =
-      stick == ScoreKind::none ? rule_of(terms, ScoreRole::normalizer) : stick;
+  const ScoreKind normalizer = rule_of(terms, normalizers());
   return transform == ScoreKind::none
              ? Score{scale * unit, 0.0, natural ? 1.0 : kLn2, natural, transform, normalizer}
              : Score{scale / c, c * unit, c, natural, transform, normalizer};
@@ -164,6 +170,18 @@ OMNIATTN_FN bool is_softmax(const Score& score) { return score.normalizer == Sco
 // True if the weights of a row break a stick, see stick_breaking.h.
 OMNIATTN_FN bool is_stick(const Score& score) {
   return score.normalizer == ScoreKind::stick_breaking;
+}
+
+// True if the weights of a row are softpick's, see attention_softpick.h.
+OMNIATTN_FN bool is_softpick(const Score& score) { return score.normalizer == ScoreKind::softpick; }
+// True if a row keeps a maximum and a sum, by which its output is divided.
+OMNIATTN_FN bool divides_rows(const Score& score) {
+  return is_softmax(score) || is_softpick(score);
+}
+// True if the weight of a key depends on its logit and the row's statistics alone, so that no other
+// pass over the row is needed.
+OMNIATTN_FN bool weighs_by_key(const Score& score) {
+  return !is_stick(score) && !is_softpick(score);
 }
 
 // For logits a and b: e^(a - b) = 2^(factor * (a - b)).

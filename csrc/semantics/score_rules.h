@@ -11,6 +11,7 @@
 //   sinks       (Hq,)                        the logit of one more key, whose value is 0
 //   normalizer                               the weight of each logit, instead of a softmax
 //   stick                                    weights that break a stick, see stick_breaking.h
+//   softpick                                 weights of rectified powers, see attention_softpick.h
 //
 // with i = q + Tk - Tq. The struct of a transform or normalizer gives its value and derivative at x
 // (at), written once for vectors and scalars on the CPU and for CUDA. The struct of a table gives
@@ -37,7 +38,8 @@ namespace omniattn {
       rule(head_scale, 3, HeadScale) rule(sigmoid, 4, Sigmoid) rule(relu2, 5, SquaredRelu)        \
           rule(alibi, 6, Alibi) rule(buckets, 7, Buckets) rule(distances, 8, Distances) rule(     \
               window, 9, Window) rule(program, 10, Program) rule(relative_keys, 11, RelativeKeys) \
-              rule(relative_queries, 12, RelativeQueries) rule(stick_breaking, 13, StickBreaking)
+              rule(relative_queries, 12, RelativeQueries) rule(stick_breaking, 13, StickBreaking) rule(     \
+                  softpick, 14, Softpick)
 
 enum class ScoreKind : int32_t {
   none = -1,
@@ -56,7 +58,8 @@ enum class ScoreRole : int32_t {
   program,
   sinks,
   normalizer,
-  stick
+  stick,
+  softpick
 };
 
 constexpr double kLog2E = 1.4426950408889634074;
@@ -128,6 +131,10 @@ struct Normalizer {
 };
 struct StickBreaking {
   static constexpr ScoreRole kRole = ScoreRole::stick;
+  static constexpr int32_t kParameters = 0;
+};
+struct Softpick {
+  static constexpr ScoreRole kRole = ScoreRole::softpick;
   static constexpr int32_t kParameters = 0;
 };
 

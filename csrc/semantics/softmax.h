@@ -3,8 +3,8 @@
 // only here: output 0, lse -inf, gradients 0. A logit of NaN or +inf makes l NaN, and
 // with it the output and lse of its row; m alone may miss a NaN. A sink is a key with value 0
 // that a row sees before all others. Other normalizers (see score_rules.h) need neither m nor l;
-// their lse is 0. A row that breaks a stick keeps its cost in m and l, and its lse is the logarithm
-// of the remainder.
+// their lse is 0. A row of softpick keeps a maximum of at least 0 and a sum of |e^s - 1|. A row that
+// breaks a stick keeps its cost in m and l, and its lse is the logarithm of the remainder.
 #pragma once
 
 #include "semantics/macros.h"
@@ -85,12 +85,12 @@ OMNIATTN_FN BackwardShift<T> softmax_backward_shift(const Score& score, const Ls
 // Final factor and lse of a row, for any normalizer.
 template <class T>
 OMNIATTN_FN T row_factor(const Score& score, T l) {
-  return is_softmax(score) ? softmax_normalizer(l) : T(1);
+  return divides_rows(score) ? softmax_normalizer(l) : T(1);
 }
 template <class T>
 OMNIATTN_FN Lse<T> row_lse(const Score& score, T m, T l, T ln_l) {
   if (is_stick(score)) return {-(m + l), -((m - (m + l)) + l)};
-  if (!is_softmax(score)) return {T(0), T(0)};
+  if (!divides_rows(score)) return {T(0), T(0)};
   return softmax_lse(score, m, l, ln_l);
 }
 

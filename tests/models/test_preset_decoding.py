@@ -87,6 +87,7 @@ def test_recurrent_states_have_one_size_for_any_length(name):
         "path",
         "wall",
         "stick-breaking",
+        "softpick",
         "mamba",
         "mamba2",
         "jamba",

@@ -3,6 +3,7 @@
 // operands of the following products.
 #pragma once
 
+#include "kernels/attention/attention_softpick.h"
 #include "kernels/attention/attention_stick.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/transpose.h"
@@ -168,6 +169,8 @@ void gradient_row(const GradientTile<T>& tile, const RowScore<compute_t<T>>& sco
   if (is_stick(problem.score)) {
     score.hide(ds, columns, A(0));
     stick_gradients(weights, ds, columns, tile.rows.left(row), tile.rows.delta(row));
+  } else if (is_softpick(problem.score)) {
+    pick_gradients(weights, ds, columns, tile.rows.shift(row), tile.rows.delta(row));
   } else {
     const V mean(is_softmax(problem.score) ? tile.rows.delta(row) : A(0));  // weighted mean of dP
     with_weight(problem.score, tile.rows.shift(row), [&](auto weight) {

@@ -7,6 +7,7 @@
 // factors multiply the products q.k, and the weights of the values.
 #include "kernels/attention/attention_decode_tile.h"
 #include "kernels/attention/attention_kernels_cpu.h"
+#include "kernels/attention/attention_softpick.h"
 #include "kernels/attention/attention_stick.h"
 #include "runtime/assert.h"
 #include "runtime/dispatch.h"
@@ -116,6 +117,14 @@ template <class A>
   row.m() += cost;
 }
 
+// Replaces logits by the unnormalised weights of softpick.
+template <class A>
+[[gnu::noinline]] void pick_partial(int64_t keys, A* s, const Partial<A>& row) {
+  const Range columns{0, round_up(keys, Vec<A>::kWidth)};
+  row.l() += reduce_add(
+      pick_weights(s, columns, row.m(), [&](int64_t n, Vec<A> w) { store(s + n, w); }));
+}
+
 // Turns logits of up to 64 keys of one row into probabilities, and updates the row's partial.
 template <class A>
 void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_t keys, A* s,
@@ -129,7 +138,7 @@ void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_
     top = max(top, x);
   }
   const A highest = reduce_max(top);
-  if (is_softmax(p.score) && highest > row.m()) {
+  if (divides_rows(p.score) && highest > row.m()) {
     const A alpha = exp2(V((row.m() - highest) * exponent_factor<A>(p.score))).v[0];
     row.l() *= alpha;
     scale_partial(row, alpha);
@@ -137,6 +146,8 @@ void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_
   }
   if (is_stick(p.score)) {
     stick_partial(keys, s, row);
+  } else if (is_softpick(p.score)) {
+    pick_partial(keys, s, row);
   } else {
     with_weight(p.score, softmax_shift(row.m()), [&](auto weight) {
       V sum = zero<A>();
@@ -313,7 +324,7 @@ RowSums<A> weigh_partials(const AttentionProblem& p, A sink, int64_t splits, con
   const auto weight = [&](A top) {
     return exp2(V((top - softmax_shift(m)) * exponent_factor<A>(p.score))).v[0];
   };
-  A l = weight(sink);  // 0 without a sink
+  A l = p.sinks == nullptr ? A(0) : weight(sink);
   for (int64_t n = 0; n < splits; ++n) {
     const Partial<A> part = partial(n);
     part.m() = weight(part.m());

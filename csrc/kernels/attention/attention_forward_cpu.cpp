@@ -6,6 +6,7 @@
 #include "kernels/attention/attention_distance.h"
 #include "kernels/attention/attention_kernels_cpu.h"
 #include "kernels/attention/attention_softmax.h"
+#include "kernels/attention/attention_softpick.h"
 #include "kernels/attention/attention_stick.h"
 #include "kernels/attention/attention_tile.h"
 #include "runtime/assert.h"
@@ -85,10 +86,20 @@ template <class To, class A>
   *row.l = beyond.error;
 }
 
+// Computes the unnormalised weights of softpick of row r.
+template <class To, class A>
+[[gnu::noinline]] void pick_row(const SoftmaxTile<A>& tile, int64_t r, Range columns) {
+  const SoftmaxRow<A> row = tile.row(r, A(1));
+  const auto sum = pick_weights(row.s, columns, *row.m,
+                                [&](int64_t n, Vec<A> w) { store_weights<To>(row.s, n, w); });
+  store(row.l, load(row.l) + sum);
+}
+
 // Computes the unnormalised weights of row r.
 template <class M, class To, class A>
 OMNIATTN_INLINE void weigh_row(const SoftmaxTile<A>& tile, int64_t r, A factor, Range columns) {
   if (is_stick(tile.p.score)) return break_stick<To>(tile, r, columns);
+  if (is_softpick(tile.p.score)) return pick_row<To>(tile, r, columns);
   weigh<M, To>(tile.p.score, tile.row(r, factor), columns);
 }
 
@@ -103,7 +114,7 @@ void softmax_tile(const SoftmaxTile<A>& tile, A product_factor) {
     const Range columns = plan.columns[g], rows = plan.group_rows(g);
     if (is_empty(columns)) continue;
     const bool is_plain =
-        leaves_logits(p.terms) && !plan.masked[g] && product_factor > A(0) && !is_stick(p.score);
+        leaves_logits(p.terms) && !plan.masked[g] && product_factor > A(0) && weighs_by_key(p.score);
     const A factor = is_plain ? product_factor : A(1);
     for (int64_t r = rows.begin; r < rows.end && !is_plain; ++r) {
       A* const s = tile.s + r * kKeyBlock;
@@ -112,7 +123,7 @@ void softmax_tile(const SoftmaxTile<A>& tile, A product_factor) {
       RowScore<A>{p, tile.b, tile.h, plan.queries.begin + r, key, visible, tile.registers}
           .to_logits(s, columns);
     }
-    for (int64_t r = rows.begin; r < rows.end && is_softmax(p.score); r += V::kWidth) {
+    for (int64_t r = rows.begin; r < rows.end && divides_rows(p.score); r += V::kWidth) {
       raise_maxima(tile, r, smaller(r + V::kWidth, rows.end), columns, factor);
     }
     for (int64_t r = rows.begin; r < rows.end; ++r) {

@@ -163,6 +163,13 @@ def _fast_weights(given: Given) -> Cost:
     return _recurrence(int(tokens * (k * v * (3 if given["descent"] else 5) + inside)))
 
 
+def _sparsemax(given: Given) -> Cost:
+    """2 products of each query and each key."""
+    q, k, v = given["q"], given["k"], given["v"]
+    pairs = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
+    return _products(2 * pairs * (q.shape[3] + v.shape[3]))
+
+
 def _selective_scan(given: Given) -> Cost:
     return _recurrence(2 * given["u"].numel() * given["A"].shape[-1])
 
@@ -218,6 +225,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "mesa_net": _mesa,
     "fast_weights": _fast_weights,
     "deltaformer_attention": _deltaformer,
+    "sparsemax_attention": _sparsemax,
     "selective_scan": _selective_scan,
     "ssd": _ssd_step,
     "slstm": _slstm,

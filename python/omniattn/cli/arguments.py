@@ -13,8 +13,8 @@ from omniattn.suggestions import did_you_mean
 FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "llama-tiny", "llama-medium", "falcon", "gpt2", "mla", "differential"),
-        *("select", "selective", "deltaformer", "forgetting", "stick-breaking", "path", "wall"),
-        *("ssmax", "mfa", "tpa"),
+        *("select", "selective", "deltaformer", "forgetting", "stick-breaking", "softpick"),
+        *("path", "wall", "ssmax", "mfa", "tpa"),
         *("resformer", "yoco", "hyper", "mhc", "attnres"),
     ),
     "mixtures of experts": ("mixtral", "switch", "llama4", "deepseek-moe", "deepseek-moe-mtp"),
@@ -39,8 +39,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 COMPARED: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "mqa", "mla", "differential", "select", "selective", "deltaformer"),
-        *("forgetting", "stick-breaking", "path", "wall", "ssmax", "tpa", "resformer", "yoco"),
-        *("hyper", "mhc", "attnres", "mfa"),
+        *("forgetting", "stick-breaking", "softpick", "path", "wall", "ssmax", "tpa", "resformer"),
+        *("yoco", "hyper", "mhc", "attnres", "mfa"),
     ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),

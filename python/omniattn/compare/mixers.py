@@ -172,6 +172,7 @@ KINDS: dict[str, Kind] = {
     "stick-breaking": Kind(
         _heads(Attention.Config, normalizer="stick_breaking", attend_current=False)
     ),
+    "softpick": _attention(Attention.Config, normalizer="softpick"),
     "path": Kind(_heads(PaTHAttention.Config)),
     "wall": Kind(_heads(WallAttention.Config)),
     "ssmax": _attention(Attention.Config, log_scale=True),

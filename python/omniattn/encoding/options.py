@@ -42,9 +42,10 @@ class ScoreKind(IntEnum):
     RELATIVE_KEYS = 11  # scale q_i . rows[k - i + zero], rows (rows, Hq, D), as above
     RELATIVE_QUERIES = 12  # scale k_j . rows[k - i + zero]
     STICK_BREAKING = 13  # weights that break a stick instead of softmax, see break_stick
+    SOFTPICK = 14  # weights relu(e^logit - 1) / sum |e^logit - 1| instead of softmax, see pick
 
 
-Normalizer: TypeAlias = Literal["softmax", "sigmoid", "relu2", "stick_breaking"]
+Normalizer: TypeAlias = Literal["softmax", "sigmoid", "relu2", "stick_breaking", "softpick"]
 
 #: Option name -> g; an option c > 0 replaces scores s by c g(s / c), 0 is off.
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"softcap": torch.tanh}
@@ -54,8 +55,8 @@ NORMALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda s: torch.relu(s).square(),
 }
 #: All normalizers, and those among them whose rows have an lse.
-ALL_NORMALIZERS = ("softmax", *NORMALIZERS, "stick_breaking")
-WITH_LSE = ("softmax", "stick_breaking")
+ALL_NORMALIZERS = ("softmax", *NORMALIZERS, "stick_breaking", "softpick")
+WITH_LSE = ("softmax", "stick_breaking", "softpick")
 #: Kinds whose tensor is a table.
 TABLES = (ScoreKind.ALIBI, ScoreKind.BUCKETS, ScoreKind.DISTANCES, ScoreKind.WINDOW)
 
@@ -237,6 +238,16 @@ class StickBreakingOptions(FormOptions, total=False):
     mask: Tensor | EncodedMask | MaskMod | None
 
 
+class SoftpickOptions(FormOptions, total=False):
+    """Options of `softpick_attention`."""
+
+    causal: bool
+    window_size: tuple[int, int]
+    mask: Tensor | EncodedMask | MaskMod | None
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+
+
 class SelectedOptions(SinkOptions, DropoutOptions, total=False):
     """Options of `selected_attention`."""
 
@@ -279,6 +290,21 @@ def break_stick(s: Tensor) -> tuple[Tensor, Tensor]:
     later = torch.nn.functional.pad(left[..., 1:], (0, min(1, s.shape[-1])))
     later = later.flip(-1).cumsum(-1).flip(-1)
     return torch.sigmoid(s) * later.exp(), left.sum(-1)
+
+
+def pick(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns softpick's weights of logits s (..., Tk) and ``ln sum |e^s - 1|`` (...).
+
+    Rows whose logits are all 0 or -inf have weights of 0 and -inf.
+    """
+    top = torch.nn.functional.pad(s.detach(), (0, 1)).amax(-1, keepdim=True)
+    # e^(s - top) - e^-top, with the relative precision of s near 0
+    powers = torch.tanh(s / 2) * (torch.exp(s - top) + torch.exp(-top))
+    total = powers.abs().masked_fill(s == -math.inf, 0).sum(-1, keepdim=True)
+    nothing = total == 0
+    total = total.masked_fill(nothing, 1)
+    lse = (top + total.log()).masked_fill(nothing, -math.inf)
+    return torch.relu(powers) / total, lse.squeeze(-1)
 
 
 def transform_of(options: Options) -> tuple[str, float] | None:

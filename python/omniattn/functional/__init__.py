@@ -10,6 +10,8 @@ from omniattn.functional.attention.lse import attention_weights, merge_attention
 from omniattn.functional.attention.path_attention import path_attention
 from omniattn.functional.attention.sdpa import scaled_dot_product_attention
 from omniattn.functional.attention.selection import select_attention
+from omniattn.functional.attention.softpick import softpick_attention
+from omniattn.functional.attention.sparsemax_attention import sparsemax_attention
 from omniattn.functional.attention.stick_breaking import stick_breaking_attention
 from omniattn.functional.attention.varlen import attention_cached, attention_varlen
 from omniattn.functional.attention.wall_attention import wall_attention
@@ -289,6 +291,8 @@ __all__ = [
     "sinusoidal",
     "slstm",
     "softmax_top_k",
+    "softpick_attention",
+    "sparsemax_attention",
     "ssd",
     "ssm_init",
     "ssm_kernel",

@@ -117,6 +117,7 @@ from omniattn.reference.selected_attention import select_attention, selected_att
 from omniattn.reference.selected_blocks import moba_attention, nsa_attention
 from omniattn.reference.selective import selective_attention
 from omniattn.reference.slots import abc_attention, gated_slot_attention
+from omniattn.reference.softpick import softpick_attention
 from omniattn.reference.sparse import (
     bigbird_attention,
     bigbird_random_blocks,
@@ -124,6 +125,7 @@ from omniattn.reference.sparse import (
     hub_spoke_attention,
     longformer_attention,
 )
+from omniattn.reference.sparsemax_attention import sparsemax_attention
 from omniattn.reference.state_space import ssm_kernel, ssm_recurrence
 from omniattn.reference.stick_breaking import stick_breaking_attention
 from omniattn.reference.structured import cauchy, vandermonde
@@ -241,6 +243,8 @@ __all__ = [
     "sincos_2d",
     "sinusoidal",
     "slstm",
+    "softpick_attention",
+    "sparsemax_attention",
     "ssd",
     "ssm_kernel",
     "ssm_recurrence",

@@ -18,6 +18,7 @@ from omniattn.encoding.options import (
     WeightOptions,
     break_stick,
     pack,
+    pick,
     spelled_out,
     transform_of,
 )
@@ -177,6 +178,8 @@ def _attention(
         p, lse = softmax(s, None if options.sinks is None else widen(options.sinks).to(s.dtype))
     elif options.normalizer == "stick_breaking":
         p, lse = break_stick(s)
+    elif options.normalizer == "softpick":
+        p, lse = pick(s)
     else:
         p = NORMALIZERS[options.normalizer](s)
         lse = s.new_zeros(batch, heads, tq)

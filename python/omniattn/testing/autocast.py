@@ -31,7 +31,8 @@ _OTHERS: dict[Rule, tuple[str, ...]] = {
         *("selective_attention", "dsa_indexer", "dsa_indexer_loss", "forgetting_attention"),
         *("path_attention", "wall_attention"),
         *("glu_mlp", "linear", "linear_cross_entropy", "linear_jsd", "linear_log_prob", "mlp"),
-        *("moe_experts", "stick_breaking_attention"),
+        *("moe_experts", "stick_breaking_attention", "softpick_attention"),
+        "sparsemax_attention",
     ),
     "widest": ("jsd",),
 }

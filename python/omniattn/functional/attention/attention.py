@@ -104,7 +104,8 @@ def attention(
         head_scale: (Hq,), a factor of scale per head.
         normalizer: how logits become weights: "softmax", or each logit by itself with "sigmoid"
             (pass its bias -ln Tk as `bias`) or "relu2", relu(logit)^2 (with scale = 1 / Tk), or
-            "stick_breaking", see :func:`stick_breaking_attention`.
+            "stick_breaking", see :func:`stick_breaking_attention`, or "softpick", see
+            :func:`softpick_attention`.
         score_mod: f(score, b, h, q, k) of 0-d tensors as torch's flex_attention takes it: the new
             score. It gets the score after all options above, and masks apply after it. Each call
             runs it once, with values that record its operations, and the kernels run these over the
@@ -125,7 +126,7 @@ def attention(
             (seed, offset, b, h, i, j) alone. None draws one from torch's generator. It is on the
             CPU, or on q's device, where a captured CUDA graph reads it again at every replay.
         return_lse: also return the log-sum-exp of the masked logits; with "stick_breaking" the
-            logarithm of the remainder instead.
+            logarithm of the remainder instead, with "softpick" ``ln sum |exp(logit) - 1|``.
         backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
             "reference" for the eager definition.
 

@@ -77,8 +77,10 @@ def attention_weights(
     full = check_shapes(op, q, k, k)
     require_lse(op, lse, q, full[:3])
     record = pack(op, options, WeightOptions)
-    if record.normalizer == "stick_breaking":
-        raise ValueError(f"{op}: normalizer must not be 'stick_breaking', as lse gives no weights")
+    if record.normalizer in ("stick_breaking", "softpick"):
+        raise ValueError(
+            f"{op}: normalizer must not be {record.normalizer!r}, as lse gives no weights"
+        )
     codes = checked_codes(op, q, full, record)
     weigh = implementation(op, backend, q, ops.attention_weights)
     weights: Tensor = weigh(q, k, lse, *codes, column_sums, group_sums)

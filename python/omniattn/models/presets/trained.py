@@ -217,6 +217,7 @@ TRAINED: dict[str, ModelConfig] = {
         (Attention.Config(192, 6, 2, normalizer="stick_breaking", attend_current=False),),
         rotated=False,
     ),
+    "softpick": _sparse((Attention.Config(192, 6, 2, normalizer="softpick"),)),
     "forgetting": _sparse((Attention.Config(192, 6, 2, forget_gate=True),), rotated=False),
     "path": _sparse((PaTHAttention.Config(192, 6, 2, w_rank=None),), rotated=False),
     "wall": _sparse((WallAttention.Config(192, 6, 2),), rotated=False),

@@ -26,7 +26,7 @@ def check_options(c: Any) -> None:
         ("gate", c.gate, (None, "elementwise", "headwise")),
         ("gate_activation", c.gate_activation, ("sigmoid", "silu")),
         ("qk_norm", c.qk_norm, (None, "rms", "rms_full", "rms_fixed", "layer", "l2")),
-        ("normalizer", c.normalizer, ("softmax", "sigmoid", "stick_breaking")),
+        ("normalizer", c.normalizer, ("softmax", "sigmoid", "stick_breaking", "softpick")),
     ):
         if value not in known:
             raise ValueError(f"Attention: {name} must be one of {known}, got {name}={shown(value)}")

@@ -89,7 +89,8 @@ class Attention(CachingMixer):
         Attention Is All You Need, 2025, arXiv 2501.06425 (T6-new/model/T6.py of tensorgi/TPA at
         commit bd94673); value_residual: Zhou et al., Value Residual Learning, 2024, arXiv
         2410.17897; shared_kv: Sun et al., You Only Cache Once, 2024, arXiv 2405.05254;
-        stick_breaking: Tan et al. 2024, arXiv 2410.17980.
+        stick_breaking: Tan et al. 2024, arXiv 2410.17980; softpick: Zuhri et al. 2025, arXiv
+        2504.20966.
 
     Example:
         >>> layer = Attention(Attention.Config(dim=16, num_heads=4, num_kv_heads=2))
@@ -135,8 +136,8 @@ class Attention(CachingMixer):
             backend: backend of all ops of the layer.
             qk_norm_offset: offset added to the weights of "rms" and "rms_full", which then start at
                 1 - offset; 1.0 is the form 1 + w of Gemma 3 and Qwen3-Next.
-            normalizer: "softmax", elementwise "sigmoid" with a bias of -ln n, or "stick_breaking",
-                see functional.stick_breaking_attention.
+            normalizer: "softmax", elementwise "sigmoid" with a bias of -ln n, "stick_breaking" or
+                "softpick", see functional.stick_breaking_attention and softpick_attention.
             norm_n: n of "sigmoid"; 1 for no bias; None for the number of keys, for which decoding
                 would be inexact and raises an error.
             alibi: largest exponent of ALiBi's slopes, 8 in its paper; None for no ALiBi.
