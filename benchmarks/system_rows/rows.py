@@ -294,6 +294,12 @@ def _streams(form: Any) -> dict[str, Provider]:
     return layer(form.Config(512), normal(1, 512, 4 * 512), call=call)
 
 
+def _canon() -> dict[str, Provider]:
+    mixer, mlp = m.Attention.Config(512, 8), m.GatedMLP.Config(512, 1024)
+    config = m.DecoderBlock.Config(mixer, mlp, m.RMSNorm.Config(512), canon="ABCD")
+    return layer(config, normal(1, 512, 512), call=lambda module, x: sum(module(x)))
+
+
 def _learned(activation: m.LayerConfig) -> dict[str, Provider]:
     return layer(m.MLP.Config(512, 1024, learned=activation), normal(1, 512, 512))
 
@@ -396,6 +402,9 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
     ),
     "attention residuals over depth, of layers or blocks (AttnRes)": (
         System("attnres-B1T512C512", lambda: _streams(m.AttentionResiduals)),
+    ),
+    "Canon layers: short convolutions with a residual at four places of a block": (
+        System("canon-B1T512C512H8", _canon),
     ),
     "multi-token prediction": (System("mtp-B1T256C256V1000", _mtp),),
     **POSITIONS,

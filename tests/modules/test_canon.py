@@ -115,7 +115,7 @@ def test_states():
         ({"canon": "BA"}, "canon must have letters of ABCD in order, got canon='BA'"),
         ({"canon": "E"}, "canon must have letters of ABCD in order, got canon='E'"),
         ({"canon": "C", "mlp": None}, "canon must have B only with Attention, C only with an mlp"),
-        ({"canon": "A", "canon_size": 0}, "canon_size must be a positive"),
+        ({"canon": "A", "canon_size": 0}, "canon_size must be an integer >= 1, got canon_size=0"),
         (
             {"canon": "B", "mixer": GatedLinearAttention.Config(16, 2)},
             "got canon='B', mixer=GatedLinearAttention",
@@ -147,6 +147,6 @@ def test_a_residual_of_a_short_convolution(activation):
         conv.weight.detach().requires_grad_(),
     )
     with torch.no_grad():
-        y, state = conv(x[:, :6])
+        _, state = conv(x[:, :6])
         last, _ = conv(x[:, 6:], state, taps=conv.step_taps(conv.weight))
     torch.testing.assert_close(last, (x + plain)[:, 6:].detach())

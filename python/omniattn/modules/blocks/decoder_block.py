@@ -58,8 +58,8 @@ class DecoderBlock(Layer, Stateful):
         Parameters input_layernorm, mixer, cross_attention_layernorm, cross_attn,
         post_attention_layernorm (absent with "parallel"), mlp; with "sandwich" also
         mixer_output_norm, cross_attn_output_norm, mlp_output_norm, with "post" these in place of
-        the others; with canon, canon.A to canon.D; with layer_scale mixer_scale, cross_attn_scale, mlp_scale. `load_state_dict`
-        also accepts self_attn, the former name of mixer.
+        the others; with canon, canon.A to canon.D; with layer_scale mixer_scale, cross_attn_scale,
+        mlp_scale. `load_state_dict` also accepts self_attn, the former name of mixer.
 
     Example:
         >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
