@@ -38,17 +38,19 @@ def dynamic_conv1d(
     activation: str | None = None,
     residual: bool = False,
     initial_state: torch.Tensor | None = None,
+    return_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y[t] = act(sum_k taps[t, h, k] x[t + k - (K - 1)]) (+ x[t]) for the D / H channels of head h.
 
-    Returns y and the final state, as in causal_conv1d, with taps (B, T, H, K).
+    States and sequences are as in causal_conv1d; taps (B, T, H, K).
     """
     heads, count = taps.shape[2:]
     taken, final = _taken("dynamic_conv1d", x, count, initial_state, cu_seqlens)
     filters = widen(taps).repeat_interleave(x.shape[2] // max(1, heads), 2)
     y = ACTIVATIONS[activation or "identity"]((taken.transpose(1, 2) * filters).sum(-1))
-    return (y + x if residual else y).to(x.dtype), final.to(x.dtype)
+    y = (y + x if residual else y).to(x.dtype)
+    return (y, final.to(x.dtype)) if return_final_state else y
 
 
 def _taken(

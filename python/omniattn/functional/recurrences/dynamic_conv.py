@@ -93,14 +93,14 @@ def dynamic_conv1d(
         initial_state = cast_like(op, "initial_state", initial_state, x)
         require_shape(op, "initial_state", initial_state, (count, x.shape[2], taps.shape[3] - 1))
     run = reference.dynamic_conv1d if use_reference(op, backend, x) else _tap_by_tap
-    y, final = run(
+    return run(
         *(x, taps),
         activation=activation,
         residual=residual,
         initial_state=initial_state,
+        return_final_state=return_final_state,
         cu_seqlens=cu_seqlens,
     )
-    return (y, final) if return_final_state else y
 
 
 def _tap_by_tap(
@@ -110,9 +110,10 @@ def _tap_by_tap(
     activation: str | None,
     residual: bool,
     initial_state: Tensor | None,
+    return_final_state: bool,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Computes y and the final state, with one pass over x for each tap."""
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Computes the function, with one pass over x for each tap."""
     heads, count = taps.shape[2:]
     before = x.new_zeros(1) if initial_state is None else initial_state.mT
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -125,7 +126,8 @@ def _tap_by_tap(
     y = y.flatten(2)
     if activation is not None:
         y = y * y.sigmoid()
-    return (y + x if residual else y).to(x.dtype), inputs.last().to(x.dtype)
+    y = (y + x if residual else y).to(x.dtype)
+    return (y, inputs.last().to(x.dtype)) if return_final_state else y
 
 
 class _Inputs:

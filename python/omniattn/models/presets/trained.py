@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from omniattn.models.bert import BertConfig
 from omniattn.models.blocks import BlocksConfig

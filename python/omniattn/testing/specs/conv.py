@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
@@ -81,57 +79,9 @@ CAUSAL_CONV1D = OpSpec(
     ),
 )
 
-
-def _dynamic(
-    label: str, B: int, T: int, D: int, H: int, K: int, tensors: tuple[str, ...] = (), **more: Any
-) -> Case:
-    counts = {"N": more.pop("N")} if "N" in more else {}
-    sizes = {"B": B, "T": T, "D": D, "H": H, "K": K} | counts
-    return Case(label, sizes, tensors, {"return_final_state": True} | more)
-
-
-def _dynamic_inputs(case: Case, random: Random) -> dict[str, Tensor]:
-    b, t, h, k = (case.sizes[letter] for letter in "BTHK")
-    tensors = _inputs(case, random)
-    del tensors["weight"]
-    taps = random.normal(b, t, h, k)
-    return {"x": tensors.pop("x"), "taps": taps, **tensors}
-
-
-DYNAMIC_CONV1D = OpSpec(
-    name="dynamic_conv1d",
-    family="conv",
-    cuda="emulated",
-    paper="Wu et al. 2019, arXiv 1901.10430",
-    inputs=_dynamic_inputs,
-    differentiable=("x", "taps", "initial_state"),
-    flops=_flops,
-    second_order=True,
-    special=("packed",),
-    cases=(
-        _dynamic("tiny", 2, 3, 4, 2, 3, ("initial_state",)),
-        _dynamic("heads", 2, 21, 24, 3, 4, ("initial_state",), activation="silu", residual=True),
-        _dynamic("channels", 1, 17, 9, 9, 5, return_final_state=False, residual=True),
-        _dynamic("packed", 1, 40, 12, 4, 4, ("initial_state", "cu_seqlens"), N=5),
-        _dynamic("pointwise", 2, 5, 8, 2, 1),
-        _dynamic("short", 3, 2, 6, 3, 4, ("initial_state",)),
-        _dynamic("step", 4, 1, 16, 4, 4, ("initial_state",)),
-        _dynamic("nosteps", 2, 0, 8, 2, 4, ("initial_state",)),
-    ),
-    benchmarks=(
-        Benchmark(_dynamic("heads16", 1, 1024, 1024, 16, 4), (F32, BF16), BOTH),
-        Benchmark(_dynamic("channels", 1, 1024, 1024, 1024, 4), (F32,), BOTH),
-    ),
-)
-
-SPECS = (CAUSAL_CONV1D, DYNAMIC_CONV1D)
+SPECS = (CAUSAL_CONV1D,)
 
 VARIANTS = (
-    Variant(
-        "dynamic convolution: causal filters of each token",
-        ("dynamic_conv1d",),
-        "Wu et al. 2019, arXiv 1901.10430",
-    ),
     Variant(
         "causal depthwise convolution with SiLU",
         ("causal_conv1d", "ShortConvolution"),
