@@ -299,6 +299,25 @@ def _streams(form: Any) -> dict[str, Provider]:
     return layer(form.Config(512), normal(1, 512, 4 * 512), call=call)
 
 
+def _dynamic_conv() -> dict[str, Provider]:
+    x, taps = normal(1, 1024, 1024), normal(1, 1024, 16, 4)
+
+    def plain() -> Tensor:
+        windows = torch_F.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1).unflatten(2, (16, 64))
+        return torch.einsum("bthdk,bthk->bthd", windows, taps).flatten(2)
+
+    return {
+        "ours": (lambda: F.dynamic_conv1d(x, taps), [x, taps]),
+        "aten": (plain, [x, taps]),
+    }
+
+
+def _canon() -> dict[str, Provider]:
+    mixer, mlp = m.Attention.Config(512, 8), m.GatedMLP.Config(512, 1024)
+    config = m.DecoderBlock.Config(mixer, mlp, m.RMSNorm.Config(512), canon="ABCD")
+    return layer(config, normal(1, 512, 512), call=lambda module, x: sum(module(x)))
+
+
 def _learned(activation: m.LayerConfig) -> dict[str, Provider]:
     return layer(m.MLP.Config(512, 1024, learned=activation), normal(1, 512, 512))
 
@@ -401,6 +420,12 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
     ),
     "attention residuals over depth, of layers or blocks (AttnRes)": (
         System("attnres-B1T512C512", lambda: _streams(m.AttentionResiduals)),
+    ),
+    "dynamic convolution: causal filters of each token": (
+        System("dynamicconv-B1T1024C1024H16", _dynamic_conv),
+    ),
+    "Canon layers: short convolutions with a residual at four places of a block": (
+        System("canon-B1T512C512H8", _canon),
     ),
     "multi-token prediction": (System("mtp-B1T256C256V1000", _mtp),),
     **POSITIONS,

@@ -262,6 +262,11 @@ RECURRENT = {
         (q.flatten(2), filters),
         {"return_final_state": True},
     ),
+    "dynamic_conv1d": lambda q, k, v: (
+        F.dynamic_conv1d,
+        (q.flatten(2), k),
+        {"return_final_state": True},
+    ),
 }
 
 

@@ -100,6 +100,7 @@ class Kind:
         recurrent: True if its state does not grow with the sequence.
         rwkv: True for RWKV's channel mixer instead of the gated MLP.
         streams: config of the residual form from its width, None for the plain residual stream.
+        canon: places of Canon layers in its blocks.
     """
 
     mixer: Callable[[Place], LayerConfig]
@@ -107,6 +108,7 @@ class Kind:
     recurrent: bool = False
     rwkv: bool = False
     streams: Callable[[int], LayerConfig] | None = None
+    canon: str = ""
 
 
 def _heads(config: Callable[..., LayerConfig], **options: Any) -> Callable[[Place], LayerConfig]:
@@ -185,6 +187,7 @@ KINDS: dict[str, Kind] = {
     "hyper": replace(_attention(Attention.Config), streams=HyperConnections.Config),
     "mhc": replace(_attention(Attention.Config), streams=ManifoldHyperConnections.Config),
     "attnres": replace(_attention(Attention.Config), streams=AttentionResiduals.Config),
+    "canon": replace(_attention(Attention.Config), canon="ABCD"),
     "mfa": Kind(lambda p: Attention.Config(p.dim, p.heads, 1, q_rank=p.dim // 2), rotates=True),
     "window": _attention(Attention.Config, window_size=(31, 0)),
     "longformer": _attention(LongformerAttention.Config, window=32, global_index=(0,), causal=True),
@@ -319,7 +322,8 @@ class Candidate:
                 )
             mixer = frame.drawn(kind.mixer(frame.place(layer)))
             streams = None if kind.streams is None else kind.streams(frame.dim)
-            blocks.append(DecoderBlock.Config(mixer, frame.drawn(mlp), norm, streams=streams))
+            more: dict[str, Any] = {"streams": streams, "canon": kind.canon}
+            blocks.append(DecoderBlock.Config(mixer, frame.drawn(mlp), norm, **more))
         rotates = any(kind.rotates for kind in self.kinds)
         return BlocksConfig(
             vocab_size=frame.vocab,

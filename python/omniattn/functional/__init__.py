@@ -78,6 +78,7 @@ from omniattn.functional.recurrences.delta_variants import (
     preconditioned_delta_rule,
 )
 from omniattn.functional.recurrences.deltaformer import deltaformer_attention
+from omniattn.functional.recurrences.dynamic_conv import dynamic_conv1d
 from omniattn.functional.recurrences.lightnet import lightnet_attention
 from omniattn.functional.recurrences.linear_attention import (
     gated_linear_attention,
@@ -196,6 +197,7 @@ __all__ = [
     "dsa_indexer_loss",
     "dual_chunk_attention",
     "dual_chunk_mscale",
+    "dynamic_conv1d",
     "expert_capacity",
     "expert_choice",
     "expert_counts",

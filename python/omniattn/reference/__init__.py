@@ -23,7 +23,7 @@ from omniattn.reference.attention import (
     scaled_dot_product_attention,
 )
 from omniattn.reference.attention_int8 import attention_int8, quantize_int8
-from omniattn.reference.conv import causal_conv1d
+from omniattn.reference.conv import causal_conv1d, dynamic_conv1d
 from omniattn.reference.delta_variants import (
     comba,
     gated_delta_product,
@@ -170,6 +170,7 @@ __all__ = [
     "dsa_indexer_loss",
     "dual_chunk_attention",
     "dual_chunk_mscale",
+    "dynamic_conv1d",
     "evicting_attention",
     "exponential_gates",
     "forgetting_attention",

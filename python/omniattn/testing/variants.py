@@ -114,6 +114,16 @@ VARIANTS = (
         "Kimi Team 2026, arXiv 2603.15031",
     ),
     Variant(
+        "dynamic convolution: causal filters of each token",
+        ("dynamic_conv1d",),
+        "Wu et al. 2019, arXiv 1901.10430",
+    ),
+    Variant(
+        "Canon layers: short convolutions with a residual at four places of a block",
+        ("DecoderBlock", "ShortConvolution"),
+        "Allen-Zhu 2025, SSRN 5240330",
+    ),
+    Variant(
         "Mamba-attention hybrids: periodic (Jamba), alternating (Samba)",
         ("Mamba", "Attention", "DecoderBlock"),
         "Lieber et al. 2024, arXiv 2403.19887",

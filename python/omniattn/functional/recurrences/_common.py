@@ -340,11 +340,11 @@ def require_boundaries(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> Non
     require_all_tokens(op, cu_seqlens, x.shape[1])
 
 
-def composed_sequence_count(op: str, q: Tensor, cu_seqlens: Tensor | None) -> int:
+def composed_sequence_count(op: str, q: Tensor, cu_seqlens: Tensor | None, name: str = "q") -> int:
     """As `sequence_count`, for compositions, which have no kernel that checks the boundaries."""
     if cu_seqlens is None:
         return q.shape[0]
-    require_numbers_of_rows(op, cu_seqlens, q, "q")
+    require_numbers_of_rows(op, cu_seqlens, q, name)
     if not require_all_tokens(op, cu_seqlens, q.shape[1]):
         require_all_rows(op, cu_seqlens, q.shape[1])
     return cu_seqlens.shape[0] - 1

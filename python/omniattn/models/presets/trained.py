@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from omniattn.models.bert import BertConfig
 from omniattn.models.blocks import BlocksConfig
@@ -147,7 +148,7 @@ def _sparse(
     mixers: tuple[LayerConfig, ...],
     *,
     rotated: bool = True,
-    streams: LayerConfig | None = None,
+    **options: Any,
 ) -> BlocksConfig:
     """Returns a decoder of the size of "llama" that cycles through these mixers."""
     base = LlamaConfig()
@@ -155,7 +156,7 @@ def _sparse(
     return BlocksConfig(
         dim=base.dim,
         num_layers=base.num_layers,
-        blocks=tuple(DecoderBlock.Config(mixer, mlp, norm, streams=streams) for mixer in mixers),
+        blocks=tuple(DecoderBlock.Config(mixer, mlp, norm, **options) for mixer in mixers),
         rope=RotaryEmbedding.Config(base.dim // base.num_heads) if rotated else None,
     )
 
@@ -239,6 +240,7 @@ TRAINED: dict[str, ModelConfig] = {
     "hyper": _sparse((Attention.Config(192, 6, 2),), streams=HyperConnections.Config(192)),
     "mhc": _sparse((Attention.Config(192, 6, 2),), streams=ManifoldHyperConnections.Config(192)),
     "attnres": _sparse((Attention.Config(192, 6, 2),), streams=AttentionResiduals.Config(192)),
+    "canon": _sparse((Attention.Config(192, 6, 2),), canon="ABCD"),
     "select": _recurrent(SelectAttention.Config(192, 3), RotaryEmbedding.Config(64)),
     "selective": _recurrent(SelectiveAttention.Config(192, 3), RotaryEmbedding.Config(64)),
     "deltaformer": _recurrent(DeltaFormerAttention.Config(192, 3), RotaryEmbedding.Config(64)),

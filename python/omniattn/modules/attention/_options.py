@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -115,6 +116,13 @@ def grown(c: Any, q: Tensor, sequences: Sequences, past: int) -> Tensor:
         near = c.window_size[0] + 1
         factors = factors * (count.clamp(max=near) if near > 0 else count).log()
     return (q * factors[:, None, None]).to(q.dtype)
+
+
+def convolved(convolve: Callable[[Tensor], Tensor], *heads: Tensor) -> tuple[Tensor, ...]:
+    """Returns queries, keys and values (B, T, H, D) after a function of all their channels."""
+    rows = [t.flatten(-2) for t in heads]
+    parts = convolve(torch.cat(rows, -1)).split([t.shape[-1] for t in rows], -1)
+    return tuple(part.unflatten(-1, t.shape[-2:]) for part, t in zip(parts, heads, strict=True))
 
 
 def slopes_of(c: Any, given: Tensor | None, x: Tensor) -> Tensor:

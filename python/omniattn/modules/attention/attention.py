@@ -1,6 +1,7 @@
 """Multi-head, multi-query and grouped-query attention; self- or cross-attention."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.checks.arguments import clamp
+from omniattn.checks.arguments import clamp, shown
 from omniattn.functional.masks import Mask
 from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import MaskMod, ScoreMod
 from omniattn.modules.attention._options import (
     check_options,
+    convolved,
     forget_options,
     grown,
     in_chunks,
@@ -288,6 +290,13 @@ class Attention(CachingMixer):
             return RMSNorm(rms, device=device, dtype=dtype)
         return None
 
+    @property
+    def convolved_width(self) -> int:
+        c = self.config
+        if c.cross or c.ranks is not None or c.shared_kv == "reader":
+            return 0
+        return (c.num_heads + 2 * c.kv_heads) * c.head_size
+
     def _heads(self, x: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
         """Splits projected queries or keys into normalised heads (..., heads, head_dim)."""
         c = self.config
@@ -332,6 +341,7 @@ class Attention(CachingMixer):
         alibi_slopes: Tensor | None = None,
         score_mod: ScoreMod | None = None,
         shared: dict[str, Any] | None = None,
+        convolve: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Maps x (B, T, dim) to (B, T, dim).
 
@@ -353,8 +363,15 @@ class Attention(CachingMixer):
             score_mod: f(score, b, h, q, k), see functional.attention. q and k are positions in the
                 sequence, including the tokens in `state`; in cross-attention, rows of x and source.
             shared: dict by which layers of a model share keys and values, see the config.
+            convolve: a function of queries, keys and values, joined to (B, T, convolved_width),
+                before the rotary embedding, as a DecoderBlock gives with `canon`.
         """
         c = self.config
+        if convolve is not None and self.convolved_width == 0:
+            raise ValueError(
+                "Attention: convolve needs self-attention with keys of its own and no ranks, got "
+                f"cross={c.cross}, ranks={c.ranks}, shared_kv={shown(c.shared_kv)}"
+            )
         if c.alibi is not None:
             alibi_slopes = slopes_of(c, alibi_slopes, x)
         cache = new.require_gates(state) if c.forget_gate else require_cache("Attention", state)
@@ -365,7 +382,7 @@ class Attention(CachingMixer):
             source, keys = sequences_of("Attention", "source", source, queries=sequences)
         attend = sequences.attention(keys)
         past = 0 if cache is None else cache.length
-        q = grown(c, self._queries(x), sequences, past)
+        q = self._queries(x)
         rope, mask = rope if c.rotary else None, in_chunks(c, mask)
         if c.cross:
             k, v = self._cross_keys_and_values(source, cache, rope)
@@ -373,6 +390,9 @@ class Attention(CachingMixer):
             if source is not None:
                 raise ValueError("Attention: source must be None unless cross=True")
             k, v = own_rows(self, x)
+            if convolve is not None:
+                q, k, v = convolved(convolve, q, k, v)
+            q = grown(c, q, sequences, past)
             v = mixed_values(self, v, shared)
             if rope is not None and (cache is None or not cache.moves):
                 q, k = functional.apply_rotary(

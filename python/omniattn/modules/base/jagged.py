@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.checks.arguments import require_tensor, shown
+from omniattn.checks.arguments import is_one_of, require_device, require_tensor, shown
 from omniattn.checks.jagged import length_bound, longest, require_ragged, with_boundaries
+from omniattn.functional.masks import KeyLengths, KeyPadding, Mask
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,38 @@ def without_padding(x: Tensor, tokens: Tensor) -> tuple[Tensor, Sequences]:
     values = x[tokens]
     nested = torch.nested.nested_tensor_from_jagged(values.detach(), offsets)
     return values[None], Sequences(nested, tokens)
+
+
+def real_tokens(op: str, mask: Tensor | Mask | None, x: Tensor, past: int) -> Tensor | None:
+    """Returns which of the tokens of x (B, T, ...) are no padding, (B, T) bool, or None for all.
+
+    `mask` is that of a recurrence after `past` tokens: boolean (B, 1, 1, past + T), a KeyPadding or
+    KeyLengths.
+    """
+    if mask is None:
+        return None
+    batch, steps = x.shape[0], 0 if x.is_nested else x.shape[1]
+    if isinstance(mask, KeyPadding):
+        mask = mask.real[:, None, None]
+    elif isinstance(mask, KeyLengths):
+        keys = torch.arange(past + steps, device=mask.lengths.device)
+        mask = (keys < mask.lengths[..., None])[:, None, None]
+    fits = (
+        isinstance(mask, Tensor)
+        and mask.dtype == torch.bool
+        and not x.is_nested
+        and is_one_of(mask.shape, (batch, 1, 1, past + steps), (1, 1, 1, past + steps))
+    )
+    if not fits:
+        got = "a nested x" if x.is_nested else f"x.shape={tuple(x.shape)}"
+        raise ValueError(
+            f"{op}: mask must be None or boolean (B, 1, 1, past + T), a KeyPadding or KeyLengths, "
+            "which mark padding, because a recurrence reads every token (pass several "
+            f"sequences as a jagged nested tensor), got mask={shown(mask)}, {got}, past={past}"
+        )
+    assert isinstance(mask, Tensor)
+    require_device(op, "mask", mask, x)
+    return mask[:, 0, 0, past:].expand(batch, steps)
 
 
 def _packed_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

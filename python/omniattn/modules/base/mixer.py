@@ -35,6 +35,8 @@ class Mixer(Layer, Stateful):
       raise an error;
     - score_mod, only if `takes_score_mod` is True: f(score, b, h, q, k), see
       `functional.attention`;
+    - convolve, only if `convolved_width` is not 0: a function (B, T, width) -> (B, T, width) of the
+      layer's queries, keys and values, joined;
     - shared, only if `shares` is True: a dict by which layers pass tensors to later layers within
       one call of the model; it starts with the token `embeddings`.
 
@@ -54,13 +56,24 @@ class Mixer(Layer, Stateful):
     #: True if `new_state` accepts a `kv_dtype`.
     quantizes: ClassVar[bool] = False
 
+    @property
+    def convolved_width(self) -> int:
+        """Number of channels that `convolve` maps, 0 if the layer takes none."""
+        return 0
+
 
 class ChannelMixer(Layer):
     """A layer (..., dim) -> (..., dim) that transforms tokens independently, or routes them.
 
     A channel mixer that reads earlier tokens also has `new_state`, as a Mixer, and the keyword
-    arguments `state` and `mask`.
+    arguments `state` and `mask`. One with a `convolved_width` takes `convolve`, a function
+    (B, T, width) -> (B, T, width) of its hidden channels before the activation.
     """
+
+    @property
+    def convolved_width(self) -> int:
+        """Number of channels that `convolve` maps, 0 if the layer takes none."""
+        return 0
 
 
 class Norm(Layer):

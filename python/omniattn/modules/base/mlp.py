@@ -1,6 +1,6 @@
 """Feed-forward layers, plain and gated, each computed by one op."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +30,9 @@ GATED_ACTIVATIONS = {
 }
 
 
+Convolve = Callable[[torch.Tensor], torch.Tensor]
+
+
 class _FeedForward(ChannelMixer):
     """Base class of MLP and GatedMLP: calls the projections if they are not plain linears."""
 
@@ -38,8 +41,17 @@ class _FeedForward(ChannelMixer):
     down_proj: Linear
     act: torch.nn.Module | None
 
+    @property
+    def convolved_width(self) -> int:
+        return int(self.config.hidden_dim) * (2 if hasattr(self, "gate_proj") else 1)
+
     def _by_layers(
-        self, x: torch.Tensor, activation: str, gate: Linear | None = None, **clamp: float
+        self,
+        x: torch.Tensor,
+        activation: str,
+        gate: Linear | None = None,
+        convolve: Convolve | None = None,
+        **clamp: float,
     ) -> torch.Tensor:
         """Computes the op's formula by calling the projections, which may have adapters."""
         c = self.config
@@ -47,10 +59,13 @@ class _FeedForward(ChannelMixer):
         def run(x: torch.Tensor) -> torch.Tensor:
             up = self.up_proj(x)
             first, second = (up, None) if gate is None else (gate(x), up)
+            if convolve is not None:
+                hidden = up if second is None else torch.cat((first, second), -1)
+                first, second = (*convolve(hidden).split(c.hidden_dim, -1), None)[:2]
             if self.act is None:
                 hidden = activated(first, second, activation=activation, backend=c.backend, **clamp)
             else:
-                hidden = self.act(up)
+                hidden = self.act(first)
             hidden = functional.dropout(hidden, c.dropout_p, training=self.training)
             y: torch.Tensor = self.down_proj(hidden)
             return y
@@ -137,11 +152,12 @@ class MLP(_FeedForward):
         self.act = None if c.learned is None else c.learned.build(device=device, dtype=dtype)
         self.down_proj = Linear(narrow, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps x (..., dim) to (..., dim)."""
+    def forward(self, x: torch.Tensor, *, convolve: Convolve | None = None) -> torch.Tensor:
+        """Maps x (..., dim) to (..., dim); `convolve` is as in ChannelMixer."""
         c = self.config
-        if self.act is not None or not is_plain(self.up_proj, self.down_proj):
-            return self._by_layers(x, c.activation)
+        plain = self.act is None and convolve is None
+        if not plain or not is_plain(self.up_proj, self.down_proj):
+            return self._by_layers(x, c.activation, convolve=convolve)
         return functional.mlp(
             x,
             self.up_proj.weight,
@@ -220,13 +236,13 @@ class GatedMLP(_FeedForward):
         self.up_proj = Linear(wide, device=device, dtype=dtype)
         self.down_proj = Linear(narrow, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps x (..., dim) to (..., dim)."""
+    def forward(self, x: torch.Tensor, *, convolve: Convolve | None = None) -> torch.Tensor:
+        """Maps x (..., dim) to (..., dim); `convolve` is as in ChannelMixer, of (gate, up)."""
         c = self.config
-        if not is_plain(self.gate_proj, self.up_proj, self.down_proj):
+        if convolve is not None or not is_plain(self.gate_proj, self.up_proj, self.down_proj):
             alpha, limit = c.clamp
             name = GATED_ACTIVATIONS[c.activation]
-            return self._by_layers(x, name, self.gate_proj, alpha=alpha, limit=limit)
+            return self._by_layers(x, name, self.gate_proj, convolve, alpha=alpha, limit=limit)
         return functional.glu_mlp(
             x,
             self.gate_proj.weight,

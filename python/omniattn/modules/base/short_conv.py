@@ -18,6 +18,9 @@ from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
 class ShortConvolution(Layer):
     """Computes y_t = act(bias + sum_k weight[:, k] x_{t + k - (K - 1)}), depthwise.
 
+    With a residual x_t is added. Without an activation this is the filter with 1 added to its last
+    tap, so that it costs no further pass over x.
+
     Args:
         config: sizes and options.
         device, dtype: device and dtype of the parameters.
@@ -46,6 +49,7 @@ class ShortConvolution(Layer):
             bias: True to add a bias.
             activation: "silu" or None.
             backend: backend of the op.
+            residual: True to add x.
         """
 
         dim: Size
@@ -53,6 +57,7 @@ class ShortConvolution(Layer):
         bias: bool = False
         activation: str | None = "silu"
         backend: Backend = None
+        residual: bool = False
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -101,25 +106,31 @@ class ShortConvolution(Layer):
         """Maps x (B, T, dim) to y (B, T, dim) and the state (B, dim, K - 1) after x.
 
         With `cu_seqlens`, x has one row of packed sequences with one state each, as in
-        functional.causal_conv1d. With `taps`, the weight from `channels_last`, T is 1 and the state
+        functional.causal_conv1d. With `taps`, from `step_taps`, T is 1 and the state
         is updated in place.
         """
+        c = self.config
         if state is not None and taps is not None:
-            silu = self.config.activation == "silu"
-            y: Tensor = causal_conv1d_inplace(x, taps, self.bias, state, silu)
-            return y, state
-        return functional.causal_conv1d(
-            x,
-            self.weight[:, 0],
-            self.bias,
-            activation=self.config.activation,
-            initial_state=state,
-            cu_seqlens=cu_seqlens,
-            return_final_state=True,
-            backend=self.config.backend,
-        )
+            y: Tensor = causal_conv1d_inplace(x, taps, self.bias, state, c.activation == "silu")
+        else:
+            y, state = functional.causal_conv1d(
+                x,
+                self.filter(self.weight)[:, 0],
+                self.bias,
+                activation=c.activation,
+                initial_state=state,
+                cu_seqlens=cu_seqlens,
+                return_final_state=True,
+                backend=c.backend,
+            )
+        return x + y if c.residual and c.activation is not None else y, state
 
+    def filter(self, weight: Tensor) -> Tensor:
+        """Returns the weight (dim, 1, K) with the residual in its last tap, if it belongs there."""
+        if not self.config.residual or self.config.activation is not None:
+            return weight
+        return torch.cat((weight[..., :-1], weight[..., -1:] + 1), -1)
 
-def channels_last(weight: Tensor) -> Tensor:
-    """Converts a weight (dim, 1, K) to (dim, K) with channels contiguous in memory."""
-    return weight.detach()[:, 0].mT.contiguous().mT
+    def step_taps(self, weight: Tensor) -> Tensor:
+        """Returns the `taps` of the weight, (dim, K) with channels contiguous in memory."""
+        return self.filter(weight).detach()[:, 0].mT.contiguous().mT

@@ -234,40 +234,62 @@ class RecurrentState:
         self.is_ahead = False
 
 
-class StatePair:
-    """States of a mixer and of the channel mixer after it, for the same tokens."""
+class States:
+    """States, by name, of layers that read the same tokens; the first one counts them."""
 
-    def __init__(self, mixer: State, mlp: State) -> None:
-        self.mixer, self.mlp = mixer, mlp
+    def __init__(self, **states: State) -> None:
+        self._states = states
+
+    def get(self, name: str) -> State | None:
+        """Returns the state of this name, None if there is none."""
+        return self._states.get(name)
 
     @property
     def parts(self) -> tuple[State, ...]:
-        """States of the mixer and of the channel mixer."""
-        return self.mixer, self.mlp
+        """The states in the order of their names."""
+        return tuple(self._states.values())
 
     @property
     def length(self) -> int:
-        return self.mixer.length
+        return self.parts[0].length
 
     @property
     def nbytes(self) -> int:
-        return self.mixer.nbytes + self.mlp.nbytes
+        return sum(part.nbytes for part in self.parts)
 
     def crop(self, length: int) -> None:
-        self.mixer.crop(length)
-        self.mlp.crop(length)
+        # From the last one on: caches come before recurrences, which cannot forget tokens.
+        for part in reversed(self.parts):
+            part.crop(length)
 
     def reorder(self, index: Tensor) -> None:
-        self.mixer.reorder(index)
-        self.mlp.reorder(index)
+        for part in self.parts:
+            part.reorder(index)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mixer": self.mixer.state_dict(), "mlp": self.mlp.state_dict()}
+        return {name: part.state_dict() for name, part in self._states.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        mixer, mlp = take("StatePair", state, "mixer", "mlp")
-        self.mixer.load_state_dict(mixer)
-        self.mlp.load_state_dict(mlp)
+        saved = take(type(self).__name__, state, *self._states)
+        for part, each in zip(self.parts, saved, strict=True):
+            part.load_state_dict(each)
+
+
+class StatePair(States):
+    """States of a mixer and of the channel mixer after it, for the same tokens."""
+
+    def __init__(self, mixer: State, mlp: State) -> None:
+        super().__init__(mixer=mixer, mlp=mlp)
+
+    @property
+    def mixer(self) -> State:
+        """State of the mixer."""
+        return self._states["mixer"]
+
+    @property
+    def mlp(self) -> State:
+        """State of the channel mixer."""
+        return self._states["mlp"]
 
 
 def take(op: str, state: dict[str, Any], *keys: str) -> list[Any]:

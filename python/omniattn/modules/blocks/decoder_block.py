@@ -15,7 +15,7 @@ from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import ScoreMod
 from omniattn.modules.attention.attention import Attention
 from omniattn.modules.base.dropout import Dropout
-from omniattn.modules.base.fields import Positive, Probability
+from omniattn.modules.base.fields import Positive, Probability, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
@@ -26,10 +26,12 @@ from omniattn.modules.base.state import (
     State,
     Stateful,
     StatePair,
+    States,
     Storage,
     takes_cache,
 )
 from omniattn.modules.base.streams import Streams
+from omniattn.modules.blocks.canon import Canon, CanonCall, require_places
 from omniattn.modules.caches.eviction import Eviction
 
 _PLACEMENTS = ("pre", "sandwich", "parallel", "parallel_norms", "post")
@@ -56,8 +58,8 @@ class DecoderBlock(Layer, Stateful):
         Parameters input_layernorm, mixer, cross_attention_layernorm, cross_attn,
         post_attention_layernorm (absent with "parallel"), mlp; with "sandwich" also
         mixer_output_norm, cross_attn_output_norm, mlp_output_norm, with "post" these in place of
-        the others; with layer_scale mixer_scale, cross_attn_scale, mlp_scale. `load_state_dict`
-        also accepts self_attn, the former name of mixer.
+        the others; with canon, canon.A to canon.D; with layer_scale mixer_scale, cross_attn_scale,
+        mlp_scale. `load_state_dict` also accepts self_attn, the former name of mixer.
 
     Example:
         >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
@@ -90,6 +92,11 @@ class DecoderBlock(Layer, Stateful):
             streams: config of Streams, a residual form other than h + f(h), such as
                 HyperConnections, for "pre" without cross. `place` is the block's number; x is then
                 the state h of the streams, and the returned residual is None.
+            canon: places of Canon layers, t + conv(t) with a short causal convolution: letters of
+                "ABCD", for the inputs of mixer (A) and mlp (C) after their norms, for queries, keys
+                and values of Attention (B), and for the hidden channels of MLP and GatedMLP before
+                the activation (D).
+            canon_size: number of taps of the Canon layers.
         """
 
         mixer: LayerConfig
@@ -102,6 +109,8 @@ class DecoderBlock(Layer, Stateful):
         drop_path_p: Probability = 0.0
         layer_scale: Positive | None = None
         streams: LayerConfig | None = None
+        canon: str = ""
+        canon_size: Size = 4
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -127,6 +136,7 @@ class DecoderBlock(Layer, Stateful):
                 )
             if self.streams is not None:
                 self._check_streams()
+            require_places("DecoderBlock", self.canon)
 
         def _check_streams(self) -> None:
             Streams.require_config("DecoderBlock", "streams", self.streams)
@@ -191,6 +201,7 @@ class DecoderBlock(Layer, Stateful):
             self.mlp_output_norm = norm(*after)
             self.mlp_scale = scale()
         self.mixer_streams, self.mlp_streams = self._new_streams(device, dtype)
+        self.canon = self._new_canon(device, dtype) if config.canon else None
         self.dropout = Dropout(config.dropout_p)
         self.drop_path = DropPath(config.drop_path_p) if config.drop_path_p else None
         self.register_load_state_dict_pre_hook(_rename_self_attn)
@@ -207,6 +218,22 @@ class DecoderBlock(Layer, Stateful):
             for n in range(2)
         )
         return first, None if self.mlp is None else second
+
+    def _new_canon(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Canon:
+        """Builds the Canon layers, whose widths follow from those of the other layers."""
+        c: Any = self.config
+        mlp: Any = self.mlp
+        widths = {"A": c.norm.dim, "B": self.mixer.convolved_width, "C": c.norm.dim, "D": 0}
+        widths |= {"C": 0} if mlp is None else {"D": mlp.convolved_width}
+        chosen = {place: widths[place] for place in c.canon}
+        if not all(chosen.values()):
+            raise ValueError(
+                "DecoderBlock: canon must have B only with Attention, C only with an mlp, and D "
+                f"only with MLP or GatedMLP, got canon={c.canon!r}, "
+                f"mixer={type(self.mixer).__name__}, mlp={type(mlp).__name__}"
+            )
+        backend = getattr(c.norm, "backend", None)
+        return Canon(chosen, c.canon_size, backend, device=device, dtype=dtype)
 
     def new_state(
         self,
@@ -235,9 +262,12 @@ class DecoderBlock(Layer, Stateful):
                     f"DecoderBlock: {name} needs Attention or a mixer whose state does not grow, "
                     f"got mixer={type(self.mixer).__name__}"
                 )
-        if not isinstance(self.mlp, Stateful):
-            return state
-        return StatePair(state, self.mlp.new_state(batch, max_length, **storage))
+        parts: dict[str, State] = {"mixer": state}
+        if isinstance(self.mlp, Stateful):
+            parts["mlp"] = self.mlp.new_state(batch, max_length, **storage)
+        if self.canon is not None:
+            return States(**parts, canon=self.canon.new_state(batch, **storage))
+        return StatePair(**parts) if len(parts) > 1 else state
 
     @takes_cache
     def forward(
@@ -261,50 +291,104 @@ class DecoderBlock(Layer, Stateful):
         cross-attention. Other arguments are as in Mixer; `relative` and `score_mod` require a mixer
         that accepts them.
         """
+        canon = None if self.canon is None else self.canon.over("DecoderBlock", x, state, mask)
         after: dict[str, Any] = {}
-        if isinstance(state, StatePair):
-            after["state"], state = state.mlp, state.mixer
+        if isinstance(state, States):
+            if canon is None and state.get("canon") is not None:
+                raise TypeError(
+                    f"DecoderBlock: state must be that of this block, got state={shown(state)}"
+                )
+            if state.get("mlp") is not None:
+                after["state"] = state.get("mlp")
+            state = state.get("mixer")
         if mask is not None and isinstance(self.mlp, Stateful):
             after["mask"] = mask
         given = {"relative": relative, "score_mod": score_mod}
         more: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
         if self.mixer.shares:
             more["shared"] = shared
+        more |= {"state": state, "rope": rope, "mask": mask}
+        if canon is not None:
+            options = {"B": more, "D": after}
+            for place in options.keys() & set(self.config.canon):
+                options[place]["convolve"] = canon.at(place)
         if self.mixer_streams is not None:
-            more |= {"state": state, "rope": rope, "mask": mask}
-            return self._in_streams(self.mixer_streams, x, more, after), None
+            x, residual = self._in_streams(self.mixer_streams, x, more, after, canon), None
+        else:
+            cross = {"memory": memory, "state": memory_state, "mask": memory_mask}
+            x, residual = self._on_stream(x, residual, more, after, canon, cross)
+        if canon is not None:
+            canon.finish()
+        return x, residual
+
+    def _on_stream(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        given: dict[str, Any],
+        after: dict[str, Any],
+        canon: CanonCall | None,
+        cross: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes the block on a plain residual stream."""
         y, h = self._input(self.input_layernorm, x, residual)
-        x = self.mixer(y, state=state, rope=rope, mask=mask, **more)
+        x = self._mixed(y, given, canon)
         if self.config.is_parallel:
             assert self.mlp is not None
             if self.post_attention_layernorm is not None:
                 y = self.post_attention_layernorm(h.to(y.dtype))
-            return self._output(x + self.mlp(y, **after), None, None, h)
+            return self._output(x + self._channels(y, after, canon), None, None, h)
         x, residual = self._output(x, self.mixer_output_norm, self.mixer_scale, h)
         if self.cross_attn is not None:
             y, h = self._input(self.cross_attention_layernorm, x, residual)
-            y = self.cross_attn(y, memory, state=memory_state, mask=memory_mask)
+            y = self.cross_attn(y, cross["memory"], state=cross["state"], mask=cross["mask"])
             x, residual = self._output(y, self.cross_attn_output_norm, self.cross_attn_scale, h)
         if self.mlp is None:
             return x, residual
         y, h = self._input(self.post_attention_layernorm, x, residual)
-        return self._output(self.mlp(y, **after), self.mlp_output_norm, self.mlp_scale, h)
+        y = self._channels(y, after, canon)
+        return self._output(y, self.mlp_output_norm, self.mlp_scale, h)
+
+    def _mixed(
+        self, y: torch.Tensor, given: dict[str, Any], canon: CanonCall | None
+    ) -> torch.Tensor:
+        """Calls the mixer."""
+        x: torch.Tensor = self.mixer(y if canon is None else canon.input("A", y), **given)
+        return x
+
+    def _channels(
+        self, y: torch.Tensor, given: dict[str, Any], canon: CanonCall | None
+    ) -> torch.Tensor:
+        """Calls the channel mixer."""
+        assert self.mlp is not None
+        if canon is not None:
+            y = canon.input("C", y)
+        if "convolve" in given and y.is_nested:  # its function takes (1, total, width)
+            assert canon is not None
+            return canon.sequences.restored(self.mlp(y.values()[None], **given))
+        x: torch.Tensor = self.mlp(y, **given)
+        return x
 
     def _in_streams(
-        self, first: Streams, x: torch.Tensor, given: dict[str, Any], after: dict[str, Any]
+        self,
+        first: Streams,
+        x: torch.Tensor,
+        given: dict[str, Any],
+        after: dict[str, Any],
+        canon: CanonCall | None,
     ) -> torch.Tensor:
         """Computes the block on the state of its streams, or on the embeddings in block 0."""
         h, sequences = sequences_of("DecoderBlock", "x", x)
         if first.config.place == 0:
             h = first.start(h)
-        parts = [(first, self.input_layernorm, self.mixer, given)]
+        parts: list[tuple[Any, Any, Any, dict[str, Any]]] = [
+            (first, self.input_layernorm, self._mixed, given)
+        ]
         if self.mlp_streams is not None:
-            assert self.mlp is not None
-            parts.append((self.mlp_streams, self.post_attention_layernorm, self.mlp, after))
-        for streams, norm, layer, options in parts:
+            parts.append((self.mlp_streams, self.post_attention_layernorm, self._channels, after))
+        for streams, norm, run, options in parts:
             y, found = streams.read(h)
-            assert norm is not None
-            y, _ = self._output(layer(norm(sequences.restored(y)), **options), None, None, y)
+            y, _ = self._output(run(norm(sequences.restored(y)), options, canon), None, None, y)
             h = streams.write(h, y.values()[None] if y.is_nested else y, found)
         return sequences.restored(h)
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from omniattn.checks.arguments import is_one_of, is_traced, require_device, shown
-from omniattn.functional.masks import KeyLengths, KeyPadding, Mask
-from omniattn.modules.base.jagged import Sequences, sequences_of, without_padding
+from omniattn.checks.arguments import is_traced
+from omniattn.functional.masks import Mask
+from omniattn.modules.base.jagged import (
+    Sequences,
+    real_tokens,
+    sequences_of,
+    without_padding,
+)
 from omniattn.modules.base.mixer import Mixer, require_tokens
 from omniattn.modules.base.state import RecurrentState, State, kind_of, takes_cache
 
@@ -84,34 +88,13 @@ def read(
     tokens, sequences = sequences_of(op, "x", x, state=state)
     require_tokens(op, tokens, layer.config.dim)
     before = None if state is None else _checked(layer, state, x)
-    if mask is None:
-        return tokens, sequences, before
     past = 0 if before is None else before.length
-    batch, steps = tokens.shape[:2]
-    if isinstance(mask, KeyPadding):
-        mask = mask.real[:, None, None]
-    elif isinstance(mask, KeyLengths):
-        keys = torch.arange(past + steps, device=mask.lengths.device)
-        mask = (keys < mask.lengths[..., None])[:, None, None]
-    fits = (
-        isinstance(mask, Tensor)
-        and mask.dtype == torch.bool
-        and sequences.nested is None
-        and is_one_of(mask.shape, (batch, 1, 1, past + steps), (1, 1, 1, past + steps))
-    )
-    if not fits:
-        got = "a nested x" if sequences.nested is not None else f"x.shape={tuple(x.shape)}"
-        raise ValueError(
-            f"{op}: mask must be None or boolean (B, 1, 1, past + T), a KeyPadding or KeyLengths, "
-            "which mark padding, because a recurrence reads every token (pass several "
-            f"sequences as a jagged nested tensor), got mask={shown(mask)}, {got}, past={past}"
-        )
-    assert isinstance(mask, Tensor)
-    real = mask[:, 0, 0, past:]
+    real = real_tokens(op, mask, x, past)
+    if real is None:
+        return tokens, sequences, before
     if before is not None and real.is_cpu and not is_traced() and bool(real.all()):
         return tokens, sequences, before  # decoding after a padded prompt
-    require_device(op, "mask", mask, x)
-    return *without_padding(tokens, real.expand(batch, steps)), before
+    return *without_padding(tokens, real), before
 
 
 def _checked(layer: Any, state: State, x: Tensor) -> RecurrentState:

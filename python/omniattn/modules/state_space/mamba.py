@@ -19,7 +19,7 @@ from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.norm import RMSNorm
-from omniattn.modules.base.short_conv import ShortConvolution, channels_last
+from omniattn.modules.base.short_conv import ShortConvolution
 from omniattn.modules.base.state import RecurrentState, Storage
 from omniattn.modules.caches.cache import storage_like
 from omniattn.modules.recurrent.headwise import Headwise, per_head
@@ -289,7 +289,7 @@ class Mamba(StateMixer):
         """Computes forward for one token and updates the state in place."""
         c = self.config
         u, z = self.in_proj(x).chunk(2, -1)
-        taps = state.derived("taps", self.conv1d.weight, channels_last)
+        taps = state.derived("taps", self.conv1d.weight, self.conv1d.step_taps)
         u, _ = self.conv1d(u, state["conv"], taps=taps)
         parts = self.x_proj(u).split((c.rank, c.d_state, c.d_state), -1)
         r, b, rows = map(self._normed, _NORMS, parts)

@@ -19,7 +19,7 @@ from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.norm import RMSNormGated
-from omniattn.modules.base.short_conv import ShortConvolution, channels_last
+from omniattn.modules.base.short_conv import ShortConvolution
 from omniattn.modules.base.state import RecurrentState, Storage
 from omniattn.modules.caches.cache import storage_like
 from omniattn.modules.recurrent.delta_net import draw_rates
@@ -208,7 +208,7 @@ class Mamba2(StateMixer):
         """Computes forward for one token and updates the state in place."""
         c = self.config
         z, u, dt = self.in_proj(x).split((c.width, c.conv_width, c.num_heads), -1)
-        taps = state.derived("taps", self.conv1d.weight, channels_last)
+        taps = state.derived("taps", self.conv1d.weight, self.conv1d.step_taps)
         u, _ = self.conv1d(u, state["conv"], taps=taps)
         shared = c.ngroups * c.d_state
         v, B, C = u.split((c.width, shared, shared), -1)
