@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.overrides import handle_torch_function, has_torch_function
 from typing_extensions import Unpack
 
 from omniattn.checks.jagged import (
@@ -173,6 +175,10 @@ def attention(
         found = attempt(op, q, k, v, options, return_lse)
         if found is not None:
             return found if return_lse else found[0]
+    if not is_compiling() and has_torch_function((q, k, v)):
+        given = {"return_lse": return_lse, "backend": backend, **options}
+        called: Any = handle_torch_function(attention, (q, k, v), q, k, v, **given)
+        return called  # type: ignore[no-any-return]
     packed = pack(op, options)
     q, k, v = autocast(op, q, k, v)
     full = check_shapes(op, q, k, v)

@@ -1,0 +1,192 @@
+"""context_parallel on two and four processes (gloo) against one process, in fp64."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import main, run, start
+from torch.distributed.device_mesh import init_device_mesh
+
+from omniattn import functional
+from omniattn.distributed import context_parallel, context_parallel_unshard
+from omniattn.functional import masks, scores
+
+T, HEADS, KV, DIM = 32, 4, 2, 8
+#: (B, T, ...) of calls, by the names of tensors: heads and last sizes.
+EXACT = {"rtol": 1e-11, "atol": 1e-12}
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def rows(*heads, batch=2, size=DIM):
+    return [randn(batch, T, h, size) for h in heads]
+
+
+def decays(*shape):
+    return -randn(2, T, *shape).abs() / 4
+
+
+def unit(t):
+    return torch.nn.functional.normalize(t, dim=-1)
+
+
+def mod(score, b, h, q, k):
+    return score + (h + 1) * 0.1 * (q - k) * (b + 1)
+
+
+def attention_cases():
+    qkv = rows(HEADS, KV, KV)
+    slopes, sinks, scale = randn(HEADS).abs(), randn(HEADS), randn(HEADS).abs()
+    documents = masks.Documents((torch.arange(T)[None] // 9).expand(2, -1))
+    seed = torch.tensor([5, 0])
+    options = {
+        "plain": {},
+        "causal": {"causal": True},
+        "window": {"causal": True, "window_size": (6, -1)},
+        "both sides": {"window_size": (5, 9)},
+        "documents": {"causal": True, "mask": documents},
+        "tensor": {"mask": torch.rand(2, 1, T, T) < 0.5},
+        "heads": {"mask": torch.rand(1, HEADS, T, T) < 0.5, "bias": randn(1, HEADS, 1, T)},
+        "keys": {"mask": masks.KeyLengths(torch.tensor([20, 3])), "bias": randn(T, T)},
+        "chunks": {"causal": True, "mask": masks.Chunked(7)},
+        "dilated": {"causal": True, "mask": masks.Dilated(3), "softcap": 3.0},
+        "alibi": {"causal": True, "alibi_slopes": slopes},
+        "sinks": {"causal": True, "sinks": sinks, "head_scale": scale},
+        "t5": {"relative": scores.T5Bias(randn(8, HEADS).requires_grad_(), max_distance=12)},
+        "score_mod": {"causal": True, "score_mod": mod},
+        "sigmoid": {"causal": True, "normalizer": "sigmoid"},
+        "relu2": {"normalizer": "relu2"},
+        "dropout": {"causal": True, "dropout_p": 0.3, "seed": seed},
+        "stick": {"causal": True, "normalizer": "stick_breaking"},
+    }
+    for name, given in options.items():
+        yield name, functional.attention, qkv, given
+
+
+def recurrence_cases():
+    q, k, v = rows(2, 2, 4)
+    beta = torch.rand(2, T, 4, dtype=torch.float64)
+    a, b = unit(randn(2, T, 2, DIM)), unit(randn(2, T, 2, DIM))
+    own = (q, unit(k), v)
+    f = functional
+    yield "linear", f.linear_attention, (q, k, v), {}
+    yield "gla", f.gated_linear_attention, (q, k, v, decays(4, DIM)), {}
+    yield "gla heads", f.gated_linear_attention, (q, k, v, decays(4)), {"gv": decays(4, DIM)}
+    yield "retention", f.retention, (q, k, v), {}
+    yield "retention mean", f.retention, (q, k, v), {"normalize": True}
+    yield "delta", f.delta_rule, (*own, beta), {"l2norm": True}
+    yield "gated delta", f.gated_delta_rule, (*own, decays(4), beta), {}
+    yield "kda", f.kimi_delta_attention, (*own, decays(4, DIM), beta), {}
+    yield "dplr", f.dplr_delta_rule, (q, k, v, -a, a * b.sigmoid(), decays(4, DIM)), {}
+    yield "rwkv6", f.rwkv6, (q, k, v, decays(4, DIM), randn(4, DIM)), {}
+    yield "rwkv7", f.rwkv7, (q, decays(4, DIM), k, v, -a, a * b.sigmoid()), {}
+    yield "rwkv quadratic", f.rwkv_quadratic, (q, k, v, randn(4).abs()), {}
+    yield "rwkv recurrent", f.rwkv_recurrent, (q, k, v, randn(4).abs()), {}
+    q, k, v = rows(2, 2, 2)
+    yield "mlstm", f.mlstm, (q, k, v, randn(2, T, 2), randn(2, T, 2) + 2), {}
+    yield "rwkv4", f.rwkv4, (randn(6).abs(), randn(6), randn(2, T, 6), randn(2, T, 6)), {}
+    yield "slstm", f.slstm, (randn(2, T, 4, 2, 3), randn(4, 2, 3, 3)), {}
+    yield "scan", f.linear_scan, (randn(2, T, 6), decays(6)), {}
+    yield "conv", f.causal_conv1d, (randn(2, T, 6), randn(6, 4), randn(6)), {"activation": "silu"}
+    u, delta, A = randn(2, T, 6), randn(2, T, 6).abs(), -randn(6, 3).abs()
+    B, C, D, z = randn(2, T, 3), randn(2, T, 3), randn(6), randn(2, T, 6)
+    yield "selective", f.selective_scan, (u, delta, A, B, C, D, z), {}
+    x, dt, A = randn(2, T, 4, 3), randn(2, T, 4).abs(), -randn(4).abs()
+    yield "ssd", f.ssd, (x, dt, A, randn(2, T, 2, 5), randn(2, T, 2, 5), randn(4)), {}
+
+
+def first(out):
+    return out[0] if isinstance(out, tuple) else out
+
+
+def leaves(tensors):
+    return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
+
+
+def further(options):
+    """The tensors among the options that get gradients, and the options with new ones."""
+    found, given = [], {}
+    for name, value in options.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value = value.detach().clone().requires_grad_()
+            found.append(value)
+        elif isinstance(value, scores.T5Bias):
+            table = value.table.detach().clone().requires_grad_()
+            value = scores.T5Bias(table, max_distance=value.max_distance)
+            found.append(table)
+        given[name] = value
+    return found, given
+
+
+def is_split(t):
+    return t.dim() > 2 and t.shape[1] == T
+
+
+def check(mesh, name, call, tensors, options, batch=slice(None), **how):
+    """Compares a call and its gradients with those of one process."""
+    whole, (more, given) = leaves(tensors), further(options)
+    tokens_of = {id(t): is_split(t) for t in more}
+    expected = first(call(*whole, **given, **how.pop("one_process", {})))
+    pull = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, [*whole, *more], pull)
+    more, given = further(options)
+    with context_parallel(mesh, **how) as region:
+        mine = [region.shard(t.detach(), 1) if is_split(t) else t.detach() for t in tensors]
+        mine = leaves(mine)
+        out = first(call(*mine, **given))
+        ours = torch.autograd.grad(out, [*mine, *more], region.shard(pull, 1))
+    where = f"{name} {how}"
+    torch.testing.assert_close(
+        out, region.shard(expected, 1), **EXACT, msg=lambda m: f"{where}: {m}"
+    )
+    split = [is_split(t) for t in whole] + [False] * len(more)
+    assert not any(tokens_of.values())
+    for n, (grad, wanted, parts) in enumerate(zip(ours, gradients, split, strict=True)):
+        if parts:
+            wanted = region.shard(wanted, 1)
+        else:
+            grad = grad.clone()
+            dist.all_reduce(grad)
+        torch.testing.assert_close(
+            grad, wanted, **EXACT, msg=lambda m, n=n: f"{where}, gradient {n}: {m}"
+        )
+
+
+def of_attention(rank, ranks, port):
+    start(rank, ranks, port)
+    mesh = init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(0)
+    for case in attention_cases():
+        name = case[0]
+        for order in ("zigzag", "contiguous"):
+            if name != "stick":
+                check(mesh, *case, order=order)
+            if name != "dropout":
+                check(mesh, *case, order=order, method="all_to_all")
+    dist.destroy_process_group()
+
+
+def of_recurrences(rank, ranks, port):
+    start(rank, ranks, port)
+    mesh = init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(0)
+    for case in recurrence_cases():
+        for order in ("zigzag", "contiguous"):
+            check(mesh, *case, order=order)
+    dist.destroy_process_group()
+
+
+WORK = {"of_attention": of_attention, "of_recurrences": of_recurrences}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("work", WORK)
+def test_processes(work, ranks):
+    run(__file__, work, ranks)
+
+
+if __name__ == "__main__":
+    main(WORK)
