@@ -52,7 +52,7 @@ def attention_cases():
         "heads": {"mask": torch.rand(1, HEADS, T, T) < 0.5, "bias": randn(1, HEADS, 1, T)},
         "keys": {"mask": masks.KeyLengths(torch.tensor([20, 3])), "bias": randn(T, T)},
         "chunks": {"causal": True, "mask": masks.Chunked(7)},
-        "dilated": {"causal": True, "mask": masks.Dilated(3), "softcap": 3.0},
+        "strided": {"causal": True, "mask": masks.Strided(4, 3, split_heads=True), "softcap": 3.0},
         "alibi": {"causal": True, "alibi_slopes": slopes},
         "sinks": {"causal": True, "sinks": sinks, "head_scale": scale},
         "t5": {"relative": scores.T5Bias(randn(8, HEADS).requires_grad_(), max_distance=12)},
@@ -66,6 +66,10 @@ def attention_cases():
         yield name, functional.attention, qkv, given
 
 
+def of_values(q, k, v, g, gv):
+    return functional.gated_linear_attention(q, k, v, g, gv=gv)
+
+
 def recurrence_cases():
     q, k, v = rows(2, 2, 4)
     beta = torch.rand(2, T, 4, dtype=torch.float64)
@@ -74,7 +78,7 @@ def recurrence_cases():
     f = functional
     yield "linear", f.linear_attention, (q, k, v), {}
     yield "gla", f.gated_linear_attention, (q, k, v, decays(4, DIM)), {}
-    yield "gla heads", f.gated_linear_attention, (q, k, v, decays(4)), {"gv": decays(4, DIM)}
+    yield "gla values", of_values, (q, k, v, decays(4), decays(4, DIM)), {}
     yield "retention", f.retention, (q, k, v), {}
     yield "retention mean", f.retention, (q, k, v), {"normalize": True}
     yield "delta", f.delta_rule, (*own, beta), {"l2norm": True}
@@ -95,7 +99,7 @@ def recurrence_cases():
     B, C, D, z = randn(2, T, 3), randn(2, T, 3), randn(6), randn(2, T, 6)
     yield "selective", f.selective_scan, (u, delta, A, B, C, D, z), {}
     x, dt, A = randn(2, T, 4, 3), randn(2, T, 4).abs(), -randn(4).abs()
-    yield "ssd", f.ssd, (x, dt, A, randn(2, T, 2, 5), randn(2, T, 2, 5), randn(4)), {}
+    yield "ssd", f.ssd, (x, dt, A, randn(2, T, 2, 5), randn(2, T, 2, 5)), {"D": randn(4)}
 
 
 def first(out):
@@ -125,11 +129,10 @@ def is_split(t):
     return t.dim() > 2 and t.shape[1] == T
 
 
-def check(mesh, name, call, tensors, options, batch=slice(None), **how):
+def check(mesh, name, call, tensors, options, one_process=None, **how):
     """Compares a call and its gradients with those of one process."""
     whole, (more, given) = leaves(tensors), further(options)
-    tokens_of = {id(t): is_split(t) for t in more}
-    expected = first(call(*whole, **given, **how.pop("one_process", {})))
+    expected = first((one_process or call)(*whole, **given))
     pull = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, [*whole, *more], pull)
     more, given = further(options)
@@ -142,8 +145,7 @@ def check(mesh, name, call, tensors, options, batch=slice(None), **how):
     torch.testing.assert_close(
         out, region.shard(expected, 1), **EXACT, msg=lambda m: f"{where}: {m}"
     )
-    split = [is_split(t) for t in whole] + [False] * len(more)
-    assert not any(tokens_of.values())
+    split = [is_split(t) for t in tensors] + [False] * len(more)
     for n, (grad, wanted, parts) in enumerate(zip(ours, gradients, split, strict=True)):
         if parts:
             wanted = region.shard(wanted, 1)
@@ -179,7 +181,37 @@ def of_recurrences(rank, ranks, port):
     dist.destroy_process_group()
 
 
-WORK = {"of_attention": of_attention, "of_recurrences": of_recurrences}
+#: Sequences of packed tokens: within a chunk, over several, empty, from a boundary of chunks on.
+BOUNDARIES = torch.tensor([0, 3, 5, 5, 19, 24, 32])
+
+
+def packed_cases():
+    """Functions, tensors, options, and the options of one process that the context replaces."""
+    f, cu = functional, {"cu_seqlens": BOUNDARIES}
+    for name, call, tensors, options in recurrence_cases():
+        if name != "rwkv quadratic":
+            one = [t[:1] if is_split(t) else t for t in tensors]
+            yield name, call, one, options, functools.partial(call, **cu)
+    def varlen(q, k, v, **options):
+        rows = (t[0] for t in (q, k, v))
+        return f.attention_varlen(*rows, BOUNDARIES, BOUNDARIES, **options)[None]
+
+    for given in ({"causal": True}, {"causal": True, "window_size": (4, -1)}, {"softcap": 2.0}):
+        yield "attention", f.attention, rows(HEADS, KV, KV, batch=1), given, varlen
+
+
+def of_packed(rank, ranks, port):
+    start(rank, ranks, port)
+    mesh = init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(0)
+    for name, call, tensors, options, one_process in packed_cases():
+        for order in ("zigzag", "contiguous"):
+            how = {"order": order, "cu_seqlens": BOUNDARIES}
+            check(mesh, name, call, tensors, options, one_process, **how)
+    dist.destroy_process_group()
+
+
+WORK = {"of_packed": of_packed, "of_attention": of_attention, "of_recurrences": of_recurrences}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -175,7 +175,7 @@ class _RingAttention(torch.autograd.Function):
         # In fp64, as its rounding error would be one of all weights.
         lse = q.new_full((batch, heads, q.shape[1]), -math.inf, dtype=torch.float64)
         if sinks is not None:
-            lse += sinks.double()[:, None]
+            lse[:] = sinks.double()[:, None]
         ring, now = Ring(layout), [k.contiguous(), v.contiguous()]
         for step in range(layout.ranks):
             last = step == layout.ranks - 1

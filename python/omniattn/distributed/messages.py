@@ -114,7 +114,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, t: Tensor, layout: Layout) -> Tensor:
         ctx.layout = layout
         found = t.new_empty(layout.ranks, *t.shape)
-        dist.all_gather_into_tensor(found, t.contiguous(), group=layout.group)
+        dist.all_gather(list(found.unbind(0)), t.contiguous(), group=layout.group)
         return found
 
     @staticmethod
@@ -122,6 +122,23 @@ class Gather(torch.autograd.Function):
         arrived = torch.empty_like(grads[0], memory_format=torch.contiguous_format)
         dist.all_to_all_single(arrived, grads[0].contiguous(), group=ctx.layout.group)
         return arrived.sum(0), None
+
+
+class Join(torch.autograd.Function):
+    """Returns t; its backward waits for messages that this rank takes part in but does not use.
+
+    A collective must have a backward on every rank: one that does not use what the others sent has
+    gradients of zeros for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(*others)
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], *(torch.zeros_like(t) for t in ctx.saved_tensors)
 
 
 class Exchange(torch.autograd.Function):

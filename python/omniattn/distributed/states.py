@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from omniattn.distributed.layout import Layout
-from omniattn.distributed.messages import Gather, Halo, Outbox, Receive, Send
+from omniattn.distributed.messages import Gather, Halo, Join, Outbox, Receive, Send
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops.recurrence import FEATURE_MAPS as NAMES
 from omniattn.reference.precision import compute_dtype
@@ -55,7 +55,6 @@ class Packed:
     """The sequences of packed tokens that a chunk has a part of."""
 
     boundaries: tuple[int, ...]  # of the parts in the chunk
-    first: int  # number of the first of these sequences
     continues: bool  # the first one began in an earlier chunk
     goes_on: bool  # the last one ends in a later chunk
     begin: int  # position of the first one
@@ -63,13 +62,11 @@ class Packed:
     @classmethod
     def of(cls, offsets: Sequence[int], start: int, length: int) -> Packed:
         end = start + length
-        found = [n for n in range(len(offsets) - 1) if max(offsets[n], start) < min(offsets[n + 1], end)]
-        first, last = found[0], found[-1]
-        inner = (offsets[n] - start for n in found[1:])
-        goes_on = offsets[last + 1] > end
-        own = (0, *inner, length)
-        # Empty sequences between two others have no part.
-        return cls(own, first, offsets[first] < start, goes_on, offsets[first])
+        ends = zip(offsets, offsets[1:], strict=False)
+        parts = [(a, b) for a, b in ends if max(a, start) < min(b, end)]  # not of empty sequences
+        begin = parts[0][0]
+        own = (0, *(a - start for a, _ in parts[1:]), length)
+        return cls(own, begin < start, parts[-1][1] > end, begin)
 
 
 class States:
@@ -85,6 +82,10 @@ class States:
             raise NotImplementedError(
                 f"{op.name}: in context_parallel cu_seqlens must be given to context_parallel, with "
                 "the boundaries in the whole row"
+            )
+        if self.offsets is not None and given["initial_state"] is not None:
+            raise NotImplementedError(
+                f"{op.name}: in context_parallel with cu_seqlens initial_state must be None"
             )
         passed = PASSED[op.name]
         length = self.layout.length(given[passed.tokens[0]])
@@ -127,9 +128,6 @@ class States:
         for name in passed.sequences:
             if chunk[name] is not None:  # equal rows
                 chunk[name] = chunk[name][:1].expand(count, *chunk[name].shape[1:])
-        if chunk["initial_state"] is not None:
-            at = _numbers(self.offsets, pack)
-            chunk["initial_state"] = chunk["initial_state"][at]
         return pack
 
     def _follows(self, own: int, pack: Packed | None) -> bool:
@@ -151,8 +149,7 @@ class States:
                 elif pack is not None:
                     state = state[-1:]
                 if pack is not None:
-                    rest = empty if chunk["initial_state"] is None else chunk["initial_state"]
-                    state = torch.cat((state, rest[1:].to(state)))
+                    state = torch.cat((state, empty[1:]))
                 chunk["initial_state"] = state
             *out, state = op(*chunk.values())
             last = own == layout.count - 1 if pack is None else not pack.goes_on
@@ -177,15 +174,15 @@ class States:
             )
         halos = Halo.apply(torch.stack([chunk["x"][:, -rows:] for chunk in chunks]), self.layout)
         for own, chunk, pack, halo in zip(self.layout.own, chunks, packs, halos, strict=True):
+            chunk["x"] = Join.apply(chunk["x"], halo)
             if not self._follows(own, pack):
                 continue
-            state, given = halo.mT, chunk["initial_state"]
+            state = halo.mT
             if pack is not None:
-                missing = rows - min(rows, own * length - pack.begin)
-                whole = state.new_zeros(len(pack.boundaries) - 1, *state.shape[1:])
-                whole = whole if given is None else given
-                state = torch.cat((whole[:1, :, rows - missing :], state[..., missing:]), 2)
-                state = torch.cat((state, whole[1:]))
+                missing = max(0, rows - (own * length - pack.begin))  # of other sequences
+                state = torch.cat((torch.zeros_like(state[..., :missing]), state[..., missing:]), 2)
+                rest = state.new_zeros(len(pack.boundaries) - 2, *state.shape[1:])
+                state = torch.cat((state, rest))
             chunk["initial_state"] = state
 
     def _add_sums(self, chunks: list[Any], packs: list[Packed | None]) -> None:
@@ -196,8 +193,6 @@ class States:
             last = 0 if pack is None else pack.boundaries[-2]
             own_sum, decay = _sum(chunk, last)
             if last > 0 or (pack is not None and not pack.continues):  # the sequence begins here
-                if chunk["initial_state"] is not None:
-                    own_sum = own_sum + decay.exp() * chunk["initial_state"][-1:]
                 decay = decay - math.inf
             sums.append(own_sum)
             decays.append(decay)
@@ -206,23 +201,16 @@ class States:
         all_decays = Gather.apply(torch.stack(decays), layout).flatten(0, 1)
         at = [layout.gathered.index(c) for c in range(layout.count)]
         for own, chunk, pack in zip(layout.own, chunks, packs, strict=True):
+            chunk["v"] = Join.apply(chunk["v"], all_sums, all_decays)
             if not self._follows(own, pack):
                 continue
             state = torch.zeros_like(sums[0]) if first is None or pack is not None else first
             for c in range(own):
                 state = all_decays[at[c]].exp() * state + all_sums[at[c]]
             if pack is not None:
-                rest = chunk["initial_state"]
-                count = len(pack.boundaries) - 2
-                rest = state.new_zeros(count, *state.shape[1:]) if rest is None else rest[1:]
+                rest = state.new_zeros(len(pack.boundaries) - 2, *state.shape[1:])
                 state = torch.cat((state, rest))
             chunk["initial_state"] = state
-
-
-def _numbers(offsets: Sequence[int], pack: Packed) -> list[int]:
-    """Returns the numbers of the sequences that have a part in the chunk."""
-    found = [n for n in range(pack.first, len(offsets) - 1) if offsets[n] < offsets[n + 1]]
-    return found[: len(pack.boundaries) - 1]
 
 
 def _needs_gradient(t: Any) -> bool:
