@@ -1,6 +1,7 @@
 """context_parallel on two and four processes (gloo) against one process, in fp64."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch.distributed as dist
 from processes import main, run, start
 from torch.distributed.device_mesh import init_device_mesh
 
-from omniattn import functional
-from omniattn.distributed import context_parallel, context_parallel_unshard
+import omniattn
+from omniattn import functional, modules
+from omniattn.distributed import context, context_parallel, context_parallel_unshard
 from omniattn.functional import masks, scores
 
 T, HEADS, KV, DIM = 32, 4, 2, 8
@@ -66,8 +68,8 @@ def attention_cases():
         yield name, functional.attention, qkv, given
 
 
-def of_values(q, k, v, g, gv):
-    return functional.gated_linear_attention(q, k, v, g, gv=gv)
+def of_values(q, k, v, g, gv, **options):
+    return functional.gated_linear_attention(q, k, v, g, gv=gv, **options)
 
 
 def recurrence_cases():
@@ -211,7 +213,123 @@ def of_packed(rank, ranks, port):
     dist.destroy_process_group()
 
 
-WORK = {"of_packed": of_packed, "of_attention": of_attention, "of_recurrences": of_recurrences}
+#: Layers, with arguments besides dim=8.
+LAYERS = {
+    "Attention": {"num_heads": 2, "sinks": True, "window_size": (9, -1)},
+    **dict.fromkeys(
+        ("LinearAttention", "GatedLinearAttention", "MultiScaleRetention", "LightningAttention"),
+        {"num_heads": 2},
+    ),
+    **dict.fromkeys(("DeltaNet", "GatedDeltaNet", "GatedDeltaProduct"), {"num_heads": 2}),
+    **dict.fromkeys(("KimiDeltaAttention", "HGRN2", "MLSTM", "SLSTM"), {"num_heads": 2}),
+    "HGRN": {},
+    "Mamba": {},
+    "Mamba2": {"headdim": 4},
+    "RWKV4TimeMix": {},
+    **dict.fromkeys(("RWKV5TimeMix", "RWKV6TimeMix", "RWKV7TimeMix"), {"head_dim": 4}),
+    "RWKVRecurrent": {"num_heads": 2},
+}
+
+
+def gradients(layer, out, pull):
+    layer.zero_grad()
+    (out * pull).sum().backward()
+    return {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+
+
+def of_layers(rank, ranks, port):
+    start(rank, ranks, port)
+    mesh = init_device_mesh("cpu", (ranks,))
+    assert set(LAYERS) == context.LAYERS
+    for name, fields in LAYERS.items():
+        torch.manual_seed(0)
+        layer = getattr(modules, name)(dim=8, dtype=torch.float64, **fields)
+        for p in layer.parameters():
+            torch.nn.init.normal_(p, std=0.5)
+        x, pull = randn(1, T, 8), randn(1, T, 8)
+        for how in ({"order": "zigzag"}, {"order": "contiguous"}):
+            expected = layer(x)
+            wanted = gradients(layer, expected, pull)
+            with context_parallel(mesh, **how) as region:
+                out = layer(region.shard(x))
+                found = gradients(layer, out, region.shard(pull))
+                whole = region.unshard(out.detach())
+            where = f"{name} {how}"
+            torch.testing.assert_close(whole, expected, **EXACT, msg=lambda m: f"{where}: {m}")
+            for key, grad in found.items():
+                dist.all_reduce(grad)
+                torch.testing.assert_close(
+                    grad, wanted[key], rtol=1e-9, atol=1e-10, msg=lambda m: f"{where} {key}: {m}"
+                )
+    dist.destroy_process_group()
+
+
+def of_model(rank, ranks, port):
+    """The loss of a decoder, its positions, buffers in place, recomputation, and refusals."""
+    start(rank, ranks, port)
+    mesh = init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(0)
+    sizes = {"dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 24}
+    for recompute in (False, True):
+        config = replace(omniattn.models.PRESETS["llama"], **sizes, gradient_checkpointing=recompute)
+        model = config.build(dtype=torch.float64)
+        tokens = torch.randint(config.vocab_size, (2, T + 1))
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        expected = model(inputs, targets)
+        expected.backward()
+        wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        buffers, whole = [inputs, targets], [inputs.clone(), targets.clone()]
+        for method in ("ring", "all_to_all"):
+            model.zero_grad()
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1], method=method):
+                assert inputs.shape == targets.shape == (2, T // ranks)
+                (loss := model(inputs, targets)).backward()
+                here = inputs.clone()
+            assert torch.equal(inputs, whole[0]) and torch.equal(targets, whole[1])
+            assert torch.equal(context_parallel_unshard(mesh, [here], [1])[0], inputs)
+            loss = loss.detach()
+            dist.all_reduce(loss)
+            torch.testing.assert_close(loss / ranks, expected)
+            for name, p in model.named_parameters():
+                dist.all_reduce(p.grad)
+                torch.testing.assert_close(p.grad / ranks, wanted[name], **EXACT)
+    refuse(mesh, ranks)
+    dist.destroy_process_group()
+
+
+def refuse(mesh, ranks):
+    """All ranks get the same error, before any message."""
+    f, (q, k, v) = functional, rows(HEADS, HEADS, HEADS)
+    x = randn(1, T, 8)
+    boundaries = torch.tensor([0, T])
+    cases = [
+        ("moba_attention: has no form", lambda: f.moba_attention(q, k, v, block_size=4, top_k=2)),
+        ("longformer_attention: has no form", lambda: f.longformer_attention(q, k, v, window=2)),
+        ("log_linear_attention: has no form", lambda: f.log_linear_attention(q, k, v, q, q)),
+        ("MoBA: has no form", lambda: modules.MoBA(dim=8, num_heads=2, block_size=4)(x.float())),
+        ("queries and keys must be of the same", lambda: f.attention(q[:, :8], k, v)),
+        ("backend must not be 'reference'", lambda: f.attention(q, k, v, backend="reference")),
+        ('needs method="all_to_all"', lambda: f.attention(q, k, v, normalizer="stick_breaking")),
+        ("an even number of tokens", lambda: f.attention(q[:, 1:], k[:, 1:], v[:, 1:])),
+        ("cu_seqlens must be given to", lambda: f.delta_rule(q[:1], k[:1], v[:1], q[:1, :, :, 0], cu_seqlens=boundaries)),
+    ]
+    for message, call in cases:
+        with context_parallel(mesh), pytest.raises((NotImplementedError, ValueError)) as error:
+            call()
+        assert message in str(error.value), error.value
+    with pytest.raises(ValueError, match=f"must be a multiple of {2 * ranks}"):
+        with context_parallel(mesh, buffers=[x[:, 1:]], buffer_seq_dims=[1]):
+            pass
+    with pytest.raises(ValueError, match="must have the same length"):
+        with context_parallel(mesh, buffers=[x]):
+            pass
+    with context_parallel(mesh, method="all_to_all"), pytest.raises(ValueError, match="Hq=3"):
+        f.attention(*rows(3, 3, 3))
+    f.attention(q[:, :8], k, v)  # nothing remains
+
+
+WORK = {"of_layers": of_layers, "of_model": of_model, "of_packed": of_packed, "of_attention": of_attention, "of_recurrences": of_recurrences}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -76,7 +76,9 @@ class States:
         self.layout, self.offsets, self.outbox = layout, offsets, Outbox()
 
     def run(self, op: DifferentiableOp, args: Sequence[Any]) -> Any:
-        """Returns the op's outputs for this rank's tokens, and the state after its last chunk."""
+        """Returns the op's outputs for this rank's tokens, and the state after its last chunk.
+
+        With packed tokens that is the state of the last sequence, one row as the batch."""
         given = op.schema.by_name(args, {})
         if given["cu_seqlens"] is not None:
             raise NotImplementedError(
@@ -100,7 +102,8 @@ class States:
         else:
             outs = self._pass_on(op, passed, chunks, packs)
         tokens = [torch.cat(parts, 1) for parts in zip(*(out[:-1] for out in outs), strict=True)]
-        return *tokens, outs[-1][-1]
+        final = outs[-1][-1]
+        return *tokens, final if self.offsets is None else final[-1:]
 
     def _chunk(self, given: dict[str, Any], passed: Passed, n: int, length: int) -> dict[str, Any]:
         """Returns the arguments of the rank's chunk number n."""
