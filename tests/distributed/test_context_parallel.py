@@ -194,6 +194,7 @@ def packed_cases():
         if name != "rwkv quadratic":
             one = [t[:1] if is_split(t) else t for t in tensors]
             yield name, call, one, options, functools.partial(call, **cu)
+
     def varlen(q, k, v, **options):
         rows = (t[0] for t in (q, k, v))
         return f.attention_varlen(*rows, BOUNDARIES, BOUNDARIES, **options)[None]
@@ -243,7 +244,7 @@ def of_layers(rank, ranks, port):
     assert set(LAYERS) == context.LAYERS
     for name, fields in LAYERS.items():
         torch.manual_seed(0)
-        layer = getattr(modules, name)(dim=8, dtype=torch.float64, **fields)
+        layer = getattr(modules, name)(dim=8, **fields).double()
         for p in layer.parameters():
             torch.nn.init.normal_(p, std=0.5)
         x, pull = randn(1, T, 8), randn(1, T, 8)
@@ -271,7 +272,9 @@ def of_model(rank, ranks, port):
     torch.manual_seed(0)
     sizes = {"dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 24}
     for recompute in (False, True):
-        config = replace(omniattn.models.PRESETS["llama"], **sizes, gradient_checkpointing=recompute)
+        config = replace(
+            omniattn.models.PRESETS["llama"], **sizes, gradient_checkpointing=recompute
+        )
         model = config.build(dtype=torch.float64)
         tokens = torch.randint(config.vocab_size, (2, T + 1))
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -312,7 +315,10 @@ def refuse(mesh, ranks):
         ("backend must not be 'reference'", lambda: f.attention(q, k, v, backend="reference")),
         ('needs method="all_to_all"', lambda: f.attention(q, k, v, normalizer="stick_breaking")),
         ("an even number of tokens", lambda: f.attention(q[:, 1:], k[:, 1:], v[:, 1:])),
-        ("cu_seqlens must be given to", lambda: f.delta_rule(q[:1], k[:1], v[:1], q[:1, :, :, 0], cu_seqlens=boundaries)),
+        (
+            "cu_seqlens must be given to",
+            lambda: f.delta_rule(q[:1], k[:1], v[:1], q[:1, :, :, 0], cu_seqlens=boundaries),
+        ),
     ]
     for message, call in cases:
         with context_parallel(mesh), pytest.raises((NotImplementedError, ValueError)) as error:
@@ -329,7 +335,13 @@ def refuse(mesh, ranks):
     f.attention(q[:, :8], k, v)  # nothing remains
 
 
-WORK = {"of_layers": of_layers, "of_model": of_model, "of_packed": of_packed, "of_attention": of_attention, "of_recurrences": of_recurrences}
+WORK = {
+    "of_layers": of_layers,
+    "of_model": of_model,
+    "of_packed": of_packed,
+    "of_attention": of_attention,
+    "of_recurrences": of_recurrences,
+}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -217,7 +217,9 @@ class _RingAttention(torch.autograd.Function):
         wanted = [n for n, need in enumerate(needs) if need]
         dq = torch.zeros_like(q, dtype=wide)
         daux = [torch.zeros_like(aux[n], dtype=wide) for n in wanted]
-        own = [torch.zeros_like(t, dtype=wide, memory_format=torch.contiguous_format) for t in (k, v)]
+        own = [
+            torch.zeros_like(t, dtype=wide, memory_format=torch.contiguous_format) for t in (k, v)
+        ]
         ring, now = Ring(layout), [k.contiguous(), v.contiguous()]
         sums_ring, sums = Ring(layout), own
         for step in range(layout.ranks):
@@ -256,7 +258,9 @@ class _RingAttention(torch.autograd.Function):
             pull = pull if grad_lse is None else pull + grad_lse
             dsinks = (weight * pull).sum((0, 2)).to(sinks.dtype)
         spread = iter(daux)
-        rest = [next(spread).to(t.dtype) if need else None for t, need in zip(aux, needs, strict=True)]
+        rest = [
+            next(spread).to(t.dtype) if need else None for t, need in zip(aux, needs, strict=True)
+        ]
         dk, dv = own
         return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, *rest
 
@@ -289,7 +293,7 @@ def _by_heads(
     codes = _codes_of_heads(q, full, options, first, count)
     rows = [_to_heads(layout, t) for t in (q, k, v)]
     aux, mask, score, params = codes
-    out, lse = ops.attention(*rows, aux, None, mask, score, params)
+    out, lse = ops.attention.alone(*rows, aux, None, mask, score, params)
     out = _to_tokens(layout, out)
     return out, _to_tokens(layout, lse.transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
 

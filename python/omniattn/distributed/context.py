@@ -8,21 +8,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from omniattn import functional
 from omniattn.checks.arguments import require_choice, shown
-from omniattn.checks.ranks import Region
+from omniattn.checks.ranks import ACTIVE, Region
 from omniattn.distributed.attention import split_attention
 from omniattn.distributed.layout import Layout, Order
 from omniattn.distributed.messages import Gather, Halo
 from omniattn.distributed.states import PASSED, States
 from omniattn.modules.base.mixer import Mixer
 from omniattn.modules.blocks.mtp import MultiTokenPredictor
-from omniattn.ops._autograd import Op
 
 __all__ = ["context_parallel", "context_parallel_unshard"]
 
@@ -31,7 +27,13 @@ FUNCTIONS = frozenset(
     (
         *("attention", "rwkv_quadratic", "rwkv_recurrent"),
         *("linear_attention", "gated_linear_attention", "retention", "rwkv6", "rwkv7"),
-        *("delta_rule", "gated_delta_rule", "kimi_delta_attention", "dplr_delta_rule"),
+        *(
+            "gated_delta_product",
+            "delta_rule",
+            "gated_delta_rule",
+            "kimi_delta_attention",
+            "dplr_delta_rule",
+        ),
         *("mlstm", "slstm", "rwkv4", "linear_scan", "causal_conv1d", "selective_scan", "ssd"),
     )
 )
@@ -57,7 +59,6 @@ class ContextParallel(Region):
     """What `context_parallel` yields: the calls within it, and the parts of tensors."""
 
     def __init__(self, layout: Layout, method: str, cu_seqlens: Tensor | None) -> None:
-        super().__init__()
         self.layout, self.method = layout, method
         self.offsets = None if cu_seqlens is None else [int(n) for n in cu_seqlens]
         self.states = States(layout, self.offsets)
@@ -104,21 +105,15 @@ class ContextParallel(Region):
         first = self.positions(t.shape[1], t.device) == 0
         return shifted.masked_fill(first.view(1, -1, *[1] * (t.dim() - 2)), 0.0)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.attention:
-            return split_attention(self.layout, self.method, self.documents, *args, **kwargs)
-        if isinstance(func, Op):
-            if func.name in PASSED:
-                return self.states.run(func, args)  # type: ignore[arg-type]
-            if func.name not in TOKEN_WISE:
-                self.require(func.name)
-        elif isinstance(func, OpOverload | OpOverloadPacket) and is_compiling():
-            if "omniattn" in str(func):
-                raise NotImplementedError("context_parallel: calls must not be compiled")
-        return func(*args, **kwargs)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return split_attention(self.layout, self.method, self.documents, q, k, v, **options)
+
+    def run(self, op: Any, args: tuple[Any, ...]) -> Any:
+        if op.name in PASSED:
+            return self.states.run(op, args)
+        if op.name not in TOKEN_WISE:
+            self.require(op.name)
+        return op.alone(*args)
 
     def check_layer(self, layer: nn.Module, _: Any) -> None:
         """Raises for layers of this package that mix tokens otherwise than by split functions."""
@@ -199,6 +194,8 @@ def context_parallel(
             f"{op}: buffers and buffer_seq_dims must have the same length, "
             f"got len(buffers)={len(split)}, len(buffer_seq_dims)={len(dims)}"
         )
+    if ACTIVE.region is not None:
+        raise RuntimeError(f"{op}: must not be within another {op}")
     layout = Layout(mesh.get_group(), order)
     for t, dim in zip(split, dims, strict=True):
         if t.requires_grad:
@@ -211,10 +208,12 @@ def context_parallel(
     try:
         for t, dim in zip(split, dims, strict=True):
             t.data = layout.shard(t.data, dim)
-        with region:
+        ACTIVE.region = region
+        with torch.compiler.set_stance("force_eager"):  # graphs know nothing of other ranks
             yield region
         region.states.outbox.flush()
     finally:
+        ACTIVE.region = None
         hook.remove()
         for t, data in zip(split, whole, strict=True):
             if id(t) not in kept:

@@ -92,13 +92,16 @@ class States:
         passed = PASSED[op.name]
         length = self.layout.length(given[passed.tokens[0]])
         chunks = [self._chunk(given, passed, n, length) for n in range(self.layout.per_rank)]
-        packs = [self._pack(given, passed, chunk, own) for chunk, own in zip(chunks, self.layout.own, strict=True)]
+        packs = [
+            self._pack(given, passed, chunk, own)
+            for chunk, own in zip(chunks, self.layout.own, strict=True)
+        ]
         if op.name == "causal_conv1d":
             self._add_halos(chunks, packs)
-            outs = [op(*chunk.values()) for chunk in chunks]
+            outs = [op.alone(*chunk.values()) for chunk in chunks]
         elif op.name == "recurrence" and not given["delta"] and given["a"] is None:
             self._add_sums(chunks, packs)
-            outs = [op(*chunk.values()) for chunk in chunks]
+            outs = [op.alone(*chunk.values()) for chunk in chunks]
         else:
             outs = self._pass_on(op, passed, chunks, packs)
         tokens = [torch.cat(parts, 1) for parts in zip(*(out[:-1] for out in outs), strict=True)]
@@ -113,7 +116,9 @@ class States:
             for name, t in given.items()
         }
 
-    def _pack(self, given: dict[str, Any], passed: Passed, chunk: dict[str, Any], own: int) -> Packed | None:
+    def _pack(
+        self, given: dict[str, Any], passed: Passed, chunk: dict[str, Any], own: int
+    ) -> Packed | None:
         """Sets the boundaries of the chunk's sequences."""
         if self.offsets is None:
             return None
@@ -154,7 +159,7 @@ class States:
                 if pack is not None:
                     state = torch.cat((state, empty[1:]))
                 chunk["initial_state"] = state
-            *out, state = op(*chunk.values())
+            *out, state = op.alone(*chunk.values())
             last = own == layout.count - 1 if pack is None else not pack.goes_on
             after = None if last else layout.owner(own + 1)
             if after is not None and after != layout.rank:

@@ -21,9 +21,9 @@ from omniattn.checks.arguments import (
     require_strided,
     shown,
 )
-from omniattn.checks.ranks import require_whole
 from omniattn.functional.masks import Mask, SlidingWindow
 from omniattn.ops._plain import any_dual
+from omniattn.ops._ranks import require_whole
 from omniattn.reference.precision import compute_dtype
 
 if TYPE_CHECKING:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.overrides import handle_torch_function, has_torch_function
 from typing_extensions import Unpack
 
 from omniattn.checks.jagged import (
@@ -21,6 +19,7 @@ from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention._options import attempt, run
 from omniattn.functional.attention.varlen import attention_varlen as attention_varlen
 from omniattn.ops._plain import is_plain
+from omniattn.ops._ranks import ACTIVE
 
 __all__ = ["attention"]
 
@@ -175,10 +174,10 @@ def attention(
         found = attempt(op, q, k, v, options, return_lse)
         if found is not None:
             return found if return_lse else found[0]
-    if not is_compiling() and has_torch_function((q, k, v)):
-        given = {"return_lse": return_lse, "backend": backend, **options}
-        called: Any = handle_torch_function(attention, (q, k, v), q, k, v, **given)
-        return called  # type: ignore[no-any-return]
+    if ACTIVE.region is not None:
+        given: dict[str, Any] = {"return_lse": return_lse, "backend": backend, **options}
+        split: Tensor | tuple[Tensor, Tensor] = ACTIVE.region.attend(q, k, v, **given)
+        return split
     packed = pack(op, options)
     q, k, v = autocast(op, q, k, v)
     full = check_shapes(op, q, k, v)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.checks import ranks
 from omniattn.checks.arguments import require_tensor, shown
 from omniattn.checks.jagged import length_bound, longest, require_ragged, with_boundaries
+from omniattn.checks.ranks import ACTIVE
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Sequences:
 
     def positions(self, t: Tensor) -> Tensor:
         """Returns the position (T,) of each token of t (B, T, ...) within its sequence."""
-        region = ranks.current()
+        region = ACTIVE.region
         if region is not None and self.nested is None:
             return region.positions(t.shape[1], t.device)
         tokens = torch.arange(t.shape[1], device=t.device)
@@ -113,7 +113,7 @@ class Sequences:
 
         `first` (N, ...), or zeros, precedes the first tokens.
         """
-        region = ranks.current()
+        region = ACTIVE.region
         if region is not None and first is None and self.nested is None:
             return region.before(t), t[:, -1]
         count = t.shape[0] if self.nested is None else self.nested.shape[0]
