@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 
 from omniattn.checks.arguments import is_traced, require_tensor, shown
 from omniattn.checks.keywords import in_place_of, suggest_keyword
+from omniattn.ops._ranks import require_whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -129,6 +130,8 @@ def _on_values(
         call = of_nested if isinstance(x, Tensor) and x.is_nested else function
         if is_compiling():
             return call(*args, **named)
+        if packed:
+            require_whole(op)
         try:
             return call(*args, **named)
         except TypeError as error:

@@ -34,6 +34,7 @@ from omniattn.ops._compile import assume_constant_result
 from omniattn.ops._library import register_fake
 from omniattn.ops._names import Rules, Schema, call_by_name, outputs_like, picker
 from omniattn.ops._plain import any_dual
+from omniattn.ops._ranks import ACTIVE
 from omniattn.ops._vmap import Fold, Layout, flatten, map_batch, unflatten
 
 __all__ = ["DifferentiableOp", "Op"]
@@ -202,6 +203,12 @@ class DifferentiableOp(Op):
             if peek_interpreter_stack() is not None and (asked := _derivative_in_graph()):
                 return self._derived_in_graph(asked, args)
             return self._public(self.registered(*args))
+        if ACTIVE.region is not None:
+            return ACTIVE.region.run(self, args)
+        return self.alone(*args)
+
+    def alone(self, *args: Any) -> Any:
+        """An eager call without regard to tokens on other ranks."""
         if has_torch_function(args):
             return handle_torch_function(self, args, *args)
         for i in self.tensor_lists:

@@ -12,6 +12,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.overrides import has_torch_function
 
+from omniattn.ops._ranks import ACTIVE
+
 __all__ = ["PLAIN", "any_dual", "are_alike", "is_plain", "is_transformed", "may_need_gradient"]
 
 #: Classes whose tensors always have values; checked first, since isinstance costs 0.1 us a class.
@@ -35,14 +37,15 @@ def is_transformed(*args: Any) -> bool:
 
 
 def is_plain(x: Tensor | None, *others: Tensor | None) -> bool:
-    """True for tensors of torch's own classes on the CPU in an eager call without autocast, modes
-    and transforms. Native ops check all else that their memory accesses depend on."""
+    """True for tensors of torch's own classes on the CPU in an eager call without autocast, modes,
+    transforms and split sequences. Native ops check all else that their memory accesses depend on."""
     tensors = (x, *others)
     if (
         is_compiling()
         or _is_any_autocast_enabled()
         or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
+        or ACTIVE.region is not None
         or has_torch_function(tensors)
         or x is None
     ):

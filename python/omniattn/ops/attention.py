@@ -17,7 +17,13 @@ from omniattn.ops._names import like
 from omniattn.ops._vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
-__all__ = ["attention", "attention_int8", "attention_select", "attention_weights"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_int8",
+    "attention_select",
+    "attention_weights",
+]
 
 
 def _alone(aux: Sequence[Tensor], seed: Tensor | None) -> bool:
@@ -35,6 +41,11 @@ _backward_op = BackwardOp(
     },
     fold=Fold(("q", "k", "v", "out", "lse", "lse_tail"), when=_alone),
 )
+
+#: (grad_out, grad_lse, q, k, v, aux, seed, out, lse, lse_tail, mask, score, params, wanted)
+#: -> (dq, dk, dv, daux), daux of the aux that `wanted` lists. For parts of the keys, out and lse may
+#: be those of all keys.
+attention_backward = _backward_op.call
 
 
 def _backward(

@@ -23,6 +23,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.functional.masks import Mask, SlidingWindow
 from omniattn.ops._plain import any_dual
+from omniattn.ops._ranks import require_whole
 from omniattn.reference.precision import compute_dtype
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def autocast(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Checks q, k and v and casts them to one dtype; `names` are the caller's names."""
     q_name, k_name, v_name = names
+    require_whole(op)
     require_float(op, q_name, q)
     dtype = autocast_dtype(q)
     if dtype is not None:

@@ -19,6 +19,7 @@ from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention._options import attempt, run
 from omniattn.functional.attention.varlen import attention_varlen as attention_varlen
 from omniattn.ops._plain import is_plain
+from omniattn.ops._ranks import ACTIVE
 
 __all__ = ["attention"]
 
@@ -174,6 +175,10 @@ def attention(
         found = attempt(op, q, k, v, options, return_lse)
         if found is not None:
             return found if return_lse else found[0]
+    if ACTIVE.region is not None:
+        given: dict[str, Any] = {"return_lse": return_lse, "backend": backend, **options}
+        split: Tensor | tuple[Tensor, Tensor] = ACTIVE.region.attend(q, k, v, **given)
+        return split
     packed = pack(op, options)
     q, k, v = autocast(op, q, k, v)
     full = check_shapes(op, q, k, v)

@@ -13,6 +13,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.checks.arguments import is_one_of, require_device, require_tensor, shown
 from omniattn.checks.jagged import length_bound, longest, require_ragged, with_boundaries
+from omniattn.checks.ranks import ACTIVE
 from omniattn.functional.masks import KeyLengths, KeyPadding, Mask
 
 
@@ -63,6 +64,9 @@ class Sequences:
 
     def positions(self, t: Tensor) -> Tensor:
         """Returns the position (T,) of each token of t (B, T, ...) within its sequence."""
+        region = ACTIVE.region
+        if region is not None and self.nested is None:
+            return region.positions(t.shape[1], t.device)
         tokens = torch.arange(t.shape[1], device=t.device)
         if self.nested is None:
             return tokens
@@ -110,6 +114,9 @@ class Sequences:
 
         `first` (N, ...), or zeros, precedes the first tokens.
         """
+        region = ACTIVE.region
+        if region is not None and first is None and self.nested is None:
+            return region.before(t), t[:, -1]
         count = t.shape[0] if self.nested is None else self.nested.shape[0]
         first = t.new_zeros(count, *t.shape[2:]) if first is None else first.to(t.dtype)
         if self.nested is None:

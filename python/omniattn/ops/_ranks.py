@@ -1,0 +1,50 @@
+"""Calls whose tokens are split over ranks, as `omniattn.distributed.context_parallel` makes them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ACTIVE", "Region", "require_whole"]
+
+
+class Region(ABC):
+    """Calls in which a rank has some of the tokens of each sequence."""
+
+    @abstractmethod
+    def run(self, op: Any, args: tuple[Any, ...]) -> Any:
+        """Runs a differentiable op on this rank's tokens."""
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """Computes `functional.attention` of this rank's queries."""
+
+    @abstractmethod
+    def require(self, op: str) -> None:
+        """Raises unless the function or layer named `op` gives its result for split sequences."""
+
+    @abstractmethod
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """Returns the positions (count,) of this rank's tokens in their sequences."""
+
+    @abstractmethod
+    def before(self, t: Tensor) -> Tensor:
+        """Returns for each token of t (B, T, ...) the row of the token before it, 0 at starts."""
+
+
+class _Active:
+    """The region of the process; not of a thread, since layers are recomputed on autograd's."""
+
+    region: Region | None = None
+
+
+ACTIVE = _Active()
+
+
+def require_whole(op: str) -> None:
+    """Raises in a region in which `op`, which mixes tokens, would see only some of them."""
+    if ACTIVE.region is not None:
+        ACTIVE.region.require(op)
