@@ -90,7 +90,9 @@ def _mini_batches(
         u = slope(k[n] @ anchor, v[n], w, b, rules.eps)
         y = shares.of_weights[n] * (q[n] @ m) - shares.from_momentum[n] * (q[n] @ s)
         outputs.append(y + of_pairs[n] @ u)
-        pair, write, of_weights, of_momentum, from_momentum = (each[n][..., -1:, :] for each in shares)
+        pair, write, of_weights, of_momentum, from_momentum = (
+            each[n][..., -1:, :] for each in shares
+        )
         new = of_weights * m - from_momentum * s - (pair.mT * k[n]).mT @ u
         s = of_momentum * s + (write.mT * k[n]).mT @ u
         if rules.descent:
@@ -150,9 +152,7 @@ def _forward(
     for rows, steps, own, place in batches(q, position, cu_seqlens):
         start = place % mini_batch_size
         first = weights[own]
-        model = _Model(
-            first, momentum[own], first if anchor is None or start == 0 else anchor[own]
-        )
+        model = _Model(first, momentum[own], first if anchor is None or start == 0 else anchor[own])
         inputs = tuple(t[rows, steps] for t in tensors)
         found = [inputs[2][:, :0]]
         for begin, end, count, starts, ends in _parts(start, inputs[0].shape[1], mini_batch_size):

@@ -127,8 +127,8 @@ from omniattn.reference.sparse import (
 from omniattn.reference.state_space import ssm_kernel, ssm_recurrence
 from omniattn.reference.stick_breaking import stick_breaking_attention
 from omniattn.reference.structured import cauchy, vandermonde
-from omniattn.reference.topk import top_k
 from omniattn.reference.titans import titans_linear
+from omniattn.reference.topk import top_k
 from omniattn.reference.ttt import ttt_linear
 from omniattn.reference.wall_attention import wall_attention
 

@@ -47,11 +47,11 @@ def fast_weights(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weights M (N, H, R, V) and momentum S, and N, the M at the start of the mini-batch.
 
-    ``S_t = keep_t S_{t-1} + step_t k_t^T u_t`` with the gradients u of `slope` at ``z = k_t N`` and
-    ``M_t = gate_t M_{t-1} - S_t``; with `descent` ``M_t = M_0 - gate_t S_t`` of the M_0 at the start
-    of the mini-batch, and S is 0 again after it. ``y_t = scale q_t M_t``; with `bias` q and k end with a 1, so that R = K + 1. With
-    `residual` the targets are v - k. Absent gates are 1, absent states 0, and an absent anchor is
-    the weights.
+    ``S_t = keep_t S_{t-1} + step_t k_t^T u_t`` with the gradients u of `slope` at ``z = k_t N``,
+    ``M_t = gate_t M_{t-1} - S_t`` and ``y_t = scale q_t M_t``. With `descent` ``M_t = M_0 - gate_t
+    S_t`` of the M_0 at the start of the mini-batch, after which S is 0 again. With `bias` q, once
+    scaled, and k end with a 1, so that R = K + 1; with `residual` the targets are v - k. Absent
+    gates are 1, absent states 0, and an absent anchor is the weights.
     """
     q = q * scale
     if residual:

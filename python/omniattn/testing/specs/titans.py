@@ -80,7 +80,10 @@ SPECS = (
         ),
         benchmarks=(
             Benchmark(
-                _case("head64", 1, 2048, 8, 64, 64, ("alpha", "eta", *NORM)), (F32,), BOTH, "compute"
+                _case("head64", 1, 2048, 8, 64, 64, ("alpha", "eta", *NORM)),
+                (F32,),
+                BOTH,
+                "compute",
             ),
             Benchmark(
                 _case("step", 8, 1, 8, 64, 64, ("alpha", "eta", *NORM, *STATE)), (F32,), FORWARD
