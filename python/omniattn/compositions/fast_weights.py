@@ -80,7 +80,8 @@ def _mini_batches(
     q, k, v, *gates = (
         t.unflatten(1, (count, -1)).movedim(3, 2).movedim(1, 0) for t in rows
     )  # (n, B, H, C, ...)
-    shares = _combine(*gates, rules.descent)
+    step, keep, gate = gates
+    shares = _combine(step, keep, gate, rules.descent)
     of_pairs = -shares.pairs * (q @ k.mT)
     w, b = (None if t is None else t[:, None] for t in (rules.w, rules.b))
     outputs = []
@@ -211,12 +212,11 @@ def _backward(
     with torch.enable_grad():
         out = _forward(*given, *arguments[_INPUTS:])  # type: ignore[arg-type]
     grads = (grad_y, grad_weights_final, grad_momentum_final, grad_anchor_final)
+    found: Iterator[Tensor | None] = iter([None] * len(leaves))
     pairs = [(t, g) for t, g in zip(out, grads, strict=True) if g is not None and t.requires_grad]
     if pairs:
         outs, incoming = zip(*pairs, strict=True)
         found = iter(torch.autograd.grad(outs, leaves, incoming, allow_unused=True))
-    else:
-        found = iter([None] * len(leaves))
     lead = leaves[0]
     results = []
     for t in given:

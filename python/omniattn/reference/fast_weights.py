@@ -68,7 +68,7 @@ def fast_weights(
         state: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Tensor, *rest: Tensor
     ) -> tuple[Tensor, Tensor]:
         keep, gate, first, last = (t.reshape(*t.shape, *(1,) * (4 - t.dim())) for t in rest)
-        m, s, n = state.split(rows, 2)
+        m, s, n = state.split((rows,) * 3, 2)
         n = torch.where(first > 0, m, n)
         u = slope(read(n, k), v, w, b, eps)
         s = written(keep * s, k, step[..., None] * u)
@@ -95,5 +95,5 @@ def fast_weights(
     )
     if y.shape[1] == 0:
         y = y + nothing_of(*(t for t in (w, b) if t is not None), y)
-    m, s, n = state.split(rows, 2)
+    m, s, n = state.split((rows,) * 3, 2)
     return y, m, s, n
