@@ -143,7 +143,7 @@ def _forward(
         v = v - k
     if bias:
         q, k = (nnf.pad(t, (0, 1), value=1.0) for t in (q, k))
-    one = torch.ones_like(q[..., 0])
+    one = q.new_ones(q.shape[:3])
     tensors = (q, k, v, *(one if t is None else t for t in (step, keep, gate)))
     zeros = q.new_zeros(_count(q, cu_seqlens), q.shape[2], q.shape[3], v.shape[3])
     weights = zeros if weights is None else weights

@@ -57,11 +57,11 @@ def fast_weights(
     if residual:
         v = v - k
     if bias:
-        q, k = (torch.cat((t, torch.ones_like(t[..., :1])), -1) for t in (q, k))
+        q, k = (nnf.pad(t, (0, 1), value=1.0) for t in (q, k))
     rows, width, heads = q.shape[3], v.shape[3], q.shape[2]
     at = positions(q, position, cu_seqlens)
     first, last = at % mini_batch_size == 0, (at + 1) % mini_batch_size == 0
-    one = torch.ones_like(q[..., 0])
+    one = q.new_ones(q.shape[:3])
     gates = [one if t is None else t for t in (step, keep, gate)]
 
     def advance(
