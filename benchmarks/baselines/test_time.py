@@ -29,7 +29,7 @@ def ttt_linear(
     eps: float = 1e-6,
     mini_batch_size: int = 16,
     **options: Any,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> tuple[Tensor, ...]:
     size = q.shape[-1]
     lacks(**options, part=q.shape[1] % mini_batch_size > 0)
     q, k, v, eta = (
@@ -51,7 +51,7 @@ def ttt_linear(
     y = torch.stack(out)
     o = y + F.layer_norm(y, (size,), eps=eps) * w + b
     o = o.movedim(0, 2).flatten(2, 3).transpose(1, 2)
-    return o, (weights, bias[:, :, 0], 0 * weights, 0 * bias[:, :, 0])
+    return o, weights, bias[:, :, 0], 0 * weights, 0 * bias[:, :, 0]
 
 
 def titans_linear(
@@ -68,7 +68,7 @@ def titans_linear(
     eps: float = 1e-6,
     mini_batch_size: int = 16,
     **options: Any,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+) -> tuple[Tensor, ...]:
     """Products of mini-batches; weights of pairs for all of them at once, row by row."""
     count, size = mini_batch_size, q.shape[-1]
     lacks(**options, part=q.shape[1] % count > 0, plain=w is None)
@@ -102,7 +102,7 @@ def titans_linear(
         momentum = moved
     y = torch.stack(out)
     o = y + F.layer_norm(y, (size,), eps=eps) * w + b
-    return o.movedim(0, 2).flatten(2, 3).transpose(1, 2), (weights, momentum, weights)
+    return o.movedim(0, 2).flatten(2, 3).transpose(1, 2), weights, momentum, weights
 
 
 def _states(left: Tensor, right: Tensor, end: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ namespace omniattn::ops::fast_weights {
 namespace {
 
 const Registry registry([](Registry& ops) {
-  ops.name("fast_weights", {{"titans_linear"}, {"ttt_linear", "descent"}});
   ops.define<decltype(fast_weights)>("fast_weights", differentiable);
   ops.define<decltype(fast_weights_backward)>("fast_weights_backward");
 });

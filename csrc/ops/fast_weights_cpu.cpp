@@ -160,6 +160,7 @@ Gradients fast_weights_backward(const OpCall& call, const Incoming& grads, const
 namespace {
 
 const Registry registry([](Registry& ops) {
+  ops.name("fast_weights", {{"titans_linear"}, {"ttt_linear", "descent"}});
   ops.implement<fast_weights>("fast_weights", differentiable);
   ops.implement<fast_weights_backward>("fast_weights_backward");
 });

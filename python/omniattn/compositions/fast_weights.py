@@ -80,7 +80,8 @@ def _mini_batches(
     q, k, v, *gates = (
         t.unflatten(1, (count, -1)).movedim(3, 2).movedim(1, 0) for t in rows
     )  # (n, B, H, C, ...)
-    shares = _combine(*gates, rules.descent)
+    step, keep, gate = gates
+    shares = _combine(step, keep, gate, rules.descent)
     of_pairs = -shares.pairs * (q @ k.mT)
     w, b = (None if t is None else t[:, None] for t in (rules.w, rules.b))
     outputs = []
@@ -90,7 +91,9 @@ def _mini_batches(
         u = slope(k[n] @ anchor, v[n], w, b, rules.eps)
         y = shares.of_weights[n] * (q[n] @ m) - shares.from_momentum[n] * (q[n] @ s)
         outputs.append(y + of_pairs[n] @ u)
-        pair, write, of_weights, of_momentum, from_momentum = (each[n][..., -1:, :] for each in shares)
+        pair, write, of_weights, of_momentum, from_momentum = (
+            each[n][..., -1:, :] for each in shares
+        )
         new = of_weights * m - from_momentum * s - (pair.mT * k[n]).mT @ u
         s = of_momentum * s + (write.mT * k[n]).mT @ u
         if rules.descent:
@@ -140,7 +143,7 @@ def _forward(
         v = v - k
     if bias:
         q, k = (nnf.pad(t, (0, 1), value=1.0) for t in (q, k))
-    one = torch.ones_like(q[..., 0])
+    one = q.new_ones(q.shape[:3])
     tensors = (q, k, v, *(one if t is None else t for t in (step, keep, gate)))
     zeros = q.new_zeros(_count(q, cu_seqlens), q.shape[2], q.shape[3], v.shape[3])
     weights = zeros if weights is None else weights
@@ -150,9 +153,7 @@ def _forward(
     for rows, steps, own, place in batches(q, position, cu_seqlens):
         start = place % mini_batch_size
         first = weights[own]
-        model = _Model(
-            first, momentum[own], first if anchor is None or start == 0 else anchor[own]
-        )
+        model = _Model(first, momentum[own], first if anchor is None or start == 0 else anchor[own])
         inputs = tuple(t[rows, steps] for t in tensors)
         found = [inputs[2][:, :0]]
         for begin, end, count, starts, ends in _parts(start, inputs[0].shape[1], mini_batch_size):
@@ -211,12 +212,11 @@ def _backward(
     with torch.enable_grad():
         out = _forward(*given, *arguments[_INPUTS:])  # type: ignore[arg-type]
     grads = (grad_y, grad_weights_final, grad_momentum_final, grad_anchor_final)
+    found: Iterator[Tensor | None] = iter([None] * len(leaves))
     pairs = [(t, g) for t, g in zip(out, grads, strict=True) if g is not None and t.requires_grad]
     if pairs:
         outs, incoming = zip(*pairs, strict=True)
         found = iter(torch.autograd.grad(outs, leaves, incoming, allow_unused=True))
-    else:
-        found = iter([None] * len(leaves))
     lead = leaves[0]
     results = []
     for t in given:

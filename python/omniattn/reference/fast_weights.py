@@ -47,28 +47,28 @@ def fast_weights(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weights M (N, H, R, V) and momentum S, and N, the M at the start of the mini-batch.
 
-    ``S_t = keep_t S_{t-1} + step_t k_t^T u_t`` with the gradients u of `slope` at ``z = k_t N`` and
-    ``M_t = gate_t M_{t-1} - S_t``; with `descent` ``M_t = M_0 - gate_t S_t`` of the M_0 at the start
-    of the mini-batch, and S is 0 again after it. ``y_t = scale q_t M_t``; with `bias` q and k end with a 1, so that R = K + 1. With
-    `residual` the targets are v - k. Absent gates are 1, absent states 0, and an absent anchor is
-    the weights.
+    ``S_t = keep_t S_{t-1} + step_t k_t^T u_t`` with the gradients u of `slope` at ``z = k_t N``,
+    ``M_t = gate_t M_{t-1} - S_t`` and ``y_t = scale q_t M_t``. With `descent` ``M_t = M_0 - gate_t
+    S_t`` of the M_0 at the start of the mini-batch, after which S is 0 again. With `bias` q, once
+    scaled, and k end with a 1, so that R = K + 1; with `residual` the targets are v - k. Absent
+    gates are 1, absent states 0, and an absent anchor is the weights.
     """
     q = q * scale
     if residual:
         v = v - k
     if bias:
-        q, k = (torch.cat((t, torch.ones_like(t[..., :1])), -1) for t in (q, k))
+        q, k = (nnf.pad(t, (0, 1), value=1.0) for t in (q, k))
     rows, width, heads = q.shape[3], v.shape[3], q.shape[2]
     at = positions(q, position, cu_seqlens)
     first, last = at % mini_batch_size == 0, (at + 1) % mini_batch_size == 0
-    one = torch.ones_like(q[..., 0])
+    one = q.new_ones(q.shape[:3])
     gates = [one if t is None else t for t in (step, keep, gate)]
 
     def advance(
         state: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Tensor, *rest: Tensor
     ) -> tuple[Tensor, Tensor]:
         keep, gate, first, last = (t.reshape(*t.shape, *(1,) * (4 - t.dim())) for t in rest)
-        m, s, n = state.split(rows, 2)
+        m, s, n = state.split((rows,) * 3, 2)
         n = torch.where(first > 0, m, n)
         u = slope(read(n, k), v, w, b, eps)
         s = written(keep * s, k, step[..., None] * u)
@@ -95,5 +95,5 @@ def fast_weights(
     )
     if y.shape[1] == 0:
         y = y + nothing_of(*(t for t in (w, b) if t is not None), y)
-    m, s, n = state.split(rows, 2)
+    m, s, n = state.split((rows,) * 3, 2)
     return y, m, s, n

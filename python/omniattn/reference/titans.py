@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
@@ -33,12 +36,12 @@ def titans_linear(
     """o = q M, or q M + LN(q M), of weights M that move by S = eta S - theta k^T u."""
     weights, momentum, anchor = initial_state or (None, None, None)
     theta = widen(theta)
-    y, m, s, n = fast_weights(
-        *(widen(q), widen(k), widen(v), 2 * theta),
-        *(0 * theta if eta is None else widen(eta), None if alpha is None else 1 - widen(alpha)),
-        *(w, b, weights, None if momentum is None else -momentum, anchor, position, cu_seqlens),
-        *(mini_batch_size, eps, scale, False, False, w is not None),
-    )
+    keep = torch.zeros_like(theta) if eta is None else widen(eta)
+    gate = None if alpha is None else 1 - widen(alpha)
+    momentum = None if momentum is None else -momentum
+    given: list[Any] = [widen(q), widen(k), widen(v), 2 * theta, keep, gate, w, b]
+    given += [weights, momentum, anchor, position, cu_seqlens, mini_batch_size, eps, scale]
+    y, m, s, n = fast_weights(*(*given, False, False, w is not None))
     if w is not None and b is not None:
         y = y + nnf.layer_norm(y, (y.shape[-1],), eps=eps) * w + b
     return y.to(q.dtype), (m, -s, n)

@@ -47,9 +47,14 @@ def chunk_titans_linear(
         state = (initial_state, initial_state.new_zeros(shape), initial_state)
     with errors_of(op, mini_batch_size="chunk_size"):
         o, (weights, _, _) = functional.titans_linear(
-            *(t.transpose(1, 2) for t in rows.values()),
-            *(t[..., 0].transpose(1, 2) for t in gates.values()),
-            *(w, b),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            theta[..., 0].transpose(1, 2),
+            alpha[..., 0].transpose(1, 2),
+            eta[..., 0].transpose(1, 2),
+            w,
+            b,
             eps=eps,
             mini_batch_size=chunk_size,
             initial_state=state,

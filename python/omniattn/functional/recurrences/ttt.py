@@ -137,7 +137,9 @@ def ttt_linear(
         scale = size**-0.5 if size > 0 else 1.0
     require_number(op, "scale", scale)
     call = implementation(op, backend, q, fast_weights)
-    weights, momentum = (None if t is None else _join(t, row) for t, row in (before[:2], before[2:]))
+    weights, momentum = (
+        None if t is None else _join(t, row) for t, row in (before[:2], before[2:])
+    )
     y, weights, momentum, _ = call(
         *(widen(q), widen(k), widen(v), lr, None, eta, w, b, weights, momentum, None),
         *(position, cu_seqlens, int(mini_batch_size), float(eps), float(scale)),

@@ -71,8 +71,15 @@ SPECS = (
             _case("plain", 2, 33, 2, 8, 6, ("alpha", "eta")),
             _case("norm", 2, 32, 2, 8, 8, ("alpha", "eta", *NORM), scale=0.5),
             _case(
-                *("packed", 1, 30, 2, 8, 6, ("alpha", "eta", "cu_seqlens", *STATE)),
-                **{"N": 4, "mini_batch_size": 4},
+                "packed",
+                1,
+                30,
+                2,
+                8,
+                6,
+                ("alpha", "eta", "cu_seqlens", *STATE),
+                N=4,
+                mini_batch_size=4,
             ),
             _case("each", 1, 9, 2, 8, 6, ("eta",), mini_batch_size=1),
             _case("step", 2, 1, 2, 8, 6, ("alpha", "eta", *STATE), mini_batch_size=4),
@@ -80,7 +87,10 @@ SPECS = (
         ),
         benchmarks=(
             Benchmark(
-                _case("head64", 1, 2048, 8, 64, 64, ("alpha", "eta", *NORM)), (F32,), BOTH, "compute"
+                _case("head64", 1, 2048, 8, 64, 64, ("alpha", "eta", *NORM)),
+                (F32,),
+                BOTH,
+                "compute",
             ),
             Benchmark(
                 _case("step", 8, 1, 8, 64, 64, ("alpha", "eta", *NORM, *STATE)), (F32,), FORWARD
