@@ -424,6 +424,12 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
     "dynamic convolution: causal filters of each token": (
         System("dynamicconv-B1T1024C1024H16", _dynamic_conv),
     ),
+    "linear layers of ternary weights and 8-bit inputs (BitNet b1.58)": (
+        System(
+            "bitlinear-M512K1024N1024",
+            lambda: layer(m.BitLinear.Config(1024, 1024), normal(512, 1024)),
+        ),
+    ),
     "Canon layers: short convolutions with a residual at four places of a block": (
         System("canon-B1T512C512H8", _canon),
     ),

@@ -23,6 +23,7 @@ from omniattn.functional.layers.activation import (
     reglu,
     swiglu,
 )
+from omniattn.functional.layers.bit_linear import bit_linear
 from omniattn.functional.layers.ffn import glu_mlp, mlp
 from omniattn.functional.layers.gated_norm import group_norm, rms_norm_gated
 from omniattn.functional.layers.gemm import linear
@@ -176,6 +177,7 @@ __all__ = [
     "bigbird_attention",
     "bigbird_random_blocks",
     "bilinear",
+    "bit_linear",
     "cauchy",
     "causal_conv1d",
     "clamped_swiglu",

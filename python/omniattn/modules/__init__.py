@@ -13,6 +13,7 @@ from omniattn.modules.attention.path_attention import PaTHAttention
 from omniattn.modules.attention.relative_attention import DisentangledAttention, T5RelativeBias
 from omniattn.modules.attention.transformer_xl import TransformerXLAttention
 from omniattn.modules.attention.wall_attention import WallAttention
+from omniattn.modules.base.bit_linear import BitLinear
 from omniattn.modules.base.dropout import Dropout
 from omniattn.modules.base.layer import LayerConfig
 from omniattn.modules.base.learned import XIELU, DynamicTanh, PolyNorm
@@ -125,6 +126,7 @@ __all__ = [
     "Attention",
     "AttentionResiduals",
     "BigBirdAttention",
+    "BitLinear",
     "BlockKeyCache",
     "BlockSparseAttention",
     "Cache",

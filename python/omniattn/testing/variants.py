@@ -119,6 +119,11 @@ VARIANTS = (
         "Wu et al. 2019, arXiv 1901.10430",
     ),
     Variant(
+        "linear layers of ternary weights and 8-bit inputs (BitNet b1.58)",
+        ("bit_linear", "BitLinear"),
+        "Ma et al. 2024, arXiv 2402.17764",
+    ),
+    Variant(
         "Canon layers: short convolutions with a residual at four places of a block",
         ("DecoderBlock", "ShortConvolution"),
         "Allen-Zhu 2025, SSRN 5240330",
