@@ -215,21 +215,10 @@ def of_packed(rank, ranks, port):
 
 
 #: Layers, with arguments besides dim=8.
-LAYERS = {
-    "Attention": {"num_heads": 2, "sinks": True, "window_size": (9, -1)},
-    **dict.fromkeys(
-        ("LinearAttention", "GatedLinearAttention", "MultiScaleRetention", "LightningAttention"),
-        {"num_heads": 2},
-    ),
-    **dict.fromkeys(("DeltaNet", "GatedDeltaNet", "GatedDeltaProduct"), {"num_heads": 2}),
-    **dict.fromkeys(("KimiDeltaAttention", "HGRN2", "MLSTM", "SLSTM"), {"num_heads": 2}),
-    "HGRN": {},
-    "Mamba": {},
-    "Mamba2": {"headdim": 4},
-    "RWKV4TimeMix": {},
-    **dict.fromkeys(("RWKV5TimeMix", "RWKV6TimeMix", "RWKV7TimeMix"), {"head_dim": 4}),
-    "RWKVRecurrent": {"num_heads": 2},
-}
+LAYERS: dict[str, dict] = dict.fromkeys(sorted(context.LAYERS), {"num_heads": 2})  # noqa: RUF024
+LAYERS["Attention"] = {"num_heads": 2, "sinks": True, "window_size": (9, -1)}
+LAYERS |= {"HGRN": {}, "Mamba": {}, "Mamba2": {"headdim": 4}, "RWKV4TimeMix": {}}
+LAYERS |= {f"RWKV{n}TimeMix": {"head_dim": 4} for n in (5, 6, 7)}
 
 
 def gradients(layer, out, pull):
@@ -241,7 +230,6 @@ def gradients(layer, out, pull):
 def of_layers(rank, ranks, port):
     start(rank, ranks, port)
     mesh = init_device_mesh("cpu", (ranks,))
-    assert set(LAYERS) == context.LAYERS
     for name, fields in LAYERS.items():
         torch.manual_seed(0)
         layer = getattr(modules, name)(dim=8, **fields).double()
@@ -256,11 +244,15 @@ def of_layers(rank, ranks, port):
                 found = gradients(layer, out, region.shard(pull))
                 whole = region.unshard(out.detach())
             where = f"{name} {how}"
-            torch.testing.assert_close(whole, expected, **EXACT, msg=lambda m: f"{where}: {m}")
+            torch.testing.assert_close(whole, expected, **EXACT, msg=lambda m, w=where: f"{w}: {m}")
             for key, grad in found.items():
                 dist.all_reduce(grad)
                 torch.testing.assert_close(
-                    grad, wanted[key], rtol=1e-9, atol=1e-10, msg=lambda m: f"{where} {key}: {m}"
+                    grad,
+                    wanted[key],
+                    rtol=1e-9,
+                    atol=1e-10,
+                    msg=lambda m, w=f"{where} {key}": f"{w}: {m}",
                 )
     dist.destroy_process_group()
 
@@ -307,7 +299,7 @@ def refuse(mesh, ranks):
     x = randn(1, T, 8)
     boundaries = torch.tensor([0, T])
     cases = [
-        ("moba_attention: has no form", lambda: f.moba_attention(q, k, v, block_size=4, top_k=2)),
+        ("moba_attention: has no form", lambda: f.moba_attention(q, k, v, block_size=4, topk=2)),
         ("longformer_attention: has no form", lambda: f.longformer_attention(q, k, v, window=2)),
         ("log_linear_attention: has no form", lambda: f.log_linear_attention(q, k, v, q, q)),
         ("MoBA: has no form", lambda: modules.MoBA(dim=8, num_heads=2, block_size=4)(x.float())),
@@ -324,11 +316,11 @@ def refuse(mesh, ranks):
         with context_parallel(mesh), pytest.raises((NotImplementedError, ValueError)) as error:
             call()
         assert message in str(error.value), error.value
-    with pytest.raises(ValueError, match=f"must be a multiple of {2 * ranks}"):
-        with context_parallel(mesh, buffers=[x[:, 1:]], buffer_seq_dims=[1]):
-            pass
-    with pytest.raises(ValueError, match="must have the same length"):
-        with context_parallel(mesh, buffers=[x]):
+    for message, given in (
+        (f"must be a multiple of {2 * ranks}", {"buffers": [x[:, 1:]], "buffer_seq_dims": [1]}),
+        ("must have the same length", {"buffers": [x]}),
+    ):
+        with pytest.raises(ValueError, match=message), context_parallel(mesh, **given):
             pass
     with context_parallel(mesh, method="all_to_all"), pytest.raises(ValueError, match="Hq=3"):
         f.attention(*rows(3, 3, 3))

@@ -278,8 +278,8 @@ def _by_heads(
     ranks, heads, kv_heads = layout.ranks, q.shape[2], k.shape[2]
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError(
-            'context_parallel: with method="all_to_all" the ranks must divide Hq, and divide Hkv or '
-            f"be a multiple of it, got Hq={heads}, Hkv={kv_heads}, ranks={ranks}"
+            'context_parallel: with method="all_to_all" the ranks must divide Hq, and divide Hkv '
+            f"or be a multiple of it, got Hq={heads}, Hkv={kv_heads}, ranks={ranks}"
         )
     if options.dropout_p > 0:
         raise NotImplementedError(

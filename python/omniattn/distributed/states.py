@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ class Packed:
     @classmethod
     def of(cls, offsets: Sequence[int], start: int, length: int) -> Packed:
         end = start + length
-        ends = zip(offsets, offsets[1:], strict=False)
+        ends = pairwise(offsets)
         parts = [(a, b) for a, b in ends if max(a, start) < min(b, end)]  # not of empty sequences
         begin = parts[0][0]
         own = (0, *(a - start for a, _ in parts[1:]), length)
@@ -82,8 +83,8 @@ class States:
         given = op.schema.by_name(args, {})
         if given["cu_seqlens"] is not None:
             raise NotImplementedError(
-                f"{op.name}: in context_parallel cu_seqlens must be given to context_parallel, with "
-                "the boundaries in the whole row"
+                f"{op.name}: in context_parallel cu_seqlens must be given to context_parallel, "
+                "with the boundaries in the whole row"
             )
         if self.offsets is not None and given["initial_state"] is not None:
             raise NotImplementedError(
@@ -145,7 +146,8 @@ class States:
     def _pass_on(
         self, op: DifferentiableOp, passed: Passed, chunks: list[Any], packs: list[Packed | None]
     ) -> list[Any]:
-        layout, outs, state = self.layout, [], None
+        layout, outs = self.layout, []
+        state: Any = None
         for own, chunk, pack in zip(layout.own, chunks, packs, strict=True):
             if self._follows(own, pack):
                 empty = _empty_state(op, passed, chunk)

@@ -38,7 +38,10 @@ def is_transformed(*args: Any) -> bool:
 
 def is_plain(x: Tensor | None, *others: Tensor | None) -> bool:
     """True for tensors of torch's own classes on the CPU in an eager call without autocast, modes,
-    transforms and split sequences. Native ops check all else that their memory accesses depend on."""
+    transforms and split sequences.
+
+    Native ops check all else that their memory accesses depend on.
+    """
     tensors = (x, *others)
     if (
         is_compiling()

@@ -1,4 +1,4 @@
-"""Calls whose tokens are split over ranks, as `omniattn.distributed.context_parallel` makes them."""
+"""Calls whose tokens are split over ranks, see `omniattn.distributed.context_parallel`."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ _backward_op = BackwardOp(
 )
 
 #: (grad_out, grad_lse, q, k, v, aux, seed, out, lse, lse_tail, mask, score, params, wanted)
-#: -> (dq, dk, dv, daux), daux of the aux that `wanted` lists. For parts of the keys, out and lse may
-#: be those of all keys.
+#: -> (dq, dk, dv, daux), daux of the aux that `wanted` lists. For parts of the keys, out and lse
+#: may be those of all keys.
 attention_backward = _backward_op.call
 
 
