@@ -33,13 +33,14 @@
 namespace omniattn {
 
 // name, number in the encoded form, struct
-#define OMNIATTN_SCORE_RULES(rule)                                                                \
-  rule(bias, 0, Bias) rule(softcap, 1, Softcap) rule(sinks, 2, Sinks)                             \
-      rule(head_scale, 3, HeadScale) rule(sigmoid, 4, Sigmoid) rule(relu2, 5, SquaredRelu)        \
-          rule(alibi, 6, Alibi) rule(buckets, 7, Buckets) rule(distances, 8, Distances) rule(     \
-              window, 9, Window) rule(program, 10, Program) rule(relative_keys, 11, RelativeKeys) \
-              rule(relative_queries, 12, RelativeQueries) rule(stick_breaking, 13, StickBreaking) rule(     \
-                  softpick, 14, Softpick)
+#define OMNIATTN_SCORE_RULES(rule)                                                         \
+  rule(bias, 0, Bias) rule(softcap, 1, Softcap) rule(sinks, 2, Sinks)                      \
+      rule(head_scale, 3, HeadScale) rule(sigmoid, 4, Sigmoid) rule(relu2, 5, SquaredRelu) \
+          rule(alibi, 6, Alibi) rule(buckets, 7, Buckets) rule(distances, 8, Distances)    \
+              rule(window, 9, Window) rule(program, 10, Program)                           \
+                  rule(relative_keys, 11, RelativeKeys)                                    \
+                      rule(relative_queries, 12, RelativeQueries)                          \
+                          rule(stick_breaking, 13, StickBreaking) rule(softpick, 14, Softpick)
 
 enum class ScoreKind : int32_t {
   none = -1,

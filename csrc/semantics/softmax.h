@@ -3,8 +3,8 @@
 // only here: output 0, lse -inf, gradients 0. A logit of NaN or +inf makes l NaN, and
 // with it the output and lse of its row; m alone may miss a NaN. A sink is a key with value 0
 // that a row sees before all others. Other normalizers (see score_rules.h) need neither m nor l;
-// their lse is 0. A row of softpick keeps a maximum of at least 0 and a sum of |e^s - 1|. A row that
-// breaks a stick keeps its cost in m and l, and its lse is the logarithm of the remainder.
+// their lse is 0. A row of softpick keeps a maximum of at least 0 and a sum of |e^s - 1|. A row
+// that breaks a stick keeps its cost in m and l, and its lse is the logarithm of the remainder.
 #pragma once
 
 #include "semantics/macros.h"

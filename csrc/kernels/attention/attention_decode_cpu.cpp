@@ -121,8 +121,8 @@ template <class A>
 template <class A>
 [[gnu::noinline]] void pick_partial(int64_t keys, A* s, const Partial<A>& row) {
   const Range columns{0, round_up(keys, Vec<A>::kWidth)};
-  row.l() += reduce_add(
-      pick_weights(s, columns, row.m(), [&](int64_t n, Vec<A> w) { store(s + n, w); }));
+  row.l() +=
+      reduce_add(pick_weights(s, columns, row.m(), [&](int64_t n, Vec<A> w) { store(s + n, w); }));
 }
 
 // Turns logits of up to 64 keys of one row into probabilities, and updates the row's partial.

@@ -113,8 +113,8 @@ void softmax_tile(const SoftmaxTile<A>& tile, A product_factor) {
   for (int64_t g = 0; g < plan.groups(); ++g) {
     const Range columns = plan.columns[g], rows = plan.group_rows(g);
     if (is_empty(columns)) continue;
-    const bool is_plain =
-        leaves_logits(p.terms) && !plan.masked[g] && product_factor > A(0) && weighs_by_key(p.score);
+    const bool is_plain = leaves_logits(p.terms) && !plan.masked[g] && product_factor > A(0) &&
+                          weighs_by_key(p.score);
     const A factor = is_plain ? product_factor : A(1);
     for (int64_t r = rows.begin; r < rows.end && !is_plain; ++r) {
       A* const s = tile.s + r * kKeyBlock;

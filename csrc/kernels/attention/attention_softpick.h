@@ -30,9 +30,9 @@ struct ShiftedPower {
     if constexpr (sizeof(A) == 8) {  // tanh(x / 2) = (e^x - 1) / (e^x + 1)
       return {tanh(x * 0.5) * (e + one), e};
     } else {  // Taylor's polynomial within 2^-25 where the difference would cancel
-      const VecF near = one * x *
-                        horner(x, 1.0f, 1.0f / 2, 1.0f / 6, 1.0f / 24, 1.0f / 120, 1.0f / 720,
-                               1.0f / 5040);
+      const VecF near =
+          one * x *
+          horner(x, 1.0f, 1.0f / 2, 1.0f / 6, 1.0f / 24, 1.0f / 120, 1.0f / 720, 1.0f / 5040);
       return {select(abs(x) < VecF(0.35f), near, e - one), e};
     }
   }

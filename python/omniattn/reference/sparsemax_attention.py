@@ -35,7 +35,8 @@ def entmax(s: Tensor, alpha: float) -> Tensor:
     tau = tau.masked_fill(hidden.all(-1, keepdim=True), 0)
     tau = step(step(tau, z), z)
     left = (z - tau).masked_fill(hidden, 0).clamp(min=0)
-    return torch.where(left > 0, torch.where(left > 0, left, 1).pow(power), 0)
+    empty = left == 0  # pow has no derivative there
+    return torch.where(empty, 0, torch.where(empty, 1, left).pow(power))
 
 
 def sparsemax_attention(
