@@ -125,7 +125,7 @@ def mesa_net(
     l2norm: bool = False,
     max_iterations: int = 30,
     **options: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor, Tensor]:
     lacks(**options, part=q.shape[1] % CHUNK > 0)
     if l2norm:
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
@@ -141,12 +141,16 @@ def mesa_net(
     left = r.square().sum(-1, keepdim=True)
     for _ in range(max_iterations):
         y = (p * decay) @ kk + ((p @ k.mT) * weights) @ k + lamb * p
-        length = left / ((p * y).sum(-1, keepdim=True) + 1e-5)
+        length = left / ((p * y).sum(-1, keepdim=True) + 1e-20)
         x, r = x + length * p, r - length * y
         before, left = left, r.square().sum(-1, keepdim=True)
-        p = r + left / (before + 1e-5) * p
+        p = r + left / (before + 1e-20) * p
     o = (x * decay) @ kv + ((x @ k.mT) * weights) @ v
-    return o.flatten(2, 3).transpose(1, 2), None
+    states = (
+        end[:, :, -1, None, None] * state[:, :, -1] + kept[:, :, -1].mT @ rows[:, :, -1]
+        for state, rows in ((kk, k), (kv, v))
+    )
+    return (o.flatten(2, 3).transpose(1, 2), *states)
 
 
 BASELINES = {

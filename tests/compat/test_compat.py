@@ -424,6 +424,28 @@ def test_mesa_net():
         fla.chunk_mesa_net(*rows, *gates, lamb, h_kk_init=kv[..., 1:])
 
 
+def test_titans():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, B, T, H, K).unbind()
+    w, b, start = torch.randn(H, K), torch.randn(H, K), torch.randn(B, H, K, K)
+    theta, alpha, eta = torch.rand(3, B, T, H).unbind()
+    want, (last, _, _) = F.titans_linear(
+        *(q, k, v, theta / 8, alpha, eta, w, b),
+        eps=1e-5,
+        mini_batch_size=4,
+        initial_state=(start, 0 * start, start),
+    )
+    rows = [t.transpose(1, 2) for t in (q, k, v)]
+    gates = [t.transpose(1, 2)[..., None] for t in (theta / 8, alpha, eta)]
+    o, final = fla.chunk_titans_linear(*rows, w, b, *gates, 1e-5, 4, start, True)
+    torch.testing.assert_close((o.transpose(1, 2), final), (want, last))
+    assert fla.chunk_titans_linear(*rows, w, b, *gates, 1e-5, 4, start, False)[1] is None
+    with pytest.raises(ValueError, match="chunk_titans_linear: chunk_size must be"):
+        fla.chunk_titans_linear(*rows, w, b, *gates, 1e-5, 0, start, True)
+    with pytest.raises(ValueError, match="chunk_titans_linear: eta must have shape"):
+        fla.chunk_titans_linear(*rows, w, b, *gates[:2], eta, 1e-5, 4, start, True)
+
+
 @pytest.mark.parametrize("call", [fla.chunk_ttt_linear, fla.fused_chunk_ttt_linear])
 def test_ttt_linear(call):
     torch.manual_seed(0)

@@ -1,6 +1,8 @@
 """fla's own definitions of its ops in plain torch, its `naive.py` files, against ours: outputs,
 final states and gradients."""
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -300,3 +302,29 @@ def test_ttt_linear():
     )
     found = compat.fla.chunk_ttt_linear(*rows, w, b, eta[..., None], output_final_state=True)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_titans_linear(monkeypatch):
+    """With parentheses in the gradient of the norm, which the naive code lacks."""
+    other = peer_packages.load("fla", "ops/titans/log_impl.py")
+    for name in ("fla", "fla.ops", "fla.ops.titans", "fla.ops.titans.log_impl"):
+        monkeypatch.setitem(sys.modules, name, other)
+    theirs = peer_packages.load("fla", "ops/titans/naive.py")
+    source = inspect.getsource(theirs.titans_linear)
+    lacking = "D * grad - grad.sum(-1, keepdim=True) / (rstd * D)\n        proj"
+    assert source.count(lacking) == 1
+    mended = lacking.replace(
+        "D * grad - grad.sum(-1, keepdim=True)", "(D * grad - grad.sum(-1, keepdim=True))"
+    )
+    names = dict(vars(theirs))
+    exec(source.replace(lacking, mended), names)
+    x = tensors()
+    rows = [x[name][:, :64, :, :K].transpose(1, 2) for name in "qkv"]
+    rows[1] = torch.nn.functional.normalize(rows[1], dim=-1)
+    w, b, start = torch.randn(H, K), torch.randn(H, K), torch.randn(B, H, K, K)
+    gates = [torch.rand(B, H, 64, 1) / n for n in (8, 2, 1)]
+    arguments = (*rows, w, b, *gates, 1e-6, 16, start, True)
+    expected = names["titans_linear"](*arguments)
+    torch.testing.assert_close(
+        compat.fla.chunk_titans_linear(*arguments), expected, rtol=1e-3, atol=1e-3
+    )

@@ -84,6 +84,7 @@ SPECS = (
             _case("tiny", 2, 3, 1, 3, 2, STATE),
             _case("unit", 2, 33, 2, 8, 6, STATE, l2norm=True),
             _case("packed", 1, 40, 2, 8, 6, ("initial_state", "cu_seqlens"), N=4),
+            _case("whole", 1, 128, 2, 8, 6, l2norm=True),
             _case("strong", 1, 40, 2, 8, 6),
             _case("step", 2, 1, 2, 8, 6, STATE),
             _case("nosteps", 2, 0, 2, 4, 3, STATE),
