@@ -221,7 +221,7 @@ class _RingAttention(torch.autograd.Function):
             torch.zeros_like(t, dtype=wide, memory_format=torch.contiguous_format) for t in (k, v)
         ]
         ring, now = Ring(layout), [k.contiguous(), v.contiguous()]
-        sums_ring, sums = Ring(layout), own
+        sums_ring = Ring(layout)
         for step in range(layout.ranks):
             last = step == layout.ranks - 1
             if not last:
@@ -245,11 +245,9 @@ class _RingAttention(torch.autograd.Function):
                 found = [a + b for a, b in zip(found, sums_ring.wait(), strict=True)]
             if step > 0:
                 sums_ring.start(*found)
-                sums = found
             if not last:
                 now = ring.wait()
         if layout.ranks > 1:
-            del sums
             own = [a + b for a, b in zip(own, sums_ring.wait(), strict=True)]
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[5]:
