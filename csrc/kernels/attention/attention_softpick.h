@@ -63,7 +63,9 @@ template <class A>
     const auto [value, slope] = power(x);
     store(weights + n, max(none, value));
     const V below = select(x < none, V(mean), x);  // NaN stays
-    store(ds + n, slope * select(x > none, load(ds + n) - V(mean), select(x == none, none, below)));
+    const V grad = select(x > none, load(ds + n) - V(mean), select(x == none, none, below));
+    // A hidden key has no part in its row, which may be NaN.
+    store(ds + n, select(x == V(negative_infinity<A>()), none, slope * grad));
   });
 }
 
