@@ -168,7 +168,7 @@ def of_attention(rank, ranks, port):
         for order in ("zigzag", "contiguous"):
             if name != "stick":
                 check(mesh, *case, order=order)
-            if name != "dropout":
+            if name != "dropout" and (name != "strided" or HEADS // ranks % 2 == 0):
                 check(mesh, *case, order=order, method="all_to_all")
     dist.destroy_process_group()
 
