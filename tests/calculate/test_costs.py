@@ -238,7 +238,11 @@ def test_every_op_of_a_forward_has_an_entry():
     training = re.compile("backward|^jsd|^linear_jsd|^dsa_indexer_loss")
     names = [name for name in _library._registered("cpu") if not training.search(name)]
     known = {re.sub("(_only|_raw|_)$", "", name) for name in names}
-    known |= {"deltaformer_attention", "mesa_net"}  # their kernels are in Python
+    known |= {
+        "deltaformer_attention",
+        "mesa_net",
+        "sparsemax_attention",
+    }  # their kernels are in Python
     assert known == set(op_costs.COSTS) | op_costs.ELEMENTWISE
 
 

@@ -1,8 +1,10 @@
 """Published sizes: exact numbers of parameters, and the time to build them without memory."""
 
+import re
 import time
 
 import pytest
+import torch
 
 from omniattn.models import PRESETS
 from omniattn.models.presets import TRAINED
@@ -166,3 +168,22 @@ def test_sizes_of_the_releases(name):
     count = PRESETS[name].num_parameters
     assert time.process_time() - started < 2
     assert count == COUNTS.get(name, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in PRESETS if n not in TRAINED and n not in COUNTS])
+def test_other_sizes_are_those_of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    config = PRESETS[name]
+    if config.hf is None:
+        pytest.skip(f"transformers has no {config.architecture}")
+    try:
+        theirs = config.to_hf()
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    with torch.device("meta"):
+        model = getattr(transformers, config.hf.model)(theirs)
+    counts = {n: p.numel() for n, p in model.named_parameters()}
+    assert config.num_parameters == sum(
+        count for n, count in counts.items() if not re.search(config.hf.unused, n)
+    )

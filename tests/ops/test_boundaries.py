@@ -102,7 +102,7 @@ def test_covers_all_functions_with_boundaries():
         for parameter in inspect.signature(function).parameters
         if parameter.startswith("cu_seqlens")
     }
-    assert wanted == set(PACKED)
+    assert wanted == {*PACKED, "dynamic_conv1d-cu_seqlens"}  # a composition, without a spec
 
 
 X = torch.ones(10, 3)
@@ -113,11 +113,15 @@ X = torch.ones(10, 3)
     "call",
     [
         lambda cu: functional.packed_positions(cu, 10),
+        lambda cu: functional.dynamic_conv1d(X[None], X.view(1, 10, 3, 1), cu_seqlens=cu),
         lambda cu: masks.Documents.from_cu_seqlens(cu, 10),
         lambda cu: compat.causal_conv1d_varlen_states(X, cu, 2),
         lambda cu: compat.chunk_gla(*[-X.view(1, 10, 1, 3)] * 4, cu_seqlens=cu),
     ],
-    ids=["packed_positions", "Documents", "causal_conv1d_varlen_states", "chunk_gla"],
+    ids=[
+        *("packed_positions", "dynamic_conv1d", "Documents", "causal_conv1d_varlen_states"),
+        "chunk_gla",
+    ],
 )
 def test_functions_without_a_spec(call, ends, missed):
     with pytest.raises(

@@ -196,7 +196,10 @@ def test_nan_and_inf_stay_in_their_rows(name, data):
         actual += broken.gradients(spec.function, grads)
     for a, r, e in zip(actual, rounded, expected, strict=True):
         finite = r.isfinite()
-        torch.testing.assert_close(a[finite], e[finite].to(a.dtype), rtol=1e-4, atol=1e-4)
+        # Large terms may cancel, in gradients of strong logits by 1e-4 also in the definition.
+        own = (r - e)[finite].abs().nan_to_num(0, 0, 0).max().item() if finite.any() else 0.0
+        atol = max(1e-4, 2 * own)
+        torch.testing.assert_close(a[finite], e[finite].to(a.dtype), rtol=1e-4, atol=atol)
 
 
 def systems():

@@ -149,4 +149,5 @@ def test_every_property_is_in_the_matrix():
 def test_every_public_function_with_a_native_kernel_has_a_spec():
     exported = [getattr(functional, name) for name in functional.__all__]
     native = {f.__name__ for f in exported if "backend" in inspect.signature(f).parameters}
-    assert native == set(SPECS)
+    # Rounding to levels is not continuous: tests/modules/test_bit_linear.py compares it.
+    assert native == {*SPECS, "bit_linear"}

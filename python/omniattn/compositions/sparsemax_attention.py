@@ -63,12 +63,14 @@ def _shifted(
     if ids is not None:
         grid.masked_fill_(ids[: z.shape[-1]] != ids[queries, None], -torch.inf)
     top = z.amax(-1, keepdim=True)
-    return z.sub_(top.masked_fill_(top == -torch.inf, 0))
+    return z.sub_(top.masked_fill_(~(top > -torch.inf), 0))  # NaN keeps hidden logits -inf
 
 
 def _weights(z: Tensor, tau: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """Returns relu(z - tau)^(1 / (alpha - 1)) and its power 2 - alpha, 0 where it is 0."""
     left = (z - tau).clamp_(min=0)
+    if tau.isnan().any():
+        left.masked_fill_(z == -torch.inf, 0)
     if alpha == 2:
         return left, (left > 0).to(left.dtype)
     if alpha == 1.5:
@@ -155,9 +157,10 @@ def _backward(
         qs, grads = (_rows(t[b, rows], heads) for t in (q, grad_out))
         tau = _rows(thresholds[b, rows, :, None], heads)
         p, u = _weights(_shifted(qs, ks, ids, (rows, offset), options), tau, alpha)
-        ds = grads @ vs.mT
+        outside = ~(u > 0)  # whatever the values there are, also NaN
+        ds = (grads @ vs.mT).masked_fill_(outside, 0)
         mean = (u * ds).sum(-1, keepdim=True) / u.sum(-1, keepdim=True).clamp(min=1e-30)
-        ds = ds.sub_(mean).mul_(u)
+        ds = ds.sub_(mean).mul_(u).masked_fill_(outside, 0)
         dv[b, keys] += (p.mT @ grads).transpose(0, 1)
         dk[b, keys] += scale * (ds.mT @ qs).transpose(0, 1)
         dq[b, rows] = _back(scale * (ds @ ks), count).to(q.dtype)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from omniattn.reference.attention import default_scale
+from omniattn.reference.limits import clamp
 from omniattn.reference.precision import widen
 
 
@@ -24,17 +25,17 @@ def entmax(s: Tensor, alpha: float) -> Tensor:
     z = z.masked_fill(hidden, -2)
 
     def step(tau: Tensor, z: Tensor) -> Tensor:
-        left = (z - tau).clamp(min=0)
+        left = clamp(z - tau, 0)
         slope = power * torch.where(left > 0, left, 1).pow(power - 1) * (left > 0)
         sums = left.pow(power).sum(-1, keepdim=True) - 1
-        return tau + sums / slope.sum(-1, keepdim=True).clamp(min=1e-30)
+        return tau + sums / clamp(slope.sum(-1, keepdim=True), 1e-30)
 
     tau = torch.full_like(top, -1.0)
     for _ in range(60):
         tau = torch.maximum(tau, step(tau, z.detach()))
     tau = tau.masked_fill(hidden.all(-1, keepdim=True), 0)
     tau = step(step(tau, z), z)
-    left = (z - tau).masked_fill(hidden, 0).clamp(min=0)
+    left = clamp((z - tau).masked_fill(hidden, 0), 0)
     empty = left == 0  # pow has no derivative there
     return torch.where(empty, 0, torch.where(empty, 1, left).pow(power))
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import omniattn.functional as F
+from omniattn import reference
 
 F64 = torch.float64
 
@@ -29,14 +30,14 @@ def by_loops(x, taps, state):
 
 
 @pytest.mark.parametrize(("heads", "taps", "steps"), [(2, 3, 7), (6, 4, 5), (1, 1, 4), (3, 5, 2)])
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_the_definition(heads, taps, steps, backend):
+@pytest.mark.parametrize("function", [F.dynamic_conv1d, reference.dynamic_conv1d])
+def test_the_definition(heads, taps, steps, function):
     x, filters, state = draw(2, steps, 6), draw(2, steps, heads, taps), draw(2, 6, taps - 1)
-    options = {"initial_state": state, "return_final_state": True, "backend": backend}
-    got = F.dynamic_conv1d(x, filters, **options)
+    options = {"initial_state": state, "return_final_state": True}
+    got = function(x, filters, **options)
     want, last = by_loops(x, filters, state)
     torch.testing.assert_close(got, (want, last))
-    y, _ = F.dynamic_conv1d(x, filters, activation="silu", residual=True, **options)
+    y, _ = function(x, filters, activation="silu", residual=True, **options)
     torch.testing.assert_close(y, torch.nn.functional.silu(want) + x)
 
 
@@ -66,17 +67,17 @@ def test_gradients(packed):
     assert torch.autograd.gradgradcheck(call, leaves)
 
 
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_packed_sequences_and_pieces(backend):
+@pytest.mark.parametrize("function", [F.dynamic_conv1d, reference.dynamic_conv1d])
+def test_packed_sequences_and_pieces(function):
     x, taps, state = draw(1, 11, 6), draw(1, 11, 3, 4), draw(4, 6, 3)
     cu, edges = torch.tensor([0, 2, 2, 9, 11]), [0, 2, 2, 9, 11]
-    options = {"return_final_state": True, "backend": backend}
-    y, last = F.dynamic_conv1d(x, taps, initial_state=state, cu_seqlens=cu, **options)
+    options = {"return_final_state": True}
+    y, last = function(x, taps, initial_state=state, cu_seqlens=cu, **options)
     for n in range(4):
         part, before = slice(edges[n], edges[n + 1]), state[n : n + 1]
         rows, outs = [part.start, *range(part.start + 1, part.stop), part.stop], []
         for a, b in itertools.pairwise(rows):  # token by token
-            out, before = F.dynamic_conv1d(x[:, a:b], taps[:, a:b], initial_state=before, **options)
+            out, before = function(x[:, a:b], taps[:, a:b], initial_state=before, **options)
             outs.append(out)
         torch.testing.assert_close(y[:, part], torch.cat(outs, 1))
         torch.testing.assert_close(last[n : n + 1], before)
@@ -114,7 +115,6 @@ def test_nothing():
         ({"activation": "gelu"}, "activation must be \"silu\" or None, got activation='gelu'"),
         ({"initial_state": draw(2, 4, 3)}, "initial_state must have shape (2, 4, 1)"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "B must be 1 with cu_seqlens, got x.shape="),
-        ({"backend": "cuda"}, "backend must match the device"),
     ],
 )
 def test_errors(changed, message):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn import reference
 from omniattn.checks.arguments import (
     cast_like,
     require_bool,
     require_float,
     require_shape,
     shown,
-    use_reference,
 )
 from omniattn.checks.jagged import over_sequences
 from omniattn.functional.recurrences._common import composed_sequence_count
@@ -31,7 +29,6 @@ def dynamic_conv1d(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_state: bool = False,
-    backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Convolution over the last K time steps by filters of each token and head.
 
@@ -46,8 +43,6 @@ def dynamic_conv1d(
         initial_state: (N, D, K - 1) of x's dtype, the inputs before x with the oldest first; None
             for zeros. N is B, or the number of sequences.
         cu_seqlens, return_final_state: as in `causal_conv1d`.
-        backend: None, or the device of x, for sums tap by tap; "reference" for the eager
-            definition.
 
     Returns:
         y of x's shape and dtype; with return_final_state the pair (y, final_state), as in
@@ -92,8 +87,7 @@ def dynamic_conv1d(
     if initial_state is not None:
         initial_state = cast_like(op, "initial_state", initial_state, x)
         require_shape(op, "initial_state", initial_state, (count, x.shape[2], taps.shape[3] - 1))
-    run = reference.dynamic_conv1d if use_reference(op, backend, x) else _tap_by_tap
-    return run(
+    return _tap_by_tap(
         *(x, taps),
         activation=activation,
         residual=residual,
