@@ -81,7 +81,7 @@ def test_gradients_reach_all_parameters():
 @pytest.mark.parametrize(("max_step", "bound"), [(1.0, 1.1), (0.5, 0.1)])
 @pytest.mark.parametrize("eta", [-4.0, 0.0, 4.0])
 def test_equal_keys_do_not_diverge(eta, max_step, bound):
-    """With the largest steps the memory of a key seen 1024 times is bounded, with half converges."""
+    """A key is seen 1024 times: memory is bounded for the largest steps, and learns with half."""
     layer = TitansLinear(4, 1, conv_size=0, mini_batch_size=16, max_step=max_step)
     for name, value in (("theta", 50.0), ("alpha", -50.0), ("eta", eta)):
         proj = layer.get_submodule(f"{name}_proj")
