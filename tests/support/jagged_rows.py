@@ -50,6 +50,7 @@ from omniattn.modules import (
     RWKVQuadratic,
     RWKVRecurrent,
     SimpleSelectiveSSM,
+    TitansLinear,
     TTTLinear,
 )
 
@@ -114,6 +115,7 @@ RECURRENT = {
     "kda": KimiDeltaAttention.Config(16, 2),
     "precond-gated-deltanet": PrecondGatedDeltaNet.Config(16, 2, num_v_heads=4),
     "ttt": TTTLinear.Config(16, 2, 4),
+    "titans": TitansLinear.Config(16, 2, mini_batch_size=4),
     "mesanet": MesaNet.Config(16, 2),
     "precond-kda": PrecondKDA.Config(16, 2, num_v_heads=4),
     "rwkv4": RWKV4TimeMix.Config(16),

@@ -70,6 +70,7 @@ from omniattn.modules import (
     RWKVChannelMix,
     SelectAttention,
     SelectiveAttention,
+    TitansLinear,
     TTTLinear,
     WallAttention,
 )
@@ -238,6 +239,7 @@ KINDS: dict[str, Kind] = {
     "precond-kda": _recurrence(PrecondKDA.Config),
     "mesanet": _recurrence(MesaNet.Config),
     "ttt": _recurrence(TTTLinear.Config),
+    "titans": _recurrence(TitansLinear.Config),
     "rwkv4": _rwkv(RWKV4TimeMix.Config, sized=False),
     "rwkv5": _rwkv(RWKV5TimeMix.Config),
     "rwkv6": _rwkv(RWKV6TimeMix.Config),

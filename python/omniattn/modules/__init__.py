@@ -78,6 +78,7 @@ from omniattn.modules.recurrent.preconditioned import PrecondGatedDeltaNet, Prec
 from omniattn.modules.recurrent.rodimus import Rodimus
 from omniattn.modules.recurrent.slots import ABCAttention, GatedSlotAttention, Raven
 from omniattn.modules.recurrent.state_mixer import StateMixer
+from omniattn.modules.recurrent.titans import TitansLinear
 from omniattn.modules.recurrent.ttt import TTTLinear
 from omniattn.modules.recurrent.xlstm import MLSTM, SLSTM
 from omniattn.modules.rwkv.heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
@@ -242,6 +243,7 @@ __all__ = [
     "T5RelativeBias",
     "TTTLinear",
     "Threshold",
+    "TitansLinear",
     "TransformerXLAttention",
     "WallAttention",
     "Window",

@@ -78,6 +78,7 @@ FIELDS = {
     "SLSTM": {"dim": 8, "num_heads": 2},
     "MesaNet": {"dim": 8, "num_heads": 2},
     "TTTLinear": {"dim": 8, "num_heads": 2},
+    "TitansLinear": {"dim": 8, "num_heads": 2},
     "MoBA": {"dim": 8, "num_heads": 2, "block_size": 2},
     "NSA": {"dim": 8, "num_heads": 2, "compress_dim": 4},
     "NeighborhoodAttention1D": {"dim": 8, "num_heads": 2, "kernel_size": 3, "is_causal": True},

@@ -94,6 +94,7 @@ from omniattn.modules import (
     RWKVChannelMix,
     SelectAttention,
     SelectiveAttention,
+    TitansLinear,
     TTTLinear,
     WallAttention,
 )
@@ -270,6 +271,7 @@ TRAINED: dict[str, ModelConfig] = {
     "precond-kda": _recurrent(PrecondKDA.Config(192, 3)),
     "mesanet": _recurrent(MesaNet.Config(192, 3)),
     "ttt": _recurrent(TTTLinear.Config(192, 3, use_gate=True, share_qk=True)),
+    "titans": _recurrent(TitansLinear.Config(192, 3)),
     "rwkv4": _rwkv(4),
     "rwkv5": _rwkv(5),
     "rwkv6": _rwkv(6),

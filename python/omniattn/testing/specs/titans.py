@@ -102,7 +102,7 @@ SPECS = (
 VARIANTS = (
     Variant(
         "Titans: a linear memory that learns by descent with momentum and forgetting",
-        ("titans_linear",),
+        ("titans_linear", "TitansLinear"),
         "Behrouz et al. 2025, arXiv 2501.00663",
     ),
 )
