@@ -373,6 +373,12 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
     "tensor product attention (TPA): factors as cache": (
         System("tpa-B1T512C512H8", _attention(ranks=(6, 2, 2))),
     ),
+    "multi-head low-rank attention (MLRA): a latent for each group of heads": (
+        System(
+            "mlra-B1T512C512H8",
+            lambda: _mla(num_latents=4, num_branches=4, latent_scale=True),
+        ),
+    ),
     "value residuals (ResFormer)": (
         System("resformer-B1T512C512H8", lambda: _sharing(value_residual="first")),
     ),

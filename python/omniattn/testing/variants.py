@@ -38,6 +38,11 @@ VARIANTS = (
         ("Attention",),
         "Zhang et al. 2025, arXiv 2501.06425",
     ),
+    Variant(
+        "multi-head low-rank attention (MLRA): a latent for each group of heads",
+        ("MultiHeadLatentAttention",),
+        "Liu et al. 2026, arXiv 2603.02188",
+    ),
     Variant("value residuals (ResFormer)", ("Attention",), "Zhou et al. 2024, arXiv 2410.17897"),
     Variant(
         "keys and values of one layer for later ones (YOCO, cross-layer attention)",
