@@ -80,7 +80,7 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "PaTH attention: products of reflections between key and query": (("path_attention", "model"),),
     "wall attention: decays of channels between key and query": (("wall_attention", "model"),),
     "stick-breaking attention": (("stick_breaking_attention", "model"),),
-    "softpick attention: rectified softmax": (("softpick_attention", "model"),),
+    "softpick attention": (("softpick_attention", "model"),),
     "sparsemax and entmax attention": (("sparsemax_attention", "model"),),
     "ALiBi": (("attention", "alibi"),),
     "feed-forward layers: ReLU, GELU, SiLU, squared ReLU": (

@@ -109,6 +109,21 @@ def _initial() -> dict[str, Provider]:
     return functions([], ours=lambda: F.hippo_legs(size)[0], eager=eager)
 
 
+def _normal_form() -> dict[str, Provider]:
+    """The normal form of HiPPO-LegT; "eager" finds its basis without use of its symmetry."""
+    A = F.hippo("legt", 64, dtype=torch.float64)[0]
+
+    def eager() -> Tensor:
+        P = (torch.arange(64, dtype=torch.float64) + 0.5).sqrt()
+        parity = torch.arange(64) % 2
+        same = parity[:, None] == parity
+        return torch.linalg.eig(A + torch.where(same, P[:, None] * P, 0))[1]
+
+    return functions(
+        [], ours=lambda: F.nplr(64, measure="legt", dtype=torch.complex128), eager=eager
+    )
+
+
 def _layer(config: Any, steps: int = T) -> dict[str, Provider]:
     return layer(config, normal(1, steps, config.dim))
 
@@ -200,6 +215,10 @@ STATES: dict[str, tuple[System, ...]] = {
         for rule in ("zoh", "bilinear", "euler", "mamba")
     ),
     "HiPPO-LegS and its NPLR form": (System("hippo-N64", _initial),),
+    "HiPPO-LegT, LagT and FouT, NPLR of rank two": (
+        System("hippolegt-N64", _normal_form),
+        System("s4legt-B1T128C64N16", lambda: _layer(m.S4.Config(64, 16, init="legt"), 128)),
+    ),
     "S4 (DPLR): convolution and recurrence": (
         System("s4-B1T128C64N16", lambda: _layer(m.S4.Config(64, 16), 128)),
         System("s4steps-B1T40C64N16", lambda: _steps(m.S4.Config(64, 16))),

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DIM = 24
 #: Layers of this package and what of torch's each is.
 CLASSES = {
+    "BitLinear": nn.Linear,
     "Linear": nn.Linear,
     "LayerNorm": nn.LayerNorm,
     "RMSNorm": nn.RMSNorm,

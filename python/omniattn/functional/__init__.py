@@ -137,7 +137,7 @@ from omniattn.functional.sparse.selected_blocks import moba_attention, nsa_atten
 from omniattn.functional.sparse.selective import selective_attention
 from omniattn.functional.state_space.linear_system import ssm_kernel, ssm_recurrence
 from omniattn.functional.state_space.mamba3 import mamba3
-from omniattn.functional.state_space.parameters import discretize, hippo_legs, nplr, ssm_init
+from omniattn.functional.state_space.parameters import discretize, hippo, hippo_legs, nplr, ssm_init
 from omniattn.functional.state_space.s4 import fft_conv, s4, s4_kernel, s4d, s4d_kernel
 from omniattn.functional.state_space.selective_scan import selective_scan
 from omniattn.functional.state_space.ssd import ssd
@@ -218,6 +218,7 @@ __all__ = [
     "grid_positions",
     "group_norm",
     "grpo_loss",
+    "hippo",
     "hippo_legs",
     "hub_spoke_attention",
     "interpolate_grid",
