@@ -28,6 +28,7 @@ from omniattn.functional.layers.ffn import glu_mlp, mlp
 from omniattn.functional.layers.gated_norm import group_norm, rms_norm_gated
 from omniattn.functional.layers.gemm import linear
 from omniattn.functional.layers.moe import moe_experts
+from omniattn.functional.layers.ngrams import ngram_hashes
 from omniattn.functional.layers.norm import layer_norm, rms_norm
 from omniattn.functional.layers.random import dropout, normal_like, uniform_like
 from omniattn.functional.layers.topk import top_k
@@ -251,6 +252,7 @@ __all__ = [
     "na1d",
     "na2d",
     "na3d",
+    "ngram_hashes",
     "noisy_top_k",
     "normal_like",
     "nplr",
