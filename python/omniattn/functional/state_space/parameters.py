@@ -208,16 +208,16 @@ def hippo(
     "legs" is :func:`hippo_legs`. Of the others, h_n is the integral of u(t - x) g_n(x) over the
     age x with the weight of the measure, n, k = 0, ..., N - 1:
 
-    =======  =====================================  ====================================
-    measure  A[n, k], B[n]                          g_n(x), weight
-    =======  =====================================  ====================================
+    =======  ======================================  =====================================
+    measure  A[n, k], B[n]                           g_n(x), weight
+    =======  ======================================  =====================================
     "legt"   ``-r_n r_k / 2``, times ``(-1)^(n-k)``  ``r_n P_n(1 - x)``, 1/2 up to x = 2;
-             for n < k; ``r_n / 2``                 ``r_n = sqrt(2 n + 1)``
-    "lagt"   -1/2 for n = k, -1 for n > k, else 0;  ``exp(-x / 2) L_n(x)``, 1
+             for n < k; ``r_n / 2``                  ``r_n = sqrt(2 n + 1)``
+    "lagt"   -1/2 for n = k, -1 for n > k, else 0;   ``exp(-x / 2) L_n(x)``, 1
              1
-    "fout"   ``D - B B^T``; 1, 0, then sqrt(2) for  1, 0, then ``sqrt(2) cos(pi m x)`` and
-             cosines and 0 for sines                ``sqrt(2) sin(pi m x)``, 1/2 up to x = 2
-    =======  =====================================  ====================================
+    "fout"   ``D - B B^T``; 1, 0, then sqrt(2) for   1, 0, then ``sqrt(2) cos(pi m x)`` and
+             cosines and 0 for sines                 ``sqrt(2) sin(pi m x)``, 1/2 up to x = 2
+    =======  ======================================  =====================================
 
     P and L are polynomials of Legendre and Laguerre, and D has ``-pi m`` and ``pi m`` between the
     cosine and the sine of m = 1, ..., N / 2 - 1. "lagt" is exact. "legt" and "fout" replace the
