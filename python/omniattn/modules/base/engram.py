@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn import functional
-from omniattn.checks.arguments import shown, widen
+from omniattn.checks.arguments import require_tensor, shown, widen
 from omniattn.modules.base.fields import Backend, Epsilon, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
@@ -109,7 +109,7 @@ class Engram(Layer):
             if self.layer_idx not in self.layer_ids:
                 raise ValueError(
                     "Engram: layer_ids must include layer_idx, "
-                    f"got layer_idx={self.layer_idx}, layer_ids={self.layer_ids}"
+                    f"got layer_idx={self.layer_idx}, layer_ids={shown(self.layer_ids)}"
                 )
 
         @property
@@ -204,6 +204,8 @@ class Engram(Layer):
                 state, and the state after x is None.
         """
         c = self.config
+        require_tensor("Engram", "x", x)
+        require_tensor("Engram", "tokens", tokens)
         shape = (*tokens.shape, c.dim) if x.ndim == 3 else (*tokens.shape, c.num_streams, c.dim)
         if x.shape != shape or (x.ndim == 3 and c.num_streams > 1):
             raise ValueError(
