@@ -200,6 +200,12 @@ def _rotated(config: Any, size: int) -> dict[str, Provider]:
     return layer(config, normal(1, 512, 512), call=lambda module, x: module(x, rope=(cos, sin)))
 
 
+def _engram() -> dict[str, Provider]:
+    config = m.Engram.Config(512, 4096, (20000, 20000))
+    tokens = torch.arange(512)[None] * 7 % 4096
+    return layer(config, normal(1, 512, 512), call=lambda module, x: module(x, tokens)[0])
+
+
 def _mla(**options: Any) -> dict[str, Provider]:
     return _rotated(m.MultiHeadLatentAttention.Config(512, 8, 256, 128, 64, 32, 64, **options), 32)
 
@@ -373,6 +379,13 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
     "tensor product attention (TPA): factors as cache": (
         System("tpa-B1T512C512H8", _attention(ranks=(6, 2, 2))),
     ),
+    "multi-head low-rank attention (MLRA): a latent for each group of heads": (
+        System(
+            "mlra-B1T512C512H8",
+            lambda: _mla(num_latents=4, num_branches=4, latent_scale=True),
+        ),
+    ),
+    "hashed embeddings of n-grams (Engram)": (System("engram-B1T512C512", _engram),),
     "value residuals (ResFormer)": (
         System("resformer-B1T512C512H8", lambda: _sharing(value_residual="first")),
     ),

@@ -109,6 +109,21 @@ def _initial() -> dict[str, Provider]:
     return functions([], ours=lambda: F.hippo_legs(size)[0], eager=eager)
 
 
+def _normal_form() -> dict[str, Provider]:
+    """Frequencies of HiPPO-LegT's normal part; "eager" finds them without its symmetry."""
+    A, B = F.hippo("legt", 64, dtype=torch.float64)
+    parity = torch.arange(64) % 2
+    normal_part = A + torch.where(parity[:, None] == parity, 2 * B[:, None] * B, 0)
+
+    def ours() -> Tensor:
+        return F.nplr(64, measure="legt", dtype=torch.complex128)[0].imag
+
+    def eager() -> Tensor:
+        return torch.linalg.eigvals(normal_part).imag.sort().values[32:]
+
+    return functions([], ours=ours, eager=eager)
+
+
 def _layer(config: Any, steps: int = T) -> dict[str, Provider]:
     return layer(config, normal(1, steps, config.dim))
 
@@ -200,6 +215,10 @@ STATES: dict[str, tuple[System, ...]] = {
         for rule in ("zoh", "bilinear", "euler", "mamba")
     ),
     "HiPPO-LegS and its NPLR form": (System("hippo-N64", _initial),),
+    "HiPPO-LegT, LagT and FouT, NPLR of rank two": (
+        System("hippolegt-N64", _normal_form),
+        System("s4legt-B1T128C64N16", lambda: _layer(m.S4.Config(64, 16, init="legt"), 128)),
+    ),
     "S4 (DPLR): convolution and recurrence": (
         System("s4-B1T128C64N16", lambda: _layer(m.S4.Config(64, 16), 128)),
         System("s4steps-B1T40C64N16", lambda: _steps(m.S4.Config(64, 16))),

@@ -81,6 +81,7 @@ def test_recurrent_states_have_one_size_for_any_length(name):
         "deepseek-moe",
         "gpt2",
         "mla",
+        "mlra",
         "differential",
         "selective",
         "forgetting",

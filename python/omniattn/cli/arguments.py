@@ -14,7 +14,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "llama-tiny", "llama-medium", "falcon", "gpt2", "mla", "differential"),
         *("select", "selective", "deltaformer", "forgetting", "stick-breaking", "softpick"),
-        *("path", "wall", "ssmax", "mfa", "tpa"),
+        *("path", "wall", "ssmax", "mfa", "tpa", "mlra"),
         *("resformer", "yoco", "hyper", "mhc", "attnres", "canon"),
     ),
     "mixtures of experts": ("mixtral", "switch", "llama4", "deepseek-moe", "deepseek-moe-mtp"),
@@ -39,8 +39,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 COMPARED: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "mqa", "mla", "differential", "select", "selective", "deltaformer"),
-        *("forgetting", "stick-breaking", "softpick", "path", "wall", "ssmax", "tpa", "resformer"),
-        *("yoco", "hyper", "mhc", "attnres", "canon", "mfa"),
+        *("forgetting", "stick-breaking", "softpick", "path", "wall", "ssmax", "tpa", "mlra"),
+        *("resformer", "yoco", "hyper", "mhc", "attnres", "canon", "mfa"),
     ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),

@@ -139,9 +139,14 @@ def _rwkv(config: Callable[..., LayerConfig], *, sized: bool = True) -> Kind:
     return Kind(mixer, recurrent=True, rwkv=True)
 
 
-def _mla(p: Place) -> LayerConfig:
-    return MultiHeadLatentAttention.Config(
-        p.dim, p.heads, None, p.dim // 2, p.head, p.head, p.head, rope_interleaved=False
+def _mla(**options: Any) -> Kind:
+    return Kind(
+        lambda p: MultiHeadLatentAttention.Config(
+            *(p.dim, p.heads, None, p.dim // 2, p.head, p.head, p.head),
+            rope_interleaved=False,
+            **options,
+        ),
+        rotates=True,
     )
 
 
@@ -161,7 +166,7 @@ def _placed(config: Callable[..., LayerConfig]) -> Kind:
 KINDS: dict[str, Kind] = {
     "llama": _attention(Attention.Config),
     "mqa": _attention(Attention.Config, num_kv_heads=1),
-    "mla": Kind(_mla, rotates=True),
+    "mla": _mla(),
     "differential": Kind(
         lambda p: DifferentialAttention.Config(
             p.dim, p.heads // 2, p.layer, rope_interleaved=False
@@ -180,6 +185,7 @@ KINDS: dict[str, Kind] = {
     "wall": Kind(_heads(WallAttention.Config)),
     "ssmax": _attention(Attention.Config, log_scale=True),
     "tpa": _attention(Attention.Config, ranks=(4, 2, 2)),
+    "mlra": _mla(num_latents=4, num_branches=4, latent_scale=True),
     "resformer": Kind(
         lambda p: Attention.Config(p.dim, p.heads, value_residual="later" if p.layer else "first"),
         rotates=True,

@@ -28,6 +28,7 @@ from omniattn.functional.layers.ffn import glu_mlp, mlp
 from omniattn.functional.layers.gated_norm import group_norm, rms_norm_gated
 from omniattn.functional.layers.gemm import linear
 from omniattn.functional.layers.moe import moe_experts
+from omniattn.functional.layers.ngrams import ngram_hashes
 from omniattn.functional.layers.norm import layer_norm, rms_norm
 from omniattn.functional.layers.random import dropout, normal_like, uniform_like
 from omniattn.functional.layers.topk import top_k
@@ -137,7 +138,7 @@ from omniattn.functional.sparse.selected_blocks import moba_attention, nsa_atten
 from omniattn.functional.sparse.selective import selective_attention
 from omniattn.functional.state_space.linear_system import ssm_kernel, ssm_recurrence
 from omniattn.functional.state_space.mamba3 import mamba3
-from omniattn.functional.state_space.parameters import discretize, hippo_legs, nplr, ssm_init
+from omniattn.functional.state_space.parameters import discretize, hippo, hippo_legs, nplr, ssm_init
 from omniattn.functional.state_space.s4 import fft_conv, s4, s4_kernel, s4d, s4d_kernel
 from omniattn.functional.state_space.selective_scan import selective_scan
 from omniattn.functional.state_space.ssd import ssd
@@ -218,6 +219,7 @@ __all__ = [
     "grid_positions",
     "group_norm",
     "grpo_loss",
+    "hippo",
     "hippo_legs",
     "hub_spoke_attention",
     "interpolate_grid",
@@ -250,6 +252,7 @@ __all__ = [
     "na1d",
     "na2d",
     "na3d",
+    "ngram_hashes",
     "noisy_top_k",
     "normal_like",
     "nplr",

@@ -15,6 +15,7 @@ from omniattn.modules.attention.transformer_xl import TransformerXLAttention
 from omniattn.modules.attention.wall_attention import WallAttention
 from omniattn.modules.base.bit_linear import BitLinear
 from omniattn.modules.base.dropout import Dropout
+from omniattn.modules.base.engram import Engram
 from omniattn.modules.base.layer import LayerConfig
 from omniattn.modules.base.learned import XIELU, DynamicTanh, PolyNorm
 from omniattn.modules.base.linear import Linear
@@ -147,6 +148,7 @@ __all__ = [
     "Dropout",
     "DualChunkAttention",
     "DynamicTanh",
+    "Engram",
     "EvictingCache",
     "Eviction",
     "ExpertParallel",

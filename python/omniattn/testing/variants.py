@@ -38,6 +38,16 @@ VARIANTS = (
         ("Attention",),
         "Zhang et al. 2025, arXiv 2501.06425",
     ),
+    Variant(
+        "hashed embeddings of n-grams (Engram)",
+        ("ngram_hashes", "Engram"),
+        "DeepSeek-AI 2026, arXiv 2601.07372",
+    ),
+    Variant(
+        "multi-head low-rank attention (MLRA): a latent for each group of heads",
+        ("MultiHeadLatentAttention",),
+        "Liu et al. 2026, arXiv 2603.02188",
+    ),
     Variant("value residuals (ResFormer)", ("Attention",), "Zhou et al. 2024, arXiv 2410.17897"),
     Variant(
         "keys and values of one layer for later ones (YOCO, cross-layer attention)",

@@ -35,6 +35,16 @@ OPTIONS = {
     "fused": {"fuse_up": True, "latent_norm": False},
     "fused-of-two-latents": {"fuse_up": True, "latent_norm": False, "separate_kv_latents": True},
     "fused-shared-up": {"fuse_up": True, "latent_norm": False, "share_up": True},
+    "scaled": {"latent_scale": True},
+    "grouped-latents": {"num_latents": 2},
+    "mlra-2": {"num_latents": 4, "num_branches": 2, "latent_scale": True},
+    "mlra-4": {"num_latents": 4, "num_branches": 4, "latent_scale": True},
+    "mlra-4-no-norm-no-rope": {
+        "num_latents": 4,
+        "num_branches": 4,
+        "latent_norm": False,
+        "qk_rope_dim": 0,
+    },
 }
 
 
@@ -145,6 +155,59 @@ def test_fused_projections_change_no_result():
     torch.testing.assert_close(fused, apart)
     inputs = ([x, *layer.parameters()] for layer in layers)
     assert_same_gradients(fused, apart, *inputs)
+
+
+@pytest.mark.parametrize("branches", [2, 4])
+def test_low_rank_attention_of_its_authors(branches):
+    """CausalSelfAttention of model/mlra_2.py and mlra_4.py in SongtaoLiu0823/MLRA, 7e0eb5c."""
+    options = {"num_latents": 4, "num_branches": branches, "latent_scale": True}
+    config = replace(CONFIG, rope_interleaved=False, v_dim=8, **options)
+    layer, x = MLA(config, dtype=torch.float64), torch.randn(2, 7, 48, dtype=torch.float64)
+    cos, sin = (t.double() for t in rope(layer, 7))
+
+    def rms(t, norm):
+        return t * (t.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
+
+    def rotated(t):  # (B, H, T, 4)
+        a, b = t.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+    for norm in (layer.q_a_layernorm, *layer.kv_a_layernorms):
+        torch.nn.init.normal_(norm.weight)
+    latent = rms(x @ layer.q_a_proj.weight.T, layer.q_a_layernorm) * (48 / 24) ** 0.5
+    q = (latent @ layer.q_b_proj.weight.T).unflatten(-1, (4, 12)).transpose(1, 2)
+    q = torch.cat([q[..., :8], rotated(q[..., 8:])], -1)
+    *latents, k_rope = (x @ layer.kv_a_proj_with_mqa.weight.T).split([4, 4, 4, 4, 4], -1)
+    k_rope = rotated(k_rope[:, None])
+    ups = layer.kv_b_proj.weight.chunk(4)
+    heads = []  # of a branch after another
+    for part, norm, up in zip(latents, layer.kv_a_layernorms, ups, strict=True):
+        kv = (rms(part, norm) * (48 / 4) ** 0.5) @ up.T
+        heads += kv.unflatten(-1, (branches, 16)).unbind(2)
+    y = 0
+    for branch in range(branches):
+        kv = torch.stack(heads[4 * branch : 4 * branch + 4], 1)
+        k = torch.cat([kv[..., :8], k_rope.expand(-1, 4, -1, -1)], -1)
+        y = y + torch.nn.functional.scaled_dot_product_attention(q, k, kv[..., 8:], is_causal=True)
+    expected = (y / branches**0.5).transpose(1, 2).flatten(2) @ layer.o_proj.weight.T
+    torch.testing.assert_close(layer(x, rope=(cos, sin)), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_latents": 3}, "got num_latents=3, kv_lora_rank=16"),
+        ({"num_latents": 4, "num_branches": 3}, "num_branches=3"),
+        ({"num_latents": 8, "num_branches": 1}, "num_latents=8, kv_lora_rank=16, num_branches=1"),
+        ({"num_latents": 2, "share_up": True}, "got num_latents=2, separate_kv_latents=False, sha"),
+        ({"latent_scale": True, "fuse_up": True, "latent_norm": False}, "latent_scale must be Fa"),
+    ],
+)
+def test_parts_of_a_latent_must_fit(options, message):
+    with pytest.raises(ValueError, match=f"MultiHeadLatentAttention: .*{message}"):
+        replace(CONFIG, **options)
+    with pytest.raises(ValueError, match="DeepSeekSparseAttention: num_latents must be 1, as"):
+        DeepSeekSparseAttention.Config(**vars(replace(CONFIG, num_latents=2)), index_heads=2)
 
 
 def test_names_what_is_wrong():

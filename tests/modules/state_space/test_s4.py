@@ -19,6 +19,9 @@ CONFIGS = {
     "s4d, real": S4D.Config(DIM, STATE, init="s4d-real"),
     "s4d, legs": S4D.Config(DIM, STATE, init="legs", rule="mamba"),
     "s4": S4.Config(DIM, STATE),
+    "s4, legt": S4.Config(DIM, STATE, init="legt"),
+    "s4, lagt": S4.Config(DIM, STATE, init="lagt"),
+    "s4, fout": S4.Config(DIM, STATE, init="fout"),
 }
 PARAMETERS = pytest.mark.parametrize("name", CONFIGS)
 
@@ -50,7 +53,8 @@ def expected(layer: nn.Module, u: torch.Tensor) -> torch.Tensor:
     rule = "bilinear"
     if isinstance(layer, S4):
         P, B = (both(torch.view_as_complex(t)) for t in (layer.P, layer.B))
-        A, C = A - P[..., None] * P.conj()[..., None, :], C.conj()
+        P = P.reshape(DIM, -1, STATE)
+        A, C = A - P.mT @ P.conj(), C.conj()
     else:
         rule = layer.config.rule
     s, _ = R.ssm_recurrence(*F.discretize(A, B, layer.log_dt.exp(), rule), C, layer.D, u + 0j)
@@ -163,6 +167,11 @@ def test_how_parameters_begin():
     torch.testing.assert_close(torch.view_as_complex(layer.P.detach()), P.expand(400, 3))
     torch.testing.assert_close(torch.view_as_complex(layer.B.detach()), B.expand(400, 3))
     torch.testing.assert_close(layer.A_imag.detach(), Lambda.imag.expand(400, 3))
+    layer = S4(400, 6, init="legt")
+    Lambda, P, _, _ = F.nplr(6, measure="legt")
+    torch.testing.assert_close(torch.view_as_complex(layer.P.detach()), P.expand(400, 2, 3))
+    torch.testing.assert_close(layer.log_A_real.exp(), torch.full((400, 3), 1e-4))
+    assert S4(400, 6, init="fout").A_imag.min() == 0
 
 
 def test_time_scales_do_not_decay():
@@ -181,6 +190,7 @@ def test_time_scales_do_not_decay():
         (lambda: S4(8, 0), ValueError, "S4: state_size must be even and >= 2, got state_size=0"),
         (lambda: S4(8, dt_min=0.0), ValueError, "S4: dt_min must be above 0 .* got dt_min=0.0"),
         (lambda: S4D(8, dt_min=0.2), ValueError, "S4D: dt_min must be .* dt_min=0.2, dt_max=0.1"),
+        (lambda: S4(8, init="lmu"), ValueError, "S4: init must be one of .* init='lmu'"),
         (lambda: S4D(8, init="hippo"), ValueError, "S4D: init must be one of .* init='hippo'"),
         (lambda: S4D(8, rule="foh"), ValueError, "S4D: rule must be one of .* rule='foh'"),
         (lambda: S4D(8)(torch.ones(1, 2, 8), mask=torch.ones(2, 2)), ValueError, "mask must be"),

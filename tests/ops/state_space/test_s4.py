@@ -55,7 +55,26 @@ def s4_dense():
     return (*F.discretize(A, both(b), dt, "bilinear"), both(C).conj(), D)
 
 
-SYSTEMS = [(F.s4d, s4d_system, s4d_dense), (F.s4, s4_system, s4_dense)]
+def s4_legt_system():
+    """P (H, 2, N)."""
+    noise = 0.1 * draw(4, H, 1, N, seed=4, dtype=C128)
+    Lambda, P, b, _ = F.nplr(2 * N, measure="legt", dtype=C128)
+    terms = Lambda + noise[0, :, 0] - 0.3, P + noise[1:3, :, 0].transpose(0, 1), b + noise[3, :, 0]
+    return (*terms, *s4d_system()[1:])
+
+
+def s4_legt_dense():
+    Lambda, P, b, C, dt, D = s4_legt_system()
+    p = both(P)
+    A = torch.diag_embed(both(Lambda)) - p.mT @ p.conj()
+    return (*F.discretize(A, both(b), dt, "bilinear"), both(C).conj(), D)
+
+
+SYSTEMS = [
+    (F.s4d, s4d_system, s4d_dense),
+    (F.s4, s4_system, s4_dense),
+    (F.s4, s4_legt_system, s4_legt_dense),
+]
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 63, 64, 131])
@@ -66,10 +85,11 @@ def test_s4d_kernel_is_a_power(rule, length):
     torch.testing.assert_close(F.s4d_kernel(A, C, dt, length, rule=rule), expected.real)
 
 
+@pytest.mark.parametrize("system, dense", [row[1:] for row in SYSTEMS[1:]])
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 64, 131])
-def test_s4_kernel_is_a_power(length):
-    expected = R.ssm_kernel(*s4_dense()[:3], length)
-    torch.testing.assert_close(F.s4_kernel(*s4_system()[:-1], length), expected.real)
+def test_s4_kernel_is_a_power(length, system, dense):
+    expected = R.ssm_kernel(*dense()[:3], length)
+    torch.testing.assert_close(F.s4_kernel(*system()[:-1], length), expected.real)
 
 
 def test_s4_kernel_has_the_generating_function_of_the_paper():

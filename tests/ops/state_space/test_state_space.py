@@ -3,6 +3,7 @@
 import importlib
 import math
 
+import numpy
 import pytest
 import torch
 
@@ -106,6 +107,84 @@ def test_nplr_is_hippo():
     assert torch.equal(F.ssm_init("legs", 8, dtype=C128), Lambda)
 
 
+def laguerre(n, x):
+    """exp(-x / 2) L_n(x)."""
+    return (-x / 2).exp() * torch.special.laguerre_polynomial_l(x, n)
+
+
+def legendre(n, x):
+    return math.sqrt(2 * n + 1) * torch.special.legendre_polynomial_p(1 - x, n)
+
+
+def wave(n, x):
+    if n < 2:
+        return torch.full_like(x, 1 - n)
+    return math.sqrt(2) * (torch.sin if n % 2 else torch.cos)(math.pi * (n // 2) * x)
+
+
+def test_the_state_of_lagt_is_of_laguerre():
+    A, B = F.hippo("lagt", 8, dtype=F64)
+    for age in (0.0, 0.3, 2.0, 7.0):
+        expected = torch.stack([laguerre(n, torch.tensor(age, dtype=F64)) for n in range(8)])
+        torch.testing.assert_close(torch.matrix_exp(age * A) @ B, expected)
+
+
+@pytest.mark.parametrize("measure", ["legt", "fout"])
+def test_projections_of_a_window_obey_the_system(measure):
+    """By Gauss' rule: h' = A h + B u for all inputs that the state can hold, 8 of them."""
+    A, B = F.hippo(measure, 8, dtype=F64)
+    basis = legendre if measure == "legt" else wave
+    nodes, weights = (torch.from_numpy(t) for t in numpy.polynomial.legendre.leggauss(60))
+    x, t = nodes + 1, torch.tensor(0.7, dtype=F64)
+
+    def state(u, t):
+        return torch.stack([(basis(n, x) * u(t - x) * weights).sum() / 2 for n in range(8)])
+
+    for n in range(8):
+
+        def u(time, n=n):
+            return basis(n, time) if measure == "fout" else (time / 2) ** n
+
+        _, slope = torch.func.jvp(lambda t, u=u: state(u, t), (t,), (torch.ones_like(t),))
+        torch.testing.assert_close(slope, A @ state(u, t) + B * u(t))
+
+
+def public_transition(measure, size):
+    """Formulas of transition in src/models/hippo/hippo.py of state-spaces/s4, commit e757cef."""
+    n, k = numpy.arange(size)[:, None], numpy.arange(size)
+    if measure == "lagt":
+        return numpy.eye(size) / 2 - (n >= k), numpy.ones(size)
+    root = (2.0 * k + 1) ** 0.5
+    if measure == "legt":
+        signs = numpy.where(n < k, (-1.0) ** (n - k), 1)
+        return -root[:, None] * signs * root / 2, root / 2
+    A, B = numpy.zeros((size, size)), numpy.where(k % 2 == 0, 2**0.5, 0)
+    B[0] = 1
+    for m in range(1, size // 2):
+        A[2 * m, 2 * m + 1], A[2 * m + 1, 2 * m] = -math.pi * m, math.pi * m
+    return A - B[:, None] * B, B
+
+
+@pytest.mark.parametrize("size", [2, 4, 10])
+@pytest.mark.parametrize("measure", ["legt", "lagt", "fout"])
+def test_nplr_of_other_measures(measure, size):
+    A, B = F.hippo(measure, size, dtype=F64)
+    for found, expected in zip((A, B), public_transition(measure, size), strict=True):
+        torch.testing.assert_close(found, torch.from_numpy(expected))
+    Lambda, P, b, V = F.nplr(size, measure=measure, dtype=C128)
+    assert P.shape == ((2, size // 2) if measure == "legt" else (size // 2,))
+    assert (Lambda.real == 0).all() and (Lambda.imag >= 0).all()
+    assert torch.equal(Lambda.imag.sort().values, Lambda.imag)
+    if measure == "lagt":  # of the skew-symmetric matrix of signs
+        angles = math.pi * (torch.arange(size // 2, dtype=F64) + 0.5) / size
+        torch.testing.assert_close(Lambda.imag, (0.5 / angles.tan()).sort().values)
+    basis, p = both(V), both(P).reshape(-1, size)
+    torch.testing.assert_close(basis.mH @ basis, torch.eye(size, dtype=C128))
+    matrix = basis @ (torch.diag(both(Lambda)) - p.mT @ p.conj()) @ basis.mH
+    torch.testing.assert_close(matrix, A + 0j)
+    torch.testing.assert_close(basis @ both(b), B + 0j)
+
+
 def test_ssm_init():
     n = torch.arange(4, dtype=F64)
     lin, inv, real = (F.ssm_init(k, 8, dtype=C128) for k in ("s4d-lin", "s4d-inv", "s4d-real"))
@@ -133,7 +212,11 @@ def test_ssm_init():
         (lambda: F.discretize(torch.ones(3), torch.ones(3), True), TypeError, "dt must .*dt=True"),
         (lambda: F.discretize(torch.ones(3), torch.ones(3), math.nan), ValueError, "got dt=nan"),
         (lambda: F.discretize(torch.ones(3), torch.ones(3), 1.0, "foh"), ValueError, "rule='foh'"),
-        (lambda: F.hippo_legs(0), ValueError, "state_size=0"),
+        (lambda: F.hippo_legs(0), ValueError, "hippo_legs: .* state_size=0"),
+        (lambda: F.hippo("legt", 0), ValueError, "hippo: .* state_size=0"),
+        (lambda: F.hippo("fout", 3), ValueError, "hippo: state_size must be even"),
+        (lambda: F.hippo("lmu", 4), ValueError, "hippo: measure must be .* measure='lmu'"),
+        (lambda: F.nplr(4, measure="lmu"), ValueError, "nplr: measure must be .* measure='lmu'"),
         (lambda: F.nplr(3), ValueError, "state_size must be even, got state_size=3"),
         (lambda: F.nplr(4, dtype=torch.float32), TypeError, "dtype=torch.float32"),
         (lambda: F.ssm_init("hippo", 4), ValueError, "kind='hippo'"),

@@ -52,6 +52,10 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
         "x": random(BATCH, TOKENS, 8),
         "positions": random(1024, 8),
     },
+    "Engram": lambda: {
+        "x": random(BATCH, TOKENS, 8),
+        "tokens": torch.arange(BATCH * TOKENS).view(BATCH, TOKENS) % 32,
+    },
     "Experts": lambda: {
         "x": random(BATCH * TOKENS, 8),
         "routing": Routing(

@@ -61,6 +61,7 @@ FIELDS = {
     "Mamba2": {"dim": 8, "d_state": 4, "headdim": 8},
     "Mamba3": {"dim": 8, "d_state": 4, "headdim": 8},
     "BitLinear": {"in_features": 8, "out_features": 4},
+    "Engram": {"dim": 8, "vocab_size": 32, "table_sizes": (11, 11), "ngram_dim": 16},
     "Linear": {"in_features": 8, "out_features": 4},
     "MLSTM": {"dim": 8, "num_heads": 2},
     "MLP": {"dim": 8, "hidden_dim": 16},

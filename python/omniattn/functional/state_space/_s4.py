@@ -87,14 +87,19 @@ def real_system(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor) -> 
     """Builds the real system: summed over both conjugates ``P* s`` is 2 Re(conj(P) s), and
     ``C* s`` is 2 Re(conj(C) s)."""
     re, im = torch.diag_embed(Lambda.real), torch.diag_embed(Lambda.imag)
-    p, b, c = (torch.cat((t.real, t.imag), -1) for t in (P, B, C))
+    p, b, c = (torch.cat((t.real, t.imag), -1) for t in (by_rank(P), B, C))
     a = torch.cat((torch.cat((re, -im), -1), torch.cat((im, re), -1)), -2)
-    a = dt[:, None, None] * (a - 2 * p[..., None] * p[..., None, :])
+    a = dt[:, None, None] * (a - 2 * p.mT @ p)
     one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
     right = torch.cat((a, 2 * one, dt[:, None, None] * b[..., None]), -1)
     found = torch.linalg.solve(one - a / 2, right)
     growth, more = found[..., :-1].chunk(2, -1)  # Ab - 1, Ab + 1
     return RealSystem(growth, growth @ more, found[..., -1], 2 * c)
+
+
+def by_rank(P: Tensor) -> Tensor:
+    """Returns P of rank one, (H, N), or more as (H, R, N)."""
+    return P[:, None] if P.ndim == 2 else P
 
 
 def real_system_kernel(system: RealSystem, length: int) -> Tensor:
@@ -202,7 +207,11 @@ def require_terms(
     if A.ndim != 2:
         raise ValueError(f"{op}: {name} must have shape (H, N), got {name}.shape={tuple(A.shape)}")
     real = torch.float64 if A.dtype == torch.complex128 else torch.float32
-    wanted = {n: (t, A.dtype, tuple(A.shape)) for n, t in vectors.items()}
+    channels, states = A.shape
+    wanted: dict[str, tuple[Tensor, torch.dtype, tuple[int, ...]]] = {}
+    for key, t in vectors.items():
+        ranks = t.shape[1:2] if key == "P" and isinstance(t, Tensor) and t.ndim == 3 else ()
+        wanted[key] = t, A.dtype, (channels, *ranks, states)
     for key, (t, dtype, shape) in {**wanted, "dt": (dt, real, (A.shape[0],))}.items():
         require_tensor(op, key, t)
         if t.dtype != dtype:

@@ -19,10 +19,11 @@ from omniattn.checks.arguments import (
     require_tensor,
 )
 
-__all__ = ["discretize", "hippo_legs", "nplr", "ssm_init"]
+__all__ = ["discretize", "hippo", "hippo_legs", "nplr", "ssm_init"]
 
 RULES = ("zoh", "bilinear", "euler", "mamba")
 INITS = ("s4d-lin", "s4d-inv", "s4d-real", "legs")
+MEASURES = ("legs", "legt", "lagt", "fout")
 #: Below this, (e^x - 1) / x is a power series, whose derivative does not cancel either.
 _SMALL, _POWERS = 0.3, 13
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -192,41 +193,130 @@ def hippo_legs(
         (tensor([[-1.0000,  0.0000],
                 [-1.7321, -2.0000]]), tensor([1.0000, 1.7321]))
     """
-    require_int("hippo_legs", "state_size", state_size, 1)
+    return _hippo("hippo_legs", "legs", state_size, dtype, device)
+
+
+def hippo(
+    measure: str,
+    state_size: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns HiPPO's system h' = A h + B u, whose state holds coefficients of the past input.
+
+    "legs" is :func:`hippo_legs`. Of the others, h_n is the integral of u(t - x) g_n(x) over the
+    age x with the weight of the measure, n, k = 0, ..., N - 1:
+
+    =======  ======================================  =====================================
+    measure  A[n, k], B[n]                           g_n(x), weight
+    =======  ======================================  =====================================
+    "legt"   ``-r_n r_k / 2``, times ``(-1)^(n-k)``  ``r_n P_n(1 - x)``, 1/2 up to x = 2;
+             for n < k; ``r_n / 2``                  ``r_n = sqrt(2 n + 1)``
+    "lagt"   -1/2 for n = k, -1 for n > k, else 0;   ``exp(-x / 2) L_n(x)``, 1
+             1
+    "fout"   ``D - B B^T``; 1, 0, then sqrt(2) for   1, 0, then ``sqrt(2) cos(pi m x)`` and
+             cosines and 0 for sines                 ``sqrt(2) sin(pi m x)``, 1/2 up to x = 2
+    =======  ======================================  =====================================
+
+    P and L are polynomials of Legendre and Laguerre, and D has ``-pi m`` and ``pi m`` between the
+    cosine and the sine of m = 1, ..., N / 2 - 1. "lagt" is exact. "legt" and "fout" replace the
+    input that leaves the window by what the state says of it, and are exact for inputs that the
+    state holds: polynomials of degrees below N, and these waves.
+
+    Args:
+        measure: see above.
+        state_size: N, even for "fout".
+        dtype, device: of the results; default torch's.
+
+    Returns:
+        A (N, N) and B (N,).
+
+    Raises:
+        ValueError: an unknown measure; a state_size below 1, or odd for "fout".
+
+    Note:
+        Windows have the length 2, as in state-spaces/s4; a step dt makes them 2 / dt tokens long.
+
+    Reference:
+        Gu et al., HiPPO, 2020, arXiv:2008.07669; Gu et al., How to Train Your HiPPO, 2022,
+        arXiv:2206.12037. Verified against src/models/hippo/hippo.py of state-spaces/s4 at commit
+        e757cef.
+
+    Example:
+        >>> hippo("lagt", 2)
+        (tensor([[-0.5000,  0.0000],
+                [-1.0000, -0.5000]]), tensor([1., 1.]))
+    """
+    require_choice("hippo", "measure", measure, MEASURES)
+    return _hippo("hippo", measure, state_size, dtype, device)
+
+
+def _hippo(
+    op: str,
+    measure: str,
+    state_size: int,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> tuple[Tensor, Tensor]:
+    if measure == "fout":
+        _require_even(op, state_size)
+    require_int(op, "state_size", state_size, 1)
     if dtype is not None and not dtype.is_floating_point:
-        raise TypeError(f"hippo_legs: dtype must be floating-point, got dtype={dtype}")
-    n = torch.arange(state_size, dtype=torch.float64)
-    root = (2 * n + 1).sqrt()
-    A = (root[:, None] * -root).tril(-1) - torch.diag(n + 1)
+        raise TypeError(f"{op}: dtype must be floating-point, got dtype={dtype}")
+    A, B = _transition(measure, state_size)
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    return A.to(device, dtype), root.to(device, dtype)
+    return A.to(device, dtype), B.to(device, dtype)
+
+
+def _transition(measure: str, state_size: int) -> tuple[Tensor, Tensor]:
+    """Computes A and B in fp64."""
+    n = torch.arange(state_size, dtype=torch.float64)
+    if measure == "lagt":
+        one = torch.ones(state_size, state_size, dtype=torch.float64)
+        return one.diag().diag() / 2 - one.tril(), one[0]
+    if measure == "fout":
+        B = (1 - n % 2) * math.sqrt(2)
+        B[0] = 1
+        between = math.pi * (n // 2 * (n % 2))[1:]
+        return between.diag(-1) - between.diag(1) - B[:, None] * B, B
+    root = (2 * n + 1).sqrt()
+    if measure == "legs":
+        return (root[:, None] * -root).tril(-1) - torch.diag(n + 1), root
+    A = root[:, None] * root / -2
+    return torch.where(n[:, None] < n, (-1.0) ** (n[:, None] - n) * A, A), root / 2
 
 
 def nplr(
     state_size: int,
     *,
+    measure: str = "legs",
     dtype: torch.dtype = torch.complex64,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns HiPPO-LegS as diagonal minus rank one, in the basis V of its normal part.
+    """Returns HiPPO's system as diagonal minus low rank, in the basis V of its normal part.
 
-    ``A = V (diag(Lambda) - P P*) V*`` and ``B = V B'``, where Re Lambda = -1/2. Of each pair of
-    conjugates only the one with Im Lambda > 0 is given; the other one is conjugate in all results.
+    ``A = V (diag(Lambda) - P P*) V*`` and ``B = V B'``, where Re Lambda is -1/2 for "legs" and 0
+    for others. Of each pair of conjugates only the one with Im Lambda >= 0 is given; the other one
+    is conjugate in all results. The rank is one, and two for "legt".
 
     Args:
         state_size: N, even.
+        measure: of :func:`hippo`.
         dtype: complex64 or complex128. device: of the results.
 
     Returns:
-        Lambda, P, B' (N / 2,), Lambda ascending in its imaginary part, and V (N, N / 2).
+        Lambda, P, B' (N / 2,), Lambda ascending in its imaginary part, and V (N, N / 2); for "legt"
+        P (2, N / 2).
 
     Raises:
         TypeError: a dtype that is not complex.
-        ValueError: a state_size that is odd or below 2.
+        ValueError: an unknown measure; a state_size that is odd or below 2.
 
     Reference:
         Gu, Goel and Re, Efficiently Modeling Long Sequences with Structured State Spaces, 2021,
-        arXiv:2111.00396, section 3.
+        arXiv:2111.00396, section 3 and appendix C. Verified against nplr of
+        src/models/hippo/hippo.py in state-spaces/s4 at commit e757cef, which clips B'.
 
     Example:
         >>> Lambda, P, B, V = nplr(4)
@@ -236,15 +326,32 @@ def nplr(
     op = "nplr"
     _require_even(op, state_size)
     _require_complex(op, dtype)
-    A, B = hippo_legs(state_size, dtype=torch.float64)
-    P = (torch.arange(state_size, dtype=torch.float64) + 0.5).sqrt()
-    # A + P P^T + 1/2 is skew-symmetric: -i times it is Hermitian.
-    skew = A + P[:, None] * P + 0.5 * torch.eye(state_size, dtype=torch.float64)
-    values, vectors = torch.linalg.eigh(skew * -1j)
-    upper, V = values[state_size // 2 :], vectors[:, state_size // 2 :]
-    results = torch.complex(torch.full_like(upper, -0.5), upper), V.mH @ (P + 0j), V.mH @ (B + 0j)
+    require_choice(op, "measure", measure, MEASURES)
+    A, B = _transition(measure, state_size)
+    P, real = _correction(measure, B), -0.5 if measure == "legs" else 0.0
+    if measure == "fout":  # a cosine and a sine make a pair, also those of frequency 0
+        upper = math.pi * torch.arange(state_size // 2, dtype=torch.float64)
+        pair = torch.tensor([[1.0], [-1j]], dtype=torch.complex128) / math.sqrt(2)
+        V = torch.kron(torch.eye(state_size // 2, dtype=torch.complex128), pair)
+    else:
+        # A + P P^T - real is skew-symmetric: -i times it is Hermitian.
+        skew = A + P.mT @ P - real * torch.eye(state_size, dtype=torch.float64)
+        values, vectors = torch.linalg.eigh(skew * -1j)
+        upper, V = values[state_size // 2 :], vectors[:, state_size // 2 :]
+    turned = (P + 0j) @ V.conj()
+    results = torch.complex(torch.full_like(upper, real), upper), turned, V.mH @ (B + 0j)
     Lambda, P, B, V = (t.to(device, dtype) for t in (*results, V))
-    return Lambda, P, B, V
+    return Lambda, P[0] if len(P) == 1 else P, B, V
+
+
+def _correction(measure: str, B: Tensor) -> Tensor:
+    """Returns P (rank, N) in fp64, by which A + P^T P is normal."""
+    if measure == "legt":
+        even = torch.arange(len(B)) % 2 == 0
+        return B * math.sqrt(2) * torch.stack((~even, even))
+    if measure == "fout":
+        return B[None]
+    return B[None] * math.sqrt(0.5)
 
 
 def ssm_init(

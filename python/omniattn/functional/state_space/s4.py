@@ -16,6 +16,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.functional.state_space._s4 import (
     State,
+    by_rank,
     by_recurrence,
     final_state,
     real_system,
@@ -279,16 +280,17 @@ def s4d(
 
 
 def s4_kernel(Lambda: Tensor, P: Tensor, B: Tensor, C: Tensor, dt: Tensor, length: int) -> Tensor:
-    """Returns the convolution kernel of a state-space model with a diagonal-minus-rank-one matrix.
+    """Returns the convolution kernel of a state-space model with a diagonal-minus-low-rank matrix.
 
     ``K[h, l] = 2 Re sum_n conj(C[h, n]) (Ab^l Bb)[h, n]`` of the bilinear Ab and Bb of
-    ``A = diag(Lambda) - P P*``, which is a matrix over both conjugates of each pair.
+    ``A = diag(Lambda) - P P*``, which is a matrix over both conjugates of each pair. Of R vectors
+    P, the products are added.
 
     Args:
         Lambda: (H, N) complex64 or complex128: of each pair of conjugates one, its real part at
             most 0, which is not checked on CUDA or in a trace.
-        P, B, C: (H, N) of Lambda's dtype. C is conjugated, as in the paper; state-spaces/s4 has the
-            conjugate of C.
+        P, B, C: (H, N) of Lambda's dtype, or P (H, R, N). C is conjugated, as in the paper;
+            state-spaces/s4 has the conjugate of C.
         dt: (H,) float32 (float64 for complex128), the step sizes, at least 0, checked like Lambda.
         length: L.
 
@@ -334,7 +336,7 @@ def s4(
     output_final_state: bool = False,
     mode: str = "conv",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """State-space model with a diagonal-minus-rank-one matrix per channel (S4).
+    """State-space model with a diagonal-minus-low-rank matrix per channel (S4).
 
     ``s_t = Ab s_{t-1} + Bb u_t``, ``y_t = 2 Re sum_n conj(C_n) s_{t,n} + D u_t``.
 
@@ -370,18 +372,18 @@ def s4(
     if mode == "recurrent":
         # s + X dt (A s + B v) keeps the digits of dt, with X, the inverse of 1 - dt A / 2, by
         # Woodbury's identity; P* s over both conjugates is a real number.
-        size = dt[:, None]
+        size, P = dt[:, None], by_rank(P)
         diagonal = 1 - size * Lambda / 2
-        turned = P / diagonal
-        factor = size / (1 + size * (P.conj() * turned).real.sum(-1, keepdim=True))
+        turned = P / diagonal[:, None]
+        factor = _woodbury(P, turned, dt)
 
         def along(s: Tensor) -> Tensor:
-            return (P.conj() * s).real.sum(-1, keepdim=True)
+            return (P.conj() * s[..., None, :]).real.sum(-1, keepdim=True)
 
         def step(s: Tensor, v: Tensor) -> State:
-            slope = Lambda * s - 2 * P * along(s) + B * v[..., None]
+            slope = Lambda * s - (2 * P * along(s)).sum(-2) + B * v[..., None]
             found = size * slope / diagonal
-            s = s + found - turned * (factor * along(found))
+            s = s + found - (turned * (factor * along(found).mT).sum(-1, keepdim=True)).sum(-2)
             return 2 * (C.conj() * s).real.sum(-1), s
 
         y, state = by_recurrence(u, D, step, initial_state, Lambda)
@@ -395,3 +397,13 @@ def s4(
     if decayed is not None:
         y = (y + decayed).to(u.dtype)
     return (y, state) if output_final_state else y
+
+
+def _woodbury(P: Tensor, turned: Tensor, dt: Tensor) -> Tensor:
+    """Computes ``dt (1 + dt Re(P* turned))^-1`` (H, R, R) of P and turned (H, R, N)."""
+    size = dt[:, None, None]
+    product = size * (P.conj()[:, :, None] * turned[:, None]).real.sum(-1)
+    one = torch.eye(P.shape[1], dtype=dt.dtype, device=dt.device)
+    if P.shape[1] == 1:
+        return size / (one + product)
+    return torch.linalg.solve(one + product, size * one)

@@ -76,6 +76,7 @@ from omniattn.modules import (
     MesaNet,
     MixtureOfMemories,
     MoBA,
+    MultiHeadLatentAttention,
     MultiScaleRetention,
     PaTHAttention,
     Performer,
@@ -226,6 +227,12 @@ TRAINED: dict[str, ModelConfig] = {
     "ssmax": _sparse((Attention.Config(192, 6, 2, log_scale=True),)),
     "mfa": _sparse((Attention.Config(192, 6, 1, q_rank=96),)),
     "tpa": _sparse((Attention.Config(192, 6, ranks=(6, 2, 2)),)),
+    "mlra": _recurrent(
+        MultiHeadLatentAttention.Config(
+            *(192, 6, 96, 128, 32, 16, 32), num_latents=4, num_branches=4, latent_scale=True
+        ),
+        RotaryEmbedding.Config(16),
+    ),
     "resformer": _sparse(
         tuple(
             Attention.Config(192, 6, 2, value_residual="later" if layer else "first")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from omniattn import functional
@@ -42,6 +42,11 @@ class MultiHeadLatentAttention(Mixer):
     rotated q_r and k_r. In the absorbed form q_n is multiplied by the key half of W_ukv, and
     attention runs on the latents, as multi-query attention with values c.
 
+    Multi-head low-rank attention (MLRA) splits c into num_latents parts with norms of their own.
+    Each part has keys and values for a group of the heads, so that processes can store a part each.
+    With num_branches = b, a head attends to b parts separately, and its output is the sum of the b
+    results divided by sqrt(b).
+
     Args:
         config: sizes and options.
         device, dtype: device and dtype of the parameters.
@@ -49,10 +54,12 @@ class MultiHeadLatentAttention(Mixer):
     Shape:
         x (B, T, dim) or a jagged nested tensor -> the same shape.
         Parameters, named as in DeepSeek-V3: q_proj or q_a_proj, q_a_layernorm, q_b_proj;
-        kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj; o_proj.
+        kv_a_proj_with_mqa, kv_a_layernorm (kv_a_layernorms of several latents), kv_b_proj; o_proj.
 
     Reference:
-        DeepSeek-AI, DeepSeek-V2, 2024, arXiv 2405.04434; DeepSeek-V3, 2024, arXiv 2412.19437.
+        DeepSeek-AI, DeepSeek-V2, 2024, arXiv 2405.04434; DeepSeek-V3, 2024, arXiv 2412.19437; MLRA:
+        Liu et al., Multi-Head Low-Rank Attention, 2026, arXiv 2603.02188. Verified against
+        model/mlra_2.py and model/mlra_4.py of SongtaoLiu0823/MLRA at commit 7e0eb5c.
 
     Example:
         >>> sizes = {"kv_lora_rank": 16, "qk_nope_dim": 8, "qk_rope_dim": 4, "v_dim": 8}
@@ -91,6 +98,13 @@ class MultiHeadLatentAttention(Mixer):
                 no state, so that keys and values come from x by one product, of the same result;
                 needs latent_norm=False.
             rotary: False to rotate nothing, whatever `rope` is (Kimi Linear).
+            num_latents: number of parts of c, each of size kv_lora_rank / num_latents; needs
+                separate_kv_latents, share_up and fuse_up False. Part i is of group
+                i mod (num_latents / num_branches) of the heads.
+            num_branches: number of parts that a head attends to; 4 of MLRA-4, 2 of MLRA-2, both
+                with num_latents=4.
+            latent_scale: True to multiply latents by sqrt(dim / size), size that of the queries'
+                latent or of a part of c (MLRA).
         """
 
         dim: Size
@@ -116,6 +130,9 @@ class MultiHeadLatentAttention(Mixer):
         share_up: bool = field(default=False, kw_only=True)
         fuse_up: bool = field(default=False, kw_only=True)
         rotary: bool = field(default=True, kw_only=True)
+        num_latents: Size = field(default=1, kw_only=True)
+        num_branches: Size = field(default=1, kw_only=True)
+        latent_scale: bool = field(default=False, kw_only=True)
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -134,6 +151,31 @@ class MultiHeadLatentAttention(Mixer):
                     "MultiHeadLatentAttention: fuse_up must be False if a norm is between the "
                     "projections, got fuse_up=True, latent_norm=True"
                 )
+            self._require_parts()
+
+        def _require_parts(self) -> None:
+            """Requires that latents have parts of equal sizes for groups of equal sizes."""
+            parts, branches = self.num_latents, self.num_branches
+            groups = parts // branches
+            if parts % branches or self.kv_lora_rank % parts or self.num_heads % groups:
+                raise ValueError(
+                    "MultiHeadLatentAttention: num_latents must divide kv_lora_rank, num_branches "
+                    "num_latents, and num_latents / num_branches num_heads, got "
+                    f"num_latents={parts}, kv_lora_rank={self.kv_lora_rank}, "
+                    f"num_branches={branches}, num_heads={self.num_heads}"
+                )
+            single = self.separate_kv_latents, self.share_up, self.fuse_up
+            if parts > 1 and any(single):
+                raise ValueError(
+                    "MultiHeadLatentAttention: num_latents must be 1 with separate_kv_latents, "
+                    f"share_up or fuse_up, got num_latents={parts}, separate_kv_latents="
+                    f"{single[0]}, share_up={single[1]}, fuse_up={single[2]}"
+                )
+            if self.fuse_up and self.latent_scale:
+                raise ValueError(
+                    "MultiHeadLatentAttention: latent_scale must be False with fuse_up, got "
+                    "latent_scale=True, fuse_up=True"
+                )
 
         @property
         def scale(self) -> float:
@@ -141,9 +183,19 @@ class MultiHeadLatentAttention(Mixer):
             return (self.qk_nope_dim + self.qk_rope_dim) ** -0.5 * self.mscale**2
 
         @property
+        def query_heads(self) -> int:
+            """Number of heads of the attention: those of all branches."""
+            return self.num_branches * self.num_heads
+
+        @property
         def up_heads(self) -> int:
             """Number of heads of the projection from the latents."""
-            return 1 if self.share_up else self.num_heads
+            return 1 if self.share_up else self.query_heads
+
+        @property
+        def latent_dim(self) -> int:
+            """Size of a part of c."""
+            return self.kv_lora_rank // self.num_latents
 
         @property
         def rotary_dim(self) -> int:
@@ -186,14 +238,19 @@ class MultiHeadLatentAttention(Mixer):
         latents = 2 if c.separate_kv_latents else 1
         self.kv_a_proj_with_mqa = linear(c.dim, latents * c.kv_lora_rank + c.qk_rope_dim)
         if c.latent_norm:
-            self.kv_a_layernorm = norm(c.kv_lora_rank)
+            if c.num_latents > 1:
+                self.kv_a_layernorms = nn.ModuleList(
+                    norm(c.latent_dim) for _ in range(c.num_latents)
+                )
+            else:
+                self.kv_a_layernorm = norm(c.kv_lora_rank)
             if c.separate_kv_latents:
                 self.v_a_layernorm = norm(c.kv_lora_rank)
         if c.separate_kv_latents:
             self.k_b_proj = linear(c.kv_lora_rank, c.up_heads * c.qk_nope_dim)
             self.v_b_proj = linear(c.kv_lora_rank, c.up_heads * c.v_dim)
         else:  # rows of each head's key, then of its value
-            self.kv_b_proj = linear(c.kv_lora_rank, c.up_heads * (c.qk_nope_dim + c.v_dim))
+            self.kv_b_proj = linear(c.latent_dim, c.up_heads * (c.qk_nope_dim + c.v_dim))
         self.o_proj = linear(c.num_heads * c.v_dim, c.dim, c.out_init_std)
 
     def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> Cache:
@@ -220,7 +277,8 @@ class MultiHeadLatentAttention(Mixer):
         if c.q_lora_rank is None:
             return x
         latent: Tensor = self.q_a_proj(x)
-        return self.q_a_layernorm(latent) if c.latent_norm else latent
+        latent = self.q_a_layernorm(latent) if c.latent_norm else latent
+        return latent * (c.dim / c.q_lora_rank) ** 0.5 if c.latent_scale else latent
 
     def _queries(self, latent: Tensor, x: Tensor) -> Tensor:
         """Computes unrotated queries (B, T, H, qk_nope_dim + qk_rope_dim)."""
@@ -238,14 +296,24 @@ class MultiHeadLatentAttention(Mixer):
         parts = self.kv_a_proj_with_mqa(x)[:, :, None]
         *latents, rope = parts.split([c.kv_lora_rank] * count + [c.qk_rope_dim], -1)
         if c.latent_norm:
-            latents[0] = self.kv_a_layernorm(latents[0])
+            latents[0] = self._normalized(latents[0])
             if c.separate_kv_latents:
                 latents[1] = self.v_a_layernorm(latents[1])
+        if c.latent_scale:
+            latents = [latent * (c.dim / c.latent_dim) ** 0.5 for latent in latents]
         return latents[0], latents[-1], rope
 
+    def _normalized(self, latent: Tensor) -> Tensor:
+        """Applies the norm of each part of a latent (..., rank)."""
+        if self.config.num_latents == 1:
+            return self.kv_a_layernorm(latent)
+        parts = latent.split(self.config.latent_dim, -1)
+        norms = self.kv_a_layernorms
+        return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], -1)
+
     def _up_weights(self) -> tuple[Tensor, Tensor]:
-        """Returns the projections from latents: to keys (up_heads, qk_nope_dim, rank), to values
-        (up_heads, v_dim, rank)."""
+        """Returns the projections from latents: to keys (up_heads, qk_nope_dim, latent_dim), to
+        values (up_heads, v_dim, latent_dim)."""
         c = self.config
         if c.separate_kv_latents:
             k, v = weight_of(self.k_b_proj), weight_of(self.v_b_proj)
@@ -260,8 +328,13 @@ class MultiHeadLatentAttention(Mixer):
         if c.separate_kv_latents:
             k, v = self.k_b_proj(k_latent), self.v_b_proj(v_latent)
             return k.unflatten(-1, (c.up_heads, -1)), v.unflatten(-1, (c.up_heads, -1))
-        both = self.kv_b_proj(k_latent).unflatten(-1, (c.up_heads, -1))
-        k, v = both.split([c.qk_nope_dim, c.v_dim], -1)
+        if c.num_latents > 1:
+            parts = k_latent.unflatten(-1, (c.num_latents, -1))
+            up = weight_of(self.kv_b_proj).unflatten(0, (c.num_latents, -1))
+            both = torch.einsum("bslr,lor->bslo", parts, up).flatten(-2)
+        else:
+            both = self.kv_b_proj(k_latent)
+        k, v = both.unflatten(-1, (c.up_heads, -1)).split([c.qk_nope_dim, c.v_dim], -1)
         return k, v
 
     def _rotated(
@@ -281,17 +354,35 @@ class MultiHeadLatentAttention(Mixer):
         return q, k, v
 
     def _to_latents(self, q: Tensor) -> Tensor:
-        """Computes queries (B, T, H, rank + rope_dim) of the absorbed form."""
+        """Computes queries (B, T, H, latent_dim + rope_dim) of the absorbed form."""
         c = self.config
         q_nope, q_rope = q.split([c.qk_nope_dim, c.qk_rope_dim], -1)
-        up = self._up_weights()[0].expand(c.num_heads, -1, -1)
+        up = self._up_weights()[0].expand(c.query_heads, -1, -1)
         q_nope = torch.einsum("bthd,hdr->bthr", q_nope, up)
         return torch.cat([q_nope, q_rope], -1)
 
     def _from_latents(self, out: Tensor) -> Tensor:
-        """Maps the absorbed form's output (B, T, H, rank) to values (B, T, H, v_dim)."""
-        up = self._up_weights()[1].expand(self.config.num_heads, -1, -1)
+        """Maps the absorbed form's output (B, T, H, latent_dim) to values (B, T, H, v_dim)."""
+        up = self._up_weights()[1].expand(self.config.query_heads, -1, -1)
         return torch.einsum("bthr,hvr->bthv", out, up)
+
+    def _by_part(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys (B, S, num_latents, latent_dim + rope_dim) and values of the absorbed form
+        from those of one head."""
+        c = self.config
+        if c.num_latents == 1:
+            return k, v
+        latent, rope = k.split([c.kv_lora_rank, c.qk_rope_dim], -1)
+        parts = latent[:, :, 0].unflatten(-1, (c.num_latents, -1))
+        k = torch.cat([parts, rope.expand(-1, -1, c.num_latents, -1)], -1)
+        return k, k[..., : c.latent_dim]
+
+    def _joined(self, out: Tensor) -> Tensor:
+        """Adds the branches of outputs (B, T, query_heads, v_dim); returns (B, T, H v_dim)."""
+        branches = self.config.num_branches
+        if branches > 1:
+            out = out.unflatten(2, (branches, -1)).sum(2) * branches**-0.5
+        return out.flatten(-2)
 
     def _expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Computes keys and values of all heads from the latents."""
@@ -345,7 +436,7 @@ class MultiHeadLatentAttention(Mixer):
             state: a Cache, to which the new latents are appended before attention to all of it.
             rope: (cos, sin) at the positions of x, (T, qk_rope_dim / 2) or (B, T, qk_rope_dim / 2),
                 or of x.values() if x is nested.
-            mask, score_mod: as in Attention.
+            mask, score_mod: as in Attention, with num_branches num_heads heads.
             absorb: True for the absorbed form; default: with a state and T <= absorb_max.
         """
         c = self.config
@@ -360,16 +451,18 @@ class MultiHeadLatentAttention(Mixer):
             out = self._attend(attend, q, *self._fused(x, rope), mask, score_mod)
             return sequences.restored(self.o_proj(out.flatten(-2)))
         q, k, v = self._rotated(q, *self._latents(x), rope)
+        q = q.repeat(1, 1, c.num_branches, 1) if c.num_branches > 1 else q
         if cache is not None:
             k, v, mask, score_mod, attend = cache.extend(k, v, attend, mask, score_mod)
         if absorb is None:
             absorb = cache is not None and x.shape[1] <= c.absorb_max
         if absorb:
+            k, v = self._by_part(k, v)
             out = self._attend(attend, self._to_latents(q), k, v, mask, score_mod)
             out = self._from_latents(out)
         else:
             out = self._attend(attend, q, *self._expanded(k, v), mask, score_mod)
-        return sequences.restored(self.o_proj(out.flatten(-2)))
+        return sequences.restored(self.o_proj(self._joined(out)))
 
     def _attend(
         self,

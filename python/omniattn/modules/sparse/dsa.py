@@ -190,6 +190,11 @@ class DeepSeekSparseAttention(MultiHeadLatentAttention, AuxiliaryLoss):
                     f"{op}: fuse_up must be False, as the selected keys are latents, "
                     "got fuse_up=True"
                 )
+            if self.num_latents > 1:
+                raise ValueError(
+                    f"{op}: num_latents must be 1, as keys are selected for all heads, "
+                    f"got num_latents={self.num_latents}"
+                )
             if self.index_activation not in (None, "relu"):
                 raise ValueError(
                     f'{op}: index_activation must be "relu" or None, '

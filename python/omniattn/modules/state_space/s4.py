@@ -13,7 +13,7 @@ from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.functional.state_space.parameters import INITS, RULES
+from omniattn.functional.state_space.parameters import INITS, MEASURES, RULES
 from omniattn.modules.base.fields import Backend, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import Sequences
@@ -24,6 +24,9 @@ from omniattn.modules.recurrent.recurrent import Device, fp32, zeros_of_states
 from omniattn.modules.recurrent.state_mixer import StateMixer
 
 __all__ = ["S4", "S4D"]
+
+#: Initial -Re A where it is 0, whose logarithm is not finite; as in state-spaces/s4.
+_LEAST_DECAY = 1e-4
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ class _SSM(StateMixer):
     #: Names of the systems' complex vectors (dim, N / 2) besides A.
     vectors: ClassVar[tuple[str, ...]] = ("C",)
 
+    #: Rank of the systems' difference from diagonal ones, the number of vectors P.
+    rank: int = 1
+
     config: SSMConfig
 
     def _build(self, **factory: Any) -> None:
@@ -73,7 +79,9 @@ class _SSM(StateMixer):
         self.log_A_real = nn.Parameter(torch.empty(shape, **own))
         self.A_imag = nn.Parameter(torch.empty(shape, **own))
         for name in self.vectors:
-            self.register_parameter(name, nn.Parameter(torch.empty(*shape, 2, **own)))
+            ranks = (self.rank,) if name == "P" and self.rank > 1 else ()
+            vector = torch.empty(c.dim, *ranks, c.state_size // 2, 2, **own)
+            self.register_parameter(name, nn.Parameter(vector))
         self.D = nn.Parameter(torch.empty(c.dim, **own))
         linear = Linear.Config(c.dim, 2 * c.dim, True, c.init_std, c.backend)
         self.out_proj = Linear(linear, **factory)
@@ -90,7 +98,8 @@ class _SSM(StateMixer):
         A, vectors = self._initial()
         nn.init.uniform_(self.log_dt, math.log(c.dt_min), math.log(c.dt_max))
         nn.init.normal_(self.D)
-        self.log_A_real.copy_((-A.real).log().expand_as(self.log_A_real))
+        decay = (-A.real).clamp_min(_LEAST_DECAY)
+        self.log_A_real.copy_(decay.log().expand_as(self.log_A_real))
         self.A_imag.copy_(A.imag.expand_as(self.A_imag))
         for name in self.vectors:
             parameter = self.get_parameter(name)
@@ -216,7 +225,7 @@ class S4D(_SSM):
 
 
 class S4(_SSM):
-    """S4: like S4D, with a diagonal-minus-rank-one matrix initialised as HiPPO-LegS.
+    """S4: like S4D, with a diagonal-minus-low-rank matrix initialised by HiPPO.
 
     ``y = GLU(W gelu(s) + b)`` with s of :func:`functional.s4`, Lambda = -exp(log_A_real) + i A_imag
     and dt = exp(log_dt). Unlike S4D's, the kernel needs dense powers of (N, N) matrices.
@@ -229,7 +238,7 @@ class S4(_SSM):
     Shape:
         x (B, T, dim) -> the same shape.
         Parameters log_dt (dim), log_A_real, A_imag (dim, N / 2), P, B, C (dim, N / 2, 2), D (dim),
-        out_proj.
+        out_proj; with init="legt" P (dim, 2, N / 2, 2).
 
     Note:
         torch.export specialises on T, on which the matrix powers depend; S4D exports a dynamic T.
@@ -256,7 +265,16 @@ class S4(_SSM):
             dt_min, dt_max: range of the initial step sizes, drawn log-uniformly.
             init_std: standard deviation of the linear layer's weight.
             backend: as in Attention; "reference" runs the system step by step in plain torch.
+            init: initialisation of the system, "legs", "legt", "lagt" or "fout", see
+                :func:`functional.hippo`; -Re Lambda is at least 1e-4.
         """
+
+        init: str = "legs"
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.init not in MEASURES:
+                raise ValueError(f"S4: init must be one of {MEASURES}, got init={self.init!r}")
 
     config: Config
 
@@ -268,10 +286,12 @@ class S4(_SSM):
     ) -> None:
         super().__init__()
         self.config = config
+        self.rank = 2 if config.init == "legt" else 1
         self._build(device=device, dtype=dtype)
 
     def _initial(self) -> tuple[Tensor, dict[str, Tensor]]:
-        Lambda, P, B, _ = functional.nplr(self.config.state_size, dtype=torch.complex128)
+        c = self.config
+        Lambda, P, B, _ = functional.nplr(c.state_size, measure=c.init, dtype=torch.complex128)
         return Lambda, {"P": P, "B": B}
 
     def _system(

@@ -128,6 +128,11 @@ VARIANTS = (
         "Gu et al. 2020, arXiv 2008.07669",
     ),
     Variant(
+        "HiPPO-LegT, LagT and FouT, NPLR of rank two",
+        ("hippo", "nplr", "S4"),
+        "Gu et al. 2022, arXiv 2206.12037",
+    ),
+    Variant(
         "S4 (DPLR): convolution and recurrence",
         ("s4", "s4_kernel", "S4"),
         "Gu, Goel and Re 2021, arXiv 2111.00396",
