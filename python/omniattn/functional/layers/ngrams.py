@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.checks.arguments import require_device, require_shape, require_tensor
+from omniattn.checks.arguments import (
+    require_device,
+    require_integers,
+    require_shape,
+    require_tensor,
+)
+from omniattn.checks.packed import require_all_tokens
+from omniattn.reference.values import require_all_rows
 
 __all__ = ["ngram_hashes"]
 
@@ -75,9 +82,15 @@ def ngram_hashes(
             raise ValueError(f"{op}: before must be None with cu_seqlens, got both")
     whole, age = torch.cat((before, tokens), 1), None
     if cu_seqlens is not None:
+        require_integers(op, "cu_seqlens", cu_seqlens)
         require_device(op, "cu_seqlens", cu_seqlens, tokens, "tokens")
-        if batch != 1:
-            raise ValueError(f"{op}: tokens must have B=1 with cu_seqlens, got B={batch}")
+        if cu_seqlens.ndim != 1 or not len(cu_seqlens) or batch != 1:
+            raise ValueError(
+                f"{op}: cu_seqlens must have shape (S + 1,) and tokens B=1 with it, got "
+                f"cu_seqlens.shape={tuple(cu_seqlens.shape)}, tokens.shape={tuple(tokens.shape)}"
+            )
+        if not require_all_tokens(op, cu_seqlens, steps):
+            require_all_rows(op, cu_seqlens, steps)
         places = torch.arange(steps, device=tokens.device)
         starts = torch.searchsorted(cu_seqlens.long(), places, right=True) - 1
         age = places - cu_seqlens.long()[starts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -138,6 +138,9 @@ class Engram(Layer):
             known.update(found)
             return tuple(found)
 
+    key_scale: Tensor
+    query_scale: Tensor
+    conv_scale: Tensor
     multipliers: Tensor
     sizes: Tensor
     offsets: Tensor
@@ -154,7 +157,7 @@ class Engram(Layer):
     ) -> None:
         super().__init__()
         self.config = c = config
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         sizes = torch.tensor(c.primes)
         ends = sizes.flatten().cumsum(0)
         generator = torch.Generator().manual_seed(c.seed + 10007 * c.layer_idx)
