@@ -59,8 +59,7 @@ def softpick_attention(
     """Attention with a rectified softmax, in which keys with negative logits get no weight.
 
     ``O_i = sum_j w_ij v_j`` over the visible keys j, with ``z = scale q k^T`` and
-
-        w_ij = relu(exp(z_ij) - 1) / sum_l |exp(z_il) - 1|
+    ``w_ij = relu(exp(z_ij) - 1) / sum_l |exp(z_il) - 1|``.
 
     The weights of a row sum to at most 1: a head may attend to nothing, and needs no sink for that.
     Keys with negative logits still get gradients, through the denominator. Memory grows with T.
@@ -87,7 +86,7 @@ def softpick_attention(
 
     Note:
         exp(z) - 1 keeps its relative precision near 0. Where z = 0, its derivatives are those of
-        relu and |.|, 0. Second and forward-mode derivatives recompute through the eager definition.
+        relu and abs, 0. Second and forward-mode derivatives recompute through the eager definition.
 
     Reference:
         Zuhri, Fuadi and Aji, Softpick: No Attention Sink, No Massive Activations with Rectified
