@@ -73,7 +73,7 @@ REFUSED = [
     (r"\.naive_\w+$|_ref$|GroupNormRef|_torch$|segsum|ssd_minimal_discrete|mamba_inner_ref",
      "formulas in plain torch are in omniattn.reference"),
     (r"BitLinear|bitattn|BitAttention|fused_bitlinear|int8|RMSNormLinearQuant|LayerNormLinearQuant",
-     "weights of 1.58 bits are those of omniattn.modules.BitLinear"),
+     "omniattn.modules.BitLinear has weights of 1.58 bits"),
 ]  # fmt: skip
 #: Names that are called otherwise here, because two modules use one name.
 ALIASES = {

@@ -196,9 +196,10 @@ def test_nan_and_inf_stay_in_their_rows(name, data):
         actual += broken.gradients(spec.function, grads)
     for a, r, e in zip(actual, rounded, expected, strict=True):
         finite = r.isfinite()
-        # Large terms may cancel, in gradients of strong logits by 1e-4 also in the definition.
-        own = (r - e)[finite].abs().nan_to_num(0, 0, 0).max().item() if finite.any() else 0.0
-        atol = max(1e-4, 2 * own)
+        atol = 1e-4
+        if name == "softpick_attention":  # large terms cancel, also in its definition in fp32
+            own = (r - e)[finite].abs().nan_to_num(0, 0, 0)
+            atol = max(atol, 2 * own.max().item()) if own.numel() else atol
         torch.testing.assert_close(a[finite], e[finite].to(a.dtype), rtol=1e-4, atol=atol)
 
 

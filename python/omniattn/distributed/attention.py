@@ -93,7 +93,7 @@ def _within(documents: Tensor, options: Options, full: tuple[int, ...]) -> Optio
 
 
 class _Call(NamedTuple):
-    """What all parts of a call share. Positions in the codes are those of the whole sequence."""
+    """Tensors and options of a call. Its codes have positions in the whole sequence."""
 
     layout: Layout
     total: int
