@@ -17,6 +17,12 @@ from omniattn import cli
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> None:
+    """Runs a page where the files that it writes are of no harm."""
+    monkeypatch.chdir(tmp_path)
+
+
 def run_page(path, names=None):
     """Runs the blocks of a page, with `names` that it takes as given; returns all names."""
     text = (ROOT / path).read_text(encoding="utf-8")
@@ -71,9 +77,8 @@ def test_hf(one_thread):
     assert names["swapped"]["linear"] == 8
 
 
-def test_recipes(one_thread, tmp_path, monkeypatch):
+def test_recipes(one_thread):
     pytest.importorskip("peft")
-    monkeypatch.chdir(tmp_path)
     run_page("docs/recipes.md")
 
 
@@ -120,9 +125,8 @@ SMALL_RUN = {
 }
 
 
-def test_quick_start(one_thread, tmp_path, monkeypatch, capsys):
+def test_quick_start(one_thread, tmp_path, capsys):
     """The commands of the README train, compare and generate; each finds what the others wrote."""
-    monkeypatch.chdir(tmp_path)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = re.findall(r"^python -m omniattn (.+)$", text, re.MULTILINE)
     names = [command.split()[0] for command in commands]
