@@ -20,7 +20,7 @@ from omniattn.compositions._sequences import batches
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._backward import BackwardOp
 from omniattn.reference.fast_weights import fast_weights as definition
-from omniattn.reference.fast_weights import slope
+from omniattn.reference.fast_weights import prepared, slope
 from omniattn.reference.precision import compute_dtype, widen
 
 __all__ = ["fast_weights"]
@@ -138,13 +138,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _require(v, k, (weights, momentum, anchor, position), cu_seqlens, mini_batch_size, residual)
     dtype = v.dtype
-    q, k, v = widen(q) * scale, widen(k), widen(v)
-    if residual:
-        v = v - k
-    if bias:
-        q, k = (nnf.pad(t, (0, 1), value=1.0) for t in (q, k))
-    one = q.new_ones(q.shape[:3])
-    tensors = (q, k, v, *(one if t is None else t for t in (step, keep, gate)))
+    tensors = prepared(
+        *(widen(q), widen(k), widen(v), (step, keep, gate), scale), bias=bias, residual=residual
+    )
+    q, k, v = tensors[:3]
     zeros = q.new_zeros(_count(q, cu_seqlens), q.shape[2], q.shape[3], v.shape[3])
     weights = zeros if weights is None else weights
     momentum = zeros if momentum is None else momentum

@@ -59,13 +59,13 @@ def split_attention(
     full = (batch, heads, total, total)
     if documents is not None:
         options = _within(documents, options, full)
-    _require_same_seed(options)
+    _require_seed_on_cpu(options)
     run = _around_ring if method == "ring" else _by_heads
     out, lse = run(layout, q, k, v, full, options)
     return (out, lse) if return_lse else out
 
 
-def _require_same_seed(options: Options) -> None:
+def _require_seed_on_cpu(options: Options) -> None:
     if options.dropout_p > 0 and options.seed is not None and not options.seed.is_cpu:
         raise NotImplementedError("attention: in context_parallel seed must be on the CPU")
 

@@ -10,7 +10,7 @@ from omniattn.reference.delta_variants import over_tokens, read, written
 from omniattn.reference.empty import nothing_of
 from omniattn.reference.log_linear import positions
 
-__all__ = ["fast_weights", "slope"]
+__all__ = ["fast_weights", "prepared", "slope"]
 
 
 def slope(z: Tensor, target: Tensor, w: Tensor | None, b: Tensor | None, eps: float) -> Tensor:
@@ -22,6 +22,25 @@ def slope(z: Tensor, target: Tensor, w: Tensor | None, b: Tensor | None, eps: fl
     gap = gap - gap.mean(-1, True) - normal * (gap * normal).mean(-1, True)
     centred = z - z.mean(-1, True)
     return gap / (centred.square().mean(-1, True) + eps).sqrt()
+
+
+def prepared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor | None, ...],
+    scale: float,
+    bias: bool,
+    residual: bool,
+) -> tuple[Tensor, ...]:
+    """Returns the q, k, targets and gates of the recursion from those of a call."""
+    q = q * scale
+    if residual:
+        v = v - k
+    if bias:
+        q, k = (nnf.pad(t, (0, 1), value=1.0) for t in (q, k))
+    one = q.new_ones(q.shape[:3])
+    return q, k, v, *(one if t is None else t for t in gates)
 
 
 def fast_weights(
@@ -53,16 +72,10 @@ def fast_weights(
     scaled, and k end with a 1, so that R = K + 1; with `residual` the targets are v - k. Absent
     gates are 1, absent states 0, and an absent anchor is the weights.
     """
-    q = q * scale
-    if residual:
-        v = v - k
-    if bias:
-        q, k = (nnf.pad(t, (0, 1), value=1.0) for t in (q, k))
+    q, k, v, *gates = prepared(q, k, v, (step, keep, gate), scale, bias, residual)
     rows, width, heads = q.shape[3], v.shape[3], q.shape[2]
     at = positions(q, position, cu_seqlens)
     first, last = at % mini_batch_size == 0, (at + 1) % mini_batch_size == 0
-    one = q.new_ones(q.shape[:3])
-    gates = [one if t is None else t for t in (step, keep, gate)]
 
     def advance(
         state: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Tensor, *rest: Tensor

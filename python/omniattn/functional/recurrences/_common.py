@@ -117,6 +117,16 @@ def state_parts(
     )
 
 
+def past_tokens(op: str, position: Tensor | None, v: Tensor, count: int) -> Tensor | None:
+    """Checks the numbers of tokens (count,) before those of a call; returns them as int64."""
+    if position is None:
+        return None
+    require_integers(op, "position", position)
+    require_device(op, "position", position, v)
+    require_shape(op, "position", position, (count,))
+    return position.long()
+
+
 def log_decays(
     op: str,
     name: str,

@@ -8,9 +8,6 @@ from typing_extensions import Unpack
 from omniattn.checks.arguments import (
     implementation,
     is_traced,
-    require_device,
-    require_integers,
-    require_shape,
     require_tensor,
 )
 from omniattn.checks.jagged import over_sequences
@@ -19,6 +16,7 @@ from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_o
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,
     log_decays,
+    past_tokens,
     require_heads,
     widened,
 )
@@ -97,11 +95,7 @@ def log_linear_attention(
     if initial_state is not None:
         shape = (count, v.shape[2], levels, q.shape[3], v.shape[3])
         initial_state = widened(op, "initial_state", initial_state, v, (shape,))
-    if position is not None:
-        require_integers(op, "position", position)
-        require_device(op, "position", position, v)
-        require_shape(op, "position", position, (count,))
-        position = position.long()
+    position = past_tokens(op, position, v, count)
     _require_levels(op, q, levels, position, cu_seqlens)
     call = implementation(op, backend, q, native)
     o, state = call(q, k, v, g, scales, initial_state, position, cu_seqlens)

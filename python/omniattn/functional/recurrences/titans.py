@@ -7,9 +7,7 @@ from torch import Tensor
 
 from omniattn.checks.arguments import (
     implementation,
-    require_device,
     require_int,
-    require_integers,
     require_number,
     require_range,
     require_shape,
@@ -20,6 +18,7 @@ from omniattn.compositions.fast_weights import fast_weights
 from omniattn.functional.layers.norm import layer_norm
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,
+    past_tokens,
     require_heads,
     state_parts,
     widened,
@@ -126,12 +125,9 @@ def titans_linear(
         for name, t in (("w", w), ("b", b))
     )
     count = composed_sequence_count(op, q, cu_seqlens)
+    position = past_tokens(op, position, v, count)
     if position is not None:
-        require_integers(op, "position", position)
-        require_device(op, "position", position, v)
-        require_shape(op, "position", position, (count,))
         require_range(op, "position", position, least=0)
-        position = position.long()
         if initial_state is None:
             raise ValueError(
                 f"{op}: position must be None without initial_state, got position={shown(position)}"

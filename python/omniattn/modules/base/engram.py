@@ -158,7 +158,8 @@ class Engram(Layer):
         super().__init__()
         self.config = c = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        sizes = torch.tensor(c.primes)
+        primes = c.primes
+        sizes = torch.tensor(primes)
         ends = sizes.flatten().cumsum(0)
         generator = torch.Generator().manual_seed(c.seed + 10007 * c.layer_idx)
         bound = max(1, torch.iinfo(torch.int64).max // c.vocab_size // 2)
@@ -166,7 +167,7 @@ class Engram(Layer):
         self.register_buffer("multipliers", (2 * drawn + 1).to(device=device))
         self.register_buffer("sizes", sizes.to(device=device))
         self.register_buffer("offsets", (ends - sizes.flatten()).view_as(sizes).to(device=device))
-        rows, width = sum(map(sum, c.primes)), c.ngram_dim // c.num_heads
+        rows, width = sum(map(sum, primes)), c.ngram_dim // c.num_heads
         self.table = nn.Parameter(torch.empty(rows, width, **factory))
         wide = (c.longest - 1) * c.ngram_dim
         linear = [
