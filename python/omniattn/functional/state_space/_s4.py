@@ -209,17 +209,18 @@ def require_terms(
     real = torch.float64 if A.dtype == torch.complex128 else torch.float32
     channels, states = A.shape
     wanted: dict[str, tuple[Tensor, torch.dtype, tuple[int, ...]]] = {}
+    for key, t in {**vectors, "dt": dt}.items():
+        require_tensor(op, key, t)
+        require_strided(op, key, t)
     for key, t in vectors.items():
-        ranks = t.shape[1:2] if key == "P" and isinstance(t, Tensor) and t.ndim == 3 else ()
+        ranks = t.shape[1:2] if key == "P" and t.ndim == 3 else ()
         wanted[key] = t, A.dtype, (channels, *ranks, states)
     for key, (t, dtype, shape) in {**wanted, "dt": (dt, real, (A.shape[0],))}.items():
-        require_tensor(op, key, t)
         if t.dtype != dtype:
             raise TypeError(
                 f"{op}: {key} must be {dtype} with {name}.dtype={A.dtype}, "
                 f"got {key}.dtype={t.dtype}"
             )
-        require_strided(op, key, t)
         require_shape(op, key, t, shape)
         require_device(op, key, t, A, name)
     require_decaying(op, name, A)
