@@ -23,7 +23,7 @@ from omniattn import functional
 from omniattn.functional import masks, scores
 from omniattn.modules import DifferentialAttention, KVCache, RollingCache
 from omniattn.testing.spec import Function, Pass
-from omniattn.testing.specs import _score_mods
+from omniattn.testing.specs.attention import _score_mods
 
 
 def with_table(

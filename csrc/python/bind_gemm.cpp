@@ -68,7 +68,7 @@ void gemm(const std::string& isa, std::array<int32_t, 3> dtypes, pybind11::array
   p.b_transposed = b_transposed;
   p.accumulate = accumulate;
   p.split_bf16 = split_bf16;
-  // The choice of ops/gemm_cpu.cpp: tiles multiply B in its storage type.
+  // The choice of ops/layers/gemm_cpu.cpp: tiles multiply B in its storage type.
   const DType factors = isa.starts_with("amx_") ? p.b_dtype : p.a_dtype;
   const GemmKernels& kernels = kernels_of(isa, split_bf16 > 0 ? DType::bf16 : factors);
   std::vector<float> a_exponents, b_exponents;

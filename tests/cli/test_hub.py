@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from omniattn.cli import main
-from omniattn.hf.hub_layers import FORWARDS
+from omniattn.hf.patching.hub_layers import FORWARDS
 
 #: Imports a variant as `kernels` does, in a process that cannot find omniattn.
 IMPORT = """

@@ -35,7 +35,7 @@ def load(monkeypatch, name, **edits):
 @pytest.fixture
 def patching(monkeypatch):
     forward, finder = examples()
-    layers = sys.modules["omniattn.hf.layers"]
+    layers = sys.modules["omniattn.hf.patching.layers"]
     names = dict(vars(layers))
     exec(forward, names)
     monkeypatch.setattr(layers, "conv1d", names["conv1d"], raising=False)

@@ -8,8 +8,8 @@ import transformers as hf
 from patched_models import SIZES
 
 from omniattn.hf import OmniattnCallback, patch
-from omniattn.hf.callback import PatchOptions
-from omniattn.hf.patch import is_patched
+from omniattn.hf.patching.callback import PatchOptions
+from omniattn.hf.patching.patch import is_patched
 
 
 def make() -> hf.PreTrainedModel:

@@ -8,7 +8,7 @@ import transformers as hf
 from transformers.integrations.moe import use_experts_implementation
 
 from omniattn import functional
-from omniattn.hf.experts import experts_forward
+from omniattn.hf.patching.experts import experts_forward
 
 _SIZES = {
     "vocab_size": 97,

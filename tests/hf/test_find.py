@@ -16,8 +16,8 @@ from transformers.models.muse_spark.modeling_muse_spark import MuseSparkTextInpu
 from transformers.models.vitdet.modeling_vitdet import VitDetLayerNorm
 
 import omniattn.hf
-from omniattn.hf.find import FINDERS
-from omniattn.hf.rotary import rotary_forward
+from omniattn.hf.attention.rotary import rotary_forward
+from omniattn.hf.patching.find import FINDERS
 
 
 def test_layers_that_compute_something_else_are_left_alone():

@@ -20,7 +20,7 @@ import omniattn.hf
 from omniattn import functional
 from omniattn.hf.loss import DeferredLogits, causal_lm_loss, head
 from omniattn.hf.no_logits import NO_LOGITS
-from omniattn.hf.subclass import subclass
+from omniattn.hf.patching.subclass import subclass
 
 MODELS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),

@@ -13,8 +13,8 @@ from transformers import masking_utils as mu
 
 from omniattn.encoding.masks import Sizes, visible
 from omniattn.functional import masks
-from omniattn.hf.attention import UNSUPPORTED, attention_forward
-from omniattn.hf.masks import RuleMask, attention_mask
+from omniattn.hf.attention.attention import UNSUPPORTED, attention_forward
+from omniattn.hf.attention.masks import RuleMask, attention_mask
 
 BATCH, LENGTH = 3, 12
 PACKED = torch.tensor([[0] * 5 + [1] * 7, [0] * 12, [0] * 2 + [1] * 3 + [2] * 7])

@@ -12,8 +12,8 @@ from torch import nn
 
 import omniattn.hf
 from omniattn import functional
-from omniattn.hf import deberta
-from omniattn.hf.alibi import bloom_forward, mpt_forward
+from omniattn.hf.attention import deberta
+from omniattn.hf.attention.alibi import bloom_forward, mpt_forward
 
 SIZES = {
     **{"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},

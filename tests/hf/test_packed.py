@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 import omniattn.hf
-from omniattn.hf.recurrent import _MAKERS
+from omniattn.hf.recurrent.recurrent import _MAKERS
 
 #: Lengths of the sequences in two rows.
 SIZES = [[3, 9, 1, 4], [6, 11]]

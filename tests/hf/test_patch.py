@@ -13,12 +13,12 @@ from patched_models import MODELS, messages
 from torch import nn
 
 import omniattn.hf
-from omniattn.hf import layers
-from omniattn.hf.find import _norm
+from omniattn.hf.attention.rotary import _rotary_half_twice, rotary_forward
 from omniattn.hf.loss import causal_lm_loss
-from omniattn.hf.patch import is_patched
-from omniattn.hf.rotary import _rotary_half_twice, rotary_forward
-from omniattn.hf.subclass import _log_once, subclass
+from omniattn.hf.patching import layers
+from omniattn.hf.patching.find import _norm
+from omniattn.hf.patching.patch import is_patched
+from omniattn.hf.patching.subclass import _log_once, subclass
 
 
 def train(model: nn.Module, steps: int = 8) -> list[float]:

@@ -18,8 +18,8 @@ import small_models
 from patched_models import RECURRENT
 
 import omniattn.hf
-from omniattn.hf.recurrent import recurrent_forward
-from omniattn.hf.scans import SCANS, same_scan
+from omniattn.hf.recurrent.recurrent import recurrent_forward
+from omniattn.hf.recurrent.scans import SCANS, same_scan
 
 
 def made(kind: str) -> nn.Module:
@@ -234,8 +234,8 @@ def test_other_functions_are_left(caplog):
     """A module's function that computes something else, or takes more."""
     from transformers.models.qwen3_next import modeling_qwen3_next as module
 
-    from omniattn.hf.probe import Left
-    from omniattn.hf.recurrent import recurrent_forward
+    from omniattn.hf.patching.probe import Left
+    from omniattn.hf.recurrent.recurrent import recurrent_forward
 
     layer, rule = module.Qwen3NextGatedDeltaNet, module.torch_chunk_gated_delta_rule
 

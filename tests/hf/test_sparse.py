@@ -13,8 +13,8 @@ from torch import nn
 
 import omniattn.hf
 from omniattn import functional
-from omniattn.hf.attention import attention_forward
-from omniattn.hf.masks import RuleMask, attention_mask
+from omniattn.hf.attention.attention import attention_forward
+from omniattn.hf.attention.masks import RuleMask, attention_mask
 
 SIZES = {
     **{"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -21,7 +21,7 @@ from omniattn.functional import (
 from omniattn.ops import _precision
 from omniattn.ops import gemm as ops
 from omniattn.testing.properties import PROPERTIES
-from omniattn.testing.specs.attention import qkv
+from omniattn.testing.specs.attention.attention import qkv
 
 UNIT = 2.0**-24
 

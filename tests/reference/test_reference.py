@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from omniattn import reference
-from omniattn.reference import philox
+from omniattn.reference.layers import philox
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

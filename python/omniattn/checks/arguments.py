@@ -19,8 +19,8 @@ from typing_extensions import TypeIs
 from omniattn.ops import _library
 from omniattn.ops._autograd import Op
 from omniattn.ops._plain import PLAIN
+from omniattn.reference.layers.philox import new_seed as new_seed
 from omniattn.reference.limits import clamp as clamp
-from omniattn.reference.philox import new_seed as new_seed
 from omniattn.reference.precision import widen as widen
 from omniattn.suggestions import did_you_mean
 

@@ -58,7 +58,7 @@ if importlib.util.find_spec("transformers") is not None:
 
 _LAYERS = '''"""Layers under the names that transformers gives to its own."""
 
-from omniattn.hf.hub_layers import kernel_mapping
+from omniattn.hf.patching.hub_layers import kernel_mapping
 
 globals().update({name: devices["cpu"].load() for name, devices in kernel_mapping().items()})
 

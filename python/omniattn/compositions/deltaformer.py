@@ -16,8 +16,8 @@ from omniattn.compositions._python_ops import define
 from omniattn.ops import attention as ops
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._backward import BackwardOp
-from omniattn.reference.deltaformer import deltaformer_attention as definition
 from omniattn.reference.precision import compute_dtype
+from omniattn.reference.recurrences.deltaformer import deltaformer_attention as definition
 
 __all__ = ["deltaformer_attention"]
 

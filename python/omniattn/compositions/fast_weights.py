@@ -19,9 +19,9 @@ from omniattn.compositions._python_ops import implement
 from omniattn.compositions._sequences import batches
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._backward import BackwardOp
-from omniattn.reference.fast_weights import fast_weights as definition
-from omniattn.reference.fast_weights import prepared, slope
 from omniattn.reference.precision import compute_dtype, widen
+from omniattn.reference.recurrences.fast_weights import fast_weights as definition
+from omniattn.reference.recurrences.fast_weights import prepared, slope
 
 __all__ = ["fast_weights"]
 

@@ -12,8 +12,8 @@ from omniattn.compositions._python_ops import implement
 from omniattn.compositions._sequences import batches
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._backward import BackwardOp
-from omniattn.reference.log_linear import log_linear_attention as definition
 from omniattn.reference.precision import compute_dtype
+from omniattn.reference.recurrences.log_linear import log_linear_attention as definition
 
 __all__ = ["log_linear_attention"]
 

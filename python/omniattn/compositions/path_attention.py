@@ -15,7 +15,7 @@ from omniattn.compositions.halving import (
     join_all,
 )
 from omniattn.ops.recurrence import recurrence
-from omniattn.reference.forgetting import LEAST_LOG_GATE
+from omniattn.reference.attention.forgetting import LEAST_LOG_GATE
 from omniattn.reference.limits import clamp
 from omniattn.reference.precision import compute_dtype
 

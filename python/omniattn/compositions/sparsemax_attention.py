@@ -17,8 +17,8 @@ from torch import Tensor
 
 from omniattn.compositions._python_ops import define
 from omniattn.ops._autograd import DifferentiableOp
+from omniattn.reference.attention.sparsemax_attention import sparsemax_attention as definition
 from omniattn.reference.precision import compute_dtype, widen
-from omniattn.reference.sparsemax_attention import sparsemax_attention as definition
 
 __all__ = ["sparsemax_attention"]
 

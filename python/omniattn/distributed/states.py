@@ -26,8 +26,8 @@ from omniattn.distributed.messages import Gather, Halo, Join, Outbox, Receive, S
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops.recurrence import FEATURE_MAPS as NAMES
 from omniattn.reference.precision import compute_dtype
-from omniattn.reference.recurrence import FEATURE_MAPS
-from omniattn.reference.scan import WKV_EMPTY
+from omniattn.reference.recurrences.recurrence import FEATURE_MAPS
+from omniattn.reference.recurrences.scan import WKV_EMPTY
 
 
 class Passed(NamedTuple):

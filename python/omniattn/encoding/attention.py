@@ -1,6 +1,6 @@
 """Encodes attention's options as arguments of its op, and decodes them.
 
-csrc/ops/attention_rules.cpp decodes them, too:
+csrc/ops/attention/attention_rules.cpp decodes them, too:
 
 - mask: per rule its kind, a, b and the index of its first side tensor in aux, or -1. A layout is
   the first rule.

@@ -166,7 +166,7 @@ MEANING: dict[str, Callable[..., Tensor]] = {
 class Program(PairMod):
     """Program with its constants and tables, in the form that the op takes."""
 
-    code: tuple[int, ...]  # see csrc/ops/attention_program.cpp
+    code: tuple[int, ...]  # see csrc/ops/attention/attention_program.cpp
     constants: tuple[float, ...]
     tables: tuple[Tensor, ...]
     domain: Domain

@@ -143,7 +143,7 @@ from omniattn.functional.state_space.s4 import fft_conv, s4, s4_kernel, s4d, s4d
 from omniattn.functional.state_space.selective_scan import selective_scan
 from omniattn.functional.state_space.ssd import ssd
 from omniattn.functional.state_space.structured import cauchy, vandermonde
-from omniattn.reference.rope_scaling import (
+from omniattn.reference.positions.rope_scaling import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,

@@ -14,11 +14,11 @@ if importlib.util.find_spec("transformers") is None:
     )
 
 from omniattn.functional._keywords import explain_keywords
-from omniattn.hf.callback import OmniattnCallback
 from omniattn.hf.causal_lm import OmniattnConfig, OmniattnForCausalLM
-from omniattn.hf.hub_layers import kernel_mapping
-from omniattn.hf.patch import patch, unpatch
-from omniattn.hf.register import register
+from omniattn.hf.patching.callback import OmniattnCallback
+from omniattn.hf.patching.hub_layers import kernel_mapping
+from omniattn.hf.patching.patch import patch, unpatch
+from omniattn.hf.patching.register import register
 
 __all__ = [
     "OmniattnCallback",

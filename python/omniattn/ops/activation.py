@@ -9,7 +9,7 @@ from omniattn.ops import _library
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._names import like
 from omniattn.ops._vmap import Fold
-from omniattn.reference.activation import ACTIVATIONS as DEFINITIONS
+from omniattn.reference.layers.activation import ACTIVATIONS as DEFINITIONS
 
 __all__ = ["ACTIVATIONS", "ACTIVATION_NAMES", "CLAMPED", "encode", "glu"]
 

@@ -1,7 +1,7 @@
 """glu_mlp: the projections and the activation of a feed-forward layer as one op.
 
 The op saves the projections but not the activated hidden layer; with `recompute` it saves only its
-inputs. The kernels are in csrc/ops/ffn.cpp.
+inputs. The kernels are in csrc/ops/layers/ffn.cpp.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._vmap import Fold
 from omniattn.ops.activation import ACTIVATION_NAMES
-from omniattn.reference import norm as definitions
+from omniattn.reference.layers import norm as definitions
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["GATE_PLACES", "gated_norm"]

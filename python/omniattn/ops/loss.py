@@ -15,7 +15,7 @@ from omniattn.reference.precision import compute_dtype
 
 __all__ = ["REDUCTIONS", "cross_entropy", "jsd", "linear_cross_entropy", "linear_jsd"]
 
-#: Name of a reduction -> its number in csrc/ops/loss.h.
+#: Name of a reduction -> its number in csrc/ops/losses/loss.h.
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 _NONE = REDUCTIONS["none"]

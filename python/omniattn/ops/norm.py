@@ -11,7 +11,7 @@ from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._backward import BackwardOp
 from omniattn.ops._names import like
 from omniattn.ops._vmap import Fold
-from omniattn.reference import norm as definitions
+from omniattn.reference.layers import norm as definitions
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["add_norm", "norm"]

@@ -7,7 +7,7 @@ from functools import partial
 from omniattn.ops._autograd import DifferentiableOp
 from omniattn.ops._vmap import Fold
 from omniattn.ops.rope import is_shared, refuse_table_gradients
-from omniattn.reference import rope as definitions
+from omniattn.reference.positions import rope as definitions
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["norm_rope"]

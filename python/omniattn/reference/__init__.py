@@ -4,7 +4,22 @@ Signatures are those of `omniattn.functional` without `backend`. All definitions
 Half-precision inputs are computed in fp32 and rounded once, fp32 and fp64 in their own dtype.
 """
 
-from omniattn.reference.activation import (
+from omniattn.reference.attention.attention import (
+    attention,
+    attention_cached,
+    attention_varlen,
+    attention_weights,
+    merge_attention,
+    scaled_dot_product_attention,
+)
+from omniattn.reference.attention.attention_int8 import attention_int8, quantize_int8
+from omniattn.reference.attention.forgetting import forgetting_attention
+from omniattn.reference.attention.path_attention import path_attention
+from omniattn.reference.attention.softpick import softpick_attention
+from omniattn.reference.attention.sparsemax_attention import sparsemax_attention
+from omniattn.reference.attention.stick_breaking import stick_breaking_attention
+from omniattn.reference.attention.wall_attention import wall_attention
+from omniattn.reference.layers.activation import (
     activate,
     bilinear,
     clamped_swiglu,
@@ -14,50 +29,20 @@ from omniattn.reference.activation import (
     reglu,
     swiglu,
 )
-from omniattn.reference.attention import (
-    attention,
-    attention_cached,
-    attention_varlen,
-    attention_weights,
-    merge_attention,
-    scaled_dot_product_attention,
-)
-from omniattn.reference.attention_int8 import attention_int8, quantize_int8
-from omniattn.reference.conv import causal_conv1d, dynamic_conv1d
-from omniattn.reference.delta_variants import (
-    comba,
-    gated_delta_product,
-    gated_delta_rule_2,
-    gated_oja_rule,
-    preconditioned_delta_rule,
-)
-from omniattn.reference.deltaformer import deltaformer_attention
-from omniattn.reference.dual_chunk import (
-    dual_chunk_attention,
-    dual_chunk_mscale,
-    local_strided_attention,
-)
-from omniattn.reference.eviction import evicting_attention
-from omniattn.reference.ffn import glu_mlp, mlp
-from omniattn.reference.forgetting import forgetting_attention
-from omniattn.reference.gemm import linear
-from omniattn.reference.indexer import dsa_indexer, dsa_indexer_loss
-from omniattn.reference.lightnet import lightnet_attention
-from omniattn.reference.log_linear import log_linear_attention
-from omniattn.reference.loss import (
+from omniattn.reference.layers.ffn import glu_mlp, mlp
+from omniattn.reference.layers.gemm import linear
+from omniattn.reference.layers.moe import moe_experts
+from omniattn.reference.layers.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
+from omniattn.reference.layers.random import dropout, uniform_like
+from omniattn.reference.layers.topk import top_k
+from omniattn.reference.losses.loss import (
     cross_entropy,
     jsd,
     linear_cross_entropy,
     linear_jsd,
     linear_log_prob,
 )
-from omniattn.reference.mamba3 import mamba3
-from omniattn.reference.mesa_net import mesa_net
-from omniattn.reference.moe import moe_experts
-from omniattn.reference.neighborhood import na1d, na2d, na3d
-from omniattn.reference.norm import group_norm, layer_norm, rms_norm, rms_norm_gated
-from omniattn.reference.path_attention import path_attention
-from omniattn.reference.positions import (
+from omniattn.reference.positions.positions import (
     alibi_bias,
     alibi_slopes,
     grid_positions,
@@ -68,9 +53,39 @@ from omniattn.reference.positions import (
     sincos_2d,
     sinusoidal,
 )
-from omniattn.reference.random import dropout, uniform_like
-from omniattn.reference.random_features import random_feature_attention
-from omniattn.reference.recurrence import (
+from omniattn.reference.positions.rope import (
+    apply_rotary,
+    axial_frequencies,
+    mrope_axes,
+    qk_norm_rotary,
+    rope_frequencies,
+    rotary_tables,
+)
+from omniattn.reference.positions.rope_scaling import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NTKScaling,
+    RopeScaling,
+    YarnScaling,
+    scaling_from_hf,
+    scaling_to_hf,
+)
+from omniattn.reference.recurrences.conv import causal_conv1d, dynamic_conv1d
+from omniattn.reference.recurrences.delta_variants import (
+    comba,
+    gated_delta_product,
+    gated_delta_rule_2,
+    gated_oja_rule,
+    preconditioned_delta_rule,
+)
+from omniattn.reference.recurrences.deltaformer import deltaformer_attention
+from omniattn.reference.recurrences.lightnet import lightnet_attention
+from omniattn.reference.recurrences.log_linear import log_linear_attention
+from omniattn.reference.recurrences.mesa_net import mesa_net
+from omniattn.reference.recurrences.random_features import random_feature_attention
+from omniattn.reference.recurrences.recurrence import (
     delta_rule,
     dplr_delta_rule,
     gated_delta_rule,
@@ -83,27 +98,7 @@ from omniattn.reference.recurrence import (
     rwkv7,
     ssd,
 )
-from omniattn.reference.rope import (
-    apply_rotary,
-    axial_frequencies,
-    mrope_axes,
-    qk_norm_rotary,
-    rope_frequencies,
-    rotary_tables,
-)
-from omniattn.reference.rope_scaling import (
-    DynamicNTKScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    NTKScaling,
-    RopeScaling,
-    YarnScaling,
-    scaling_from_hf,
-    scaling_to_hf,
-)
-from omniattn.reference.routed_blocks import routed_block_attention
-from omniattn.reference.scan import (
+from omniattn.reference.recurrences.scan import (
     exponential_gates,
     linear_scan,
     mlstm,
@@ -113,26 +108,31 @@ from omniattn.reference.scan import (
     selective_scan,
     slstm,
 )
-from omniattn.reference.selected_attention import select_attention, selected_attention
-from omniattn.reference.selected_blocks import moba_attention, nsa_attention
-from omniattn.reference.selective import selective_attention
-from omniattn.reference.slots import abc_attention, gated_slot_attention
-from omniattn.reference.softpick import softpick_attention
-from omniattn.reference.sparse import (
+from omniattn.reference.recurrences.slots import abc_attention, gated_slot_attention
+from omniattn.reference.recurrences.titans import titans_linear
+from omniattn.reference.recurrences.ttt import ttt_linear
+from omniattn.reference.sparse.dual_chunk import (
+    dual_chunk_attention,
+    dual_chunk_mscale,
+    local_strided_attention,
+)
+from omniattn.reference.sparse.eviction import evicting_attention
+from omniattn.reference.sparse.indexer import dsa_indexer, dsa_indexer_loss
+from omniattn.reference.sparse.neighborhood import na1d, na2d, na3d
+from omniattn.reference.sparse.routed_blocks import routed_block_attention
+from omniattn.reference.sparse.selected_attention import select_attention, selected_attention
+from omniattn.reference.sparse.selected_blocks import moba_attention, nsa_attention
+from omniattn.reference.sparse.selective import selective_attention
+from omniattn.reference.sparse.sparse import (
     bigbird_attention,
     bigbird_random_blocks,
     detsa_attention,
     hub_spoke_attention,
     longformer_attention,
 )
-from omniattn.reference.sparsemax_attention import sparsemax_attention
-from omniattn.reference.state_space import ssm_kernel, ssm_recurrence
-from omniattn.reference.stick_breaking import stick_breaking_attention
-from omniattn.reference.structured import cauchy, vandermonde
-from omniattn.reference.titans import titans_linear
-from omniattn.reference.topk import top_k
-from omniattn.reference.ttt import ttt_linear
-from omniattn.reference.wall_attention import wall_attention
+from omniattn.reference.state_space.mamba3 import mamba3
+from omniattn.reference.state_space.state_space import ssm_kernel, ssm_recurrence
+from omniattn.reference.state_space.structured import cauchy, vandermonde
 
 __all__ = [
     "DynamicNTKScaling",

@@ -22,8 +22,9 @@ __all__ = ["registry", "variants"]
 @functools.cache
 def _families() -> tuple[ModuleType, ...]:
     """Returns the modules of `specs`."""
-    names = (each.name for each in pkgutil.iter_modules(specs.__path__, f"{specs.__name__}."))
-    return tuple(importlib.import_module(name) for name in names if "._" not in name)
+    files = pkgutil.walk_packages(specs.__path__, f"{specs.__name__}.")
+    names = (each.name for each in files if not each.ispkg and "._" not in each.name)
+    return tuple(importlib.import_module(name) for name in names)
 
 
 @functools.cache

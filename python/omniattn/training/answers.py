@@ -12,7 +12,7 @@ import torch
 
 from omniattn.checks.arguments import require_int, shown
 from omniattn.models.generation import generate
-from omniattn.reference import philox
+from omniattn.reference.layers import philox
 from omniattn.training.instructions import InstructionCollator
 from omniattn.training.tasks import Batch, Task
 

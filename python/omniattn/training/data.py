@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from omniattn.reference import philox
+from omniattn.reference.layers import philox
 
 _HELD_OUT = 0.05
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}

@@ -16,7 +16,7 @@ from torch import Tensor
 from omniattn import functional
 from omniattn.checks.arguments import require_int, shown
 from omniattn.models.generation import generate
-from omniattn.reference import philox
+from omniattn.reference.layers import philox
 from omniattn.training.data import ByteData, read_documents
 
 if TYPE_CHECKING:

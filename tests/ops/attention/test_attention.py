@@ -21,7 +21,7 @@ from attention_cases import (
 
 from omniattn import reference
 from omniattn.functional import attention, attention_weights, masks
-from omniattn.reference import philox
+from omniattn.reference.layers import philox
 from omniattn.testing import isa, isas, poisoned_memory, threads
 
 

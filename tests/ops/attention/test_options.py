@@ -13,7 +13,7 @@ import torch
 from omniattn import functional, reference
 from omniattn.encoding.options import AttentionOptions, Options, WeightOptions
 from omniattn.functional.scores import DistanceBias, DistanceRows
-from omniattn.reference import philox
+from omniattn.reference.layers import philox
 
 B, TQ, TK, HEADS, KV_HEADS, D = 2, 3, 5, 4, 2, 4
 random = torch.Generator().manual_seed(0)

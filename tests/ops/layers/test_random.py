@@ -8,7 +8,7 @@ import torch
 import omniattn.functional as F
 from omniattn import reference, testing
 from omniattn.modules import Dropout
-from omniattn.reference import philox
+from omniattn.reference.layers import philox
 
 SEEDS = ([0, 0], [-5, 7], [2**63 - 1, 2**40 + 3])
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omniattn.functional import attention, selected_attention
-from omniattn.reference.selected_attention import selected_keys
+from omniattn.reference.sparse.selected_attention import selected_keys
 
 OP = "selected_attention: "
 

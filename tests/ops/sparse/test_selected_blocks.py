@@ -9,7 +9,7 @@ import torch
 
 from omniattn.functional import moba_attention, nsa_attention
 from omniattn.modules import NSA, KVCache, MoBA
-from omniattn.reference.selected_blocks import nsa_scores
+from omniattn.reference.sparse.selected_blocks import nsa_scores
 
 
 def normal(*shape: int) -> torch.Tensor:

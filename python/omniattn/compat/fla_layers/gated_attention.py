@@ -23,7 +23,7 @@ from omniattn.compat.fla_layers.base import (
     update_layer_cache,
 )
 from omniattn.functional import masks
-from omniattn.reference.forgetting import LEAST_LOG_GATE
+from omniattn.reference.attention.forgetting import LEAST_LOG_GATE
 
 
 class ForgettingAttention(SoftmaxLayer):

@@ -52,7 +52,7 @@ from omniattn.functional.masks.computed import Computed
 from omniattn.functional.scores import DistanceRows, RelativeBias
 from omniattn.functional.scores.score_mod import encode_score_mod
 from omniattn.ops import attention as ops
-from omniattn.reference.attention import default_scale
+from omniattn.reference.attention.attention import default_scale
 
 _LARGEST_FACTOR = torch.finfo(torch.float32).max / 2  # finite times log2(e)
 _NO_TENSORS = (None,) * (len(Options._fields) - PLAIN_OPTIONS)

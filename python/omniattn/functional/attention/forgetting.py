@@ -15,7 +15,7 @@ from omniattn.encoding.options import ForgettingOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes, require_bias
 from omniattn.functional.attention._options import checked_codes, run
 from omniattn.functional.attention.attention import attention
-from omniattn.reference.forgetting import LEAST_LOG_GATE
+from omniattn.reference.attention.forgetting import LEAST_LOG_GATE
 from omniattn.reference.limits import clamp
 from omniattn.reference.precision import compute_dtype
 

@@ -25,7 +25,7 @@ from omniattn.functional.attention._common import (
     require_bias,
     require_int32_or_int64,
 )
-from omniattn.reference.attention import default_scale
+from omniattn.reference.attention.attention import default_scale
 from omniattn.reference.values import require_all_rows
 
 __all__ = ["path_attention"]

@@ -18,7 +18,7 @@ from omniattn.functional.masks import Mask
 from omniattn.functional.masks.base import require_bool_mask
 from omniattn.ops import attention as ops
 from omniattn.ops._plain import may_need_gradient
-from omniattn.reference.attention import default_scale
+from omniattn.reference.attention.attention import default_scale
 from omniattn.reference.precision import widen
 
 __all__ = ["select_attention"]

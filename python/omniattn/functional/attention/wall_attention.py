@@ -25,7 +25,7 @@ from omniattn.functional.attention._common import (
     require_parameter,
 )
 from omniattn.functional.attention.path_attention import sequence_ids
-from omniattn.reference.attention import default_scale
+from omniattn.reference.attention.attention import default_scale
 
 __all__ = ["wall_attention"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from omniattn.checks.arguments import require_int, require_integers, require_pair, shown
 from omniattn.encoding.masks import BLOCK, MaskKind, Rule
 from omniattn.functional.masks.base import Mask, require_bool_mask
-from omniattn.reference.score_mod import at_each_pair
+from omniattn.reference.attention.score_mod import at_each_pair
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

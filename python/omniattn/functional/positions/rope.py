@@ -22,8 +22,8 @@ from omniattn.checks.jagged import token_wise
 from omniattn.functional.layers.norm import casts_first
 from omniattn.ops import rope as ops
 from omniattn.ops.norm_rope import norm_rope
+from omniattn.reference.positions.rope import OptionalTensor
 from omniattn.reference.precision import compute_dtype
-from omniattn.reference.rope import OptionalTensor
 
 __all__ = ["apply_rotary", "qk_norm_rotary"]
 

@@ -18,8 +18,8 @@ from omniattn.checks.arguments import (
     require_number,
     shown,
 )
-from omniattn.reference.rope_scaling import RopeScaling as RopeScaling
-from omniattn.reference.rope_scaling import scaling_from_hf
+from omniattn.reference.positions.rope_scaling import RopeScaling as RopeScaling
+from omniattn.reference.positions.rope_scaling import scaling_from_hf
 
 __all__ = ["axial_frequencies", "mrope_axes", "rope_frequencies", "rotary_tables"]
 

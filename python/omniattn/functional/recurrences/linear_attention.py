@@ -33,11 +33,11 @@ from omniattn.functional.recurrences._common import (
     widened,
 )
 from omniattn.ops.recurrence import FEATURE_MAPS as _FUSED
-from omniattn.reference.activation import log_sigmoid as log_sigmoid
+from omniattn.reference.layers.activation import log_sigmoid as log_sigmoid
 from omniattn.reference.precision import compute_dtype, widen
-from omniattn.reference.recurrence import FEATURE_MAPS as FEATURE_MAPS
-from omniattn.reference.recurrence import SIGNED as SIGNED
-from omniattn.reference.recurrence import divisor
+from omniattn.reference.recurrences.recurrence import FEATURE_MAPS as FEATURE_MAPS
+from omniattn.reference.recurrences.recurrence import SIGNED as SIGNED
+from omniattn.reference.recurrences.recurrence import divisor
 
 __all__ = [
     "gated_linear_attention",

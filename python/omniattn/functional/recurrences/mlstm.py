@@ -10,7 +10,7 @@ from omniattn.checks.jagged import over_sequences
 from omniattn.encoding.sequences import Sequences
 from omniattn.functional.recurrences._common import require_heads, run, sequence_count, widened
 from omniattn.ops import scan as ops
-from omniattn.reference.scan import FORGET_GATES, inverse_exp
+from omniattn.reference.recurrences.scan import FORGET_GATES, inverse_exp
 
 __all__ = ["mlstm"]
 

@@ -18,7 +18,7 @@ from omniattn.checks.jagged import over_sequences
 from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_out
 from omniattn.functional.recurrences._common import log_decays, sequence_count, widened
 from omniattn.ops import scan as ops
-from omniattn.reference.scan import FORGET_GATES
+from omniattn.reference.recurrences.scan import FORGET_GATES
 
 __all__ = ["linear_scan", "rwkv4", "slstm"]
 

@@ -26,7 +26,7 @@ from omniattn.functional.attention.lse import merge_attention
 from omniattn.functional.masks import All, Blocks, BoolMask, Causal, KeyPadding, Mask
 from omniattn.functional.masks.blocks import blocks_of_rows
 from omniattn.functional.sparse._common import require_real, score_options
-from omniattn.reference import philox
+from omniattn.reference.layers import philox
 from omniattn.reference.precision import widen
 
 __all__ = ["bigbird_attention", "bigbird_random_blocks"]

@@ -32,9 +32,9 @@ from omniattn.functional.masks.tokens import OfPositions
 from omniattn.functional.positions.rope import apply_rotary, require_constant_tables, table_shape
 from omniattn.functional.sparse._common import score_options
 from omniattn.functional.sparse.selected_attention import selected_attention
-from omniattn.reference.attention import default_scale
-from omniattn.reference.dual_chunk import dual_chunk_mscale
+from omniattn.reference.attention.attention import default_scale
 from omniattn.reference.precision import widen
+from omniattn.reference.sparse.dual_chunk import dual_chunk_mscale
 
 __all__ = ["dual_chunk_attention", "dual_chunk_mscale", "local_strided_attention"]
 

@@ -34,9 +34,9 @@ from omniattn.functional.masks import KeyPadding
 from omniattn.functional.sparse._common import require_real
 from omniattn.functional.sparse.selected_attention import selected_attention
 from omniattn.ops import indexer as ops
-from omniattn.reference.attention import default_scale
+from omniattn.reference.attention.attention import default_scale
 from omniattn.reference.precision import compute_dtype
-from omniattn.reference.selected_attention import require_lists
+from omniattn.reference.sparse.selected_attention import require_lists
 
 __all__ = ["dsa_indexer", "dsa_indexer_loss"]
 

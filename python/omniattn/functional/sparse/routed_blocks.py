@@ -26,7 +26,7 @@ from omniattn.functional.sparse.selected_attention import selected_attention
 from omniattn.functional.sparse.selected_blocks import chosen, parts_of
 from omniattn.reference.empty import nothing_of
 from omniattn.reference.precision import widen
-from omniattn.reference.routed_blocks import (
+from omniattn.reference.sparse.routed_blocks import (
     block_shares,
     list_positions,
     router_scores,

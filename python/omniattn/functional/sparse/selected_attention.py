@@ -25,12 +25,12 @@ from omniattn.functional.attention._common import (
 )
 from omniattn.functional.attention._options import checked_codes
 from omniattn.ops.selected_attention import selected_attention as op_of_selected
-from omniattn.reference.attention import default_scale
-from omniattn.reference.selected_attention import require_entries, require_lists
+from omniattn.reference.attention.attention import default_scale
+from omniattn.reference.sparse.selected_attention import require_entries, require_lists
 
 __all__ = ["selected_attention"]
 
-LONGEST = 2**40 - 1  # below the limit of csrc/ops/selected_attention.cpp
+LONGEST = 2**40 - 1  # below the limit of csrc/ops/sparse/selected_attention.cpp
 
 
 @overload

@@ -28,8 +28,8 @@ from omniattn.functional.masks.rules import LONGEST_STRIDE, PooledKeys
 from omniattn.functional.sparse._common import score_options
 from omniattn.functional.sparse.selected_attention import selected_attention
 from omniattn.reference.precision import widen
-from omniattn.reference.selected_blocks import block_means as block_means
-from omniattn.reference.selected_blocks import moba_scores, nsa_scores, positions
+from omniattn.reference.sparse.selected_blocks import block_means as block_means
+from omniattn.reference.sparse.selected_blocks import moba_scores, nsa_scores, positions
 
 __all__ = ["moba_attention", "nsa_attention"]
 

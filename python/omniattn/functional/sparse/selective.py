@@ -24,7 +24,7 @@ from omniattn.functional.layers.topk import top_k
 from omniattn.functional.sparse._by_queries import CarriedBiasOf, attention_with_carry
 from omniattn.functional.sparse._common import score_options
 from omniattn.ops._plain import may_need_gradient
-from omniattn.reference.attention import default_scale
+from omniattn.reference.attention.attention import default_scale
 
 __all__ = ["selective_attention"]
 

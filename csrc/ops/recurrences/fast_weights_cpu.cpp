@@ -1,0 +1,169 @@
+// fast_weights on the CPU.
+#include "ops/recurrences/fast_weights.h"
+
+#include "kernels/fast_weights/fast_weights.h"
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "ops/registry.h"
+#include "ops/sequence_problem.h"
+#include "ops/shards.h"
+#include "ops/stage.h"
+
+namespace omniattn::ops::fast_weights {
+namespace {
+
+// Checked arguments of forward and backward.
+struct Problem : SequenceProblem {
+  FastWeights shared{};
+  std::vector<Tensor> copies;  // of arguments that kernels cannot read in place
+
+  Problem(const OpCall& call, const Inputs& in, const Options& options)
+      : SequenceProblem(call.op, "q", in.q, 4, in.cu_seqlens) {
+    FastWeights& p = shared;
+    p.dtype = dtype;
+    p.sequences = sequences;
+    p.steps = steps;
+    p.boundaries = packed.rows.q;
+    p.heads = in.q.size(2), p.key_width = in.q.size(3);
+    p.value_width = with_dims("v", in.v, 4).size(3);
+    p.mini_batch = options.mini_batch_size, p.eps = options.eps;
+    p.scale = options.scale;
+    p.descent = options.descent, p.bias = options.bias, p.residual = options.residual;
+    require(p.mini_batch >= 1, op, "mini_batch_size must be >= 1, got ", p.mini_batch);
+    require(!p.residual || p.key_width == p.value_width, op,
+            "a residual needs k and v of the same width, got ", p.key_width, " and ",
+            p.value_width);
+    require(in.w.has_value() == in.b.has_value(), op, "w and b must be given together");
+    p.q = view("q", in.q, dtype, in.q.sizes());
+    p.k = view("k", in.k, dtype, in.q.sizes());
+    p.v = view("v", in.v, dtype, {batch, steps, p.heads, p.value_width});
+    p.step = gate("step", in.step), p.keep = gate("keep", in.keep), p.gate = gate("gate", in.gate);
+    p.w = kept("w", in.w, {p.heads, p.value_width}),
+    p.b = kept("b", in.b, {p.heads, p.value_width});
+    p.weights = state("weights", in.weights), p.momentum = state("momentum", in.momentum);
+    p.anchor = state("anchor", in.anchor);
+    if (in.position.has_value()) {
+      require_tensor(op, "position", *in.position, ScalarType::Long);
+      require_sizes(op, "position", *in.position, {sequences});
+      const Tensor& t = copies.emplace_back(as_dense(*in.position));
+      p.positions = static_cast<const int64_t*>(t.const_data_ptr());
+    }
+    for (int64_t n = 0; n < sequences; ++n) {
+      const int64_t position = p.positions == nullptr ? 0 : p.positions[n];
+      require(position >= 0, op, "position must be >= 0, got ", position);
+      p.longest = std::max(p.longest,
+                           p.boundaries == nullptr ? steps : p.boundaries[n + 1] - p.boundaries[n]);
+    }
+  }
+
+  // (B, T, H), or (B, T, H, D) with unit last stride, of the given sizes.
+  StepView view(const char* name, const Tensor& given, DType type, Sizes want) {
+    require_tensor(op, name, given, type);
+    require_sizes(op, name, given, want);
+    const bool fits = given.dim() != 4 || has_unit_last_stride(given);
+    const Tensor& t = fits ? given : copies.emplace_back(torch::stable::contiguous(given));
+    return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+  }
+  StepView gate(const char* name, const OptTensor& given) {
+    if (!given.has_value()) return {};
+    return view(name, *given, acc, {batch, steps, shared.heads});
+  }
+  std::array<int64_t, 4> state_sizes() const {
+    return {sequences, shared.heads, shared.rows(), shared.value_width};
+  }
+  const void* state(const char* name, const OptTensor& given) {
+    const auto want = state_sizes();
+    return kept(name, given, {want.data(), want.size()});
+  }
+
+ private:
+  const void* kept(const char* name, const OptTensor& given, Sizes want) {
+    if (!given.has_value()) return nullptr;
+    return copies.emplace_back(*dense(name, given, want)).const_data_ptr();
+  }
+};
+
+}  // namespace
+
+Results fast_weights(const OpCall& call, const Inputs& in, const Options& options) {
+  const Problem p(call, in, options);
+  const auto sizes = p.state_sizes();
+  const Sizes state{sizes.data(), sizes.size()};
+  Results r{.y = {true, in.v.sizes(), p.dtype},
+            .weights_final = {true, state, p.acc},
+            .momentum_final = {true, state, p.acc},
+            .anchor_final = {true, state, p.acc}};
+  const FastWeightsParams params{.problem = p.shared,
+                                 .o = r.y.data(),
+                                 .final_weights = r.weights_final.data(),
+                                 .final_momentum = r.momentum_final.data(),
+                                 .final_anchor = r.anchor_final.data()};
+  const FastWeightsKernels& kernels = fast_weights_kernels(p.dtype);
+  run_items(params, p.sequences * p.shared.heads, kernels.bytes(p.shared), kernels.forward);
+  return r;
+}
+
+Gradients fast_weights_backward(const OpCall& call, const Incoming& grads, const Inputs& in,
+                                const Options& options) {
+  Problem p(call, in, options);
+  const auto sizes = p.state_sizes();
+  const Sizes state{sizes.data(), sizes.size()};
+  const std::array<int64_t, 3> tokens{p.batch, p.steps, p.shared.heads};
+  const Sizes gates{tokens.data(), tokens.size()};
+  const std::array<int64_t, 2> norm{p.shared.heads, p.shared.value_width};
+  const Sizes of_norm{norm.data(), norm.size()};
+  Gradients d{.dq = {true, in.q.sizes(), p.dtype},
+              .dk = {true, in.q.sizes(), p.dtype},
+              .dv = {true, in.v.sizes(), p.dtype},
+              .dstep = {in.step.has_value(), gates, p.acc},
+              .dkeep = {in.keep.has_value(), gates, p.acc},
+              .dgate = {in.gate.has_value(), gates, p.acc},
+              .dw = {in.w.has_value(), of_norm, p.acc},
+              .db = {in.b.has_value(), of_norm, p.acc},
+              .dweights = {in.weights.has_value(), state, p.acc},
+              .dmomentum = {in.momentum.has_value(), state, p.acc},
+              .danchor = {in.anchor.has_value(), state, p.acc}};
+  Shards shards(p.acc, std::max<int64_t>(p.sequences, 1));
+  const FastWeightsBackwardParams params{
+      .problem = p.shared,
+      .grad_o = grads.grad_y.has_value() ? p.view("grad_y", *grads.grad_y, p.dtype, in.v.sizes())
+                                         : StepView{},
+      .grad_weights = p.state("grad_weights_final", grads.grad_weights_final),
+      .grad_momentum = p.state("grad_momentum_final", grads.grad_momentum_final),
+      .grad_anchor = p.state("grad_anchor_final", grads.grad_anchor_final),
+      .dq = d.dq.data(),
+      .dk = d.dk.data(),
+      .dv = d.dv.data(),
+      .dstep = d.dstep.data(),
+      .dkeep = d.dkeep.data(),
+      .dgate = d.dgate.data(),
+      .dw = shards.parts_of(d.dw),
+      .db = shards.parts_of(d.db),
+      .dweights = d.dweights.data(),
+      .dmomentum = d.dmomentum.data(),
+      .danchor = d.danchor.data()};
+  if (p.sequences == 0) {
+    for (const Output* each : {&d.dw, &d.db}) {
+      Tensor zeros = each->tensor();
+      torch::stable::zero_(zeros);
+    }
+  }
+  const FastWeightsBackwardKernels& kernels = fast_weights_backward_kernels(p.dtype);
+  run_items(params, p.sequences * p.shared.heads, kernels.bytes(p.shared), kernels.backward);
+  shards.sum();
+  return d;
+}
+
+namespace {
+
+const Registry registry([](Registry& ops) {
+  ops.name("fast_weights", {{"titans_linear"}, {"ttt_linear", "descent"}});
+  ops.implement<fast_weights>("fast_weights", differentiable);
+  ops.implement<fast_weights_backward>("fast_weights_backward");
+});
+
+}  // namespace
+}  // namespace omniattn::ops::fast_weights

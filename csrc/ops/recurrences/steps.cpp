@@ -1,0 +1,16 @@
+// Schemas of the steps, which only the CPU has: elsewhere layers decode by the ops that return new
+// states.
+#include "ops/recurrences/steps.h"
+
+#include "ops/registry.h"
+
+namespace omniattn::ops::steps {
+namespace {
+
+const Registry registry([](Registry& ops) {
+  ops.define<decltype(causal_conv1d_inplace)>("causal_conv1d_");
+  ops.define<decltype(ssd_inplace)>("ssd_");
+});
+
+}  // namespace
+}  // namespace omniattn::ops::steps

@@ -1,0 +1,1 @@
+"""Attention layers and masks of transformers on this package's kernels."""

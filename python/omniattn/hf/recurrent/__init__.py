@@ -1,0 +1,1 @@
+"""Recurrent layers of transformers on this package's kernels."""

@@ -1,0 +1,1 @@
+"""Softmax attention: dense, packed, cached, torch's SDPA interface, and attention weights."""

@@ -1,0 +1,1 @@
+"""Norms, activations, feed-forward layers, experts, linear layers, top-k and dropout."""

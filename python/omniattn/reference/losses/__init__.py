@@ -1,0 +1,1 @@
+"""Losses fused with the computation of logits, for pretraining and post-training."""

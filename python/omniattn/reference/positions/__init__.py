@@ -1,0 +1,1 @@
+"""Position encodings: rotary, sinusoidal, ALiBi and grids."""

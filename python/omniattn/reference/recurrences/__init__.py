@@ -1,0 +1,1 @@
+"""Linear attention, delta rules, RWKV, xLSTM and the causal convolution."""

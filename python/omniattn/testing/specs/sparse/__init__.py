@@ -1,0 +1,1 @@
+"""Sparse attention: patterns, selected blocks and tokens, indexers."""
