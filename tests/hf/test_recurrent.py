@@ -234,7 +234,7 @@ def test_other_functions_are_left(caplog):
     """A module's function that computes something else, or takes more."""
     from transformers.models.qwen3_next import modeling_qwen3_next as module
 
-    from omniattn.hf.patching.probe import Left
+    from omniattn.hf.common.probe import Left
     from omniattn.hf.recurrent.recurrent import recurrent_forward
 
     layer, rule = module.Qwen3NextGatedDeltaNet, module.torch_chunk_gated_delta_rule

@@ -15,8 +15,8 @@ PAGE = (Path(__file__).parents[2] / "docs/adding.md").read_text()
 MODULE = """
 from __future__ import annotations
 from dataclasses import dataclass
-from omniattn.models.family import HEAD_DIM, llama_counterpart
-from omniattn.models.llama import LlamaConfig
+from omniattn.models.decoders.family import HEAD_DIM, llama_counterpart
+from omniattn.models.decoders.llama import LlamaConfig
 from omniattn.modules import MLP
 """
 

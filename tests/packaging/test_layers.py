@@ -61,7 +61,7 @@ def test_a_layer_uses_only_what_the_table_allows(layer):
         assert not found, f"{path.relative_to(ROOT)} must not use {found}"
 
 
-@pytest.mark.parametrize("package", ["functional", "modules"])
+@pytest.mark.parametrize("package", ["reference", "functional", "modules", "models", "hf"])
 def test_rooms_import_each_other_in_one_order(package):
     arrows = counts.room_imports(package)
     assert 0 < len(arrows) <= 30
@@ -103,10 +103,15 @@ def test_only_the_room_of_caches_names_a_kind_of_cache():
     ("tree", "most"),
     [
         ("python/omniattn/functional", 20),
+        ("python/omniattn/hf", 20),
+        ("python/omniattn/models", 20),
         ("python/omniattn/modules", 20),
+        ("python/omniattn/reference", 20),
+        ("python/omniattn/testing", 20),
         ("benchmarks", 20),
         ("tests", 20),
-        ("csrc/kernels/attention", 40),
+        ("csrc/kernels", 40),
+        ("csrc/ops", 20),
     ],
 )
 def test_no_folder_is_crowded(tree, most):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from omniattn.models import Routers, load_model
+from omniattn.models.decoders.zamba2 import HybridBlock
 from omniattn.models.presets import TRAINED
-from omniattn.models.zamba2 import HybridBlock
 from omniattn.modules import DecoderBlock
 from omniattn.training import Digits, TextTask, TrainConfig, Trainer, recipe_of
 from omniattn.training.trainer import loss_of

@@ -23,8 +23,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from omniattn.checks.arguments import is_traced, shown
 from omniattn.functional.masks import KeyPadding
+from omniattn.hf.common.packed import marked_starts
 from omniattn.hf.no_logits import NoLogits, missing_logits
-from omniattn.hf.recurrent.packed import marked_starts
 from omniattn.hf.recurrent.states import DecoderStates
 from omniattn.models import Decoder, ModelConfig, Routers
 from omniattn.models.head import head_loss

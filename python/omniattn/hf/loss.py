@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from omniattn import functional
+from omniattn.hf.common import packed
+from omniattn.hf.common.probe import Forward
 from omniattn.hf.no_logits import missing_logits
-from omniattn.hf.patching.probe import Forward
-from omniattn.hf.recurrent import packed
 
 __all__ = [
     "DeferredLogits",

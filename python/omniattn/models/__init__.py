@@ -1,8 +1,6 @@
 """Models, their checkpoints and text generation."""
 
 from omniattn.functional._keywords import explain_keywords
-from omniattn.models.bert import Bert, BertClassifier, BertClassifierConfig, BertConfig
-from omniattn.models.blocks import SCHEDULES, BlocksConfig, layer_schedule
 from omniattn.models.checkpoint import CheckpointError, load_model, save_model
 from omniattn.models.classifiers import (
     SequenceClassifier,
@@ -10,15 +8,35 @@ from omniattn.models.classifiers import (
     TokenClassifier,
     TokenClassifierConfig,
 )
-from omniattn.models.decoder import Decoder
-from omniattn.models.deepseek import (
+from omniattn.models.decoders.blocks import SCHEDULES, BlocksConfig, layer_schedule
+from omniattn.models.decoders.decoder import Decoder
+from omniattn.models.decoders.deepseek import (
     DeepSeekConfig,
     DeepSeekV2Config,
     DeepSeekV32Config,
     MLAConfig,
 )
-from omniattn.models.differential import DifferentialConfig, DiffLlamaConfig
-from omniattn.models.encoder_decoder import EncoderDecoder
+from omniattn.models.decoders.differential import DifferentialConfig, DiffLlamaConfig
+from omniattn.models.decoders.experts import MixtralConfig, SwitchConfig
+from omniattn.models.decoders.gpt2 import GPT2Config
+from omniattn.models.decoders.hybrid import HybridLayer, hybrid_schedule
+from omniattn.models.decoders.jamba import JambaConfig
+from omniattn.models.decoders.llama import Llama, LlamaConfig
+from omniattn.models.decoders.mamba import FalconMambaConfig, MambaConfig
+from omniattn.models.decoders.mamba2 import Mamba2Config
+from omniattn.models.decoders.transformer_xl import TransformerXL, TransformerXLConfig
+from omniattn.models.decoders.zamba2 import Zamba2, Zamba2Config
+from omniattn.models.encoder_decoders.bart import (
+    BartConfig,
+    MarianConfig,
+    MBartConfig,
+    TransformerConfig,
+)
+from omniattn.models.encoder_decoders.encoder_decoder import EncoderDecoder
+from omniattn.models.encoder_decoders.image_to_text import ImageToText, ImageToTextConfig
+from omniattn.models.encoder_decoders.switch import SwitchTransformerConfig
+from omniattn.models.encoder_decoders.t5 import T5, T5Config
+from omniattn.models.encoders.bert import Bert, BertClassifier, BertClassifierConfig, BertConfig
 from omniattn.models.encoders.deberta import Deberta, DebertaConfig, DebertaV2Config
 from omniattn.models.encoders.electra import (
     Electra,
@@ -29,14 +47,7 @@ from omniattn.models.encoders.electra import (
 )
 from omniattn.models.encoders.roberta import RobertaConfig
 from omniattn.models.encoders.sparse import BigBirdConfig, LongformerConfig
-from omniattn.models.experts import MixtralConfig, SwitchConfig
 from omniattn.models.families.alibi import BloomConfig, MPTConfig
-from omniattn.models.families.bart import (
-    BartConfig,
-    MarianConfig,
-    MBartConfig,
-    TransformerConfig,
-)
 from omniattn.models.families.falcon import FalconConfig
 from omniattn.models.families.gemma import Gemma2Config
 from omniattn.models.families.kimi import KimiLinearConfig
@@ -56,24 +67,14 @@ from omniattn.models.families.rwkv import (
     RWKV7Config,
 )
 from omniattn.models.families.rwkv_files import from_rwkv
-from omniattn.models.families.switch import SwitchTransformerConfig
 from omniattn.models.families.xlstm import XLSTMConfig
 from omniattn.models.families.zamba import ZambaConfig
 from omniattn.models.generation import generate, sample, stream
-from omniattn.models.gpt2 import GPT2Config
-from omniattn.models.hybrid import HybridLayer, hybrid_schedule
-from omniattn.models.image_to_text import ImageToText, ImageToTextConfig
-from omniattn.models.jamba import JambaConfig
-from omniattn.models.llama import Llama, LlamaConfig
-from omniattn.models.mamba import FalconMambaConfig, MambaConfig
-from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import Model, ModelConfig
 from omniattn.models.pooling import pool_kv_heads
 from omniattn.models.presets import PRESETS
 from omniattn.models.pretrained import from_hf
 from omniattn.models.routers import Routers
-from omniattn.models.t5 import T5, T5Config
-from omniattn.models.transformer_xl import TransformerXL, TransformerXLConfig
 from omniattn.models.vision import (
     CLIP,
     DINO,
@@ -97,7 +98,6 @@ from omniattn.models.vision import (
     ViT,
     ViTConfig,
 )
-from omniattn.models.zamba2 import Zamba2, Zamba2Config
 
 __all__ = [
     "CLIP",

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from omniattn.models.decoder import Decoder
+from omniattn.models.decoders.decoder import Decoder
+from omniattn.models.encoders.text_encoder import TextEncoderConfig
 from omniattn.models.hf import Counterpart
 from omniattn.models.model import ModelConfig
-from omniattn.models.text_encoder import TextEncoderConfig
 
 #: Ends of the names of transformers' classes with another head; the first one is preferred.
 _HEADS = ("ForPreTraining", "ForCausalLM", "LMHeadModel", "ForMaskedLM")

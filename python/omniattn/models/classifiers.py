@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.checks.arguments import shown
 from omniattn.functional.masks import KeyPadding
-from omniattn.models.bert import BertConfig
 from omniattn.models.classifier_forms import CLASSIFIERS, TEXTS, Form, kind_of, stem_of
-from omniattn.models.decoder import Decoder
+from omniattn.models.decoders.decoder import Decoder
+from omniattn.models.encoders.bert import BertConfig
+from omniattn.models.encoders.text_encoder import TextEncoderConfig
 from omniattn.models.hf import Conversion, Counterpart, Renames
 from omniattn.models.model import Model, ModelConfig
-from omniattn.models.text_encoder import TextEncoderConfig
 from omniattn.modules import Dropout, Linear
 from omniattn.modules.base.fields import Probability, Size
 

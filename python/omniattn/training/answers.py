@@ -19,7 +19,7 @@ from omniattn.training.tasks import Batch, Task
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from omniattn.models.decoder import Decoder
+    from omniattn.models.decoders.decoder import Decoder
     from omniattn.models.model import Model
 
 

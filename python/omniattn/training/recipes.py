@@ -13,7 +13,7 @@ from omniattn.models import (
     ModelConfig,
     TransformerXLConfig,
 )
-from omniattn.models.bert import MaskedConfig
+from omniattn.models.encoders.bert import MaskedConfig
 from omniattn.models.vision import CLIPConfig, DeiTConfig, DINOConfig, MAEConfig, VisionConfig
 from omniattn.suggestions import did_you_mean
 from omniattn.training.answers import Instructions

@@ -22,7 +22,7 @@ from omniattn.training.data import ByteData, read_documents
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from omniattn.models.decoder import Decoder
+    from omniattn.models.decoders.decoder import Decoder
     from omniattn.models.encoders.electra import Electra
     from omniattn.models.model import Model
 

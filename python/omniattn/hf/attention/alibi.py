@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from omniattn.hf.attention.attention import attention_forward
-from omniattn.hf.patching.probe import Finding, Left, probing
+from omniattn.hf.common.probe import Finding, Left, probing
 
 __all__ = ["bloom_forward", "find_alibi", "mpt_block_forward", "mpt_forward"]
 

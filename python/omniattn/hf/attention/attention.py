@@ -14,7 +14,7 @@ from omniattn.functional import masks
 from omniattn.hf.attention.masks import RuleMask
 from omniattn.hf.attention.paged import is_paged, paged_attention
 from omniattn.hf.attention.selected import attention_to_chosen
-from omniattn.hf.recurrent.packed import active
+from omniattn.hf.common.packed import active
 
 __all__ = ["attention_forward", "collects_weights"]
 

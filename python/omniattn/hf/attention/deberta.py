@@ -14,7 +14,7 @@ from omniattn.functional import attention
 from omniattn.functional.masks import BoolMask
 from omniattn.functional.scores import DistanceRows
 from omniattn.hf.attention.attention import collects_weights
-from omniattn.hf.patching.probe import Finding, Left, probing
+from omniattn.hf.common.probe import Finding, Left, probing
 
 __all__ = ["disentangled_forward", "find_disentangled"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from omniattn.functional import longformer_attention
 from omniattn.hf.attention.attention import collects_weights
-from omniattn.hf.patching.probe import Finding, Left, probing
+from omniattn.hf.common.probe import Finding, Left, probing
 
 __all__ = ["find_longformer", "longformer_forward"]
 

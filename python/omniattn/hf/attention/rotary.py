@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.hf.patching.probe import Finding, Forward, Left
-from omniattn.hf.patching.rescope import rescoped
+from omniattn.hf.common.probe import Finding, Forward, Left
+from omniattn.hf.common.rescope import rescoped
 
 __all__ = ["rotary_forward"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from omniattn import functional
-from omniattn.hf.patching.probe import Finding
+from omniattn.hf.common.probe import Finding
 
 __all__ = ["find_sdpa", "sdpa_forward"]
 

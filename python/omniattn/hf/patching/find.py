@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from omniattn.hf.attention.alibi import bloom_forward, find_alibi, mpt_forward
-from omniattn.hf.attention.bigbird import block_sparse_forward, find_bigbird, full_forward
 from omniattn.hf.attention.deberta import disentangled_forward, find_disentangled
 from omniattn.hf.attention.longformer import find_longformer, longformer_forward
 from omniattn.hf.attention.rotary import rotary_forward
 from omniattn.hf.attention.sdpa import find_sdpa, sdpa_forward
+from omniattn.hf.common.probe import Finding, Forward, Left, same, twin
 from omniattn.hf.patching import layers
-from omniattn.hf.patching.probe import Finding, Forward, Left, same, twin
+from omniattn.hf.patching.bigbird import block_sparse_forward, find_bigbird, full_forward
 from omniattn.hf.recurrent.recurrent import recurrent_forward
 
 __all__ = ["ATTENTIONS", "FINDERS", "Chosen", "PatchOptions"]

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from omniattn.hf.common.probe import Forward
 from omniattn.hf.patching import layers
-from omniattn.hf.patching.probe import Forward
 
 __all__ = ["LocalLayer", "kernel_mapping"]
 

@@ -17,9 +17,10 @@ from typing_extensions import Unpack
 from omniattn.checks.arguments import require_bool, shown
 from omniattn.encoding.records import packed, spelled_out
 from omniattn.hf.attention.alibi import mpt_block_forward
-from omniattn.hf.attention.bigbird import layer_forward
-from omniattn.hf.attention.interface import asks_for_attention, other_attention, own_attention
 from omniattn.hf.causal_lm import OmniattnForCausalLM
+from omniattn.hf.common.interface import asks_for_attention, other_attention, own_attention
+from omniattn.hf.common.packed import OTHER_MIXERS, model_forward, recomputed_forward
+from omniattn.hf.common.probe import Forward, Left
 from omniattn.hf.loss import (
     causal_lm_forward,
     causal_lm_loss,
@@ -27,12 +28,11 @@ from omniattn.hf.loss import (
     packed_causal_lm_forward,
     plain_head,
 )
+from omniattn.hf.patching.bigbird import layer_forward
 from omniattn.hf.patching.experts import why_unsupported
 from omniattn.hf.patching.find import ATTENTIONS, FINDERS, Chosen, PatchOptions
-from omniattn.hf.patching.probe import Forward, Left
 from omniattn.hf.patching.register import register
 from omniattn.hf.patching.subclass import original_of, subclass
-from omniattn.hf.recurrent.packed import OTHER_MIXERS, model_forward, recomputed_forward
 from omniattn.hf.recurrent.recurrent import recurrent_forward
 
 __all__ = ["is_patched", "patch", "unpatch"]

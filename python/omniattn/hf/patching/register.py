@@ -11,9 +11,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from omniattn.hf.attention.attention import attention_forward
-from omniattn.hf.attention.interface import own_attention
 from omniattn.hf.attention.masks import attention_mask
 from omniattn.hf.attention.paged import accept_continuous_batching
+from omniattn.hf.common.interface import own_attention
 from omniattn.hf.patching.experts import experts_forward
 
 __all__ = ["register"]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from omniattn.hf import loss
 from omniattn.hf.attention.rotary import rotary_forward
+from omniattn.hf.common import packed
+from omniattn.hf.common.probe import Forward
 from omniattn.hf.patching import layers
-from omniattn.hf.patching.probe import Forward
 from omniattn.hf.patching.register import register
-from omniattn.hf.recurrent import packed
 from omniattn.hf.recurrent.recurrent import recurrent_forward
 
 __all__ = ["original_of", "subclass"]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from omniattn import functional
-from omniattn.hf.patching.probe import Finding, Left, probing, takes
-from omniattn.hf.recurrent.packed import packing_of, refuse
+from omniattn.hf.common.packed import packing_of, refuse
+from omniattn.hf.common.probe import Finding, Left, probing, takes
 
 __all__ = ["lightning_forward"]
 

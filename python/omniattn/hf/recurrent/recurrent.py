@@ -14,10 +14,10 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.functional.recurrences._steps import causal_conv1d_inplace, in_place
-from omniattn.hf.patching.probe import Finding, Forward, Left, draws, own_copy, probing, takes
-from omniattn.hf.patching.rescope import rescoped
+from omniattn.hf.common.packed import active, packing_of, refuse
+from omniattn.hf.common.probe import Finding, Forward, Left, draws, own_copy, probing, takes
+from omniattn.hf.common.rescope import rescoped
 from omniattn.hf.recurrent.lightning import lightning_forward
-from omniattn.hf.recurrent.packed import active, packing_of, refuse
 from omniattn.hf.recurrent.scans import SCANS, same_scan
 
 __all__ = ["recurrent_forward"]

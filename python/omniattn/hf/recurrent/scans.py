@@ -16,8 +16,8 @@ from omniattn.functional.recurrences._steps import (
     ssd_inplace,
 )
 from omniattn.functional.state_space.ssd import Sequences, state_space_duality
-from omniattn.hf.patching.probe import Forward, draws, own_copy, takes
-from omniattn.hf.recurrent.packed import packing_of, refuse
+from omniattn.hf.common.packed import packing_of, refuse
+from omniattn.hf.common.probe import Forward, draws, own_copy, takes
 
 __all__ = ["SCANS", "same_scan"]
 

@@ -1,1 +1,1 @@
-"""Text encoders other than BERT."""
+"""Text encoders: the body that they share, and families as data."""

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
-from omniattn.models.bert import HF_HEAD, Bert, MaskedConfig
+from omniattn.models.encoders.bert import HF_HEAD, Bert, MaskedConfig
+from omniattn.models.encoders.text_encoder import HF_FIXED, HF_OPTIONS, TextEncoder, hf_weights
 from omniattn.models.hf import Conversion, Counterpart, Renames
 from omniattn.models.model import Embedding
-from omniattn.models.text_encoder import HF_FIXED, HF_OPTIONS, TextEncoder, hf_weights
 from omniattn.modules import DisentangledAttention, LayerNorm, LearnedPositional
 from omniattn.modules.base.fields import Epsilon, Size, SizeOrZero
 

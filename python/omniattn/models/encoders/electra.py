@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from omniattn import functional
 from omniattn.checks.arguments import require_integers
 from omniattn.functional.masks import Mask
-from omniattn.models.bert import MaskedConfig
-from omniattn.models.hf import Counterpart
-from omniattn.models.model import Model, ModelConfig, require_token_ids
-from omniattn.models.text_encoder import (
+from omniattn.models.encoders.bert import MaskedConfig
+from omniattn.models.encoders.text_encoder import (
     HF_FIXED,
     HF_OPTIONS,
     TextEncoder,
     TextEncoderConfig,
     hf_weights,
 )
+from omniattn.models.hf import Counterpart
+from omniattn.models.model import Model, ModelConfig, require_token_ids
 from omniattn.modules import Linear
 from omniattn.modules.base.fields import Positive, Size
 

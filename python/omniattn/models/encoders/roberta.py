@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from omniattn.models.bert import MaskedConfig
+from omniattn.models.encoders.bert import MaskedConfig
+from omniattn.models.encoders.text_encoder import HF_FIXED, HF_OPTIONS, hf_weights
 from omniattn.models.hf import Counterpart, Renames
-from omniattn.models.text_encoder import HF_FIXED, HF_OPTIONS, hf_weights
 from omniattn.modules.base.fields import Epsilon, Size, SizeOrZero
 
 #: Names of the head's weights in transformers, also in Longformer.

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omniattn.checks.arguments import shown
-from omniattn.models.bert import HF_HEAD as BERT_HEAD
-from omniattn.models.bert import MaskedConfig
+from omniattn.models.encoders.bert import HF_HEAD as BERT_HEAD
+from omniattn.models.encoders.bert import MaskedConfig
 from omniattn.models.encoders.roberta import HF_HEAD, PaddedPositionsConfig
+from omniattn.models.encoders.text_encoder import HF_FIXED, HF_OPTIONS, hf_weights
 from omniattn.models.hf import Conversion, Counterpart
-from omniattn.models.text_encoder import HF_FIXED, HF_OPTIONS, hf_weights
 from omniattn.modules import BigBirdAttention, LongformerAttention
 from omniattn.modules.base.fields import Size, SizeOrZero
 

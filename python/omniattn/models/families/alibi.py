@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from omniattn.models.decoder import Decoder
+from omniattn.models.decoders.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import MLP, Attention, DecoderBlock, LayerNorm
 from omniattn.modules.base.fields import Epsilon, Size

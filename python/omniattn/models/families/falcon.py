@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omniattn.checks.arguments import require_choice
-from omniattn.models.decoder import Decoder
-from omniattn.models.family import rope_from_hf, rope_to_hf
+from omniattn.models.decoders.decoder import Decoder
+from omniattn.models.decoders.family import rope_from_hf, rope_to_hf
 from omniattn.models.hf import Conversion, Counterpart, Renames
 from omniattn.modules import MLP, Attention, DecoderBlock, LayerNorm, RotaryEmbedding
 from omniattn.modules.base.fields import Epsilon, Positive, Size

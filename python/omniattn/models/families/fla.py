@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from omniattn.checks.arguments import shown
-from omniattn.models.blocks import BlocksConfig
+from omniattn.models.decoders.blocks import BlocksConfig
 from omniattn.models.families import fla_rwkv
 from omniattn.models.families.folders import built, tensors_of
 from omniattn.models.model import Model, ModelConfig

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from omniattn.models.family import HEAD_DIM, WINDOWS, WindowedConfig, llama_counterpart
+from omniattn.models.decoders.family import HEAD_DIM, WINDOWS, WindowedConfig, llama_counterpart
 from omniattn.models.hf import Conversion
 from omniattn.modules import Attention, DecoderBlock, GatedMLP, RMSNorm
 from omniattn.modules.base.fields import Epsilon, Size

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from omniattn.checks.arguments import shown
-from omniattn.models.deepseek import FIRST_DENSE, LATENT_NAMES, LatentExpertsConfig
-from omniattn.models.family import llama_counterpart, shortest_period
+from omniattn.models.decoders.deepseek import FIRST_DENSE, LATENT_NAMES, LatentExpertsConfig
+from omniattn.models.decoders.family import llama_counterpart, shortest_period
 from omniattn.models.hf import Conversion
 from omniattn.modules import KimiDeltaAttention, MoE, MultiHeadLatentAttention
 from omniattn.modules.base.fields import Epsilon, Size

@@ -6,7 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from omniattn.checks.arguments import shown
-from omniattn.models.family import HEAD_DIM, GroupedConfig, llama_counterpart, shortest_period
+from omniattn.models.decoders.family import (
+    HEAD_DIM,
+    GroupedConfig,
+    llama_counterpart,
+    shortest_period,
+)
 from omniattn.models.hf import Conversion
 from omniattn.modules import Attention, GatedMLP, MoE
 from omniattn.modules.base.fields import Size

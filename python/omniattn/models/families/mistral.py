@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from omniattn.models.family import HEAD_DIM, GroupedConfig, left_window, llama_counterpart
+from omniattn.models.decoders.family import HEAD_DIM, GroupedConfig, left_window, llama_counterpart
 from omniattn.modules import Attention
 from omniattn.modules.base.fields import Size
 

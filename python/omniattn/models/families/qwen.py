@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from omniattn.models.family import (
+from omniattn.models.decoders.family import (
     HEAD_DIM,
     WINDOWS,
     GroupedConfig,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from omniattn.checks.arguments import shown
+from omniattn.models.decoders.family import HEAD_DIM, llama_counterpart, rope_to_hf, shortest_period
 from omniattn.models.families.qwen import DENSE, EXPERTS, GROUPED, QwenExpertsConfig
-from omniattn.models.family import HEAD_DIM, llama_counterpart, rope_to_hf, shortest_period
 from omniattn.models.hf import Conversion, Renames
 from omniattn.modules import Attention, GatedDeltaNet, RMSNorm, RotaryEmbedding
 from omniattn.modules.base.fields import Epsilon, Size

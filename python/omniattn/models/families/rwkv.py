@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from omniattn.models.decoder import Decoder
+from omniattn.models.decoders.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import (
     DecoderBlock,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from omniattn.models.decoder import Decoder
+from omniattn.models.decoders.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import DecoderBlock, GatedMLP, LargeMLSTM, RMSNorm
 from omniattn.modules.base.fields import Epsilon, Size

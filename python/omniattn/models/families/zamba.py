@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omniattn.models.decoder import Decoder
+from omniattn.models.decoders.decoder import Decoder
+from omniattn.models.decoders.zamba2 import Zamba2, check_wiring, hybrid_weights, layers_to_hf
 from omniattn.models.hf import Conversion, Counterpart
-from omniattn.models.zamba2 import Zamba2, check_wiring, hybrid_weights, layers_to_hf
 from omniattn.modules import DecoderBlock, Mamba, RMSNorm
 from omniattn.modules.base.fields import Epsilon, Size
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from omniattn.models.decoders.llama import LlamaConfig
 from omniattn.models.families.gemma import Gemma2Config
 from omniattn.models.families.mistral import MistralConfig
 from omniattn.models.families.qwen import Qwen2Config, Qwen3Config
-from omniattn.models.llama import LlamaConfig
 from omniattn.models.model import ModelConfig
 from omniattn.reference import Llama3Scaling
 

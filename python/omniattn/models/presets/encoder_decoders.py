@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from omniattn.models.families.bart import (
+from omniattn.models.encoder_decoders.bart import (
     BartConfig,
     MarianConfig,
     MBartConfig,
     TransformerConfig,
 )
-from omniattn.models.families.switch import SwitchTransformerConfig
-from omniattn.models.image_to_text import ImageToTextConfig
+from omniattn.models.encoder_decoders.image_to_text import ImageToTextConfig
+from omniattn.models.encoder_decoders.switch import SwitchTransformerConfig
+from omniattn.models.encoder_decoders.t5 import T5Config
 from omniattn.models.model import ModelConfig
-from omniattn.models.t5 import T5Config
 from omniattn.models.vision import ViTConfig
 
 #: About as many tokens as the paper's byte-pair encoding of English and German.

@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from omniattn.models.deepseek import DeepSeekConfig, DeepSeekV2Config, DeepSeekV32Config
-from omniattn.models.experts import MixtralConfig
+from omniattn.models.decoders.deepseek import DeepSeekConfig, DeepSeekV2Config, DeepSeekV32Config
+from omniattn.models.decoders.experts import MixtralConfig
+from omniattn.models.decoders.jamba import JambaConfig
 from omniattn.models.families.kimi import KimiLinearConfig
 from omniattn.models.families.llama4 import Llama4Config
 from omniattn.models.families.qwen import Qwen2MoeConfig, Qwen3MoeConfig
 from omniattn.models.families.qwen_next import Qwen3NextConfig
-from omniattn.models.jamba import JambaConfig
 from omniattn.models.model import ModelConfig
 from omniattn.reference import Llama3Scaling, YarnScaling
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from omniattn.models.bert import BertConfig
+from omniattn.models.decoders.gpt2 import GPT2Config
+from omniattn.models.decoders.mamba import MambaConfig
+from omniattn.models.decoders.mamba2 import Mamba2Config
+from omniattn.models.decoders.transformer_xl import TransformerXLConfig
+from omniattn.models.encoders.bert import BertConfig
 from omniattn.models.families.alibi import BloomConfig, MPTConfig
 from omniattn.models.families.falcon import FalconConfig
-from omniattn.models.gpt2 import GPT2Config
-from omniattn.models.mamba import MambaConfig
-from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import ModelConfig
-from omniattn.models.transformer_xl import TransformerXLConfig
 
 _BLOOM = BloomConfig(vocab_size=250880, dim=1024, num_layers=24, num_heads=16)
 _MPT = MPTConfig(vocab_size=50432, dim=4096, num_layers=32, num_heads=32)

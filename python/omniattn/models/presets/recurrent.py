@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from omniattn.models.blocks import BlocksConfig
-from omniattn.models.differential import DifferentialConfig
+from omniattn.models.decoders.blocks import BlocksConfig
+from omniattn.models.decoders.differential import DifferentialConfig
+from omniattn.models.decoders.hybrid import hybrid_schedule
 from omniattn.models.families.rwkv import RWKV4Config, RWKV5Config, RWKV6Config, RWKV7Config
 from omniattn.models.families.xlstm import XLSTMConfig
 from omniattn.models.families.zamba import ZambaConfig
-from omniattn.models.hybrid import hybrid_schedule
 from omniattn.models.model import ModelConfig
 from omniattn.modules import (
     MLP,

@@ -6,26 +6,27 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from omniattn.models.bert import BertConfig
-from omniattn.models.blocks import BlocksConfig
-from omniattn.models.deepseek import DeepSeekConfig, MLAConfig
-from omniattn.models.differential import DifferentialConfig
+from omniattn.models.decoders.blocks import BlocksConfig
+from omniattn.models.decoders.deepseek import DeepSeekConfig, MLAConfig
+from omniattn.models.decoders.differential import DifferentialConfig
+from omniattn.models.decoders.experts import MixtralConfig, SwitchConfig
+from omniattn.models.decoders.gpt2 import GPT2Config
+from omniattn.models.decoders.hybrid import hybrid_schedule
+from omniattn.models.decoders.jamba import JambaConfig
+from omniattn.models.decoders.llama import LlamaConfig
+from omniattn.models.decoders.mamba import MambaConfig
+from omniattn.models.decoders.mamba2 import Mamba2Config
+from omniattn.models.decoders.zamba2 import Zamba2Config
+from omniattn.models.encoder_decoders.bart import TransformerConfig
+from omniattn.models.encoder_decoders.t5 import T5Config
+from omniattn.models.encoders.bert import BertConfig
 from omniattn.models.encoders.deberta import DebertaV2Config
 from omniattn.models.encoders.electra import ElectraConfig
-from omniattn.models.experts import MixtralConfig, SwitchConfig
-from omniattn.models.families.bart import TransformerConfig
 from omniattn.models.families.falcon import FalconConfig
 from omniattn.models.families.kimi import KimiLinearConfig
 from omniattn.models.families.llama4 import Llama4Config
 from omniattn.models.families.xlstm import XLSTMConfig
-from omniattn.models.gpt2 import GPT2Config
-from omniattn.models.hybrid import hybrid_schedule
-from omniattn.models.jamba import JambaConfig
-from omniattn.models.llama import LlamaConfig
-from omniattn.models.mamba import MambaConfig
-from omniattn.models.mamba2 import Mamba2Config
 from omniattn.models.model import ModelConfig
-from omniattn.models.t5 import T5Config
 from omniattn.models.vision import (
     CLIPConfig,
     DeiTConfig,
@@ -34,7 +35,6 @@ from omniattn.models.vision import (
     SwinConfig,
     ViTConfig,
 )
-from omniattn.models.zamba2 import Zamba2Config
 from omniattn.modules import (
     HGRN,
     HGRN2,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.checks.arguments import require_float, require_strided, shown
-from omniattn.models.encoder import EncoderConfig
+from omniattn.models.encoders.encoder import EncoderConfig
 from omniattn.models.model import Model
 from omniattn.modules import LayerNorm, Linear
 from omniattn.modules.base.fields import Size, SizeOrZero

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.checks.arguments import require_tensor, shown
-from omniattn.models.blocks import BlocksConfig
-from omniattn.models.decoder import Decoder
+from omniattn.models.decoders.blocks import BlocksConfig
+from omniattn.models.decoders.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.models.model import Model, require_token_ids
 from omniattn.models.vision.vit import ViT, ViTConfig, require_options, without

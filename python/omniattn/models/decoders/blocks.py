@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from omniattn.checks.arguments import shown
-from omniattn.models.decoder import Decoder
+from omniattn.models.decoders.decoder import Decoder
 from omniattn.modules import DecoderBlock, LearnedPositional, RotaryEmbedding
 from omniattn.modules.base.layer import LayerConfig
 from omniattn.modules.base.mixer import Norm

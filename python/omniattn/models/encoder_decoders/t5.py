@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from omniattn.models.encoder_decoder import EncoderDecoder
+from omniattn.models.encoder_decoders.encoder_decoder import EncoderDecoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import (
     MLP,

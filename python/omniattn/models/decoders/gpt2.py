@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from omniattn.models.decoder import Decoder
+from omniattn.models.decoders.decoder import Decoder
 from omniattn.models.hf import Counterpart
 from omniattn.modules import MLP, Attention, DecoderBlock, LayerNorm, LearnedPositional
 from omniattn.modules.base.fields import Epsilon, Size

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from omniattn.models.decoder import Decoder
-from omniattn.models.family import HEAD_DIM, GroupedConfig, llama_counterpart
+from omniattn.models.decoders.decoder import Decoder
+from omniattn.models.decoders.family import HEAD_DIM, GroupedConfig, llama_counterpart
 
 
 @dataclass(frozen=True)

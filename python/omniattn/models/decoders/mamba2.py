@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from omniattn.models.decoder import Decoder
+from omniattn.models.decoders.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import DecoderBlock, Mamba2, RMSNorm
 from omniattn.modules.base.fields import Epsilon, Size

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from omniattn.models.blocks import layer_schedule
-from omniattn.models.decoder import Decoder
+from omniattn.models.decoders.blocks import layer_schedule
+from omniattn.models.decoders.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart, Renames
 from omniattn.modules import (
     Attention,

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.functional.masks import Mask
-from omniattn.models.hf import Counterpart, Renames
-from omniattn.models.text_encoder import (
+from omniattn.models.encoders.text_encoder import (
     HF_FIXED,
     HF_OPTIONS,
     TextEncoder,
     TextEncoderConfig,
     hf_weights,
 )
+from omniattn.models.hf import Counterpart, Renames
 from omniattn.modules import LayerNorm, Linear
 from omniattn.modules.base.fields import Size
 

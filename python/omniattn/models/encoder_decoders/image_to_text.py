@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from omniattn.checks.arguments import shown
 from omniattn.functional.masks import Mask
-from omniattn.models.encoder_decoder import EncoderDecoder
-from omniattn.models.families.bart import LayerNormConfig
-from omniattn.models.gpt2 import GPT2Config
+from omniattn.models.decoders.gpt2 import GPT2Config
+from omniattn.models.encoder_decoders.bart import LayerNormConfig
+from omniattn.models.encoder_decoders.encoder_decoder import EncoderDecoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.models.vision import VisionConfig, ViTConfig
 from omniattn.modules import LearnedPositional, Linear

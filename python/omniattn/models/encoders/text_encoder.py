@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from omniattn.checks.arguments import is_one_of, require_tensor
 from omniattn.functional.masks import BoolMask, KeyPadding, Mask
-from omniattn.models.encoder import EncoderConfig
+from omniattn.models.encoders.encoder import EncoderConfig
 from omniattn.models.hf import Renames
 from omniattn.models.model import Embedding, Model, require_token_ids
 from omniattn.modules import MLP, Dropout, LayerNorm, LearnedPositional, Linear, Residual

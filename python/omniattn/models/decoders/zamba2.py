@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from omniattn import functional
 from omniattn.checks.arguments import widen
 from omniattn.functional.masks import Mask
-from omniattn.models.decoder import Decoder
+from omniattn.models.decoders.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart, Renames
 from omniattn.modules import (
     Cache,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from omniattn.checks.arguments import shown
+from omniattn.models.encoder_decoders.t5 import DECODER_LAYERS, HF_OPTIONS, HF_WEIGHTS, T5Config
 from omniattn.models.hf import Conversion, Counterpart, Renames
-from omniattn.models.t5 import DECODER_LAYERS, HF_OPTIONS, HF_WEIGHTS, T5Config
 from omniattn.modules import MoE
 from omniattn.modules.base.fields import Size
 from omniattn.modules.base.layer import LayerConfig

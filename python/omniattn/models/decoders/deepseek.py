@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from omniattn.checks.arguments import shown
-from omniattn.models.family import LlamaFamilyConfig, llama_counterpart
+from omniattn.models.decoders.family import LlamaFamilyConfig, llama_counterpart
 from omniattn.models.hf import Conversion
 from omniattn.modules import (
     DeepSeekSparseAttention,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from omniattn.models.family import HEAD_DIM, GroupedConfig, llama_counterpart
+from omniattn.models.decoders.family import HEAD_DIM, GroupedConfig, llama_counterpart
 from omniattn.modules import MLP, MoE
 from omniattn.modules.base.fields import Size
 

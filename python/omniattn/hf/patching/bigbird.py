@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from omniattn.functional import bigbird_attention
 from omniattn.hf.attention.attention import attention_forward, collects_weights
-from omniattn.hf.patching.probe import Finding, Forward, Left, probing
+from omniattn.hf.common.probe import Finding, Forward, Left, probing
 from omniattn.hf.patching.subclass import subclass
 
 __all__ = ["block_sparse_forward", "find_bigbird", "full_forward", "layer_forward"]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from omniattn.models.decoder import Decoder
+from omniattn.models.decoders.decoder import Decoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import Attention, DecoderBlock, GatedMLP, Mamba, MoE, RMSNorm
 from omniattn.modules.base.fields import Epsilon, Size

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omniattn.checks.arguments import require_choice
-from omniattn.models.encoder_decoder import EncoderDecoder
+from omniattn.models.encoder_decoders.encoder_decoder import EncoderDecoder
 from omniattn.models.hf import Conversion, Counterpart
 from omniattn.modules import (
     MLP,

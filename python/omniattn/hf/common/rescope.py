@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import CellType, FunctionType
 from typing import Any
 
-from omniattn.hf.patching.probe import Forward
+from omniattn.hf.common.probe import Forward
 
 __all__ = ["rescoped"]
 

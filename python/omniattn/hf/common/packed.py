@@ -24,8 +24,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omniattn.checks.packed import document_ids
 from omniattn.functional import masks
-from omniattn.hf.attention.interface import asks_for_attention
-from omniattn.hf.patching.probe import Forward
+from omniattn.hf.common.interface import asks_for_attention
+from omniattn.hf.common.probe import Forward
 
 __all__ = [
     "OTHER_MIXERS",

@@ -1,0 +1,1 @@
+"""Tells layers of transformers that this package computes, and packed sequences in them."""

@@ -1,0 +1,1 @@
+"""The decoder, and families of decoders as data."""

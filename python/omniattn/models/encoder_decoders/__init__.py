@@ -1,0 +1,1 @@
+"""The encoder-decoder, and families of it."""
