@@ -21,12 +21,12 @@ def examples():
 
 
 def load(monkeypatch, name, **edits):
-    """A module of omniattn.hf after edits of its text: what each replaces, by a word in it."""
-    text = (ROOT / f"python/omniattn/hf/{name}.py").read_text()
+    """A module of omniattn.hf.patching after edits of its text: what each replaces, by a word in it."""
+    text = (ROOT / f"python/omniattn/hf/patching/{name}.py").read_text()
     for old, new in edits.values():
         assert text.count(old) == 1
         text = text.replace(old, new)
-    module = types.ModuleType(f"omniattn.hf.{name}")
+    module = types.ModuleType(f"omniattn.hf.patching.{name}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(text, f"{name}.py", "exec"), vars(module))
     return module

@@ -108,10 +108,11 @@ def assert_same(model: nn.Module, patched: nn.Module, given: dict[str, torch.Ten
 def test_logits_and_gradients_are_the_models(name, length, training):
     """BigBird attends to all of 15 tokens, and to blocks of 64, in training to random ones."""
     model, patched = (each.train(training) for each in pair(name))
-    op = "longformer_attention" if name in ("longformer", "led") else "bigbird_attention"
-    module = f"omniattn.hf.{op.removesuffix('_attention')}.{op}"
+    sliding = name in ("longformer", "led")
+    op = "longformer_attention" if sliding else "bigbird_attention"
+    module = "attention.longformer" if sliding else "patching.bigbird"
     ours = mock.Mock(wraps=getattr(functional, op))
-    with mock.patch(module, ours):
+    with mock.patch(f"omniattn.hf.{module}.{op}", ours):
         assert_same(model, patched, inputs(name, length))
     assert ours.call_count == (0 if "bigbird" in op and length == 15 else 2)
 

@@ -33,8 +33,10 @@ def spec(monkeypatch):
     function, definition, spec = examples()
     public = run_in("functional.recurrences.linear_attention", function)
     monkeypatch.setattr(functional, NAME, public, raising=False)
-    monkeypatch.setattr(reference, NAME, run_in("reference.recurrence", definition), raising=False)
-    return run_in("testing.specs.recurrence", spec, "eval")
+    monkeypatch.setattr(
+        reference, NAME, run_in("reference.recurrences.recurrence", definition), raising=False
+    )
+    return run_in("testing.specs.recurrences.recurrence", spec, "eval")
 
 
 @pytest.mark.parametrize("dtype", [F64, F32, BF16])
