@@ -1,4 +1,5 @@
-// The active instruction set, for `omniattn info` and for tests that run every ISA in one process.
+// Settings of the process: the active instruction set, for `omniattn info` and for tests that run
+// every ISA in one process, and batch invariance.
 #include <torch/csrc/stable/library.h>
 
 #include "runtime/measured_isa.h"
@@ -24,6 +25,7 @@ bool set_least_madds(int64_t op, int64_t isa, int64_t madds) {
   }
   return known;
 }
+void set_batch_invariance(bool on) { omniattn::batch_invariance() = on; }
 int64_t tile_state() { return omniattn::tile_state(); }
 
 }  // namespace
@@ -33,6 +35,7 @@ STABLE_TORCH_LIBRARY(omniattn, m) {
   m.def("cpu_isa() -> int");
   m.def("detected_cpu_isa() -> int");
   m.def("has_cpu_isa(int isa) -> bool");
+  m.def("set_batch_invariance(bool on) -> ()");
   m.def("set_cpu_isa(int isa) -> bool");
   m.def("set_least_madds(int op, int isa, int madds) -> bool");
   m.def("tile_state() -> int");
@@ -42,6 +45,7 @@ STABLE_TORCH_LIBRARY_IMPL(omniattn, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("detected_cpu_isa", TORCH_BOX(&detected_cpu_isa));
   m.impl("has_cpu_isa", TORCH_BOX(&has_cpu_isa));
+  m.impl("set_batch_invariance", TORCH_BOX(&set_batch_invariance));
   m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
   m.impl("set_least_madds", TORCH_BOX(&set_least_madds));
   m.impl("tile_state", TORCH_BOX(&tile_state));

@@ -7,6 +7,7 @@
 
 #include <atomic>
 
+#include "runtime/batch_invariance.h"
 #include "runtime/cpu_isa.h"
 
 namespace omniattn {
@@ -20,12 +21,13 @@ inline std::atomic<int64_t>& least_madds(MeasuredOp op, Isa isa) {
 }
 
 // The highest level up to the active one that multiplies these factors and is fast at `madds`
-// multiply-adds.
+// multiply-adds; with batch invariance the highest level that multiplies them, whatever their number.
 inline Isa isa_for(MeasuredOp op, DType factors, int64_t madds) {
   Isa isa = active_isa();
   const auto suits = [&] {
     const int64_t least = least_madds(op, isa).load(std::memory_order_relaxed);
-    return has_all_kernels(isa) || (multiplies(isa, factors) && madds >= least);
+    const bool fast = is_batch_invariant() || madds >= least;
+    return has_all_kernels(isa) || (multiplies(isa, factors) && fast);
   };
   while (!has_isa(isa) || !suits()) {
     isa = static_cast<Isa>(static_cast<int32_t>(isa) - 1);

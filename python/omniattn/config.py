@@ -1,4 +1,4 @@
-"""Environment variables of the package, read once at import."""
+"""Environment variables of the package, read once at import, and settings of the process."""
 
 from __future__ import annotations
 
@@ -29,5 +29,45 @@ if _PIECES not in ("0", "3"):
     raise ImportError(f"omniattn: OMNIATTN_FP32_PIECES must be 0 or 3, got {_PIECES!r}")
 FP32_PIECES = int(_PIECES)
 
+#: True with batch invariance (`OMNIATTN_BATCH_INVARIANT=1`), which `batch_invariant` sets.
+BATCH_INVARIANT = os.environ.get("OMNIATTN_BATCH_INVARIANT", "0") not in ("", "0")
+
 #: True if ops with several code paths log the chosen path to stderr (`OMNIATTN_LOG_PATHS=1`).
 LOG_PATHS = os.environ.get("OMNIATTN_LOG_PATHS", "0") not in ("", "0")
+
+
+class batch_invariant:  # noqa: N801, like torch.set_grad_enabled
+    """Makes the bits of each row of a result independent of the other rows of the call.
+
+    A sequence then has the same bits alone as in any batch, and for attention, norms, experts,
+    losses and linear layers a token has the same bits in a step of decoding, in a chunk and in the
+    whole prompt. docs/precision.md lists the ops, and what the kernels cost that this leaves out.
+    It applies to CPU tensors and to all threads, at once; with tensors of other devices it has no
+    effect on their kernels.
+
+        omniattn.config.batch_invariant(True)    # for the rest of the process
+        with omniattn.config.batch_invariant():  # in a block
+            logits = model(tokens)
+
+    Args:
+        enabled: False restores the fastest kernel for each size.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        if not isinstance(enabled, bool):
+            raise TypeError(f"batch_invariant: enabled must be a bool, got enabled={enabled!r}")
+        self._before = BATCH_INVARIANT
+        _set_batch_invariance(enabled)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None:
+        _set_batch_invariance(self._before)
+
+
+def _set_batch_invariance(enabled: bool) -> None:
+    global BATCH_INVARIANT
+    import torch
+
+    torch.ops.omniattn.set_batch_invariance(enabled)
+    BATCH_INVARIANT = enabled

@@ -15,13 +15,16 @@ constexpr int64_t kMaskWords = kKeyBlock / 64;  // words of visibility of one qu
 // than the area of its triangle.
 constexpr int64_t kRowGroup = kOnTiles ? kTileRows : 24;
 constexpr int64_t kRowGroups = kQueryBlock / kRowGroup;
+// Columns begin at a multiple of this. Weights of 16 bits are summed two vectors at a time: the
+// order of a row's sum must not depend on the other rows of its group.
+constexpr int64_t kFirstColumn = has_all_kernels(kIsa) ? 16 : 32;
 
 // Work of one tile (a query block x a key block). Ranges of keys are relative to the block.
 struct TilePlan {
   Range queries, keys;        // positions; keys.end is the end of the block or Tk
   bool masked[kRowGroups];    // a key of the group's columns is hidden from one of its rows
   Range seen[kRowGroups];     // contains every key visible to the group; may be empty
-  Range columns[kRowGroups];  // seen, rounded to multiples of 16
+  Range columns[kRowGroups];  // seen, rounded to multiples of kFirstColumn and 16
   uint64_t visible[kQueryBlock][kMaskWords];  // for rows in masked groups
 
   OMNIATTN_INLINE int64_t rows() const { return queries.end - queries.begin; }

@@ -45,7 +45,8 @@ bool plan_tile(const AttentionProblem& p, int64_t b, int64_t h, Range queries, R
     plan.masked[g] = false;
     if (is_empty(seen)) continue;
     plan.seen[g] = {seen.begin - keys.begin, seen.end - keys.begin};
-    plan.columns[g] = {plan.seen[g].begin / 16 * 16, round_up(plan.seen[g].end, 16)};
+    plan.columns[g] = {plan.seen[g].begin / kFirstColumn * kFirstColumn,
+                       round_up(plan.seen[g].end, 16)};
     plan.masked[g] = !sees_all(
         p.mask, b, h, q, {keys.begin + plan.columns[g].begin, keys.begin + plan.columns[g].end});
     any = any || !plan.masked[g];

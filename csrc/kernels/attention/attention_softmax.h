@@ -85,10 +85,9 @@ template <class M, class To, class A>
 OMNIATTN_INLINE void weigh(const Score& score, const SoftmaxRow<A>& row, Range columns) {
   using V = Vec<A>;
   with_weight(score, softmax_shift(*row.m), [&](auto weight) {
-    V sum = load(row.l);
+    V sum = load(row.l), other = zero<A>();
     int64_t n = columns.begin;
     if constexpr (std::is_same_v<To, bf16>) {  // narrowed two vectors at a time
-      V other = zero<A>();
       for (; n + 2 * V::kWidth <= columns.end; n += 2 * V::kWidth) {
         const V w = weight(load_logits<M>(row, n)).value;
         const V next = weight(load_logits<M>(row, n + V::kWidth)).value;
@@ -96,13 +95,13 @@ OMNIATTN_INLINE void weigh(const Score& score, const SoftmaxRow<A>& row, Range c
         sum += w;
         other += next;
       }
-      sum += other;
     }
     for (; n < columns.end; n += V::kWidth) {
       const V w = weight(load_logits<M>(row, n)).value;
       store_weights<To>(row.s, n, w);
       sum += w;
     }
+    if constexpr (std::is_same_v<To, bf16>) sum += other;
     store(row.l, sum);
   });
 }

@@ -98,31 +98,54 @@ void multiply_by_keys(const TilePlan& plan, const M* rows, int64_t lda, int64_t 
 template <class M>
 constexpr int64_t kSumColumns = (kSplits<M> ? 4 : 1) * kPanelCols<M>;
 
+// Operands Y of the pairs of `keys`, whose first pair is at `pairs`: in place, or in `copy` with 0
+// for a key of a pair that is not among `keys`, if products of 0 with it would be NaN.
+template <class M>
+Panels<M> seen_rows(const M* pairs, int64_t ldy, Range keys, int64_t cols, M* copy) {
+  constexpr int64_t kWidth = kSumColumns<M>;
+  const int64_t begin = keys.begin / 2 * 2, end = round_up(keys.end, 2);
+  const auto is_finite = [&](int64_t key) {
+    const M* const row = pairs + (key / 2 * 2 - begin) * ldy + key % 2;
+    compute_t<M> sum = 0;
+    for (int64_t c = 0; c < cols; ++c) sum += 0 * widen(row[2 * c]);
+    return sum == 0;
+  };
+  if ((begin == keys.begin || is_finite(begin)) && (end == keys.end || is_finite(keys.end))) {
+    return row_panels(pairs, ldy);
+  }
+  fill_zero(copy, (end - begin) * kWidth);
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    const int64_t row = key / 2 * 2 - begin;
+    for (int64_t c = key % 2; c < 2 * cols; c += 2) {
+      copy[row * kWidth + c] = pairs[row * ldy + c];
+    }
+  }
+  return row_panels<M>(copy, kWidth);
+}
+
 // sum += X Y for a range of keys, at most kSumColumns columns. X (rows, keys) has row stride ldx; Y
-// has one row per key with stride ldy, for 16-bit operands in pairs of rows.
+// has one row per key with stride ldy, for 16-bit operands in pairs of rows. The order of a row's
+// sum does not depend on the range, as long as it has the keys whose weights are not 0.
 template <class M>
 void accumulate_range(const computed_t<M>* x, int64_t ldx, const M* y, int64_t ldy, Range keys,
                       int64_t rows, int64_t cols, compute_t<M>* sum, int64_t ld) {
   const auto multiply = [&](int64_t key, int64_t count, const Panels<M>& b) {
     gemm_tile<M>(x + key, ldx, b, sum, ld, rows, cols, count, true);
   };
-  const auto rows_from = [&](int64_t key) { return row_panels(y + key * ldy, ldy); };
   if constexpr (Operand<M>::kStep == 1) {
-    multiply(keys.begin, keys.end - keys.begin, rows_from(keys.begin));
+    multiply(keys.begin, keys.end - keys.begin, row_panels(y + keys.begin * ldy, ldy));
   } else {
-    // An unseen key of a pair must not even be multiplied by 0: it could be NaN.
-    const auto multiply_half = [&](int64_t key) {
-      M pairs[2 * kSumColumns<M>] = {};
-      const M* const from = rows_from(key / 2 * 2).data + key % 2;
-      for (int64_t c = 0; c < cols; ++c) pairs[2 * c + key % 2] = from[2 * c];
-      multiply(key / 2 * 2, 2, packed_panels(static_cast<const M*>(pairs), 2));
+    M copy[kKeyBlock * kSumColumns<M>];
+    const auto multiply_pairs = [&](Range piece) {
+      if (is_empty(piece)) return;
+      const int64_t begin = piece.begin / 2 * 2;
+      multiply(begin, round_up(piece.end, 2) - begin,
+               seen_rows<M>(y + begin * ldy, ldy, piece, cols, copy));
     };
-    const Range whole = {round_up(keys.begin, 2), keys.end / 2 * 2};
-    if (whole.begin > keys.begin) multiply_half(keys.begin);
-    if (whole.begin < whole.end) {
-      multiply(whole.begin, whole.end - whole.begin, rows_from(whole.begin));
-    }
-    if (whole.end < keys.end && whole.end >= keys.begin) multiply_half(whole.end);
+    // An instruction adds the products of 32 keys before it adds them to the sum.
+    const int64_t first = kOnTiles ? smaller(round_up(keys.begin, 32), keys.end) : keys.begin;
+    multiply_pairs({keys.begin, first});
+    multiply_pairs({first, keys.end});
   }
 }
 

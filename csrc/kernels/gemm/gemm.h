@@ -42,6 +42,9 @@ struct GemmParams {
   // of B, which must all be finite.
   int64_t split_bf16 = 0;
   const float *a_exponents = nullptr, *b_exponents = nullptr;
+
+  // Few rows are multiplied in the order of many.
+  bool as_many_rows = false;
 };
 static_assert(std::is_trivially_copyable_v<GemmParams>);
 

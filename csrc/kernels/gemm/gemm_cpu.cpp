@@ -19,7 +19,8 @@ constexpr int64_t kEnoughItems = 8;
 constexpr int64_t kDotItem = 64;
 
 bool is_dot(const GemmParams& p) {
-  return p.m <= kMaxDotRows && p.b_transposed && !p.a_transposed && !p.accumulate;
+  return p.m <= kMaxDotRows && !p.as_many_rows && p.b_transposed && !p.a_transposed &&
+         !p.accumulate;
 }
 
 // True if A is multiplied in place instead of being packed for each block of columns.

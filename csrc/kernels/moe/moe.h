@@ -41,6 +41,7 @@ struct MoeBlock {
 struct MoeMatrix {
   const void* data;
   int64_t expert, k_stride, n_stride;
+  bool as_many_rows;  // few rows are multiplied in the order of many
 };
 
 // How h is computed from pre.

@@ -43,7 +43,7 @@ template <class T, class A, class S>
 void multiply(const A* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix& matrix, int64_t k,
               int64_t cols, T* panels, compute_t<T>* c, int64_t ldc, bool accumulate) {
   const bool along_k = matrix.k_stride == 1;
-  if (along_k && rows <= kMaxDotRows) {
+  if (along_k && rows <= kMaxDotRows && !matrix.as_many_rows) {
     return dot_rows(a, lda, rows, b, matrix.n_stride, cols, k,
                     [&](int64_t r, int64_t n, compute_t<T> sum) {
                       compute_t<T>& to = c[r * ldc + n];
@@ -51,7 +51,7 @@ void multiply(const A* a, int64_t lda, int64_t rows, const S* b, const MoeMatrix
                     });
   }
   if constexpr (TypeTraits<T>::kDType == TypeTraits<S>::kDType && Operand<T>::kStep == 1) {
-    if (!along_k && rows <= kMaxRowsInPlace) {
+    if (!along_k && rows <= kMaxRowsInPlace && !matrix.as_many_rows) {
       return gemm_tile<T>(a, lda, row_panels<T>(b, matrix.k_stride), c, ldc, rows, cols, k,
                           accumulate);
     }

@@ -97,6 +97,12 @@ Isa isa_of(const AttentionProblem& p) {
                  group_size(p) * p.tq * p.tk * (p.d + p.dv));
 }
 
+// True if a problem has few queries, for which decoding is faster. Its sums are not those of
+// blocks.
+bool is_decoded(const AttentionProblem& p) {
+  return takes_decode_path_cpu(p) && !is_batch_invariant();
+}
+
 // Runs problems of one level, each by the first path that takes it.
 template <class Table, class Params, class F>
 void run_paths_of_level(const Table& table, std::span<Params> problems, const F& heads) {
@@ -212,8 +218,7 @@ void run_blocks(ForwardProblems problems) {
 const PathTable<bool(const Forward&, const Load&), void(ForwardProblems)> kForwardPaths(
     "attention",
     {
-        {"decode", [](const Forward& x, const Load&) { return takes_decode_path_cpu(x.problem); },
-         run_decode},
+        {"decode", [](const Forward& x, const Load&) { return is_decoded(x.problem); }, run_decode},
         {"heads", [](const Forward&, const Load& load) { return has_heads_enough(load); },
          run_heads},
         {"blocks", [](const Forward&, const Load&) { return true; }, run_blocks},
@@ -264,7 +269,8 @@ const PathTable<bool(const Backward&, const Load&), void(BackwardProblems)> kBac
 const PathTable<bool(const AttentionProblem&), void(const AttentionWeightsParams&)> kWeightsPaths(
     "attention_weights",
     {
-        {"rows", takes_decode_path,
+        {"rows",
+         [](const AttentionProblem& p) { return takes_decode_path(p) && !is_batch_invariant(); },
          [](const AttentionWeightsParams& w) {
            run<AttentionWeightsParams>(
                attention_few_weights_kernels(w.problem.dtype).weights, {&w, 1},
@@ -283,7 +289,7 @@ const PathTable<bool(const AttentionProblem&), void(const AttentionWeightsParams
 void fit_tail(const Forward& x, Tensors& gathered) {
   const AttentionProblem& p = x.problem;
   const bool has_lse = divides_rows(p.score) || is_stick(p.score);
-  if (x.lse_tail == nullptr || !takes_decode_path_cpu(p) || !has_lse) return;
+  if (x.lse_tail == nullptr || !is_decoded(p) || !has_lse) return;
   const auto& kernels = attention_terms_kernels(p.dtype);
   if (!kernels.has_large_lse(x)) return;
   const Tensor out = empty_tensor({p.batch, p.tq, p.hq, p.dv}, p.dtype);
@@ -311,7 +317,7 @@ void run_forward(AttentionForwardParams f, const Sequences& sequences) {
   auto problems = problems_of(f, sequences);
   Tensors gathered;
   for (Forward& x : problems) {
-    const bool reads_in_place = takes_decode_path_cpu(x.problem);
+    const bool reads_in_place = is_decoded(x.problem);
     if (is_gathered(x.problem) && !reads_in_place) gather_rows(x.problem, gathered);
   }
   run_paths(kForwardPaths, std::span(problems), kv_heads);

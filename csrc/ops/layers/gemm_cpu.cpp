@@ -10,6 +10,7 @@
 #include "ops/parallel.h"
 #include "ops/registry.h"
 #include "ops/stage.h"
+#include "runtime/batch_invariance.h"
 #include "semantics/seqlen.h"
 
 namespace omniattn::ops::gemm {
@@ -36,8 +37,9 @@ DType factors(const GemmParams& p) {
   return is_on_tiles(p.b_dtype) ? p.b_dtype : p.a_dtype;
 }
 
-void run(std::span<const GemmParams> products) {
+void run(std::vector<GemmParams> products) {
   if (products.empty()) return;
+  for (GemmParams& p : products) p.as_many_rows = is_batch_invariant();
   const GemmKernels& kernels = gemm_kernels(factors(products[0]));
   int64_t items = 0, bytes = 0;
   for (const GemmParams& p : products) {
@@ -45,7 +47,8 @@ void run(std::span<const GemmParams> products) {
     bytes = std::max(bytes, kernels.workspace_bytes(p));
   }
   const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
-  run_stage(products, kernels.items, ThreadMemory(threads, bytes), kernels.run);
+  run_stage(std::span<const GemmParams>(products), kernels.items, ThreadMemory(threads, bytes),
+            kernels.run);
 }
 
 // Exponents of the rows or columns of a matrix, and the layout of the matrix.
@@ -94,7 +97,7 @@ Tensor find(std::vector<Exponents>& all) {
 
 bool takes_pieces(const GemmParams& p) {
   return p.split_bf16 > 0 && p.a_dtype == DType::f32 && p.b_dtype == DType::f32 &&
-         p.m > kMaxDotRows && is_on_tiles(DType::bf16);
+         (p.m > kMaxDotRows || is_batch_invariant()) && is_on_tiles(DType::bf16);
 }
 
 }  // namespace
@@ -123,7 +126,7 @@ std::vector<bool> multiply_in_pieces(std::span<const GemmParams> products) {
     finite.back().a_exponents = a.found;
     finite.back().b_exponents = b.found;
   }
-  run(finite);
+  run(std::move(finite));
   return made;
 }
 
@@ -135,7 +138,7 @@ void multiply_each(std::span<const GemmParams> products) {
     others.push_back(products[i]);
     others.back().split_bf16 = 0;
   }
-  run(others);
+  run(std::move(others));
 }
 
 void multiply(const Operand& a, const Operand& b, const void* bias, void* c, DType c_dtype,

@@ -7,6 +7,7 @@
 #include "ops/fields.h"
 #include "ops/layers/gemm.h"
 #include "ops/tensor.h"
+#include "runtime/batch_invariance.h"
 #include "semantics/seqlen.h"
 
 namespace omniattn::ops::moe {
@@ -28,8 +29,12 @@ struct Experts {
 
   const void* data() const { return tensor.const_data_ptr(); }
   // The matrix B of the products x W^T (forward) and y W (backward).
-  MoeMatrix forward() const { return {data(), expert_stride, in_stride, out_stride}; }
-  MoeMatrix backward() const { return {data(), expert_stride, out_stride, in_stride}; }
+  MoeMatrix forward() const {
+    return {data(), expert_stride, in_stride, out_stride, is_batch_invariant()};
+  }
+  MoeMatrix backward() const {
+    return {data(), expert_stride, out_stride, in_stride, is_batch_invariant()};
+  }
 };
 
 // Checked arguments of forward and backward.

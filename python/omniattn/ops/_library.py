@@ -272,6 +272,7 @@ def _refuse_layout(name: str) -> Callable[..., NoReturn]:
 _check_torch()
 _load("cpu", config.CPU_LIBRARY)
 _check_levels()
+torch.ops.omniattn.set_batch_invariance(config.BATCH_INVARIANT)
 _functions_of = _read_functions()
 #: Numbers that shapes of results depend on, such as the tokens of a chunk; csrc/ops sets them.
 CONSTANTS = _read_constants()

@@ -21,6 +21,7 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _is_tracing as is_tracing
 from torch.compiler import is_compiling
 
+from omniattn import config
 from omniattn.config import CPU_ISAS
 from omniattn.ops import _library  # loads the ops
 from omniattn.ops._cpu import cpu_family, cpuinfo, record_of_family
@@ -190,11 +191,11 @@ def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
     (torch 2.13), and a NaN in the next row would reach the result.
 
     It also includes split-bf16 fp32 products (_precision.py) of any size, which the user requested
-    and torch does not have.
+    and torch does not have, and all products with `config.batch_invariant`.
     """
     if not x.is_cpu:
         return False
-    if split_bf16 > 0 or (_TORCH_READS_ON and x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 1):
+    if split_bf16 > 0 or config.BATCH_INVARIANT or (_TORCH_READS_ON and x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 1):
         return True
     choice = CHOICE[x.dtype]
     if isinstance(choice, Rule):
