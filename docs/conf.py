@@ -56,6 +56,7 @@ CONTENTS = {
         "distributed",
         "export",
         "precision",
+        "batch_invariance",
         "calculators",
         "worked_numbers",
         "compare",

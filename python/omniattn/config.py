@@ -36,7 +36,7 @@ BATCH_INVARIANT = os.environ.get("OMNIATTN_BATCH_INVARIANT", "0") not in ("", "0
 LOG_PATHS = os.environ.get("OMNIATTN_LOG_PATHS", "0") not in ("", "0")
 
 
-class batch_invariant:  # noqa: N801, like torch.set_grad_enabled
+class batch_invariant:
     """Makes the bits of each row of a result independent of the other rows of the call.
 
     A sequence then has the same bits alone as in any batch, and for attention, norms, experts,

@@ -21,7 +21,7 @@ def examples():
 
 
 def load(monkeypatch, name, **edits):
-    """A module of omniattn.hf.patching after edits of its text: what each replaces, by a word in it."""
+    """Returns a module of omniattn.hf.patching after edits: what each replaces, by a word in it."""
     text = (ROOT / f"python/omniattn/hf/patching/{name}.py").read_text()
     for old, new in edits.values():
         assert text.count(old) == 1

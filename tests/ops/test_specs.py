@@ -58,6 +58,7 @@ MATRIX = {
     "far": ("few", (BF16,)),
     "poisoned": ("few", (F32, BF16)),
     "deterministic": ("few", (F32, BF16)),
+    "batch_invariant": ("tiny and few", (F32, BF16, F16)),
     "every_isa": ("few", (F64, F32, BF16, F16)),
     "compiled": ("tiny", (F32,)),
     "dynamic": ("packed", (F32,)),

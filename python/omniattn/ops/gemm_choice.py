@@ -195,7 +195,11 @@ def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
     """
     if not x.is_cpu:
         return False
-    if split_bf16 > 0 or config.BATCH_INVARIANT or (_TORCH_READS_ON and x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 1):
+    if (
+        split_bf16 > 0
+        or config.BATCH_INVARIANT
+        or (_TORCH_READS_ON and x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 1)
+    ):
         return True
     choice = CHOICE[x.dtype]
     if isinstance(choice, Rule):

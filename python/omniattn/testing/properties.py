@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from omniattn.testing.autocast import KEPT, LEADERS, rule_of
+from omniattn.testing.batches import batch_invariant
 from omniattn.testing.environment import current_device, isa, isas, threads
 from omniattn.testing.errors import assert_as_exact, assert_same, assert_within_budget, references
 from omniattn.testing.memory import LAYOUTS, poisoned_memory
@@ -414,6 +415,7 @@ PROPERTIES: dict[str, Property] = {
         far,
         poisoned,
         deterministic,
+        batch_invariant,
         every_isa,
         compiled,
         dynamic,

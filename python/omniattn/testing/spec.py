@@ -170,6 +170,9 @@ class OpSpec:
         second_order: True if second derivatives exist; otherwise they must raise.
         special: labels of cases that exercise special features of the op. Properties too slow for
             every case are tested on these and on the second case.
+        batch_invariant: False if a row's bits depend on the number of rows even with
+            `config.batch_invariant`: torch's functions compute the last elements of a tensor in
+            another way than the others, and random numbers depend on the index of an element.
         chooses: True if the function may call torch's kernel; checks force the native one.
         adapt: wraps the function so that all its tensors are separate arguments or results.
     """
@@ -189,6 +192,7 @@ class OpSpec:
     gradient_factors: Mapping[str, float] = field(default_factory=dict)
     second_order: bool = False
     special: tuple[str, ...] = ()
+    batch_invariant: bool = True
     chooses: bool = False
     adapt: Callable[[Function], Function] = lambda function: function
 

@@ -38,6 +38,7 @@ PATH_ATTENTION = OpSpec(
     family="attention",
     cuda="emulated",
     paper="Yang et al. 2025, arXiv 2505.16381",
+    batch_invariant=False,
     inputs=_inputs,
     differentiable=("q", "k", "v", "w", "beta", "g"),
     flops=_flops,

@@ -35,6 +35,7 @@ WALL_ATTENTION = OpSpec(
     family="attention",
     cuda="emulated",
     paper="Averbuch and Pai 2026, https://blog.tilderesearch.com/blog/wall-attn",
+    batch_invariant=False,
     inputs=_inputs,
     differentiable=("q", "k", "v", "g", "g_scalar", "sinks"),
     flops=_flops,

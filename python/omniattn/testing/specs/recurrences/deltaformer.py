@@ -47,6 +47,7 @@ SPECS = (
         family="DeltaFormer",
         cuda="emulated",
         paper="Zhong et al. 2025, arXiv 2505.19488",
+        batch_invariant=False,
         inputs=_inputs,
         differentiable=("q", "k", "v", "beta", "past"),
         flops=_flops,

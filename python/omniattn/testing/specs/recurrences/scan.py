@@ -126,6 +126,7 @@ MLSTM = OpSpec(
     family="scan",
     cuda="emulated",
     paper="Beck et al. 2024, arXiv 2405.04517",
+    batch_invariant=False,
     inputs=_mlstm_inputs,
     differentiable=("q", "k", "v", "i", "f", "C", "n", "m"),
     flops=_flops(4, "B", "T", "H", "K", "V"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -363,25 +364,28 @@ CHUNKS = _spec(
     special=("scaled", "decode"),
     inputs=_chunks,
 )
-TWO_PATTERNS = _spec(
-    "local_strided_attention",
-    "patterns: Child et al. 2019, arXiv 1904.10509",
-    _two_patterns,
-    (
-        tokens("tiny", 1, 5, 2, 1, 3, 2, ("gate",), window=2, stride=2),
-        tokens("plain", 2, 150, 4, 2, 16, None, ("gate",), window=30, stride=16),
-        tokens("heads", 2, 130, 4, 2, 16, 8, ("gate per head",), 90, window=30, stride=7),
-        tokens(
-            *("dropout", 2, 70, 4, 2, 16, 8, ("gate", "seed"), 50),
-            window=9,
-            stride=7,
-            softcap=3.0,
-            dropout_p=0.3,
+TWO_PATTERNS = replace(
+    _spec(
+        "local_strided_attention",
+        "patterns: Child et al. 2019, arXiv 1904.10509",
+        _two_patterns,
+        (
+            tokens("tiny", 1, 5, 2, 1, 3, 2, ("gate",), window=2, stride=2),
+            tokens("plain", 2, 150, 4, 2, 16, None, ("gate",), window=30, stride=16),
+            tokens("heads", 2, 130, 4, 2, 16, 8, ("gate per head",), 90, window=30, stride=7),
+            tokens(
+                *("dropout", 2, 70, 4, 2, 16, 8, ("gate", "seed"), 50),
+                window=9,
+                stride=7,
+                softcap=3.0,
+                dropout_p=0.3,
+            ),
         ),
+        (_timed(tokens("two", 1, 1024, 8, 8, 64, None, ("gate",), window=128, stride=64)),),
+        special=("heads",),
+        more=("gate",),
     ),
-    (_timed(tokens("two", 1, 1024, 8, 8, 64, None, ("gate",), window=128, stride=64)),),
-    special=("heads",),
-    more=("gate",),
+    batch_invariant=False,
 )
 
 SPECS = (LONGFORMER, BIGBIRD, HUBS, REPRESENTATIVES, CHUNKS, TWO_PATTERNS)

@@ -76,6 +76,7 @@ SPECS = (
         family="state space",
         cuda="emulated",
         paper="Lahoti et al. 2026, arXiv 2603.15569",
+        batch_invariant=False,
         inputs=_inputs,
         differentiable=(
             *("q", "k", "v", "adt", "dt", "trap", "q_bias", "k_bias", "angles", "D", "z"),
