@@ -21,7 +21,8 @@ inline std::atomic<int64_t>& least_madds(MeasuredOp op, Isa isa) {
 }
 
 // The highest level up to the active one that multiplies these factors and is fast at `madds`
-// multiply-adds; with batch invariance the highest level that multiplies them, whatever their number.
+// multiply-adds; with batch invariance the highest level that multiplies them, whatever their
+// number.
 inline Isa isa_for(MeasuredOp op, DType factors, int64_t madds) {
   Isa isa = active_isa();
   const auto suits = [&] {
