@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +62,14 @@ def require_sequences(
     return count
 
 
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Records operations for autograd, also in a kernel that runs below it, as under a trace."""
+    below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with below, torch.enable_grad():
+        yield
+
+
 def recomputed(
     forward: Callable[..., tuple[Tensor, ...]], outputs: int, inputs: int
 ) -> Callable[..., tuple[Tensor, ...]]:
@@ -77,7 +86,7 @@ def recomputed(
             for t in arguments[:inputs]
         ]
         leaves = [t for t in given if t is not None]
-        with torch.enable_grad():
+        with _recording():
             out = forward(*given, *arguments[inputs:])
         found: Iterator[Tensor | None] = iter([None] * len(leaves))
         pairs = [
@@ -85,7 +94,8 @@ def recomputed(
         ]
         if pairs:
             outs, incoming = zip(*pairs, strict=True)
-            found = iter(torch.autograd.grad(outs, leaves, incoming, allow_unused=True))
+            with _recording():  # checkpoints run again
+                found = iter(torch.autograd.grad(outs, leaves, incoming, allow_unused=True))
         results = []
         for t in given:
             if t is None:
