@@ -105,6 +105,54 @@ def titans_linear(
     return o.movedim(0, 2).flatten(2, 3).transpose(1, 2), weights, momentum, weights
 
 
+def atlas_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    theta: Tensor | None = None,
+    alpha: Tensor | None = None,
+    eta: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    newton_schulz_steps: int = 0,
+    mini_batch_size: int = 16,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Gradients of the tokens of a mini-batch as matrices, their sums, and steps one by one."""
+    size, window = mini_batch_size, gamma.shape[-1]
+    lacks(**options, part=q.shape[1] % size > 0)
+    assert theta is not None and alpha is not None and eta is not None
+    k, v = (F.pad(t, (0, 0, 0, 0, window - 1, 0)).transpose(1, 2) for t in (k, v))
+    q, gamma = (t.transpose(1, 2) for t in (q * scale, -2 * gamma.flip(-1)))
+    theta, gate, eta = (t.transpose(1, 2)[..., None, None] for t in (theta, 1 - alpha, eta))
+    weights = momentum = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3])
+    out = []
+    for first in range(0, q.shape[2], size):
+        around = slice(first, first + size + window - 1)
+        u = k[:, :, around] @ weights - v[:, :, around]
+        slopes = (k[:, :, around, :, None] * u[..., None, :]).unfold(2, window, 1)
+        steps = (slopes @ gamma[:, :, first : first + size, None, :, None]).squeeze(-1)
+        for t in range(first, first + size):
+            momentum = eta[:, :, t] * momentum + steps[:, :, t - first]
+            moved = _orthogonal(momentum, newton_schulz_steps)
+            weights = gate[:, :, t] * weights + theta[:, :, t] * moved
+            out.append((q[:, :, t, None] @ weights).squeeze(2))
+    past = (t[:, :, q.shape[2] :].transpose(1, 2) for t in (k, v))
+    return torch.stack(out, 1), weights, momentum, weights, *past
+
+
+def _orthogonal(x: Tensor, steps: int) -> Tensor:
+    """Newton-Schulz steps of Muon."""
+    if steps == 0:
+        return x
+    x = x / x.norm(dim=(-2, -1), keepdim=True)
+    for _ in range(steps):
+        square = x @ x.mT
+        x = 3.4445 * x + (2.0315 * square @ square - 4.775 * square) @ x
+    return x
+
+
 def _states(left: Tensor, right: Tensor, end: Tensor) -> Tensor:
     """States (B, H, n, K, V) before chunks, which add left^T right and decay by `end`."""
     added, state, found = left.mT @ right, torch.zeros_like((left.mT @ right)[:, :, 0]), []
@@ -155,6 +203,7 @@ def mesa_net(
 
 BASELINES = {
     "titans_linear": {"aten": titans_linear, "compiled": compiled(titans_linear)},
+    "atlas_linear": {"aten": atlas_linear, "compiled": compiled(atlas_linear)},
     "ttt_linear": {"aten": ttt_linear, "compiled": compiled(ttt_linear)},
     "mesa_net": {"aten": mesa_net, "compiled": compiled(mesa_net)},
 }

@@ -129,6 +129,10 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "Titans: a linear memory that learns by descent with momentum and forgetting": (
         ("titans_linear", "head64"),
     ),
+    "ATLAS: a linear memory that learns from windows of tokens, its steps orthogonal or not": (
+        ("atlas_linear", "head64"),
+        ("atlas_linear", "muon"),
+    ),
     "HGRN: forget gates of channels": (("linear_scan", "model"),),
     "DeltaFormer: values less what attention to earlier ones reads": (
         ("deltaformer_attention", "head64"),

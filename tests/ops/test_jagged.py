@@ -219,6 +219,11 @@ RECURRENT = {
         (q, k, v, like(q, 2).square() / 8, like(q, 2).square() / 8),
         {"eta": like(q, 2), "mini_batch_size": 2},
     ),
+    "atlas_linear": lambda q, k, v: (
+        F.atlas_linear,
+        (q, k, v, like(q, 2, 3).square() / 8, like(q, 2), like(q, 2).square() / 8),
+        {"eta": like(q, 2), "mini_batch_size": 2},
+    ),
     "mesa_net": lambda q, k, v: (
         F.mesa_net,
         (q, k, v, gate_of(q, 2), like(q, 2).square(), constant.abs() + 0.3),

@@ -163,6 +163,20 @@ def _fast_weights(given: Given) -> Cost:
     return _recurrence(int(tokens * (k * v * (3 if given["descent"] else 5) + inside)))
 
 
+def _atlas(given: Given) -> Cost:
+    """As `_fast_weights`, with the products of keys for each window, and two powers and a product
+    for each step of Newton and Schulz."""
+    q, v, window = given["q"], given["v"], given["step"].shape[3]
+    k, width, size = q.shape[3], v.shape[3], given["mini_batch_size"]
+    tokens, each = math.prod(q.shape[:3]), min(k, width)
+    keys = (size + window - 1) / size
+    if steps := given["newton_schulz_steps"]:
+        inside = k * width * (2 + (keys + 1) * size) + steps * each * (2 * k * width + each**2)
+    else:
+        inside = k * width * (2 + 3 * keys) + size * keys * (k + width)
+    return _recurrence(int(tokens * inside))
+
+
 def _sparsemax(given: Given) -> Cost:
     """2 products of each query and each key."""
     q, k, v = given["q"], given["k"], given["v"]
@@ -224,6 +238,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "log_linear_attention": _log_linear,
     "mesa_net": _mesa,
     "fast_weights": _fast_weights,
+    "atlas_linear": _atlas,
     "deltaformer_attention": _deltaformer,
     "sparsemax_attention": _sparsemax,
     "selective_scan": _selective_scan,

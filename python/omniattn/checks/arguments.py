@@ -21,6 +21,7 @@ from omniattn.ops._autograd import Op
 from omniattn.ops._plain import PLAIN
 from omniattn.reference.layers.philox import new_seed as new_seed
 from omniattn.reference.limits import clamp as clamp
+from omniattn.reference.precision import unit as unit
 from omniattn.reference.precision import widen as widen
 from omniattn.suggestions import did_you_mean
 

@@ -8,13 +8,12 @@ goes through them; it keeps the weights of each mini-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as nnf
 
+from omniattn.compositions._descent import accumulate, parts, recomputed, require_sequences
 from omniattn.compositions._python_ops import implement
 from omniattn.compositions._sequences import batches
 from omniattn.ops._autograd import DifferentiableOp
@@ -53,21 +52,13 @@ class _Gates(NamedTuple):
 
 
 def _combine(step: Tensor, keep: Tensor, gate: Tensor, descent: bool) -> _Gates:
-    size = step.shape[-1]
-    write = pair = torch.zeros_like(step)
-    kept, weighed = torch.ones_like(step[..., :1]), torch.ones_like(step[..., :1])
-    from_momentum = torch.zeros_like(kept)
-    rows: list[tuple[Tensor, ...]] = []
-    for t in range(size):
-        s, e, g = (x[..., t : t + 1] for x in (step, keep, gate))
-        write = e * write + nnf.pad(s, (t, size - 1 - t))
-        kept = e * kept
-        if descent:
-            pair, from_momentum = g * write, g * kept
-        else:
-            pair, from_momentum, weighed = g * pair + write, g * from_momentum + kept, g * weighed
-        rows.append((pair, write, weighed, kept, from_momentum))
-    return _Gates(*(torch.stack(each, -2) for each in zip(*rows, strict=True)))
+    writes, of_momentum = accumulate(step[..., None], keep)
+    if descent:
+        gate = gate[..., None]
+        none = torch.ones_like(of_momentum)
+        return _Gates(gate * writes, writes, none, of_momentum, gate * of_momentum)
+    moves, of_weights = accumulate(torch.ones_like(gate)[..., None], gate)
+    return _Gates(moves @ writes, writes, of_weights, of_momentum, moves @ of_momentum)
 
 
 def _mini_batches(
@@ -102,19 +93,6 @@ def _mini_batches(
     return torch.stack(outputs).movedim(0, 1).movedim(2, 3).flatten(1, 2), model
 
 
-def _parts(place: int, steps: int, size: int) -> Iterator[tuple[int, int, int, bool, bool]]:
-    """Yields (first token, last, mini-batches, starts, ends) of runs of equal mini-batches."""
-    t = 0
-    if place > 0 and steps > 0:
-        t = min(size - place, steps)
-        yield 0, t, 1, False, place + t == size
-    if whole := (steps - t) // size:
-        yield t, t + whole * size, whole, True, True
-        t += whole * size
-    if t < steps:
-        yield t, steps, 1, True, False
-
-
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -136,13 +114,19 @@ def _forward(
     bias: bool,
     residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _require(v, k, (weights, momentum, anchor, position), cu_seqlens, mini_batch_size, residual)
+    op = "fast_weights"
+    states = {"weights": weights, "momentum": momentum, "anchor": anchor, "position": position}
+    sequences = require_sequences(op, v, cu_seqlens, states)
+    if mini_batch_size < 1:
+        raise ValueError(f"{op}: mini_batch_size must be at least 1, got {mini_batch_size}")
+    if residual and k.shape != v.shape:
+        raise ValueError(f"{op}: k must have v's shape, got {tuple(k.shape)}, {tuple(v.shape)}")
     dtype = v.dtype
     tensors = prepared(
         *(widen(q), widen(k), widen(v), (step, keep, gate), scale), bias=bias, residual=residual
     )
     q, k, v = tensors[:3]
-    zeros = q.new_zeros(_count(q, cu_seqlens), q.shape[2], q.shape[3], v.shape[3])
+    zeros = q.new_zeros(sequences, q.shape[2], q.shape[3], v.shape[3])
     weights = zeros if weights is None else weights
     momentum = zeros if momentum is None else momentum
     rules = _Rules(w, b, mini_batch_size, eps, descent)
@@ -153,7 +137,7 @@ def _forward(
         model = _Model(first, momentum[own], first if anchor is None or start == 0 else anchor[own])
         inputs = tuple(t[rows, steps] for t in tensors)
         found = [inputs[2][:, :0]]
-        for begin, end, count, starts, ends in _parts(start, inputs[0].shape[1], mini_batch_size):
+        for begin, end, count, starts, ends in parts(start, inputs[0].shape[1], mini_batch_size):
             part = tuple(t[:, begin:end] for t in inputs)
             y, model = _mini_batches(part, model, rules, count, ends, starts)
             found.append(y)
@@ -162,67 +146,8 @@ def _forward(
     if not outputs:
         return v.to(dtype), weights + 0, momentum + 0, weights + 0
     y = torch.cat(outputs, 0 if cu_seqlens is None else 1)
-    parts = (torch.cat(each) for each in zip(*models, strict=True))
-    return y.to(dtype), *(each + 0 for each in parts)  # type: ignore[return-value]
-
-
-def _count(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-
-def _require(
-    v: Tensor,
-    k: Tensor,
-    states: tuple[Tensor | None, ...],
-    cu_seqlens: Tensor | None,
-    mini_batch_size: int,
-    residual: bool,
-) -> None:
-    op, count = "fast_weights", _count(v, cu_seqlens)
-    names = ("weights", "momentum", "anchor", "position")
-    for name, t in zip(names, states, strict=True):
-        if t is not None and t.shape[0] != count:
-            raise ValueError(f"{op}: {name} must have {count} rows, got {tuple(t.shape)}")
-    if cu_seqlens is not None and (v.shape[0] != 1 or count < 0):
-        raise ValueError(f"{op}: packed v must have a batch of 1, got v.shape={tuple(v.shape)}")
-    if mini_batch_size < 1:
-        raise ValueError(f"{op}: mini_batch_size must be at least 1, got {mini_batch_size}")
-    if residual and k.shape != v.shape:
-        raise ValueError(f"{op}: k must have v's shape, got {tuple(k.shape)}, {tuple(v.shape)}")
-
-
-#: Tensors of a call that have gradients.
-_INPUTS = 11
-
-
-def _backward(
-    grad_y: Tensor | None,
-    grad_weights_final: Tensor | None,
-    grad_momentum_final: Tensor | None,
-    grad_anchor_final: Tensor | None,
-    *arguments: object,
-) -> tuple[Tensor, ...]:
-    given = [
-        t.detach().requires_grad_() if isinstance(t, Tensor) else None for t in arguments[:_INPUTS]
-    ]
-    leaves = [t for t in given if t is not None]
-    with torch.enable_grad():
-        out = _forward(*given, *arguments[_INPUTS:])  # type: ignore[arg-type]
-    grads = (grad_y, grad_weights_final, grad_momentum_final, grad_anchor_final)
-    found: Iterator[Tensor | None] = iter([None] * len(leaves))
-    pairs = [(t, g) for t, g in zip(out, grads, strict=True) if g is not None and t.requires_grad]
-    if pairs:
-        outs, incoming = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outs, leaves, incoming, allow_unused=True))
-    lead = leaves[0]
-    results = []
-    for t in given:
-        if t is None:
-            results.append(lead.new_empty(0, dtype=compute_dtype(lead)))
-            continue
-        grad = next(found)
-        results.append(torch.zeros_like(t) if grad is None else grad.contiguous())
-    return tuple(results)
+    model = _Model(*(torch.cat(each) + 0 for each in zip(*models, strict=True)))
+    return y.to(dtype), *model
 
 
 #: N sequences; R = K, or K + 1 with a bias.
@@ -233,19 +158,20 @@ _SHAPES = {
     **dict.fromkeys(("weights", "momentum", "anchor"), "N H R V"),
     **{"position": "N", "cu_seqlens": "N+1"},
 }
-_STATES = dict.fromkeys(
+_GRADIENTS = {"grad_y": "B T H V"} | dict.fromkeys(
     ("grad_weights_final", "grad_momentum_final", "grad_anchor_final"), "N H R V"
 )
 
 
 def _final(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, bias: bool) -> Tensor:
     """Returns an empty final state."""
-    shape = (_count(q, cu_seqlens), q.shape[2], q.shape[3] + bias, v.shape[3])
+    count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape = (count, q.shape[2], q.shape[3] + bias, v.shape[3])
     return v.new_empty(shape, dtype=compute_dtype(v))
 
 
 implement("fast_weights", _forward, _SHAPES, differentiable=True)
-implement("fast_weights_backward", _backward, {"grad_y": "B T H V"} | _STATES | _SHAPES)
+implement("fast_weights_backward", recomputed(_forward, 4, 11), _GRADIENTS | _SHAPES)
 #: (q, k, v, step, keep, gate, w, b, weights, momentum, anchor, position, cu_seqlens,
 #: mini_batch_size, eps, scale, descent, bias, residual) -> (y, weights, momentum, anchor)
 fast_weights = DifferentiableOp(

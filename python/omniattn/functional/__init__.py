@@ -98,7 +98,7 @@ from omniattn.functional.recurrences.random_features import (
 from omniattn.functional.recurrences.rwkv import rwkv6, rwkv7, rwkv_quadratic, rwkv_recurrent
 from omniattn.functional.recurrences.scan import linear_scan, rwkv4, slstm
 from omniattn.functional.recurrences.slots import abc_attention, gated_slot_attention
-from omniattn.functional.recurrences.titans import titans_linear
+from omniattn.functional.recurrences.titans import atlas_linear, titans_linear
 from omniattn.functional.recurrences.ttt import ttt_linear
 from omniattn.functional.routing import (
     Routing,
@@ -169,6 +169,7 @@ __all__ = [
     "alibi_bias",
     "alibi_slopes",
     "apply_rotary",
+    "atlas_linear",
     "attention",
     "attention_cached",
     "attention_int8",

@@ -61,6 +61,7 @@ from omniattn.modules.experts.experts import Experts
 from omniattn.modules.experts.moe import MoE
 from omniattn.modules.experts.router import Router
 from omniattn.modules.experts.router_state import RouterState
+from omniattn.modules.recurrent.atlas import AtlasLinear
 from omniattn.modules.recurrent.delta_net import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from omniattn.modules.recurrent.delta_variants import Comba, GatedDeltaNet2, GatedDeltaProduct
 from omniattn.modules.recurrent.hgrn import HGRN
@@ -125,6 +126,7 @@ __all__ = [
     "XIELU",
     "ABCAttention",
     "ALiBi",
+    "AtlasLinear",
     "Attention",
     "AttentionResiduals",
     "BigBirdAttention",

@@ -72,6 +72,7 @@ from omniattn.reference.positions.rope_scaling import (
     scaling_from_hf,
     scaling_to_hf,
 )
+from omniattn.reference.recurrences.atlas import atlas_linear
 from omniattn.reference.recurrences.conv import causal_conv1d, dynamic_conv1d
 from omniattn.reference.recurrences.delta_variants import (
     comba,
@@ -147,6 +148,7 @@ __all__ = [
     "alibi_bias",
     "alibi_slopes",
     "apply_rotary",
+    "atlas_linear",
     "attention",
     "attention_cached",
     "attention_int8",

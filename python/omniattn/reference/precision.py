@@ -19,3 +19,9 @@ def complex_dtype(x: torch.Tensor) -> torch.dtype:
     torch.compile does not support `torch.dtype.to_complex`.
     """
     return torch.complex128 if x.dtype == torch.float64 else torch.complex64
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """Divides rows by their length, with fla's eps, and rounds them to their dtype."""
+    wide = widen(x)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

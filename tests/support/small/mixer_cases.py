@@ -11,6 +11,7 @@ from omniattn.modules import (
     S4D,
     SLSTM,
     ABCAttention,
+    AtlasLinear,
     Attention,
     BigBirdAttention,
     BlockSparseAttention,
@@ -119,6 +120,10 @@ MIXERS = [
     MesaNet.Config(24, 2, init_std=0.5),
     TitansLinear.Config(24, 2, mini_batch_size=4, init_std=0.5),
     TitansLinear.Config(24, 2, mini_batch_size=3, conv_size=0, residual_norm=True, init_std=0.5),
+    AtlasLinear.Config(24, 2, mini_batch_size=4, window=3, degree=2, head_dim=4, init_std=0.5),
+    AtlasLinear.Config(
+        24, 2, mini_batch_size=3, window=5, newton_schulz_steps=2, conv_size=0, init_std=0.5
+    ),
     TTTLinear.Config(24, 2, 4, init_std=0.3),
     TTTLinear.Config(24, 2, 3, use_gate=True, share_qk=True, init_std=0.3),
     LinearAttention.Config(24, 2, init_std=0.5),

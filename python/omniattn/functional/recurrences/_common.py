@@ -25,6 +25,7 @@ from omniattn.checks.arguments import (
     require_shape,
     require_strided,
     require_tensor,
+    shown,
     use_reference,
 )
 from omniattn.checks.packed import require_all_tokens
@@ -125,6 +126,20 @@ def past_tokens(op: str, position: Tensor | None, v: Tensor, count: int) -> Tens
     require_device(op, "position", position, v)
     require_shape(op, "position", position, (count,))
     return position.long()
+
+
+def place_of_state(
+    op: str, position: Tensor | None, v: Tensor, count: int, initial_state: object
+) -> Tensor | None:
+    """As `past_tokens`, for states of open mini-batches, which `position` counts the tokens of."""
+    position = past_tokens(op, position, v, count)
+    if position is not None:
+        require_range(op, "position", position, least=0)
+        if initial_state is None:
+            raise ValueError(
+                f"{op}: position must be None without initial_state, got position={shown(position)}"
+            )
+    return position
 
 
 def log_decays(

@@ -1,4 +1,7 @@
-"""Titans: a linear memory that learns from past tokens by descent with momentum and forgetting."""
+"""Linear memories that learn from past tokens by descent with momentum and forgetting.
+
+A step of Titans descends the loss of one token, a step of ATLAS those of the last ones together.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,25 @@ from omniattn.checks.arguments import (
     implementation,
     require_int,
     require_number,
-    require_range,
     require_shape,
-    shown,
 )
 from omniattn.checks.jagged import over_sequences
+from omniattn.compositions.atlas import omega
 from omniattn.compositions.fast_weights import fast_weights
 from omniattn.functional.layers.norm import layer_norm
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,
-    past_tokens,
+    place_of_state,
     require_heads,
     state_parts,
     widened,
 )
 from omniattn.reference.precision import widen
 
-__all__ = ["titans_linear"]
+__all__ = ["atlas_linear", "titans_linear"]
 
 State = tuple[Tensor, Tensor, Tensor]
+Windowed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @over_sequences("q", "k", "v", "theta", "alpha", "eta")
@@ -125,13 +128,7 @@ def titans_linear(
         for name, t in (("w", w), ("b", b))
     )
     count = composed_sequence_count(op, q, cu_seqlens)
-    position = past_tokens(op, position, v, count)
-    if position is not None:
-        require_range(op, "position", position, least=0)
-        if initial_state is None:
-            raise ValueError(
-                f"{op}: position must be None without initial_state, got position={shown(position)}"
-            )
+    position = place_of_state(op, position, v, count, initial_state)
     shape = (count, heads, q.shape[3], v.shape[3])
     before = state_parts(op, initial_state, "M_0, S_0, N", v, (shape,) * 3) or (None,) * 3
     weights, momentum, anchor = before
@@ -145,3 +142,109 @@ def titans_linear(
     if w is not None and b is not None:
         y = torch.addcmul(y + b, layer_norm(y, eps=float(eps), backend=backend), w)
     return y.to(q.dtype), (weights, -momentum, anchor)
+
+
+@over_sequences("q", "k", "v", "gamma", "theta", "alpha", "eta")
+def atlas_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    theta: Tensor | None = None,
+    alpha: Tensor | None = None,
+    eta: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    newton_schulz_steps: int = 0,
+    mini_batch_size: int = 16,
+    position: Tensor | None = None,
+    initial_state: Windowed | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Windowed]:
+    """ATLAS' linear memory: weights that descend the losses of the last C tokens (Omega rule).
+
+    With the momentum ``S_t = eta_t S_{t-1} - sum_j gamma_tj k_{t-j}^T u_{t-j}`` over j = 0 .. C - 1
+    and the weights ``M_t = (1 - alpha_t) M_{t-1} + theta_t S_t``, ``o_t = scale * q_t M_t``. u_i is
+    the gradient of ``|z - v_i|^2`` by ``z = k_i N``, N the weights at the start of the mini-batch
+    of t; mini-batches of one token have those of the token before. With C = 1 this is
+    `titans_linear`, whose theta is this gamma.
+
+    With Newton-Schulz steps an orthogonal matrix takes the place of S_t in M_t: of ``X_0 = S_t /
+    |S_t|`` each step makes ``3.4445 X - 4.775 X X^T X + 2.0315 (X X^T)^2 X``, whose singular values
+    approach 1, as in the optimizer Muon.
+
+    Args:
+        q, k: (B, T, H, K), float64, float32, bfloat16 or float16, any strides; k usually of
+            length 1, and both often polynomial features.
+        v: (B, T, H, V) of q's dtype.
+        gamma: (B, T, H, C), floating-point, C >= 1: the weight of the loss of token t - j in the
+            step of token t. Tokens before the first one have no loss.
+        theta: (B, T, H), floating-point, step sizes of the weights; None for 1.
+        alpha: (B, T, H), floating-point, shares of the weights that are forgotten; None for 0.
+        eta: (B, T, H), floating-point, shares of the momentum that are kept; None for 0.
+        scale: factor of q.
+        newton_schulz_steps: number of steps, 5 in the paper; 0 for S_t itself.
+        mini_batch_size: number of tokens whose gradients are taken at the same weights.
+        position: (N,) int32 or int64, >= 0, numbers of past tokens; None for 0.
+        initial_state: (M_0, S_0, N, keys, values): three of shape (N, H, K, V), where N, the
+            weights at the start of the open mini-batch, counts inside one only, and the k and v of
+            the C - 1 tokens before, (N, C - 1, H, K) and (N, C - 1, H, V), zeros where there are
+            none; None for zeros. N is B, or the number of sequences.
+        cu_seqlens, backend: as in `gated_linear_attention`.
+
+    Returns:
+        o (B, T, H, V) of q's dtype, and the state after the last token in float32 (float64 for
+        float64).
+
+    Raises:
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
+
+    Note:
+        Mini-batches follow each other, computed in fp32 for half types, by torch's products on all
+        devices; factors of gates are products, never exponentials of differences of sums. A NaN or
+        infinity may also reach outputs of earlier tokens of its mini-batch. The backward keeps the
+        inputs only and recomputes M and S. Second and forward-mode derivatives go through the eager
+        definition. Newton-Schulz steps cost about ``10 n min(K, V) K V`` multiply-adds a token, and
+        memory for a matrix of each token of a mini-batch.
+
+    Reference:
+        Behrouz et al., ATLAS: Learning to Optimally Memorize the Context at Test Time, 2025,
+        arXiv:2505.23735. There alpha is the share that is kept, eta the step size and theta the
+        share of the momentum; the names here are those of Titans. Verified against the gradients,
+        window, momentum and forgetting of `OmegaRNNMemoryCell` of engineerA314/atlas-rnn, commit
+        1a2cf8a2, which reads the weights before their step.
+
+    Example:
+        >>> q, gamma = torch.tensor([1.0, 0.0]).expand(1, 2, 1, 2), torch.full((1, 2, 1, 2), 0.25)
+        >>> o, state = atlas_linear(q, q, 2 * q, gamma, mini_batch_size=1)
+        >>> o[0, :, 0, 0]  # the second step has two tokens to learn from
+        tensor([1., 2.])
+    """
+    op = "atlas_linear"
+    require_int(op, "mini_batch_size", mini_batch_size, 1)
+    require_int(op, "newton_schulz_steps", newton_schulz_steps, 0)
+    require_number(op, "scale", scale)
+    k, v = require_heads(op, q, k, v)
+    heads, of_heads = q.shape[2], tuple(q.shape[:3])
+    require_shape(op, "v", v, (*of_heads, v.shape[3]))
+    window = gamma.shape[-1] if gamma.dim() == 4 else 1
+    gamma = widened(op, "gamma", gamma, v, ((*of_heads, max(1, window)),))
+    theta, alpha, eta = (
+        None if t is None else widened(op, name, t, v, (of_heads,))
+        for name, t in (("theta", theta), ("alpha", alpha), ("eta", eta))
+    )
+    count = composed_sequence_count(op, q, cu_seqlens)
+    position = place_of_state(op, position, v, count, initial_state)
+    shape = (count, heads, q.shape[3], v.shape[3])
+    past = ((count, window - 1, heads, width) for width in shape[2:])
+    names = "M_0, S_0, N, keys, values"
+    before = state_parts(op, initial_state, names, v, (*(shape,) * 3, *past)) or (None,) * 5
+    call = implementation(op, backend, q, omega)
+    o, *state = call(
+        *(q, k, v, -2 * gamma, theta, torch.zeros_like(gamma[..., 0]) if eta is None else eta),
+        *(None if alpha is None else 1 - alpha, *before, position, cu_seqlens),
+        *(int(newton_schulz_steps), int(mini_batch_size), float(scale)),
+    )
+    return o, tuple(state)

@@ -10,16 +10,14 @@ from omniattn.checks.arguments import (
     require_choice,
     require_int,
     require_number,
-    require_range,
     require_shape,
-    shown,
 )
 from omniattn.checks.jagged import over_sequences
 from omniattn.compositions.fast_weights import fast_weights
 from omniattn.functional.layers.norm import layer_norm
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,
-    past_tokens,
+    place_of_state,
     require_heads,
     state_parts,
     widened,
@@ -120,13 +118,7 @@ def ttt_linear(
     eta = widened(op, "eta", eta, v, (of_heads,))
     lr = None if lr is None else widened(op, "lr", lr, v, (of_heads,))
     count = composed_sequence_count(op, q, cu_seqlens)
-    position = past_tokens(op, position, v, count)
-    if position is not None:
-        require_range(op, "position", position, least=0)
-        if initial_state is None:
-            raise ValueError(
-                f"{op}: position must be None without initial_state, got position={shown(position)}"
-            )
+    position = place_of_state(op, position, v, count, initial_state)
     shapes = ((count, *q.shape[2:], size), (count, *q.shape[2:])) * 2
     before = state_parts(op, initial_state, "W_0, B_0, G, g", v, shapes) or (None,) * 4
     if scale is None:

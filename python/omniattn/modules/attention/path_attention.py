@@ -11,7 +11,7 @@ from torch.nn import functional as nnf
 from typing_extensions import Unpack
 
 from omniattn import functional
-from omniattn.checks.arguments import require_int, widen
+from omniattn.checks.arguments import require_int, unit, widen
 from omniattn.functional.masks import Mask
 from omniattn.modules.base.fields import Backend
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
@@ -186,5 +186,4 @@ class PaTHAttention(Mixer):
         if self.config.conv_size > 0:
             before = None if before is None else before.to(w.dtype)
             w, inputs = self.w_conv1d(w, before, cu_seqlens)
-        w = widen(w.unflatten(-1, (-1, self.config.head_size)))
-        return w * (w.square().sum(-1, keepdim=True) + 1e-6).rsqrt(), inputs
+        return unit(widen(w.unflatten(-1, (-1, self.config.head_size)))), inputs

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from omniattn.encoding.sequences import StateOptions, sequences_of, spelled_out
 from omniattn.reference.empty import nothing_of
-from omniattn.reference.precision import compute_dtype, widen
+from omniattn.reference.precision import compute_dtype, unit, widen
 from omniattn.reference.values import sequence_count
 
 
@@ -48,12 +48,6 @@ def over_tokens(
         nothing = nothing_of(*tokens, state)
         return (like.to(dtype) + nothing).to(like.dtype), state + nothing
     return torch.stack(outputs, 1).to(like.dtype), state
-
-
-def unit(x: Tensor) -> Tensor:
-    """Divides rows by their length, with fla's eps, and rounds them to their dtype."""
-    wide = widen(x)
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def written(state: Tensor, k: Tensor, u: Tensor) -> Tensor:

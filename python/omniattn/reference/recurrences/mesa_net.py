@@ -7,8 +7,8 @@ from torch import Tensor
 
 from omniattn.encoding.sequences import StateOptions
 from omniattn.reference.empty import nothing_of
-from omniattn.reference.precision import widen
-from omniattn.reference.recurrences.delta_variants import over_tokens, read, unit, written
+from omniattn.reference.precision import unit, widen
+from omniattn.reference.recurrences.delta_variants import over_tokens, read, written
 
 __all__ = ["mesa_net", "mesa_solve"]
 

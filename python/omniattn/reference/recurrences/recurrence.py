@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from omniattn.encoding.sequences import StateOptions, sequences_of, spelled_out
 from omniattn.reference.empty import nothing_of
 from omniattn.reference.limits import clamp
-from omniattn.reference.precision import compute_dtype, widen
+from omniattn.reference.precision import compute_dtype, unit, widen
 from omniattn.reference.values import sequence_count
 
 
@@ -270,10 +270,7 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """S_t = S' + beta_t k_t (v_t - S'^T k_t)^T with S' = diag(exp(g_t)) S_{t-1}."""
     if l2norm:
-        q, k = (
-            (widen(t) * torch.rsqrt(widen(t).square().sum(-1, keepdim=True) + 1e-6)).to(t.dtype)
-            for t in (q, k)
-        )
+        q, k = unit(q), unit(k)
     return _run("delta_rule", options, q, k, v, g, beta, scale=scale, delta=True)
 
 

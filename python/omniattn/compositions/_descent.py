@@ -1,0 +1,108 @@
+"""Parts shared by memories that descend a loss, one mini-batch of tokens after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from omniattn.reference.precision import compute_dtype
+
+__all__ = ["accumulate", "parts", "recomputed", "require_sequences"]
+
+
+def parts(place: int, steps: int, size: int) -> Iterator[tuple[int, int, int, bool, bool]]:
+    """Yields (first token, last, mini-batches, starts, ends) of runs of equal mini-batches."""
+    t = 0
+    if place > 0 and steps > 0:
+        t = min(size - place, steps)
+        yield 0, t, 1, False, place + t == size
+    if whole := (steps - t) // size:
+        yield t, t + whole * size, whole, True, True
+        t += whole * size
+    if t < steps:
+        yield t, steps, 1, True, False
+
+
+def accumulate(step: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Solves ``x_t = keep_t x_{t-1} + sum_j step_tj y_{t+j}`` for C tokens.
+
+    Returns W (..., C, C + J - 1) and d (..., C, 1) of ``x = W y + d x_0``, from step (..., C, J)
+    and keep (..., C).
+    """
+    size = keep.shape[-1]
+    row = step.new_zeros(*keep.shape[:-1], size + step.shape[-1] - 1)
+    share = torch.ones_like(keep[..., :1])
+    rows, shares = [], []
+    for t in range(size):
+        gate = keep[..., t : t + 1]
+        row = gate * row + nnf.pad(step[..., t, :], (t, size - 1 - t))
+        share = gate * share
+        rows.append(row)
+        shares.append(share)
+    return torch.stack(rows, -2), torch.stack(shares, -2)
+
+
+def require_sequences(
+    op: str, x: Tensor, cu_seqlens: Tensor | None, states: Mapping[str, Tensor | None]
+) -> int:
+    """Returns the number of sequences, of which each of the states must have one row."""
+    count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if cu_seqlens is not None and (x.shape[0] != 1 or count < 0):
+        raise ValueError(f"{op}: packed v must have a batch of 1, got v.shape={tuple(x.shape)}")
+    for name, t in states.items():
+        if t is not None and t.shape[0] != count:
+            raise ValueError(
+                f"{op}: {name} must have {count} rows, got {name}.shape={tuple(t.shape)}"
+            )
+    return count
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Records operations for autograd, also in a kernel that runs below it, as under a trace."""
+    below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with below, torch.enable_grad():
+        yield
+
+
+def recomputed(
+    forward: Callable[..., tuple[Tensor, ...]], outputs: int, inputs: int
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Returns the backward of an op by autograd through `forward`, which it runs again.
+
+    It takes the gradients of the outputs, and the arguments of `forward`, the first `inputs` of
+    which are tensors that have gradients, or None, whose gradients are empty.
+    """
+
+    def backward(*values: Any) -> tuple[Tensor, ...]:
+        grads, arguments = values[:outputs], values[outputs:]
+        given = [
+            t.detach().requires_grad_() if isinstance(t, Tensor) else None
+            for t in arguments[:inputs]
+        ]
+        leaves = [t for t in given if t is not None]
+        with _recording():
+            out = forward(*given, *arguments[inputs:])
+        found: Iterator[Tensor | None] = iter([None] * len(leaves))
+        pairs = [
+            (t, g) for t, g in zip(out, grads, strict=True) if g is not None and t.requires_grad
+        ]
+        if pairs:
+            outs, incoming = zip(*pairs, strict=True)
+            with _recording():  # checkpoints run again
+                found = iter(torch.autograd.grad(outs, leaves, incoming, allow_unused=True))
+        results = []
+        for t in given:
+            if t is None:
+                results.append(leaves[0].new_empty(0, dtype=compute_dtype(leaves[0])))
+                continue
+            grad = next(found)
+            results.append(torch.zeros_like(t) if grad is None else grad.contiguous())
+        return tuple(results)
+
+    return backward
