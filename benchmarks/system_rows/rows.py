@@ -222,6 +222,14 @@ def _dsa() -> dict[str, Provider]:
     return layer(config, normal(1, 1024, 512), call=lambda module, x: module(x, rope=(cos, sin)))
 
 
+def _csa(**options: Any) -> dict[str, Provider]:
+    """Attention of DeepSeek-V4 to a window of 128 tokens and to compressed keys of 1024."""
+    config = m.CompressedSparseAttention.Config(512, 8, 64, 256, 32, 4, 128, **options)
+    cos, sin = F.rotary_tables(F.rope_frequencies(32), torch.arange(1024))
+    x = normal(1, 1024, 512)
+    return layer(config, x, call=lambda module, x: module(x, rope=(cos, sin)), merges=True)
+
+
 def _mla_decode() -> dict[str, Provider]:
     """Absorbed MLA decoding of a token with a cache of 1024."""
     config = m.MultiHeadLatentAttention.Config(512, 8, 256, 128, 64, 32, 64)
@@ -359,6 +367,13 @@ SYSTEMS: dict[str, tuple[System, ...]] = {
     ),
     "DeepSeek Sparse Attention: keys selected by an indexer distilled from attention": (
         System("dsa-B1T1024C512H8", _dsa),
+    ),
+    "compressed sparse and heavily compressed attention (CSA, HCA)": (
+        System(
+            "csa-B1T1024C512H8",
+            lambda: _csa(index_topk=64, index_heads=4, index_dim=64),
+        ),
+        System("hca-B1T1024C512H8", lambda: _csa(compress_rate=32, overlap=False, index_topk=None)),
     ),
     "KV cache eviction: threshold, H2O, StreamingLLM, SnapKV": tuple(
         System(f"{name}-B1T512C512H8", lambda policy=policy: _eviction(policy))

@@ -78,9 +78,17 @@ def functions(leaves: list[Tensor], **providers: Callable[..., Any]) -> dict[str
 
 
 def layer(
-    config: Any, *inputs: Tensor, call: Callable[..., Any] = lambda m, *x: m(*x), **build: Any
+    config: Any,
+    *inputs: Tensor,
+    call: Callable[..., Any] = lambda m, *x: m(*x),
+    merges: bool = False,
+    **build: Any,
 ) -> dict[str, Provider]:
-    """Returns a layer of this config, and its equivalent in plain torch."""
+    """Returns a layer of this config, and its equivalent in plain torch.
+
+    A layer that merges parts by their lse needs the definition of attention: torch's kernel gives
+    no lse.
+    """
     torch.manual_seed(0)
     ours = config.build(**build)
     theirs = config.with_backend("reference").build(**build)
@@ -88,7 +96,7 @@ def layer(
     leaves = [t for t in inputs if t.requires_grad]
 
     def plain() -> Any:
-        with torch_attention():
+        with contextlib.nullcontext() if merges else torch_attention():
             return call(theirs, *inputs)
 
     return {

@@ -100,6 +100,8 @@ def test_recurrent_states_have_one_size_for_any_length(name):
         "local-strided",
         "routed-blocks",
         "dsa",
+        "csa",
+        "hca",
     ],
 )
 @torch.no_grad()

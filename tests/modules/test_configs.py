@@ -280,6 +280,7 @@ EVERY_PARAMETER = (
     modules.ALiBi.Config(4, trainable=True),
     Attention.Config(8, 2, bias=True, out_bias=True, qk_norm="l2", sinks=True, gate="headwise"),
     Attention.Config(8, 2, qk_norm="layer", head_scale=True),
+    modules.CompressedSparseAttention.Config(8, 2, 4, 8, 4, 2, 4, index_heads=2, index_dim=8),
     modules.DeepSeekSparseAttention.Config(8, 2, 8, 8, 4, 4, 4, index_heads=2, index_dim=8),
     modules.DifferentialAttention.Config(8, 2, depth=0),
     modules.DifferentialAttention.Config(8, 2, depth=0, form="simple"),

@@ -28,6 +28,7 @@ from omniattn.modules import (
     Attention,
     BigBirdAttention,
     BlockSparseAttention,
+    CompressedSparseAttention,
     CrossCache,
     DecoderBlock,
     DeltaNet,
@@ -191,6 +192,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "dsa-dense": lambda: sparse_latent("dense"),
     "select": lambda: rotated(SelectAttention.Config(16, 4, 2, **STD)),
     "selective": lambda: rotated(SelectiveAttention.Config(16, 4, 2, **STD)),
+    "csa": lambda: rotated(
+        CompressedSparseAttention.Config(
+            *(16, 4, 6, 8, 4, 2, 5),
+            **{"window": 2, "compress_rate": 2, "index_topk": 2, "index_heads": 5, "index_dim": 6},
+            **STD,
+        )
+    ),
     "routed-blocks": lambda: rotated(
         RoutedBlockAttention.Config(16, 4, 2, block_size=2, topk=2, query_block=2, **STD)
     ),
@@ -298,7 +306,7 @@ def test_only_rows_of_tokens_are_taken():
     for wrong in (strided, holes, columns, numbers):
         with pytest.raises(ValueError, match="dropout: x must be a jagged nested tensor"):
             layer(wrong)
-    for name in ("bigbird", "moba", "nsa", "dsa", "selective", "routed-blocks"):
+    for name in ("bigbird", "moba", "nsa", "dsa", "csa", "selective", "routed-blocks"):
         layer, call = CASES[name]()
         message = f"{type(layer).__name__}: x must be a jagged nested tensor"
         with pytest.raises(ValueError, match=message):

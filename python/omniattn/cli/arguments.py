@@ -20,7 +20,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "mixtures of experts": ("mixtral", "switch", "llama4", "deepseek-moe", "deepseek-moe-mtp"),
     "sparse attention": (
         *("longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided", "nsa"),
-        *("moba", "dsa", "routed-blocks"),
+        *("moba", "dsa", "csa", "hca", "routed-blocks"),
     ),
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
@@ -44,7 +44,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),
-        *("nsa", "moba", "routed-blocks"),
+        *("nsa", "moba", "csa", "hca", "routed-blocks"),
     ),
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),

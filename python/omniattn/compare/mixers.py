@@ -22,6 +22,7 @@ from omniattn.modules import (
     AttentionResiduals,
     BigBirdAttention,
     Comba,
+    CompressedSparseAttention,
     DecoderBlock,
     DeltaAttention,
     DeltaFormerAttention,
@@ -151,6 +152,18 @@ def _mla(**options: Any) -> Kind:
     )
 
 
+def _csa(**options: Any) -> Kind:
+    return Kind(
+        lambda p: CompressedSparseAttention.Config(
+            *(p.dim, p.heads, p.head, p.dim // 2, p.head, p.heads, p.head),
+            window=16,
+            index_dim=p.head,
+            **options,
+        ),
+        rotates=True,
+    )
+
+
 def _yoco(p: Place) -> LayerConfig:
     """Windows in the first half of the layers, then one layer's keys and values for the others."""
     first = p.layers // 2
@@ -216,6 +229,8 @@ KINDS: dict[str, Kind] = {
         compress_dim=32,
     ),
     "moba": _attention(MoBA.Config, block_size=8, topk=4, decode="moba"),
+    "csa": _csa(compress_rate=4, index_topk=8, index_heads=4),
+    "hca": _csa(compress_rate=8, overlap=False, index_topk=None),
     "routed-blocks": _attention(RoutedBlockAttention.Config, block_size=8, topk=4, router_dim=16),
     "linear": _recurrence(LinearAttention.Config),
     "delta-attention": _recurrence(DeltaAttention.Config),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from omniattn.modules import Cache
 from omniattn.modules.base.state import RecurrentState, parts_of
 
 
@@ -50,7 +49,7 @@ def require_states(op: str, state: Any, layers: int, steps: int) -> int:
                     f"{op}: state must be of the same tokens in all layers, "
                     f"got state[0].length={past}, state[{layer}].length={length}"
                 )
-            limit = part.limit if isinstance(part, Cache) else None
+            limit = getattr(part, "limit", None)
             if limit is not None and length + steps > limit:
                 raise ValueError(
                     f"{op}: state must have room for the new tokens, "

@@ -41,6 +41,7 @@ from omniattn.modules.blocks.residual_streams import (
     ManifoldHyperConnections,
 )
 from omniattn.modules.caches.cache import Cache
+from omniattn.modules.caches.compressed import CSAState
 from omniattn.modules.caches.evicting import EvictingCache
 from omniattn.modules.caches.eviction import H2O, Eviction, SnapKV, Streaming, Threshold, Window
 from omniattn.modules.caches.forgetting import ForgettingCache
@@ -88,6 +89,7 @@ from omniattn.modules.rwkv.layers import RWKV4TimeMix, RWKVChannelMix
 from omniattn.modules.rwkv.means import RWKVQuadratic, RWKVRecurrent
 from omniattn.modules.sparse.bigbird import BigBirdAttention
 from omniattn.modules.sparse.block_sparse import BlockSparseAttention
+from omniattn.modules.sparse.csa import CompressedSparseAttention
 from omniattn.modules.sparse.deltaformer import DeltaFormerAttention
 from omniattn.modules.sparse.dsa import DeepSeekSparseAttention, DSAState
 from omniattn.modules.sparse.dual_chunk import DualChunkAttention
@@ -133,9 +135,11 @@ __all__ = [
     "BitLinear",
     "BlockKeyCache",
     "BlockSparseAttention",
+    "CSAState",
     "Cache",
     "ChannelMixer",
     "Comba",
+    "CompressedSparseAttention",
     "CrossCache",
     "DSAState",
     "DecoderBlock",

@@ -18,6 +18,11 @@ VARIANTS = (
         "DeepSeek-AI 2025, arXiv 2512.02556",
     ),
     Variant(
+        "compressed sparse and heavily compressed attention (CSA, HCA)",
+        ("CompressedSparseAttention", "CSAState"),
+        "DeepSeek-AI 2026, DeepSeek-V4",
+    ),
+    Variant(
         "QK-norm: RMSNorm, RMSNorm with 1 + w, LayerNorm, L2",
         ("Attention",),
         "Henry et al. 2020, arXiv 2010.04245",

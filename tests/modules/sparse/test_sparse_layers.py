@@ -11,12 +11,15 @@ import torch
 
 from omniattn import functional
 from omniattn.functional import bigbird_attention, bigbird_random_blocks
+from omniattn.models import BlocksConfig
 from omniattn.modules import (
     NSA,
     BigBirdAttention,
     BlockSparseAttention,
+    DecoderBlock,
     DeterministicSparseAttention,
     DualChunkAttention,
+    GatedMLP,
     HubSpokeAttention,
     LocalStridedAttention,
     LongformerAttention,
@@ -24,8 +27,10 @@ from omniattn.modules import (
     NeighborhoodAttention1D,
     NeighborhoodAttention2D,
     NeighborhoodAttention3D,
+    RMSNorm,
     RoutedBlockAttention,
 )
+from omniattn.modules.base.state import parts_of
 
 
 @pytest.mark.parametrize("gate", ["elementwise", "headwise"])
@@ -223,3 +228,33 @@ def test_one_exported_graph_for_all_batches_and_lengths(kind, options):
     for batch, n in ((1, 12), (3, 64)):
         x = torch.randn(batch, n, 8)
         torch.testing.assert_close(program(x), layer(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["fails", "forgets"])
+def test_compressed_keys_of_removed_tokens_are_removed(how, monkeypatch):
+    """After a call that failed, and where generation takes tokens back."""
+    torch.manual_seed(0)
+    config = NSA.Config(8, 2, 1, None, 2, 1, 2, 3, 3, "mean", init_std=0.5)
+    model = BlocksConfig(
+        dim=8,
+        num_layers=1,
+        blocks=(DecoderBlock.Config(config, GatedMLP.Config(8, 8), RMSNorm.Config(8)),),
+        vocab_size=9,
+        init_std=0.5,
+    ).build(dtype=torch.float64)
+    tokens = torch.randint(9, (1, 12))
+    state = model.new_state(1, 12)
+    parts = [model(tokens[:, :4], state=state)]
+    if how == "fails":
+        with monkeypatch.context() as broken, pytest.raises(ArithmeticError):
+            broken.setattr(model.layers[0].mlp, "forward", lambda x: 1 // 0)
+            model((tokens[:, 4:] + 1) % 9, state=state)
+    else:
+        model((tokens[:, 4:] + 1) % 9, state=state)
+        for part in parts_of(state[0]):
+            part.crop(4)
+    parts.append(model(tokens[:, 4:], state=state))
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens))
+    with pytest.raises(ValueError, match=r"state must have room for the new .*max_length=12"):
+        model(tokens[:, :1], state=state)

@@ -16,6 +16,7 @@ from omniattn.modules import (
     BigBirdAttention,
     BlockSparseAttention,
     Comba,
+    CompressedSparseAttention,
     DeepSeekSparseAttention,
     DeltaAttention,
     DeltaFormerAttention,
@@ -139,6 +140,12 @@ MIXERS = [
     ),
     DeepSeekSparseAttention.Config(
         *(24, 2, 10, 8, 8, 6, 8), indexer="single", index_dim=4, index_topk=3, **STD
+    ),
+    CompressedSparseAttention.Config(
+        *(24, 4, 6, 8, 6, 2, 5), window=3, compress_rate=2, index_topk=2, index_heads=3, **STD
+    ),
+    CompressedSparseAttention.Config(
+        *(24, 4, 6, 8, 6, 2, 5), window=3, compress_rate=3, overlap=False, index_topk=None, **STD
     ),
     MultiScaleRetention.Config(24, 4, init_std=0.5),
     MultiScaleRetention.Config(24, 4, normalize=True, init_std=0.5),

@@ -46,7 +46,10 @@ def grid(*shape: int) -> dict[str, Any]:
 
 #: Arguments of layers that take more than x (B, T, 8).
 ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
-    **dict.fromkeys(("DeepSeekSparseAttention", "MultiHeadLatentAttention"), rotated),
+    **dict.fromkeys(
+        ("CompressedSparseAttention", "DeepSeekSparseAttention", "MultiHeadLatentAttention"),
+        rotated,
+    ),
     "ALiBi": lambda: {"q_len": 70, "k_len": TOKENS},
     "DisentangledAttention": lambda: {
         "x": random(BATCH, TOKENS, 8),

@@ -20,6 +20,10 @@ FIELDS = {
         **{"dim": 8, "num_heads": 2, "q_lora_rank": None, "kv_lora_rank": 4},
         **{"qk_nope_dim": 4, "qk_rope_dim": 2, "v_dim": 4, "index_heads": 2, "index_dim": 4},
     },
+    "CompressedSparseAttention": {
+        **{"dim": 8, "num_heads": 2, "head_dim": 4, "q_lora_rank": 4, "rope_dim": 2, "o_groups": 2},
+        **{"o_lora_rank": 4, "window": 4, "index_topk": 2, "index_heads": 2, "index_dim": 4},
+    },
     "DeltaAttention": {"dim": 8, "num_heads": 2},
     "DeltaNet": {"dim": 8, "num_heads": 2},
     "DifferentialAttention": {"dim": 8, "num_heads": 2, "depth": 1},

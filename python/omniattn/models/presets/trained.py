@@ -48,6 +48,7 @@ from omniattn.modules import (
     AttentionResiduals,
     BigBirdAttention,
     Comba,
+    CompressedSparseAttention,
     DecoderBlock,
     DeepSeekSparseAttention,
     DeltaAttention,
@@ -325,6 +326,26 @@ TRAINED: dict[str, ModelConfig] = {
     "dsa": _recurrent(
         DeepSeekSparseAttention.Config(
             *(192, 6, 96, 64, 32, 16, 32), index_heads=4, index_dim=32, index_topk=32
+        ),
+        RotaryEmbedding.Config(16),
+    ),
+    "csa": _recurrent(
+        CompressedSparseAttention.Config(
+            *(192, 6, 32, 96, 16, 3, 64),
+            window=32,
+            index_topk=16,
+            index_heads=4,
+            index_dim=32,
+        ),
+        RotaryEmbedding.Config(16),
+    ),
+    "hca": _recurrent(
+        CompressedSparseAttention.Config(
+            *(192, 6, 32, 96, 16, 3, 64),
+            window=32,
+            compress_rate=16,
+            overlap=False,
+            index_topk=None,
         ),
         RotaryEmbedding.Config(16),
     ),

@@ -7,6 +7,7 @@ device and dtype of the storage.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from typing_extensions import Unpack
 from omniattn.checks.arguments import autocast_dtype
 from omniattn.modules.base.state import State, Storage
 from omniattn.modules.caches.cache import Cache, storage_like
+from omniattn.modules.caches.compressed import CSAState
 from omniattn.modules.caches.evicting import EvictingCache
 from omniattn.modules.caches.eviction import Eviction, Window
 from omniattn.modules.caches.forgetting import ForgettingCache
@@ -171,6 +173,18 @@ def of_window(
 ) -> Cache:
     """Creates a cache of the last tokens."""
     return RollingCache(*sizes, sort=sort, **_like(layer, weight, **storage))
+
+
+def with_compressed_keys(
+    layer: object,
+    weight: Tensor,
+    batch: int,
+    max_length: int,
+    sizes: dict[str, Any],
+    **storage: Unpack[Storage],
+) -> CSAState:
+    """Creates caches of a window, of compressed keys, and of what the next ones read."""
+    return CSAState(batch, max_length, **sizes, **_like(layer, weight, **storage))
 
 
 def by_policy(

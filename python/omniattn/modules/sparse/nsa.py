@@ -97,9 +97,9 @@ class NSAState:
         return len(self.branches), self._size, self._stride
 
     @property
-    def parts(self) -> tuple[Cache, ...]:
-        """Caches of the branches."""
-        return tuple(self.branches)
+    def limit(self) -> int | None:
+        """Largest number of tokens, None if unlimited."""
+        return self.branches[0].limit
 
     def windows(self, length: int) -> int:
         """Returns the number of whole windows in `length` tokens."""
