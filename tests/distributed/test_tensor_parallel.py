@@ -3,6 +3,7 @@
 import copy
 import shutil
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from omniattn import functional, modules
 from omniattn.distributed import tensor_parallel, vocabulary_parallel_cross_entropy
 from omniattn.models import PRESETS, Routers
 from omniattn.models.generation import generate
+from omniattn.training import recompute_blocks
 from omniattn.training.optimizer import clip_gradients, parameter_groups
 
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
@@ -158,12 +160,13 @@ def of_models(rank, ranks, port):
         (loss + whole.auxiliary_loss() + Routers(whole).loss()).backward()
         for sequence_parallel in (False, True):
             where = f"{name} {sequence_parallel}"
-            recompute = sequence_parallel
+            recompute = sequence_parallel and name != "kimi"
             split = replace(config, gradient_checkpointing=recompute).build(dtype=torch.float64)
             split.load_state_dict(whole.state_dict())
             tensor_parallel(split, mesh, sequence_parallel)
             same(split(inputs[:, :-1]), expected, where)
-            found = split(inputs[:, :-1], tokens[:, 1:])
+            with recompute_blocks(split) if name == "kimi" else nullcontext():
+                found = split(inputs[:, :-1], tokens[:, 1:])
             same(found, loss, where)
             (found + split.auxiliary_loss() + Routers(split).loss()).backward()
             same_gradients(split, whole, where)

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from omniattn import functional
 from omniattn.checks.arguments import shown
-from omniattn.distributed.tensor.parts import WHOLE, LocalParameters, Part, distribute, move
+from omniattn.distributed.tensor.parts import WHOLE, Part, distribute, move, read_parts
 from omniattn.distributed.tensor.splits import OP, Split, is_split, split_of
 from omniattn.distributed.tensor.styles import TOKENS, Around, RandomPerRank, SplitLayer, SplitRows
 from omniattn.distributed.tensor.vocabulary import vocabulary_parallel_cross_entropy
@@ -173,7 +173,7 @@ class _Splitter:
     def unit(self, module: nn.Module, sequence_parallel: bool) -> None:
         """Splits the layers in a module, whose forward then reads all its parameters."""
         if parts := dict(self.parts("", module, sequence_parallel)):
-            LocalParameters(parts).register(module)
+            read_parts(module, parts)
 
     def parts(self, path: str, module: nn.Module, sequence_parallel: bool) -> dict[str, Part]:
         """Splits the layers in a module, and returns the parts of all its parameters.

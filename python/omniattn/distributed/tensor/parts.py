@@ -54,33 +54,37 @@ class Part(NamedTuple):
         return t * 0 if self.zeroed else t
 
 
-class LocalParameters:
-    """Hooks by which a module reads its parts of parameters, and shows DTensors otherwise.
+class _ReadsParts(nn.Module):
+    """A module whose forward reads its parts of parameters, which are DTensors otherwise.
 
-    Args:
-        parts: names of the parameters in the module, and their parts.
+    Not by hooks, which a recomputation of `forward` alone would not call.
     """
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
-        self.parts = [(*name.rpartition(".")[::2], part) for name, part in parts.items()]
-        self.stored: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+    _parts: list[tuple[str, str, Part]]
 
-    def register(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self.enter)
-        module.register_forward_hook(self.leave, always_call=True)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stored = []
+        try:
+            for owner, name, part in self._parts:
+                place = self.get_submodule(owner)
+                whole = place._parameters[name]
+                assert whole is not None
+                stored.append((place, name, whole))
+                place._parameters[name] = part.read(whole)  # type: ignore[assignment]
+            return super().forward(*args, **kwargs)
+        finally:
+            for place, name, whole in stored:
+                place._parameters[name] = whole
 
-    def enter(self, module: nn.Module, _: Any) -> None:
-        for owner, name, part in self.parts:
-            place = module.get_submodule(owner)
-            stored = place._parameters[name]
-            assert stored is not None
-            self.stored.append((place, name, stored))
-            place._parameters[name] = part.read(stored)  # type: ignore[assignment]
 
-    def leave(self, *_: Any) -> None:
-        while self.stored:
-            place, name, stored = self.stored.pop()
-            place._parameters[name] = stored
+def read_parts(module: nn.Module, parts: Mapping[str, Part]) -> None:
+    """Makes the forward of a module read these parts of its parameters, given by their names.
+
+    Its class becomes a subclass, as those of modules that `fully_shard` takes.
+    """
+    kind = type(module)
+    module._parts = [(*name.rpartition(".")[::2], part) for name, part in parts.items()]  # type: ignore[assignment]
+    module.__class__ = type(kind.__name__, (_ReadsParts, kind), {})
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, parts: Mapping[str, Part]) -> None:

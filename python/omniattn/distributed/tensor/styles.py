@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Placement, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from omniattn.checks.arguments import require_rows, shown
-from omniattn.distributed.tensor.parts import WHOLE, LocalParameters, Part, distribute, move
+from omniattn.distributed.tensor.parts import WHOLE, Part, distribute, move, read_parts
 from omniattn.distributed.tensor.splits import OP, Split, parts_of
 from omniattn.functional import masks
 from omniattn.modules import Attention
@@ -122,7 +122,7 @@ class SplitLayer(Around):
         self.heads = slice(rank * count, (rank + 1) * count)
         distribute(module, device_mesh, self.parts)
         if self.reads:
-            LocalParameters(self.parts).register(module)
+            read_parts(module, self.parts)
         if getattr(module.config, "dropout_p", 0.0):
             RandomPerRank(rank).register(module)
         return super()._apply(module, device_mesh)
@@ -187,7 +187,7 @@ class SplitRows(ParallelStyle):
         module.num_embeddings = self.rows // device_mesh.size()
         self.first = device_mesh.get_local_rank() * module.num_embeddings
         distribute(module, device_mesh, {"weight": Part(Shard(0))})
-        LocalParameters({"weight": Part(Shard(0))}).register(module)
+        read_parts(module, {"weight": Part(Shard(0))})
         module.register_forward_pre_hook(self.before)
         module.register_forward_hook(self.after)
         return module
