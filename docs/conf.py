@@ -68,6 +68,7 @@ CONTENTS = {
             "modules",
             "models",
             "training",
+            "distributed",
             "calculate",
             "compare",
             "hf",

@@ -40,8 +40,8 @@ def on_mesh(args: argparse.Namespace) -> Iterator[DeviceMesh | None]:
             " ".join(f"--{name} {size}" for name, size in sizes.items()) or "no --dp, --cp, --tp"
         )
         raise CommandError(
-            f"{given} is for {count} processes ({launcher(args)} -m omniattn train ...), "
-            f"but {found} were started"
+            f"{given}: the number of processes must be {count} ({launcher(args)} -m omniattn train "
+            f"...), got {found}"
         )
     if count == 1:
         yield None
