@@ -69,6 +69,7 @@ CONTENTS = {
             "modules",
             "models",
             "training",
+            "distributed",
             "calculate",
             "compare",
             "hf",

@@ -58,7 +58,8 @@ def test_pages_of_layers(page, one_thread):
 
 
 @pytest.mark.parametrize(
-    "package", ["functional", "modules", "models", "training", "calculate", "compare", "hf"]
+    "package",
+    ["functional", "modules", "models", "training", "calculate", "compare", "hf", "distributed"],
 )
 def test_api_reference_lists_every_public_name(package):
     text = (ROOT / f"docs/api/{package}.rst").read_text(encoding="utf-8")

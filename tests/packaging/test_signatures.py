@@ -24,6 +24,7 @@ PACKAGES = (
     "compat.natten",
     "compat.torch",
     "compat.xformers",
+    "distributed",
     "training",
 )
 

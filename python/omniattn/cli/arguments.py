@@ -70,6 +70,9 @@ def train(parser: argparse.ArgumentParser) -> None:
     rate. It uses the data path of the run unless --data gives a new one. Afterwards the first steps
     are repeated with the plain-torch reference of every op, to compare the losses and, if both runs
     were long enough to measure, the speed.
+
+    With --dp, --cp and --tp, decoders train on several processes, with the losses of one:
+    torchrun --nproc-per-node 4 -m omniattn train --dp 2 --tp 2
     """
     add = parser.add_argument
     add("--data", type=_path, metavar="PATH", help="text file, or folder of text files")
@@ -99,6 +102,9 @@ def train(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="mixup,cutmix,randaugment: augmentations by torchvision, for vit and swin",
     )
+    add("--dp", type=_positive, default=1, metavar="N", help="divide batches among N processes")
+    add("--cp", type=_positive, default=1, metavar="N", help="divide tokens among N processes")
+    add("--tp", type=_positive, default=1, metavar="N", help="divide heads among N processes")
     add("--device", default="cpu", help="cpu (default) or cuda")
     add("--backend", choices=["cpu", "cuda", "reference"], help="force the backend of all ops")
     add("--out", type=_path, metavar="DIR", help="output folder (default: the next runs/train-N)")

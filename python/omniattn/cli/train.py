@@ -16,13 +16,16 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from omniattn.cli.config_file import read_config
 from omniattn.cli.device import require_device
 from omniattn.cli.errors import CommandError, require, writing
 from omniattn.cli.plots import plot_load, plot_losses
+from omniattn.cli.processes import from_first, launcher, on_mesh
 from omniattn.models import CheckpointError, ModelConfig
 from omniattn.training import TrainConfig, Trainer, recipe_of, saved_config, task_of
+from omniattn.training.ranks import DIMENSIONS
 
 _RUNS = Path("runs")
 #: Out-of-memory messages of torch's CPU allocator, from torch's ops and from this package's.
@@ -36,11 +39,17 @@ _TIMED_STEPS, _TIMED_SECONDS = 10, 2.0
 def run(args: argparse.Namespace) -> int:
     """Trains, compares, plots and samples; returns the exit code."""
     require("tqdm", "matplotlib", "safetensors")
-    trainer, checkpoint = _prepare(args)
-    c, model = trainer.config, trainer.model
+    with on_mesh(args) as mesh:
+        return _run(args, mesh)
+
+
+def _run(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
+    trainer, checkpoint = _prepare(args, mesh)
+    c = trainer.config
     print(
-        f"{c.model_name}: {model.config.num_parameters:,} parameters, {c.dtype}, "
-        f"{trainer.device}, threads: {torch.get_num_threads()}; {trainer.task.summary}; "
+        f"{c.model_name}: {trainer.model.config.num_parameters:,} parameters, {c.dtype}, "
+        f"{trainer.device}{_ranks(args)}, threads: {torch.get_num_threads()}; "
+        f"{trainer.task.summary}; "
         f"output in {checkpoint.parent}",
         flush=True,
     )
@@ -49,9 +58,12 @@ def run(args: argparse.Namespace) -> int:
     if not finished:
         print(
             f"interrupted at step {trainer.step} of {c.steps}; nothing is lost, continue with: "
-            f"python -m omniattn train --resume {_again(args, checkpoint.parent)}"
+            f"{launcher(args)} -m omniattn train --resume {_again(args, checkpoint.parent)}"
         )
         return _INTERRUPTED
+    model = trainer.whole_model()
+    if not trainer.ranks.is_first:
+        return 0
     loss = trainer.held_out[-1]["loss"]
     print(
         f"held-out loss {loss:.4f} {trainer.task.unit} after {c.steps} steps",
@@ -75,9 +87,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _ranks(args: argparse.Namespace) -> str:
+    """Describes the mesh, if there is one."""
+    sizes = {name: getattr(args, name) for name in DIMENSIONS}
+    return "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
+
+
 def _again(args: argparse.Namespace, out: Path) -> str:
     """Returns the options to continue a run: its folder and options not in the checkpoint."""
     options = ["--out", str(out)]
+    for name in DIMENSIONS:
+        if (size := getattr(args, name)) > 1:
+            options += [f"--{name}", str(size)]
     if args.config is not None:
         options += ["--config", ":".join(map(str, args.config))]
     if args.device != "cpu":
@@ -171,8 +192,8 @@ def _config(args: argparse.Namespace, start: TrainConfig, saved: TrainConfig | N
     return saved if steps == saved.steps else replace(saved, steps=steps, decay_steps=end)
 
 
-def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
-    checkpoint = _output_folder(args) / "checkpoint.safetensors"
+def _prepare(args: argparse.Namespace, mesh: DeviceMesh | None) -> tuple[Trainer, Path]:
+    checkpoint = from_first(mesh, lambda: _output_folder(args)) / "checkpoint.safetensors"
     start = _start(args)  # first, since the file may define layers of the saved run
     try:
         saved = saved_config(checkpoint) if args.resume else None
@@ -205,8 +226,8 @@ def _prepare(args: argparse.Namespace) -> tuple[Trainer, Path]:
 
     require_device(args.device, args.backend)
     try:
-        trainer = Trainer(config, task, device=args.device, backend=args.backend)
-    except (ImportError, ValueError) as error:  # augmentations
+        trainer = Trainer(config, task, device=args.device, backend=args.backend, mesh=mesh)
+    except (ImportError, NotImplementedError, ValueError) as error:  # augmentations, meshes
         raise CommandError(str(error)) from error
     with writing(checkpoint.parent):
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
@@ -271,6 +292,10 @@ def _train(trainer: Trainer, checkpoint: Path) -> bool:
                 loss = trainer.train_step()
             except FloatingPointError as error:
                 raise CommandError(f"{error}; try a smaller model or --dtype float32") from error
+            except NotImplementedError as error:
+                if trainer.ranks.mesh is None:
+                    raise
+                raise CommandError(str(error)) from error  # a layer that has no such division
             evaluated = trainer.step % every == 0 or trainer.step == c.steps
             if evaluated:
                 trainer.evaluate()
@@ -288,7 +313,8 @@ def _train(trainer: Trainer, checkpoint: Path) -> bool:
             bar.update()
             if bar.disable and evaluated:
                 print(f"step {trainer.step}/{c.steps}: {status}", flush=True)
-            if caught and trainer.step < c.steps:
+            # Signals reach the ranks at different steps.
+            if trainer.ranks.any(bool(caught)) and trainer.step < c.steps:
                 save()
                 return False
     return True

@@ -1,5 +1,11 @@
 """Models and calls beyond one process, on torch.distributed."""
 
 from omniattn.distributed.context import context_parallel, context_parallel_unshard
+from omniattn.distributed.tensor import tensor_parallel, vocabulary_parallel_cross_entropy
 
-__all__ = ["context_parallel", "context_parallel_unshard"]
+__all__ = [
+    "context_parallel",
+    "context_parallel_unshard",
+    "tensor_parallel",
+    "vocabulary_parallel_cross_entropy",
+]

@@ -7,7 +7,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,7 @@ from omniattn.models.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from omniattn.models.model import ModelConfig
+from omniattn.models.model import Model, ModelConfig
 from omniattn.models.presets import PRESETS
 from omniattn.models.routers import Routers
 from omniattn.modules.base.fields import Fields, Limit, SignedInt, Size
@@ -27,9 +27,13 @@ from omniattn.modules.base.layer import check_fields
 from omniattn.suggestions import did_you_mean
 from omniattn.training.augment import Augment
 from omniattn.training.optimizer import clip_gradients, parameter_groups, warmup_cosine
+from omniattn.training.ranks import Ranks, divided, whole
 from omniattn.training.recipes import TASKS
 from omniattn.training.recompute import recompute_blocks
 from omniattn.training.tasks import Batch, Digits, Task, targets_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -126,6 +130,8 @@ class Trainer:
         task: task of the model, with its data.
         device: device of the model and the batches.
         backend: backend of all ops, e.g. "reference".
+        mesh: ranks of the run, with dimensions among "dp", "cp" and "tp": batches, tokens and heads
+            are divided among them, and the steps are those of one process. None for one process.
     """
 
     def __init__(
@@ -135,6 +141,7 @@ class Trainer:
         *,
         device: torch.device | str = "cpu",
         backend: str | None = None,
+        mesh: "DeviceMesh | None" = None,
     ) -> None:
         if not isinstance(config, TrainConfig):
             raise TypeError(f"Trainer: config must be a TrainConfig, got config={shown(config)}")
@@ -143,6 +150,10 @@ class Trainer:
         # Weights are drawn on the CPU, so that every device starts with the same values.
         model = config.model_config
         self.model = replace(model, backend=backend or model.backend).build().to(self.device)
+        self.ranks = Ranks(mesh)
+        self.ranks.require_batch(config.batch, config.accumulate)
+        self.ranks.split(self.model)
+        self.ranks.seed(config.seed)
         self.routers = Routers(self.model)
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, config.weight_decay),
@@ -196,15 +207,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, c)
         self.model.zero_grad()  # optimizer.zero_grad imports torch._dynamo: 4 s at the first step
-        parts = self.task.parts(self._batch(), c.accumulate)
+        parts = self.task.parts(self._batch(), c.accumulate * self.ranks.replicas)
         kept = [targets_of(part) for part in parts]
         value = 0.0
         further: dict[str, float] = {}
-        for part, count in zip(parts, kept, strict=True):
+        for part, count in self.ranks.own(list(zip(parts, kept, strict=True))):
             share = count / max(1, sum(kept)) if len(parts) > 1 else 1.0
-            value += share * self._backward(part, share)
+            value += self._backward(part, share)
             for name, loss in self.model.further_losses().items():
-                further[name] = further.get(name, 0.0) + share * loss
+                further[name] = further.get(name, 0.0) + self.ranks.sum(share * loss)
         parameters = list(self.model.parameters())
         for limited in [[p] for p in parameters] if c.clip_each else [parameters]:
             clip_gradients(limited, c.clip)
@@ -212,7 +223,7 @@ class Trainer:
         self.model.before_step(done)
         self.optimizer.step()
         self.model.after_step(done)
-        self.routers.step()
+        self.routers.step(self.ranks.group)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.step += 1
@@ -223,16 +234,21 @@ class Trainer:
         return value
 
     def _backward(self, batch: Batch, share: float) -> float:
-        """Adds the gradient of a part, times its share of the batch, and returns its loss."""
+        """Adds the gradient of a part, times its share of the batch.
+
+        Returns the loss times the share, summed over the ranks.
+        """
         recompute = recompute_blocks(self.model) if self.config.recompute else nullcontext()
-        with self._autocast(), recompute:
-            loss = loss_of(self.model(*self._on_device(batch)))
-        value: float = loss.item()
-        if not math.isfinite(value):
-            self.routers.discard()
-            raise FloatingPointError(f"the loss of step {self.step} is {value}")
-        total = loss + self.model.auxiliary_loss() + self.routers.loss()
-        torch.autograd.backward(total if share == 1.0 else share * total)
+        with self.ranks.tokens(self._on_device(batch), share) as (own, share):
+            with self._autocast(), recompute:
+                loss = loss_of(self.model(*own))
+            value = self.ranks.sum(share * loss.item())
+            if not math.isfinite(value):
+                self.routers.discard()
+                raise FloatingPointError(f"the loss of step {self.step} is {value}")
+            total = loss + self.model.auxiliary_loss() + self.routers.loss()
+            scale = share * self.ranks.averaged
+            torch.autograd.backward(total if scale == 1.0 else scale * total)
         self.routers.add(share)
         return value
 
@@ -248,6 +264,15 @@ class Trainer:
         self.held_out.append({"step": self.step, "loss": loss, **metrics})
         return loss
 
+    def whole_model(self) -> Model:
+        """Returns the model, or on a mesh a copy with all weights; all ranks call it."""
+        if self.ranks.mesh is None:
+            return self.model
+        weights = {name: whole(t) for name, t in self.model.state_dict().items()}
+        model = self.model.config.build(device="meta")
+        model.load_state_dict(weights, assign=True)
+        return model.train(self.model.training)
+
     @property
     def items_per_second(self) -> float:
         """Returns tokens or images per second of this process, from the median step time."""
@@ -256,14 +281,19 @@ class Trainer:
         return self.config.batch * self.task.items_per_example / statistics.median(self.seconds)
 
     def save(self, path: Path) -> None:
-        """Writes the state atomically; `models.load_model` can read the weights of the file."""
-        tensors = dict(self.model.state_dict())
+        """Writes the state atomically; `models.load_model` can read the weights of the file.
+
+        All ranks call it, and the first one writes. Runs on other meshes can load the file.
+        """
+        tensors = {name: whole(t) for name, t in self.model.state_dict().items()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
-                tensors[f"optimizer/{key}/{name}"] = value
+                tensors[f"optimizer/{key}/{name}"] = whole(value)
         for name, value in self.routers.history().items():
             tensors[f"routers/{name}"] = value
-        tensors["rng/cpu"] = torch.get_rng_state()
+        tensors |= self.ranks.random_states()
+        if not self.ranks.is_first:
+            return
         config = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         if not isinstance(self.config.model, str):
             config["model"] = None  # it is in the model's metadata
@@ -291,7 +321,7 @@ class Trainer:
                 f"{self.config.data or 'the default'} has now "
                 f"(length-crc32 {run['data']}, got {self.task.digest})"
             )
-        self.model.load_state_dict({n: t for n, t in tensors.items() if "/" not in n})
+        self.ranks.load(self.model, {n: t for n, t in tensors.items() if "/" not in n})
         parameters = dict(self.model.named_parameters())
         # Names from when every mixer was an attention.
         parameters |= {n.replace("mixer.", "self_attn."): p for n, p in parameters.items()}
@@ -300,12 +330,12 @@ class Trainer:
             kind, _, rest = name.partition("/")
             if kind == "optimizer":
                 key, _, parameter = rest.partition("/")
-                state = self.optimizer.state[parameters[parameter]]
-                state[key] = tensor.to(self.device)
+                like = parameters[parameter]
+                self.optimizer.state[like][key] = divided(tensor.to(self.device), like)
             elif kind == "routers":
                 routers[rest] = tensor
         self.routers.restore(routers)
-        torch.set_rng_state(tensors["rng/cpu"])
+        self.ranks.set_random_state(tensors, self.config.seed, run["step"])
         self.step, self.losses = run["step"], run["losses"]
         self.held_out, self.further = run["held_out"], run.get("further", {})
 

@@ -316,6 +316,10 @@ class Decoder(Model, Stateful):
         """Maps normed hidden states (..., dim) to logits (..., vocab_size)."""
         return head_logits(self, x)
 
+    def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Returns the mean loss of normed hidden states (B, T, dim), without storing logits."""
+        return head_loss(self, x, targets)
+
     @takes_cache
     def forward(
         self,
@@ -347,7 +351,7 @@ class Decoder(Model, Stateful):
             return self.head(x)
         if self.predictor is not None and self.training:
             self._predictor_loss = self._predict_further(x, tokens, targets, **given)
-        return head_loss(self, x, targets)
+        return self.loss(x, targets)
 
     def _predict_further(
         self,
@@ -377,5 +381,5 @@ class Decoder(Model, Stateful):
             return (out + residual).to(y.dtype)
 
         states = self.predictor(x, tokens, self.embed_tokens, lambda y: y, run)
-        losses = [head_loss(self, state, targets[:, d:]) for d, state in enumerate(states, 1)]
+        losses = [self.loss(state, targets[:, d:]) for d, state in enumerate(states, 1)]
         return torch.stack(losses).mean()

@@ -274,4 +274,5 @@ def draw_steps(bias: Tensor, least: float, most: float, floor: float = 0.0) -> N
 def zeros_of_states(weight: Tensor, storage: Storage) -> Tensor:
     """Returns an empty tensor with the device and dtype of a matrix state."""
     like = storage_like(weight, **storage)
-    return weight.new_zeros(0, device=like["device"], dtype=fp32(like["dtype"]))
+    # Not weight.new_zeros, since a weight may be a DTensor, but states are a rank's own.
+    return torch.zeros(0, device=like["device"], dtype=fp32(like["dtype"]))

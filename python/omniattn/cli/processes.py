@@ -1,0 +1,80 @@
+"""A command on several processes, which torchrun starts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from omniattn.cli.errors import CommandError
+from omniattn.training.ranks import DIMENSIONS
+
+T = TypeVar("T")
+
+
+def launcher(args: argparse.Namespace) -> str:
+    """Returns the command that starts as many processes as the options name."""
+    count = math.prod(getattr(args, name) for name in DIMENSIONS)
+    return "python" if count == 1 else f"torchrun --nproc-per-node {count}"
+
+
+@contextlib.contextmanager
+def on_mesh(args: argparse.Namespace) -> Iterator[DeviceMesh | None]:
+    """Yields the mesh of the options, None for one process; only the first rank prints within.
+
+    Raises:
+        CommandError: the number of processes is another one.
+    """
+    sizes = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name) > 1}
+    count, found = math.prod(sizes.values()), int(os.environ.get("WORLD_SIZE", "1"))
+    if count != found:
+        given = (
+            " ".join(f"--{name} {size}" for name, size in sizes.items()) or "no --dp, --cp, --tp"
+        )
+        raise CommandError(
+            f"{given}: the number of processes must be {count} ({launcher(args)} -m omniattn train "
+            f"...), got {found}"
+        )
+    if count == 1:
+        yield None
+        return
+    kind = torch.device(args.device).type
+    if kind == "cuda":
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(args.device)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    try:
+        mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        silent = contextlib.nullcontext() if dist.get_rank() == 0 else _silent()
+        with silent:
+            yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def _silent() -> contextlib.AbstractContextManager[object]:
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def from_first(mesh: DeviceMesh | None, make: Callable[[], T]) -> T:
+    """Returns what `make` returns on the first rank; all ranks raise its CommandError."""
+    if mesh is None:
+        return make()
+    found: list[T | CommandError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [make()]
+        except CommandError as error:
+            found = [error]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], CommandError):
+        raise found[0]
+    return found[0]  # type: ignore[return-value]

@@ -1,0 +1,100 @@
+"""Trainer on meshes of two and four processes (gloo) against one process, in fp64."""
+
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import main, run, start
+from torch.distributed.device_mesh import init_device_mesh
+
+from omniattn.models import PRESETS
+from omniattn.training import TrainConfig, Trainer
+from omniattn.training.tasks import LanguageModeling
+
+TEXT = b"".join(b"%d squared is %d\n" % (a, a * a) for a in range(500))
+TASK = LanguageModeling(TEXT, 16)
+SIZES = {"dim": 16, "num_layers": 2, "num_heads": 4}
+LLAMA = replace(PRESETS["llama"], **SIZES, num_kv_heads=2, hidden_dim=24)
+CONFIG = TrainConfig(model=LLAMA, steps=4, batch=5, length=16, warmup=1, clip=0.5)
+MESHES = {
+    2: [{"dp": 2}, {"cp": 2}, {"tp": 2}],
+    4: [{"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"cp": 2, "tp": 2}, {"dp": 4}],
+}
+
+
+def steps(trainer, count):
+    for _ in range(count):
+        trainer.train_step()
+    return trainer.losses
+
+
+def of_meshes(rank, ranks, port):
+    start(rank, ranks, port)
+    torch.set_default_dtype(torch.float64)
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    path = Path(folder[0]) / "checkpoint.safetensors"
+    for config in (CONFIG, replace(CONFIG, accumulate=2, batch=9, recompute=True)):
+        alone = Trainer(config, TASK)
+        expected = steps(alone, 4)
+        held_out = alone.evaluate()
+        for n, sizes in enumerate(MESHES[ranks]):
+            mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            trainer = Trainer(config, TASK, mesh=mesh)
+            if n > 0:  # continues the run of another mesh
+                trainer.load(path)
+            steps(trainer, 4 - trainer.step)
+            torch.testing.assert_close(trainer.losses, expected, rtol=1e-9, atol=0, msg=f"{sizes}")
+            torch.testing.assert_close(trainer.evaluate(), held_out, rtol=1e-9, atol=0)
+            weights = trainer.whole_model().state_dict()
+            for name, t in alone.model.state_dict().items():
+                torch.testing.assert_close(weights[name], t, rtol=1e-7, atol=1e-8, msg=name)
+            trainer = Trainer(config, TASK, mesh=mesh)
+            steps(trainer, 2)
+            trainer.save(path)
+            dist.barrier()
+        again = Trainer(config, TASK)
+        again.load(path)
+        torch.testing.assert_close(steps(again, 2), expected, rtol=1e-9, atol=0)
+        dist.barrier()
+    refuse(ranks)
+    nans(mesh, rank)
+    if rank == 0:
+        shutil.rmtree(folder[0])
+    dist.destroy_process_group()
+
+
+def refuse(ranks):
+    """All ranks get the same error."""
+    for names, config, message in (
+        (("pp",), CONFIG, "mesh must have dimensions named dp, cp, tp"),
+        (("dp",), replace(CONFIG, batch=1), f"got batch=1, accumulate=1, dp={ranks}"),
+        (("tp",), replace(CONFIG, model=replace(LLAMA, num_heads=1, num_kv_heads=1)), "num_heads"),
+        (("dp",), replace(CONFIG, model="bert"), "mesh must be None except for decoders, got Bert"),
+    ):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=names)
+        with pytest.raises((NotImplementedError, ValueError), match=message):
+            Trainer(config, TASK, mesh=mesh)
+
+
+def nans(mesh, rank):
+    """A loss that is no number on one rank ends the step on all."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    trainer = Trainer(CONFIG, TASK, mesh=mesh)
+    if rank == 1:
+        trainer.model.register_forward_hook(lambda *given: given[-1] * torch.nan)
+    with pytest.raises(FloatingPointError, match="the loss of step 0 is nan"):
+        trainer.train_step()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_run_on_a_mesh_is_that_of_one_process(ranks):
+    run(__file__, "of_meshes", ranks)
+
+
+if __name__ == "__main__":
+    main({"of_meshes": of_meshes})
