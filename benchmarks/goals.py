@@ -55,6 +55,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "normalizers": goal_rows.normalizer_rows,
     "mla": goal_rows.mla_rows,
     "caches": goal_rows.cache_rows,
+    "cache kinds": goal_caches.kind_rows,
     "eviction": goal_caches.eviction_rows,
     "int8 caches": goal_caches.int8_rows,
     "experts": goal_rows.expert_rows,

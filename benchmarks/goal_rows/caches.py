@@ -1,14 +1,27 @@
-"""Rows of goals.py for caches: eviction after 32k tokens, and keys and values in int8."""
+"""Rows of goals.py for caches: kinds of heads, eviction after 32k tokens, int8."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from goal_rows.goal import BF16, F32, Provider, Row, provider, tensors
+from goal_rows.goal import BF16, F32, Provider, Row, fill, provider, tensors
 from omniattn import functional
-from omniattn.modules import H2O, EvictingCache, Eviction, KVCache, SnapKV, Streaming, Threshold
+from omniattn.modules import (
+    H2O,
+    Attention,
+    DeepSeekSparseAttention,
+    EvictingCache,
+    Eviction,
+    KVCache,
+    LayerConfig,
+    MultiHeadLatentAttention,
+    SnapKV,
+    Streaming,
+    Threshold,
+)
 
 SEEN, HEADS, KV_HEADS, DIM = 32768, 32, 8, 128
 #: Rotary tables for all positions of the largest cache that re-rotates its keys.
@@ -94,3 +107,63 @@ def int8_rows() -> Iterator[Row]:
                 dtype=dtype,
                 bytes=count,
             )
+
+
+def kind_rows() -> Iterator[Row]:
+    """Steps with grouped, single and latent heads after 8k tokens, at the rate of bytes of MHA.
+
+    A step reads the weights and what is stored; DSA reads all keys of its indexer and the selected
+    latents.
+    """
+    width, heads, seen = 2048, 16, 8192
+    latent = (width, heads, None, 512, 128, 64, 128)
+    sparse = DeepSeekSparseAttention.Config(*latent, index_heads=16, index_dim=64)
+    kinds: dict[str, LayerConfig] = {
+        "MHA": Attention.Config(width, heads, causal=True),
+        "GQA": Attention.Config(width, heads, 4, causal=True),
+        "MQA": Attention.Config(width, heads, 1, causal=True),
+        "MLA": MultiHeadLatentAttention.Config(*latent),
+        "DSA": sparse,
+    }
+    for dtype in (F32, BF16):
+        runs: dict[str, Provider] = {}
+        read: dict[str, int] = {}
+        for name, config in kinds.items():
+            torch.manual_seed(0)
+            layer: Any = config.build(dtype=dtype)
+            state = layer.new_state(1, seen + 1)
+            if name == "DSA":
+                latents = fill(state.latents, seen)
+                stored = fill(state.index, seen) + latents * sparse.index_topk // seen
+            else:
+                stored = fill(state, seen)
+            runs[name] = _step(layer, state, seen)
+            read[name] = stored + sum(p.nbytes for p in layer.parameters())
+        for name in ("GQA", "MQA", "MLA", "DSA"):
+            yield Row(
+                f"{name} step d{width} H{heads} after {seen} tokens",
+                "forward",
+                runs[name],
+                runs["MHA"],
+                "rate of MHA",
+                1.0,
+                share=read[name] / read["MHA"],
+                dtype=dtype,
+                bytes=read[name],
+            )
+
+
+def _step(layer: Any, state: Any, seen: int) -> Provider:
+    """Returns a decode step of a layer after the tokens in its state."""
+    (x,) = tensors((1, 1, layer.config.dim), dtype=next(layer.parameters()).dtype)
+    options = {}
+    if isinstance(layer, MultiHeadLatentAttention):
+        frequencies = functional.rope_frequencies(layer.config.qk_rope_dim)
+        options["rope"] = functional.rotary_tables(frequencies, torch.arange(seen, seen + 1))
+
+    def step() -> object:
+        state.crop(seen)
+        with torch.no_grad():
+            return layer(x, state=state, **options)
+
+    return step

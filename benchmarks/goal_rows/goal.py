@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from omniattn.modules import KVCache
 from omniattn.testing import prepare
 from omniattn.testing.spec import Call, Function, Pass
 
@@ -56,6 +57,14 @@ def called_once(run: Provider) -> dict[str, object]:
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> list[torch.Tensor]:
     make = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=make).to(dtype) for shape in shapes]
+
+
+def fill(cache: KVCache, length: int) -> int:
+    """Fills a cache with `length` tokens; returns the bytes of their keys and values."""
+    views = cache.views()
+    stored = tensors(*((1, length, *v.shape[2:]) for v in views), dtype=views[0].dtype)
+    cache.append(*stored)
+    return sum(t.nbytes for t in stored)
 
 
 def self_attention(

@@ -17,6 +17,7 @@ from goal_rows.goal import (
     Provider,
     Row,
     called_once,
+    fill,
     provider,
     self_attention,
     tensors,
@@ -349,13 +350,6 @@ def layer_rows() -> Iterator[Row]:
 SEEN = 32768
 
 
-def _filled(cache: modules.KVCache, length: int) -> int:
-    """Fills a cache with `length` tokens; returns the bytes of their keys and values."""
-    stored = tensors(*((1, length, *view.shape[2:]) for view in cache.views()))
-    cache.append(*stored)
-    return sum(t.nbytes for t in stored)
-
-
 @dataclass(frozen=True)
 class Steps:
     """Decode steps of each layer, and the bytes that each must read."""
@@ -368,16 +362,16 @@ def steps(sizes: Sizes, seen: int) -> Steps:
     """Makes decode steps after `seen` tokens."""
     made = sizes.layers()
     states = {name: layer.new_state(1, seen + 1) for name, layer in made.items()}
-    whole = _filled(states["dense"], seen)
+    whole = fill(states["dense"], seen)
     token = whole // seen
     c = made["NSA"].config
     for branch in states["NSA"].branches:
-        _filled(branch, seen)
-    compressed = _filled(states["NSA"].compressed, states["NSA"].windows(seen))
-    _filled(states["MoBA"], seen)
+        fill(branch, seen)
+    compressed = fill(states["NSA"].compressed, states["NSA"].windows(seen))
+    fill(states["MoBA"], seen)
     moba, dsa = made["MoBA"].config, made["DSA"].config
-    _filled(states["DSA"].latents, seen)
-    index = _filled(states["DSA"].index, seen)
+    fill(states["DSA"].latents, seen)
+    index = fill(states["DSA"].index, seen)
     read = {
         "dense": whole,
         "NSA": compressed + token * (c.topk * c.block_size + c.window),

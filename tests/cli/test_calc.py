@@ -6,6 +6,7 @@ import re
 import pytest
 
 from omniattn.cli import main
+from omniattn.models import PRESETS, save_model
 
 
 def test_a_table_of_a_published_model(capsys):
@@ -49,6 +50,16 @@ def test_json_with_ceilings_and_patterns(capsys):
 def test_patterns_alone(capsys):
     assert main(["calc", "--patterns", "--context", "256"]) == 0
     assert "DetSA" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_run_of_this_package(capsys, tmp_path, folder):
+    model = PRESETS["llama-tiny"].build()
+    path = tmp_path / "checkpoint.safetensors"
+    save_model(model, path)
+    assert main(["calc", str(tmp_path if folder else path), "--context", "32", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["models"].values()
+    assert found["parameters"]["total"] == model.config.num_parameters
 
 
 @pytest.mark.parametrize("folder", [True, False])

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from omniattn.cli import main
-from omniattn.models import PRESETS, T5Config, generate, save_model
+from omniattn.models import (
+    PRESETS,
+    BertClassifierConfig,
+    BertConfig,
+    T5Config,
+    generate,
+    save_model,
+)
 
 GREEDY = ["--max-new-tokens", "6", "--temperature", "0"]
 
@@ -110,11 +117,31 @@ def test_keys_and_values_in_int8(checkpoint, capsys):
 def test_errors_are_one_line(checkpoint, capsys, arguments, message):
     arguments = [a.format(path=checkpoint[1]) for a in arguments]
     assert main(["generate", *arguments]) == 1
-    error = capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr()
+    error = printed.err.splitlines()
     assert len(error) == 1 and error[0].startswith("generate: ") and message in error[0]
+    assert not printed.out
 
 
-def test_a_model_without_tokens_is_named(tmp_path, capsys):
-    save_model(PRESETS["vit"].build(), tmp_path / "vit.safetensors")
-    assert main(["generate", str(tmp_path / "vit.safetensors"), "--prompt", "a"]) == 1
-    assert "holds a ViT, which generates no tokens" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (PRESETS["vit"], "ViT"),
+        (BertConfig(vocab_size=37, dim=32, num_layers=1, num_heads=2, hidden_dim=64), "Bert"),
+        (
+            BertClassifierConfig(classes=3, dim=32, num_layers=1, num_heads=2, hidden_dim=64),
+            "BertClassifier",
+        ),
+    ],
+)
+def test_a_model_without_tokens_is_named(tmp_path, capsys, config, name):
+    path = tmp_path / "model.safetensors"
+    save_model(config.build(), path)
+    assert main(["generate", str(path), "--prompt", "a"]) == 1
+    assert f"holds a {name}, which generates no tokens" in capsys.readouterr().err
+
+
+def test_weights_of_transformers_are_not_called_damaged(folder, capsys):
+    path = folder[1] / "model.safetensors"
+    assert main(["generate", str(path), "--prompt", "a"]) == 1
+    assert "is loaded from its folder" in capsys.readouterr().err

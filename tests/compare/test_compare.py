@@ -85,7 +85,7 @@ def test_all_parts(tmp_path, text, request):
     assert columns["positions"][-2:] == ["ALiBi", "T5"] and len(columns["positions"]) == 12
     assert columns["norms"] == [p for p in norms.PLACEMENTS for _ in range(2)]
     assert set(report.tables["decode"].rows[-1][1:]) == {"-"}  # it has no state
-    assert " ± " in report.tables["loss"].rows[0][1]
+    assert " ± " in report.tables["loss"].rows[0][1] and "± their standard" in report.markdown
     assert (tmp_path / "compare.md").read_text(encoding="utf-8") == report.markdown
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     before = {f: f.stat().st_mtime_ns for f in (tmp_path / "cells").iterdir()}
@@ -141,6 +141,23 @@ def test_former_code_of_a_users_mixer_is_noticed(tmp_path, text, monkeypatch, no
     path.write_text(path.read_text().replace("dim, dim", "dim, dim, bias=False"))
     monkeypatch.delitem(sys.modules, "my_mixer")
     assert main(command) == 1
+
+
+class Backwards(nn.Module):
+    """Mixes each token with the mean of all tokens."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return self.proj(x + x.mean(1, keepdim=True))
+
+
+def test_modules_that_see_later_tokens_are_refused(tmp_path, text):
+    with pytest.raises(ValueError, match=r"Backwards must be causal, but token 15 changes .* 0"):
+        run(["llama", Backwards], tmp_path / "out", text, parts=["loss"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_stored_results_outlive_new_fields_of_configs():
@@ -245,6 +262,11 @@ def test_placement_of_norms(placement):
         ({"tasks": ["needles"]}, ValueError, "got 'needles'; did you mean 'needle'"),
         ({"step": 3}, TypeError, "unknown option 'step'; did you mean 'steps'"),
         ({"data": "/no/such/file"}, OSError, "no/such/file"),
+        (
+            {"models": ["rnn@2:1"], "layers": 4},
+            ValueError,
+            "layers must be a multiple of 3 for rnn@2:1, got layers=4",
+        ),
         ({"recall_length": 8}, ValueError, "MultiHop: length must be >= 28"),
         ({"length": 10**8, "data": __file__}, ValueError, "compare: the text must have at least"),
         (
@@ -256,7 +278,7 @@ def test_placement_of_norms(placement):
 )
 def test_errors_come_before_any_work(tmp_path, options, error, text):
     with pytest.raises(error, match=text):
-        compare.run(["llama"], out=tmp_path / "out", **options)
+        compare.run(**({"models": ["llama"], "out": tmp_path / "out"} | options))
     assert not (tmp_path / "out").exists()
 
 

@@ -247,7 +247,7 @@ def test_folders_that_are_not_those_of_a_model_are_refused(tmp_path):
     for change, message in (
         ({name: None}, f"1 weights in .* are missing: {name}"),
         ({"model.more": torch.ones(2)}, "1 weights in .* are unknown: model.more"),
-        ({name: torch.ones(3, 48)}, f"1 weights in .* are of another shape: .*{name}"),
+        ({name: torch.ones(3, 48)}, f"shape: {name} .3, 48. in place of .40, 48."),
     ):
         changed = {n: t for n, t in (weights | change).items() if t is not None}
         save_file(changed, file, {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Configs by the name of a preset or by a Hugging Face config.json; dtypes by name."""
+"""Configs by the name of a preset, a Hugging Face config.json or a checkpoint; dtypes by name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeAlias
 import torch
 
 from omniattn.checks.arguments import require_int, shown
-from omniattn.models import PRESETS, ModelConfig
+from omniattn.models import PRESETS, ModelConfig, checkpoint
 from omniattn.models.pretrained import kind_of_hf
 from omniattn.suggestions import did_you_mean
 
-#: A config, the name of a preset, or a config.json or its folder.
+#: A config, the name of a preset, or the path of a config.json, a checkpoint or their folder.
 Source: TypeAlias = "ModelConfig | str | Path"
 
 #: Short and long names of dtypes.
@@ -34,7 +34,8 @@ def config_of(source: Source) -> ModelConfig:
 
     Args:
         source: a config of `omniattn.models`; the name of a preset; or the path of a Hugging Face
-            config.json, or of the folder with it.
+            config.json, of the folder with it, of a checkpoint of this package, or of a run's
+            folder.
 
     Raises:
         ValueError: the name of no preset, with the nearest names; a file without a model type.
@@ -54,12 +55,16 @@ def config_of(source: Source) -> ModelConfig:
     if isinstance(source, str) and source in PRESETS:
         return PRESETS[source]
     path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        run = path / "checkpoint.safetensors"
+        path = run if run.is_file() else path / "config.json"
     if not path.is_file():
         raise ValueError(
-            "calculate: config must be the name of a preset, a config.json or its folder, "
-            f"got config={str(source)!r}{did_you_mean(str(source), PRESETS)}"
+            "calculate: config must be the name of a preset, a config.json, a checkpoint or the "
+            f"folder of one of them, got config={str(source)!r}{did_you_mean(str(source), PRESETS)}"
         )
+    if path.suffix == ".safetensors":
+        return checkpoint.config_of(checkpoint.read_checkpoint(path)[1])
     return _from_file(path)
 
 

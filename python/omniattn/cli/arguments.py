@@ -205,12 +205,12 @@ def calc(parser: argparse.ArgumentParser) -> None:
     """Calculate parameters, operations, memory and times of models, without running them.
 
     A model is a preset of omniattn.models, such as llama-3-8b, a Hugging Face config.json or its
-    folder, or FILE.py:NAME, the config NAME of a Python file, which is executed. Operations count a
-    multiply-add as two and attention by its visible pairs. Times are the least that the given
-    ceilings allow: all weights and caches are read once.
+    folder, a checkpoint or a run's folder, or FILE.py:NAME, the config NAME of a Python file, which
+    is executed. Operations count a multiply-add as two and attention by its visible pairs. Times
+    are the least that the given ceilings allow: all weights and caches are read once.
     """
     add = parser.add_argument
-    add("models", nargs="*", metavar="model", help="preset, config.json, folder or FILE.py:NAME")
+    add("models", nargs="*", metavar="model", help="preset, file, folder or FILE.py:NAME")
     add(
         "--compare",
         nargs="+",

@@ -130,17 +130,17 @@ def _print(
 ) -> None:
     printer, begin = Printer(tokenizer), time.perf_counter()
     generator, count = cast(Generator, model), 0
-    if "source" not in options:
-        printer.add(tokens[0].tolist())
+    before = [] if "source" in options else tokens[0].tolist()  # printed after all checks
     if "num_beams" in options:
         out = generate(generator, tokens, max_new_tokens, **options)
         steps = iter([out[:, tokens.shape[1] :]])
     else:
         steps = stream(generator, tokens, max_new_tokens, **options)
     for new in steps:
-        printer.add(new[0].tolist())
+        printer.add(before + new[0].tolist())
+        before = []
         count += new.shape[1]
-    printer.add([], last=True)
+    printer.add(before, last=True)
     seconds = time.perf_counter() - begin
     print(f"\n{count} tokens in {seconds:.2f} s, {count / seconds:.1f} a second", file=sys.stderr)
 
@@ -168,7 +168,7 @@ def _load(path: Path, args: argparse.Namespace) -> tuple[Model, list[int]]:
         raise CommandError(str(error).partition(": ")[2]) from error
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error}") from error
-    if not hasattr(model, "hidden"):
+    if not hasattr(model, "new_state"):
         raise CommandError(f"{path} holds a {type(model).__name__}, which generates no tokens")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     return model.to(args.device, dtype), ends

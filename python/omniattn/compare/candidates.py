@@ -85,7 +85,7 @@ def candidate(model: Any) -> Candidate:
         return Candidate(_name(model), (kind,), _version(model))
     raise TypeError(
         "compare: a model must be a name, a Mixer or its Config, the config of a decoder, or a "
-        f"class or function that makes a module of a width, got {shown(model)}"
+        f"class or function that makes a module from dim, its one argument, got {shown(model)}"
     )
 
 

@@ -13,6 +13,7 @@ from omniattn.checks.arguments import shown
 from omniattn.compare import answers, decoding, losses, norms, positions
 from omniattn.compare.budget import Sized, solve
 from omniattn.compare.candidates import candidates, hybrid
+from omniattn.compare.causality import require_causal
 from omniattn.compare.cells import Cell, complete
 from omniattn.compare.figures import draw
 from omniattn.compare.mixers import Candidate, Frame
@@ -62,8 +63,8 @@ def run(
         The tables, also as Markdown.
 
     Raises:
-        ValueError: an option is invalid, a budget cannot be met (BudgetError), or `out` holds
-            results of other settings (FolderError).
+        ValueError: an option is invalid, a module sees later tokens, a budget cannot be met
+            (BudgetError), or `out` holds results of other settings (FolderError).
         OSError: a file cannot be read or written.
     """
     settings = _settings(settings, options)
@@ -73,6 +74,8 @@ def run(
     frame = Frame(settings.dim, settings.layers, settings.heads)
     text = read_documents(data) if {"loss", "positions", "norms"}.intersection(parts) else b""
     sized = [solve(model, settings, frame, settings.length) for model in found]
+    for model, size in zip(found, sized, strict=True):
+        require_causal(model, size)
     folder = Path(out)
     cells = list(_cells(parts, found, sized, recalled, frame, settings, text))
     folder.mkdir(parents=True, exist_ok=True)

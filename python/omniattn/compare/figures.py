@@ -20,6 +20,10 @@ def draw(report: Report, path: Path) -> None:
     figure = new_figure(figsize=(11, 3.2 * len(rows)))
     groups = figure.subfigures(len(rows), 1, squeeze=False)[:, 0]
     for group, (part, results) in zip(groups, rows, strict=True):
+        title = report.tables[part].title
+        if (seeds := len(next(iter(results.values())))) > 1:
+            title += f" ({seeds} seeds: means, and the range of all)"
+        group.suptitle(title, fontsize="medium", fontweight="bold")
         _ROWS[part](group, results)
     save_figure(figure, path, dpi=80)
 
@@ -35,6 +39,20 @@ def _band(axes: Any, x: Sequence[float], curves: Sequence[Sequence[float]], **st
         columns = list(zip(*curves, strict=True))
         low, high = [min(c) for c in columns], [max(c) for c in columns]
         axes.fill_between(x, low, high, alpha=0.2, color=line.get_color(), lw=0)
+
+
+def _ticks(axis: Any, places: Sequence[float]) -> None:
+    """Marks these places with plain numbers, also on a logarithmic axis."""
+    axis.set_ticks(places, [f"{place:.0f}" for place in places])
+    axis.set_ticks([], minor=True)
+
+
+def _plain(axis: Any) -> None:
+    """Writes plain numbers on a logarithmic axis, within a decade also at the minor ticks."""
+    low, high = axis.get_view_interval()
+    axis.set_major_formatter("{x:,.4g}")
+    if high < 10 * low:
+        axis.set_minor_formatter("{x:,.4g}")
 
 
 def _losses(figure: Any, found: Found) -> None:
@@ -57,15 +75,19 @@ def _losses(figure: Any, found: Found) -> None:
 
 def _decode(figure: Any, found: Found) -> None:
     memory, speed = figure.subplots(1, 2)
-    for model in names(found, 0):
-        cells = {int(n): r for (name, n), r in found.items() if name == model}
-        if next(iter(cells.values()))[0]["bytes"] is None:
-            continue
-        speeds = [[r["tokens_per_second"] for r in results] for results in cells.values()]
-        memory.plot(list(cells), [r[0]["bytes"] / 1024 for r in cells.values()], "o-", label=model)
-        _band(speed, list(cells), list(zip(*speeds, strict=True)), marker="o")
+    lengths = [int(n) for n in names(found, 1)]
+    for place, model in enumerate(names(found, 0)):
+        cells = [found[model, str(n)] for n in lengths]
+        if cells[0][0]["bytes"] is None:
+            continue  # the next ones keep the colors that they have in the other plots
+        style = {"color": f"C{place}", "marker": "o"}
+        speeds = [[r["tokens_per_second"] for r in results] for results in cells]
+        memory.plot(lengths, [r[0]["bytes"] / 1024 for r in cells], label=model, **style)
+        _band(speed, lengths, list(zip(*speeds, strict=True)), **style)
     for axes, label in ((memory, "KiB of states"), (speed, "tokens per second")):
         axes.set(xscale="log", yscale="log", xlabel="tokens before", ylabel=label)
+        _ticks(axes.xaxis, lengths)
+        _plain(axes.yaxis)
         axes.grid(alpha=0.3)
     memory.legend(fontsize="x-small")
 
@@ -78,11 +100,17 @@ def _recall(figure: Any, found: Found) -> None:
     for place, model in enumerate(plain):
         values = [[100 * r["accuracy"] for r in found[model, task]] for task in tasks]
         at = [i + width * (place - len(plain) / 2 + 0.5) for i in range(len(tasks))]
-        spans = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in values]
-        errors = spans if any(spans) else None
-        bars.bar(at, [statistics.fmean(v) for v in values], width, yerr=errors, label=model)
+        means = [statistics.fmean(v) for v in values]
+        spans = [[m - min(v) for m, v in zip(means, values, strict=True)]]
+        spans += [[max(v) - m for m, v in zip(means, values, strict=True)]]
+        errors = spans if any(map(any, spans)) else None
+        bars.bar(at, means, width, yerr=errors, label=model)
     bars.set_xticks(range(len(tasks)), tasks)
-    bars.set_ylabel("right answers (%)")
+    for i, task in enumerate(tasks):
+        chance = 100 * found[models[0], task][0]["chance"]
+        ends = (i - 0.45, i + 0.45)
+        bars.plot(ends, (chance, chance), "k:", lw=1.3, label=None if i else "chance")
+    bars.set(ylabel="right answers (%)", ylim=(0, 105))
     bars.legend(fontsize="x-small")
     for task in tasks:
         points = sorted(
@@ -121,6 +149,7 @@ def _positions(figure: Any, found: Found) -> None:
                 _band(axes, lengths, curves, marker="o", label=name)
     for axes in plots:
         axes.set(xscale="log", xlabel="bytes of context")
+        _ticks(axes.xaxis, lengths)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")
     plots[0].set_ylabel("loss of the last bytes")
@@ -148,6 +177,9 @@ def _norms(figure: Any, found: Found) -> None:
     after.set(xlabel="layer", yscale="log", title="after; dashed: no warm-up")
     losses.set(xlabel="step", title="training loss")
     before.legend(fontsize="x-small")
+    for axes in (before, after):
+        _ticks(axes.xaxis, range(1, len(first[0]) + 1))
+        _plain(axes.yaxis)
     for axes in (before, after, losses):
         axes.grid(alpha=0.3)
         axes.title.set_fontsize("small")

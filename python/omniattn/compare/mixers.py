@@ -335,7 +335,17 @@ class Candidate:
     version: str = ""
 
     def config(self, frame: Frame, hidden: int) -> BlocksConfig:
-        """Returns the decoder with channel mixers of this hidden width."""
+        """Returns the decoder with channel mixers of this hidden width.
+
+        Raises:
+            ValueError: the layers are no whole number of turns, so that the shares of the mixers
+                would not be those of the name.
+        """
+        if frame.layers % len(self.kinds):
+            raise ValueError(
+                f"compare: layers must be a multiple of {len(self.kinds)} for {self.name}, "
+                f"got layers={frame.layers}"
+            )
         norm = RMSNorm.Config(frame.dim)
         blocks = []
         for layer in range(frame.layers):

@@ -101,6 +101,8 @@ def report(folder: Path, sized: Sequence[Sized], settings: Settings, results: Re
         "![figures](compare.png)",
         "",
     ]
+    if len(settings.seeds) > 1:
+        head += ["Numbers are means over the seeds ± their standard deviations.", ""]
     markdown = "\n".join([*head, *(table.markdown for table in tables.values())])
     return Report(folder, tables, results, markdown)
 
@@ -141,6 +143,11 @@ def _models(sized: Sequence[Sized]) -> Table:
 Found = dict[tuple[str, str], list[Result]]
 
 
+def _billions(count: float) -> str:
+    """Formats a count in 10^9, with three digits below 100."""
+    return f"{count / 1e9:,.0f}" if count >= 1e11 else f"{count / 1e9:.3g}"
+
+
 def _losses(found: Found, settings: Settings) -> dict[str, Table]:
     rows = []
     for (model, _), results in found.items():
@@ -151,7 +158,7 @@ def _losses(found: Found, settings: Settings) -> dict[str, Table]:
                 spread([r["held_out"][-1][1] for r in results]),
                 spread([r["tokens_per_second"] for r in results], ",.0f"),
                 spread([sum(r["seconds"]) for r in results], ".1f"),
-                f"{results[0]['flops_per_step'] * steps / 1e9:,.0f}",
+                _billions(results[0]["flops_per_step"] * steps),
             )
         )
     table = Table(
@@ -177,10 +184,11 @@ def _decode(found: Found, settings: Settings) -> dict[str, Table]:
                 *("-" if s[0] is None else spread(s, ",.0f") for s in speeds),
             )
         )
+    stateless = "" if all(row[1] != "-" for row in rows) else " A mixer with - keeps no state."
     table = Table(
         "Memory and decoding",
         "KiB of the states of one sequence, and tokens per second of one sequence (the fastest of "
-        "some tokens), after so many tokens.",
+        f"some tokens), after so many tokens.{stateless}",
         ("model", *(f"KiB, {n}" for n in lengths), *(f"tokens/s, {n}" for n in lengths)),
         tuple(rows),
     )

@@ -71,7 +71,12 @@ def read_checkpoint(path: Path | str) -> tuple[dict[str, torch.Tensor], dict[str
         raise CheckpointError(
             f"checkpoint: {path} is damaged or no checkpoint ({error})"
         ) from error
-    if metadata.pop("crc32", None) != _digest(tensors, metadata):
+    if "crc32" not in metadata:
+        raise CheckpointError(
+            f"checkpoint: {path} was not written by omniattn, which adds a checksum; a model of "
+            "transformers is loaded from its folder, by omniattn.models.from_hf"
+        )
+    if metadata.pop("crc32") != _digest(tensors, metadata):
         raise CheckpointError(f"checkpoint: {path} is damaged (its checksum does not match)")
     return tensors, metadata
 

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -105,10 +105,18 @@ def _loaded(name: str, folder: Path) -> PreTrainedModel:
     kinds = (("missing", "missing"), ("unexpected", "unknown"), ("mismatched", "of another shape"))
     for kind, word in kinds:
         if found := report[f"{kind}_keys"]:
-            names = ", ".join(sorted(str(entry) for entry in found)[:5])
+            names = ", ".join(sorted(map(_described, found))[:5])
             raise CheckpointError(f"from_hf: {len(found)} weights in {folder} are {word}: {names}")
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _described(entry: Any) -> str:
+    """Returns the name of a weight, with its shapes where they differ."""
+    if isinstance(entry, str):
+        return entry
+    name, stored, wanted = entry
+    return f"{name} {tuple(stored)} in place of {tuple(wanted)}"
 
 
 def _filled(config: ModelConfig, theirs: PreTrainedModel) -> Model:

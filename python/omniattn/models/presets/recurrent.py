@@ -83,10 +83,13 @@ def _xlstm(dim: int, num_layers: int) -> BlocksConfig:
 
 
 def _s4(dim: int, num_layers: int) -> BlocksConfig:
-    """Returns the language model of S4's paper, with a plain embedding in place of an adaptive."""
+    """Returns the language model of S4's paper, with a plain embedding in place of an adaptive.
+
+    Each of its layers has two S4 and an MLP, so that it has two blocks here.
+    """
     mlp, norm = MLP.Config(dim, 4 * dim, "gelu"), LayerNorm.Config(dim)
-    block = DecoderBlock.Config(S4.Config(dim), mlp, norm)
-    return _blocks(dim, num_layers, (block,), vocab_size=267735, tie_embeddings=True)
+    blocks = tuple(DecoderBlock.Config(S4.Config(dim), part, norm) for part in (None, mlp))
+    return _blocks(dim, 2 * num_layers, blocks, vocab_size=267735, tie_embeddings=True)
 
 
 def _differential(dim: int, num_layers: int, heads: int) -> DifferentialConfig:
