@@ -28,13 +28,17 @@ def cpuinfo(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
 def cpu_family(entries: dict[str, str] | None = None) -> str:
     """Returns the microarchitecture, by which measurements are recorded, such as "sapphire_rapids".
 
-    For unknown processors, returns vendor, family and model.
+    Some hypervisors report another model, but the instructions of the processor: AMX tells the
+    cores. For unknown processors, returns vendor, family and model.
     """
     entries = cpuinfo() if entries is None else entries
     vendor = entries.get("vendor_id", "unknown")
     family, model = (int(entries.get(key, 0)) for key in ("cpu family", "model"))
     if vendor == "GenuineIntel" and family == 6 and model in _INTEL:
         return _INTEL[model]
+    flags = entries.get("flags", "").split()
+    if vendor == "GenuineIntel" and "amx_tile" in flags:
+        return "granite_rapids" if "amx_fp16" in flags else "sapphire_rapids"
     if vendor == "AuthenticAMD" and family in _AMD:
         zen4 = family == 25 and any(model in models for models in _ZEN4)
         return "zen4" if zen4 else _AMD[family]

@@ -133,6 +133,19 @@ def test_families_have_names(tmp_path, vendor, family, model, name):
     assert cpu_family(cpuinfo(tmp_path / "missing")) == "unknown_0_0"
 
 
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("avx2 amx_tile amx_int8 amx_bf16", "sapphire_rapids"),
+        ("amx_bf16 amx_tile amx_fp16", "granite_rapids"),
+        ("avx2", "genuineintel_6_167"),
+    ],
+)
+def test_tiles_name_a_family_whose_model_a_hypervisor_hides(flags, name):
+    entries = {"vendor_id": "GenuineIntel", "cpu family": "6", "model": "167", "flags": flags}
+    assert cpu_family(entries) == name
+
+
 def test_nothing_of_a_row_reaches_the_one_before_it():
     """oneDNN multiplies pairs of terms on AMX, and reads on where their number is odd."""
     x, weight = torch.ones(2000, 33, dtype=torch.bfloat16), torch.ones(600, 33).bfloat16()
