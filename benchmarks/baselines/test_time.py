@@ -121,7 +121,8 @@ def atlas_linear(
 ) -> tuple[Tensor, ...]:
     """Gradients of the tokens of a mini-batch as matrices, their sums, and steps one by one."""
     size, window = mini_batch_size, gamma.shape[-1]
-    lacks(**options, part=q.shape[1] % size > 0)
+    missing = theta is None or alpha is None or eta is None
+    lacks(**options, part=q.shape[1] % size > 0, default=missing)
     assert theta is not None and alpha is not None and eta is not None
     k, v = (F.pad(t, (0, 0, 0, 0, window - 1, 0)).transpose(1, 2) for t in (k, v))
     q, gamma = (t.transpose(1, 2) for t in (q * scale, -2 * gamma.flip(-1)))

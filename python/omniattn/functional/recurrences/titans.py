@@ -13,6 +13,7 @@ from omniattn.checks.arguments import (
     require_int,
     require_number,
     require_shape,
+    require_tensor,
 )
 from omniattn.checks.jagged import over_sequences
 from omniattn.compositions.atlas import omega
@@ -229,6 +230,7 @@ def atlas_linear(
     k, v = require_heads(op, q, k, v)
     heads, of_heads = q.shape[2], tuple(q.shape[:3])
     require_shape(op, "v", v, (*of_heads, v.shape[3]))
+    require_tensor(op, "gamma", gamma)
     window = gamma.shape[-1] if gamma.dim() == 4 else 1
     gamma = widened(op, "gamma", gamma, v, ((*of_heads, max(1, window)),))
     theta, alpha, eta = (

@@ -136,7 +136,7 @@ SPECS = (
         adapt=flat_state(*STATE, *PAST),
         cases=(
             _case("tiny", 2, 3, 1, 4, 3, (*GATES, *STATE, *PAST), C=2, mini_batch_size=2),
-            _case("plain", 2, 33, 2, 8, 6, GATES, C=4),
+            _case("plain", 2, 32, 2, 8, 6, GATES, C=4),
             _case(
                 "muon",
                 2,
@@ -162,7 +162,7 @@ SPECS = (
                 mini_batch_size=4,
             ),
             _case("each", 1, 9, 2, 8, 6, ("eta",), C=3, mini_batch_size=1),
-            _case("one", 1, 9, 2, 8, 6, GATES, C=1, mini_batch_size=4),
+            _case("one", 1, 33, 2, 8, 6, GATES, C=1),
             _case("step", 2, 1, 2, 8, 6, (*GATES, *STATE, *PAST), C=5, mini_batch_size=4),
             _case("nosteps", 2, 0, 2, 4, 3, ("alpha", *STATE, *PAST), C=3),
         ),
