@@ -116,6 +116,7 @@ TITLES = {
     "stick_breaking_attention": "attention, weights and selection",
     "softpick_attention": "attention, weights and selection",
     "sparsemax_attention": "attention, weights and selection",
+    "multi_token_attention": "attention, weights and selection",
     "norm": "norms",
     "rope": "rotary embeddings",
     "activation": "gated activations",

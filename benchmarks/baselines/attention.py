@@ -248,6 +248,7 @@ BASELINES = {
     "stick_breaking_attention": {"eager": reference.stick_breaking_attention},
     "softpick_attention": {"eager": reference.softpick_attention},
     "sparsemax_attention": {"eager": reference.sparsemax_attention},
+    "multi_token_attention": {"eager": reference.multi_token_attention},
     "moba_attention": {"eager": reference.moba_attention},
     "nsa_attention": {"eager": reference.nsa_attention},
     "routed_block_attention": {"eager": reference.routed_block_attention},

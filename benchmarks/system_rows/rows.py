@@ -81,6 +81,9 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "wall attention: decays of channels between key and query": (("wall_attention", "model"),),
     "stick-breaking attention": (("stick_breaking_attention", "model"),),
     "softpick attention": (("softpick_attention", "model"),),
+    "multi-token attention: logits convolved over queries and keys, heads mixed": (
+        ("multi_token_attention", "model"),
+    ),
     "sparsemax and entmax attention": (("sparsemax_attention", "model"),),
     "ALiBi": (("attention", "alibi"),),
     "feed-forward layers: ReLU, GELU, SiLU, squared ReLU": (

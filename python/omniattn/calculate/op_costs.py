@@ -184,6 +184,14 @@ def _sparsemax(given: Given) -> Cost:
     return _products(2 * pairs * (q.shape[3] + v.shape[3]))
 
 
+def _multi_token(given: Given) -> Cost:
+    """2 products of each query and each key, and a convolution and a mix of heads."""
+    q, k, v, weight = given["q"], given["k"], given["v"], given["weight"]
+    pairs = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
+    taps = weight.shape[1] * weight.shape[2] + given["head_weight"].shape[2]
+    return _products(2 * pairs * (q.shape[3] + v.shape[3] + taps))
+
+
 def _selective_scan(given: Given) -> Cost:
     return _recurrence(2 * given["u"].numel() * given["A"].shape[-1])
 
@@ -241,6 +249,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "atlas_linear": _atlas,
     "deltaformer_attention": _deltaformer,
     "sparsemax_attention": _sparsemax,
+    "multi_token_attention": _multi_token,
     "selective_scan": _selective_scan,
     "ssd": _ssd_step,
     "slstm": _slstm,

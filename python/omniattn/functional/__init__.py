@@ -7,6 +7,7 @@ from omniattn.functional.attention.attention import attention
 from omniattn.functional.attention.forgetting import forgetting_attention
 from omniattn.functional.attention.int8 import attention_int8, quantize_int8
 from omniattn.functional.attention.lse import attention_weights, merge_attention
+from omniattn.functional.attention.multi_token import multi_token_attention
 from omniattn.functional.attention.path_attention import path_attention
 from omniattn.functional.attention.sdpa import scaled_dot_product_attention
 from omniattn.functional.attention.selection import select_attention
@@ -250,6 +251,7 @@ __all__ = [
     "moba_attention",
     "moe_experts",
     "mrope_axes",
+    "multi_token_attention",
     "na1d",
     "na2d",
     "na3d",

@@ -14,6 +14,7 @@ from omniattn.reference.attention.attention import (
 )
 from omniattn.reference.attention.attention_int8 import attention_int8, quantize_int8
 from omniattn.reference.attention.forgetting import forgetting_attention
+from omniattn.reference.attention.multi_token import multi_token_attention
 from omniattn.reference.attention.path_attention import path_attention
 from omniattn.reference.attention.softpick import softpick_attention
 from omniattn.reference.attention.sparsemax_attention import sparsemax_attention
@@ -213,6 +214,7 @@ __all__ = [
     "moba_attention",
     "moe_experts",
     "mrope_axes",
+    "multi_token_attention",
     "na1d",
     "na2d",
     "na3d",

@@ -1,0 +1,105 @@
+"""multi_token_attention: the public formula, blocks of queries, leading queries, errors."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from omniattn.compositions import multi_token
+from omniattn.functional import attention, multi_token_attention
+
+F64 = torch.float64
+
+
+def inputs(tq=20, tk=20, heads=4, kv_heads=2, cq=3, ck=5, size=2):
+    make = torch.Generator().manual_seed(0)
+    shapes = [(2, tq, heads, 8), (2, tk, kv_heads, 8), (2, tk, kv_heads, 6), (heads, cq, ck)]
+    shapes += [(heads // size, size, size)]
+    return [torch.randn(shape, generator=make, dtype=F64) for shape in shapes]
+
+
+def by_matrices(q, k, v, weight, head_weight, causal=True):
+    """As in projects/mta/mta_transformer.py of facebookresearch/RAM at commit 0372dab."""
+    group, (heads, cq, ck) = q.shape[2] // k.shape[2], weight.shape
+    k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[3])
+    hidden = torch.ones(scores.shape[-2:]).triu(1 + scores.shape[-1] - scores.shape[-2]).bool()
+    hidden &= causal
+    padded = nn.functional.pad(scores.masked_fill(hidden, 0), (ck // 2, ck // 2, cq - 1, 0))
+    scores = nn.functional.conv2d(padded, weight[:, None], groups=heads)
+    p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    mixed = [
+        torch.einsum("bcij,co->boij", part, own)
+        for part, own in zip(p.split(head_weight.shape[1], 1), head_weight, strict=True)
+    ]
+    return torch.einsum("bhij,bjhd->bihd", torch.cat(mixed, 1), v)
+
+
+def gradients(function, given):
+    leaves = [t.clone().requires_grad_() for t in given]
+    out = function(*leaves)
+    weight = torch.arange(out.numel(), dtype=F64).cos().view_as(out)
+    return [out, *torch.autograd.grad(out, leaves, weight)]
+
+
+@pytest.mark.parametrize("rows", [3, 7, 32])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"tk": 33},
+        {"cq": 6, "ck": 11, "size": 4},
+        {"cq": 1, "ck": 1},
+        {"kv_heads": 4, "size": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_public_formula(causal, sizes, rows, monkeypatch):
+    monkeypatch.setattr(multi_token, "_ROWS", rows)
+    monkeypatch.setattr(multi_token, "_LOGITS", 1)
+    given = inputs(**sizes)
+    got = gradients(lambda *t: multi_token_attention(*t, causal=causal), given)
+    want = gradients(lambda *t: by_matrices(*t, causal=causal), given)
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+
+
+def test_single_taps_without_mixing_are_attention():
+    q, k, v, *_ = inputs()
+    one = torch.zeros(4, 3, 5, dtype=F64)
+    one[:, -1, 2] = 1
+    torch.testing.assert_close(multi_token_attention(q, k, v, one), attention(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_leading_queries_continue_a_sequence(backend):
+    q, k, v, *weights = inputs(cq=4)
+    whole = multi_token_attention(q, k, v, *weights, backend=backend)
+    for first, last in ((0, 1), (1, 2), (2, 9), (9, 20)):
+        lead = min(3, first)
+        part = multi_token_attention(
+            *(q[:, first - lead : last], k[:, :last], v[:, :last], *weights),
+            lead=lead,
+            backend=backend,
+        )
+        torch.testing.assert_close(part, whole[:, first:last])
+
+
+def test_errors():
+    q, k, v, weight, heads = inputs()
+    for wrong, message in (
+        ((weight[:3],), r"weight must have shape \(4, 3, 5\), got weight.shape=\(3, 3, 5\)"),
+        ((weight[0],), r"weight must have shape \(4, 1, 1\), got weight.shape=\(3, 5\)"),
+        ((weight[..., :4],), r"weight must have shape \(Hq, cq >= 1, odd ck\), got .*\(4, 3, 4\)"),
+        ((weight[:, :0],), r"weight must have shape \(Hq, cq >= 1, odd ck\), got .*\(4, 0, 5\)"),
+        ((weight, heads[:1]), r"head_weight must have shape \(2, 2, 2\), got .*=\(1, 2, 2\)"),
+        ((weight, q.new_ones(1, 3, 3)), r"head_weight must .* divisor of Hq=4, got .*\(1, 3, 3\)"),
+    ):
+        with pytest.raises(ValueError, match=f"multi_token_attention: {message}"):
+            multi_token_attention(q, k, v, *wrong)
+    with pytest.raises(ValueError, match="lead must be an int >= 0 and <= 20, got lead=21"):
+        multi_token_attention(q, k, v, weight, lead=21)
+    with pytest.raises(TypeError, match=r"multi_token_attention: weight must .*weight.dtype="):
+        multi_token_attention(q, k, v, weight.float())
