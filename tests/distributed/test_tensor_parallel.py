@@ -319,7 +319,8 @@ def states(mesh, rank, ranks):
     for name, t in found.items():
         same(t, weights[name], f"after a step {name}")
 
-    other = tensor_parallel(config.build(dtype=torch.float64), mesh)
+    empty = config.build(dtype=torch.float64, device="meta")
+    other = tensor_parallel(empty, mesh).to_empty(device="cpu")
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(other, dict(weights), options=options)
     same(other(tokens), whole(tokens), "whole weights loaded")

@@ -7,6 +7,7 @@ import contextlib
 import io
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -53,15 +54,11 @@ def on_mesh(args: argparse.Namespace) -> Iterator[DeviceMesh | None]:
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     try:
         mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        silent = contextlib.nullcontext() if dist.get_rank() == 0 else _silent()
-        with silent:
+        stdout = sys.stdout if dist.get_rank() == 0 else io.StringIO()
+        with contextlib.redirect_stdout(stdout):
             yield mesh
     finally:
         dist.destroy_process_group()
-
-
-def _silent() -> contextlib.AbstractContextManager[object]:
-    return contextlib.redirect_stdout(io.StringIO())
 
 
 def from_first(mesh: DeviceMesh | None, make: Callable[[], T]) -> T:

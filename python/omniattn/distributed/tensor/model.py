@@ -115,7 +115,8 @@ class _Splitter:
     """Splits a decoder, after all checks."""
 
     def __init__(self, model: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-        self.model, self.mesh, self.sequence_parallel = model, mesh, sequence_parallel
+        self.model, self.mesh = model, mesh
+        self.sequence_parallel = sequence_parallel and len(model.layers) > 0
         self.check()
         self.splits: dict[nn.Module, Split] = {
             layer: split_of(layer, mesh.size()) for layer in model.modules() if is_split(layer)
@@ -163,7 +164,7 @@ class _Splitter:
                     self.unit(block, self.sequence_parallel)
             else:
                 self.unit(child, self.sequence_parallel and name == "norm")
-        if self.sequence_parallel and len(model.layers):
+        if self.sequence_parallel:
             model.layers[0].register_forward_pre_hook(self.scatter)
             model.norm.register_forward_hook(self.gather)
         kind = type(model)  # a class of both, as fully_shard makes one
@@ -172,7 +173,7 @@ class _Splitter:
 
     def unit(self, module: nn.Module, sequence_parallel: bool) -> None:
         """Splits the layers in a module, whose forward then reads all its parameters."""
-        if parts := dict(self.parts("", module, sequence_parallel)):
+        if parts := self.parts("", module, sequence_parallel):
             read_parts(module, parts)
 
     def parts(self, path: str, module: nn.Module, sequence_parallel: bool) -> dict[str, Part]:

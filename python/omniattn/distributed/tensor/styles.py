@@ -21,7 +21,10 @@ from omniattn.modules.attention._options import slopes_of
 #: Dimension of the tokens.
 TOKENS = Shard(1)
 #: Masks that are the same for all heads.
-_OF_ALL_HEADS = (masks.KeyLengths, masks.KeyPadding, masks.Documents, masks.Chunked, masks.PrefixLM)
+_OF_ALL_HEADS = (
+    *(masks.Causal, masks.SlidingWindow, masks.PrefixLM, masks.Chunked),
+    *(masks.KeyLengths, masks.KeyPadding, masks.Documents),
+)
 
 
 def placement_of_tokens(sequence_parallel: bool) -> Placement:
