@@ -311,3 +311,4 @@ def test_errors_of_the_command(arguments, text, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["compare", "--models", "llama", *arguments]) == 1
     assert text in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

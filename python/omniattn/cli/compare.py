@@ -10,7 +10,7 @@ from typing import Any
 
 from omniattn import compare
 from omniattn.cli.config_file import read_model
-from omniattn.cli.errors import CommandError, require, writing
+from omniattn.cli.errors import CommandError, require
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,8 +28,6 @@ def run(args: argparse.Namespace) -> int:
     }
     try:
         settings = compare.Settings(**given)
-        with writing(args.out):
-            args.out.mkdir(parents=True, exist_ok=True)
         report = compare.run(_models(args), out=args.out, settings=settings, **options)
     except (ValueError, TypeError, FloatingPointError) as error:
         ours, _, text = str(error).partition(": ")
