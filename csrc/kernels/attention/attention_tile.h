@@ -99,18 +99,21 @@ template <class M>
 constexpr int64_t kSumColumns = (kSplits<M> ? 4 : 1) * kPanelCols<M>;
 
 // Operands Y of the pairs of `keys`, whose first pair is at `pairs`: in place, or in `copy` with 0
-// for a key of a pair that is not among `keys`, if products of 0 with it would be NaN.
+// for a key of a pair that is not among `keys`. Its products are 0 in place if its weights are 0
+// (`are_weightless`) and it is finite.
 template <class M>
-Panels<M> seen_rows(const M* pairs, int64_t ldy, Range keys, int64_t cols, M* copy) {
+Panels<M> seen_rows(const M* pairs, int64_t ldy, Range keys, int64_t cols, bool are_weightless,
+                    M* copy) {
   constexpr int64_t kWidth = kSumColumns<M>;
   const int64_t begin = keys.begin / 2 * 2, end = round_up(keys.end, 2);
-  const auto is_finite = [&](int64_t key) {
+  const auto is_zero = [&](int64_t key) {
+    if (!are_weightless) return false;
     const M* const row = pairs + (key / 2 * 2 - begin) * ldy + key % 2;
     compute_t<M> sum = 0;
     for (int64_t c = 0; c < cols; ++c) sum += 0 * widen(row[2 * c]);
     return sum == 0;
   };
-  if ((begin == keys.begin || is_finite(begin)) && (end == keys.end || is_finite(keys.end))) {
+  if ((begin == keys.begin || is_zero(begin)) && (end == keys.end || is_zero(keys.end))) {
     return row_panels(pairs, ldy);
   }
   fill_zero(copy, (end - begin) * kWidth);
@@ -124,11 +127,13 @@ Panels<M> seen_rows(const M* pairs, int64_t ldy, Range keys, int64_t cols, M* co
 }
 
 // sum += X Y for a range of keys, at most kSumColumns columns. X (rows, keys) has row stride ldx; Y
-// has one row per key with stride ldy, for 16-bit operands in pairs of rows. The order of a row's
-// sum does not depend on the range, as long as it has the keys whose weights are not 0.
+// has one row per key with stride ldy, for 16-bit operands in pairs of rows; are_weightless: X is 0
+// for the keys that share a pair with the first or the last. The order of a row's sum does not
+// depend on the range, as long as it has the keys whose weights are not 0.
 template <class M>
 void accumulate_range(const computed_t<M>* x, int64_t ldx, const M* y, int64_t ldy, Range keys,
-                      int64_t rows, int64_t cols, compute_t<M>* sum, int64_t ld) {
+                      int64_t rows, int64_t cols, bool are_weightless, compute_t<M>* sum,
+                      int64_t ld) {
   const auto multiply = [&](int64_t key, int64_t count, const Panels<M>& b) {
     gemm_tile<M>(x + key, ldx, b, sum, ld, rows, cols, count, true);
   };
@@ -140,7 +145,7 @@ void accumulate_range(const computed_t<M>* x, int64_t ldx, const M* y, int64_t l
       if (is_empty(piece)) return;
       const int64_t begin = piece.begin / 2 * 2;
       multiply(begin, round_up(piece.end, 2) - begin,
-               seen_rows<M>(y + begin * ldy, ldy, piece, cols, copy));
+               seen_rows<M>(y + begin * ldy, ldy, piece, cols, are_weightless, copy));
     };
     // An instruction adds the products of 32 keys before it adds them to the sum.
     const int64_t first = kOnTiles ? smaller(round_up(keys.begin, 32), keys.end) : keys.begin;
@@ -159,7 +164,7 @@ void accumulate_keys(const TilePlan& plan, const computed_t<M>* x, int64_t ldx, 
       const Range seen = plan.seen[g], r = plan.group_rows(g);
       if (is_empty(seen)) continue;
       accumulate_range(x + r.begin * ldx, ldx, y + first * Operand<M>::kStep, ldy, seen,
-                       r.end - r.begin, cols, sum + r.begin * ld + first, ld);
+                       r.end - r.begin, cols, true, sum + r.begin * ld + first, ld);
     }
   }
 }

@@ -375,7 +375,7 @@ void accumulate_tile(const KeyTile& tile, const computed_t<M>* x, int64_t ldx, i
     const auto [key, column, count] = tile.span[n];
     for (int64_t first = 0; first < width; first += kSumColumns<M>) {
       accumulate_range(x + column, ldx, y + key * ldy + first * Operand<M>::kStep, ldy, {0, count},
-                       rows, smaller(kSumColumns<M>, width - first), sum + first, ldy);
+                       rows, smaller(kSumColumns<M>, width - first), false, sum + first, ldy);
     }
   }
 }
