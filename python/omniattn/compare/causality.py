@@ -22,10 +22,11 @@ def require_causal(candidate: Candidate, sized: Sized) -> None:
     """
     if all(kind in KINDS.values() for kind in candidate.kinds):
         return
-    torch.manual_seed(0)
     config: Any = sized.config
-    model = config.build().eval()
-    tokens = torch.randint(config.vocab_size, (1, sized.length))
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        model = config.build().eval()
+        tokens = torch.randint(config.vocab_size, (1, sized.length))
     other = tokens.clone()
     other[:, -1] = (other[:, -1] + 1) % config.vocab_size
     change = (model(other) - model(tokens)).abs().amax(-1)[0]
