@@ -102,6 +102,7 @@ def test_recurrent_states_have_one_size_for_any_length(name):
         "dsa",
         "csa",
         "hca",
+        "mta",
     ],
 )
 @torch.no_grad()

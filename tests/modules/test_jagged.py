@@ -45,6 +45,7 @@ from omniattn.modules import (
     MoBA,
     MultiheadAttention,
     MultiHeadLatentAttention,
+    MultiTokenAttention,
     NeighborhoodAttention1D,
     ParallelResidual,
     Residual,
@@ -192,6 +193,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "dsa-dense": lambda: sparse_latent("dense"),
     "select": lambda: rotated(SelectAttention.Config(16, 4, 2, **STD)),
     "selective": lambda: rotated(SelectiveAttention.Config(16, 4, 2, **STD)),
+    "multi-token": lambda: rotated(MultiTokenAttention.Config(16, 4, 2, **STD)),
     "csa": lambda: rotated(
         CompressedSparseAttention.Config(
             *(16, 4, 6, 8, 4, 2, 5),

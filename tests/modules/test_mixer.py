@@ -27,6 +27,7 @@ from omniattn.modules import (
     PagedCache,
     PagePool,
     PathCache,
+    QueryCache,
     RecurrentState,
     RMSNorm,
     RollingCache,
@@ -204,6 +205,7 @@ def test_a_recurrence_refuses_the_state_of_another_one_of_the_same_shapes():
         SelectiveCache(1, 4, 1, 2),
         ForgettingCache(1, 4, 1, 2, num_heads=2),
         PathCache(1, 4, 1, 2, num_heads=2, taps=2),
+        QueryCache(1, 4, 1, 2, num_heads=2),
         NSAState([KVCache(1, 8, 1, 2)], KVCache(1, 3, 1, 2), 4, 2),
         DSAState(LatentCache(1, 4, 2, 2), KVCache(1, 4, 1, 2, v_head_dim=0)),
         CSAState(

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.grad import conv2d_weight
 
 from omniattn.compositions._python_ops import define
 from omniattn.ops._autograd import DifferentiableOp
@@ -145,7 +144,10 @@ def _backward(
             du += next(sides) @ next(sides).mT
             dp = _hide(_mixed(da, u.mT), at.hidden_rows, 0)
             dc = (p * (dp - (p * dp).sum(-1, keepdim=True)))[None]
-            dw += conv2d_weight(s, (len(w), 1, *w.shape[1:]), dc, groups=len(w))[:, 0]
+            windows = s[0].unfold(-1, w.shape[2], 1)
+            for a in range(w.shape[1]):  # three times as fast as torch's gradient
+                rows = windows[:, a : a + at.end - at.first]
+                dw[:, a] += torch.einsum("hik,hikb->hb", dc[0], rows)
             ds = torch.nn.functional.conv_transpose2d(dc, w[:, None], groups=len(w))[0]
             side = w.shape[2] // 2
             ds = ds[:, at.pad :, side : side + at.keys]

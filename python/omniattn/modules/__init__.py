@@ -55,6 +55,7 @@ from omniattn.modules.caches.kv_cache import (
 from omniattn.modules.caches.paged import PagedCache, PagePool
 from omniattn.modules.caches.path import PathCache
 from omniattn.modules.caches.quantized import QuantizedCache
+from omniattn.modules.caches.queries import QueryCache
 from omniattn.modules.caches.rolling import RollingCache
 from omniattn.modules.caches.selective import SelectiveCache
 from omniattn.modules.experts.expert_parallel import ExpertParallel
@@ -97,6 +98,7 @@ from omniattn.modules.sparse.hub_spoke import DeterministicSparseAttention, HubS
 from omniattn.modules.sparse.local_strided import LocalStridedAttention
 from omniattn.modules.sparse.longformer import LongformerAttention
 from omniattn.modules.sparse.moba import MoBA
+from omniattn.modules.sparse.multi_token import MultiTokenAttention
 from omniattn.modules.sparse.neighborhood import (
     NeighborhoodAttention1D,
     NeighborhoodAttention2D,
@@ -196,6 +198,7 @@ __all__ = [
     "MoE",
     "MultiHeadLatentAttention",
     "MultiScaleRetention",
+    "MultiTokenAttention",
     "MultiTokenPredictor",
     "MultiheadAttention",
     "NSAState",
@@ -215,6 +218,7 @@ __all__ = [
     "PrecondGatedDeltaNet",
     "PrecondKDA",
     "QuantizedCache",
+    "QueryCache",
     "RMSNorm",
     "RMSNormGated",
     "RWKV4TimeMix",

@@ -75,6 +75,7 @@ FIELDS = {
         **{"qk_nope_dim": 4, "qk_rope_dim": 2, "v_dim": 4},
     },
     "MultiScaleRetention": {"dim": 8, "num_heads": 2},
+    "MultiTokenAttention": {"dim": 8, "num_heads": 2, "query_size": 2, "key_size": 3},
     "MultiTokenPredictor": {"dim": 8, "depths": 2},
     "MultiheadAttention": {"embed_dim": 8, "num_heads": 2},
     "PatchMerging": {"dim": 8},

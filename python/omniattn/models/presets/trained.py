@@ -80,6 +80,7 @@ from omniattn.modules import (
     MoBA,
     MultiHeadLatentAttention,
     MultiScaleRetention,
+    MultiTokenAttention,
     PaTHAttention,
     Performer,
     PrecondGatedDeltaNet,
@@ -227,6 +228,7 @@ TRAINED: dict[str, ModelConfig] = {
     "path": _sparse((PaTHAttention.Config(192, 6, 2, w_rank=None),), rotated=False),
     "wall": _sparse((WallAttention.Config(192, 6, 2),), rotated=False),
     "ssmax": _sparse((Attention.Config(192, 6, 2, log_scale=True),)),
+    "mta": _sparse((MultiTokenAttention.Config(192, 6, query_size=4, key_size=5),)),
     "mfa": _sparse((Attention.Config(192, 6, 1, q_rank=96),)),
     "tpa": _sparse((Attention.Config(192, 6, ranks=(6, 2, 2)),)),
     "mlra": _recurrent(

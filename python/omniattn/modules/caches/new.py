@@ -29,6 +29,7 @@ from omniattn.modules.caches.kv_cache import (
 )
 from omniattn.modules.caches.path import PathCache
 from omniattn.modules.caches.quantized import QuantizedCache, require_int8
+from omniattn.modules.caches.queries import QueryCache
 from omniattn.modules.caches.rolling import RollingCache
 from omniattn.modules.caches.selective import SelectiveCache
 
@@ -136,6 +137,20 @@ def require_gates(state: State | None) -> ForgettingCache | None:
         "Attention: state must be a ForgettingCache with forget_gate=True, "
         f"got type(state)={type(state).__name__}"
     )
+
+
+def with_queries(
+    layer: object, weight: Tensor, *sizes: int, num_heads: int, **storage: Unpack[Storage]
+) -> Cache:
+    """Creates a cache of all tokens and their queries."""
+    return QueryCache(*sizes, num_heads=num_heads, **_like(layer, weight, **storage))
+
+
+def require_queries(op: str, state: State | None) -> QueryCache | None:
+    """Requires that `state` is a cache with queries or None, and returns it."""
+    if state is None or isinstance(state, QueryCache):
+        return state
+    raise TypeError(f"{op}: state must be a QueryCache, got type(state)={type(state).__name__}")
 
 
 def with_path(

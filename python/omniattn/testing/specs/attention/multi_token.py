@@ -62,7 +62,7 @@ SPECS = (MULTI_TOKEN_ATTENTION,)
 VARIANTS = (
     Variant(
         "multi-token attention: logits convolved over queries and keys, heads mixed",
-        ("multi_token_attention",),
+        ("multi_token_attention", "MultiTokenAttention", "QueryCache"),
         _PAPER,
     ),
 )
