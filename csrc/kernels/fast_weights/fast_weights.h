@@ -46,6 +46,7 @@ struct FastWeights {
                               // boundaries[n] .. boundaries[n + 1]
 
   OMNIATTN_FN int64_t rows() const { return key_width + bias; }
+  OMNIATTN_FN int64_t items() const { return sequences * heads; }
 };
 
 struct FastWeightsParams {

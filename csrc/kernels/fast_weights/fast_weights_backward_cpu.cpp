@@ -7,7 +7,7 @@
 // and those of q and k from the same products. Then du goes through the norm to dz = k dN, and the
 // gradients of P, W, A, F and m go back through the products of gates.
 #include "kernels/fast_weights/fast_weights_chunk.h"
-#include "runtime/denormals.h"
+#include "kernels/recurrence/item_pass.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -56,7 +56,8 @@ struct Backward {
     moves = reinterpret_cast<bool*>(room.take(chunks));
   }
 
-  void run(const FastWeightsItem& x) {
+  void run(int64_t index) {
+    const FastWeightsItem x = item_of(p, index);
     int64_t count = recompute(x);
     const auto incoming = [&](const void* from, C* to) {
       if (from == nullptr) return zero_rows(Matrix<C>{to, c.size}, 1, c.size);
@@ -362,30 +363,11 @@ struct Backward {
   }
 };
 
-int64_t bytes(const FastWeights& p) {
-  int64_t result = 0;
-  FastWeightsBackwardParams params{};
-  params.problem = p;
-  dispatch_compute(p.dtype,
-                   [&]<class C>(C) { result = Backward<C>(params, nullptr).room.bytes(); });
-  return result;
-}
-
-void backward(const FastWeightsBackwardParams& params, void* memory, int64_t begin, int64_t end) {
-  const FlushDenormals flush;
-  const FastWeights& p = params.problem;
-  OMNIATTN_ASSERT_ITEMS(begin, end, p.sequences * p.heads);
-  OMNIATTN_ASSERT_HAS(memory, bytes(p));
-  dispatch_compute(p.dtype, [&]<class C>(C) {
-    Backward<C> pass(params, memory);
-    for (int64_t i = begin; i < end; ++i) pass.run(item_of(p, i));
-  });
-  stream_fence();
-}
+using Entries = ItemPass<Backward, FastWeightsBackwardParams>;
 
 }  // namespace
 
 extern const FastWeightsBackwardKernels fast_weights_backward_kernels_table;
-const FastWeightsBackwardKernels fast_weights_backward_kernels_table{bytes, backward};
+const FastWeightsBackwardKernels fast_weights_backward_kernels_table{Entries::bytes, Entries::run};
 
 }  // namespace omniattn::OMNIATTN_ISA

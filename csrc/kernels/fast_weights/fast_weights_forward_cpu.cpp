@@ -1,6 +1,6 @@
 // Forward of fast weights, see fast_weights.h.
 #include "kernels/fast_weights/fast_weights_chunk.h"
-#include "runtime/denormals.h"
+#include "kernels/recurrence/item_pass.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -19,7 +19,8 @@ struct Forward {
     memory = {room.take(c.size), room.take(c.size), room.take(c.size), false};
   }
 
-  void run(const FastWeightsItem& x) {
+  void run(int64_t index) {
+    const FastWeightsItem x = item_of(p, index);
     Model<C> model = c.begin(x, memory);
     bool open = x.position % p.mini_batch != 0;  // the anchor is not the weights
     for (int64_t t = 0; t < x.count; t += c.rows) {
@@ -66,28 +67,11 @@ struct Forward {
   }
 };
 
-int64_t bytes(const FastWeights& p) {
-  int64_t result = 0;
-  FastWeightsParams params{};
-  params.problem = p;
-  dispatch_compute(p.dtype, [&]<class C>(C) { result = Forward<C>(params, nullptr).room.bytes(); });
-  return result;
-}
-
-void forward(const FastWeightsParams& params, void* memory, int64_t begin, int64_t end) {
-  const FlushDenormals flush;
-  const FastWeights& p = params.problem;
-  OMNIATTN_ASSERT_ITEMS(begin, end, p.sequences * p.heads);
-  OMNIATTN_ASSERT_HAS(memory, bytes(p));
-  dispatch_compute(p.dtype, [&]<class C>(C) {
-    Forward<C> pass(params, memory);
-    for (int64_t i = begin; i < end; ++i) pass.run(item_of(p, i));
-  });
-}
+using Entries = ItemPass<Forward, FastWeightsParams>;
 
 }  // namespace
 
 extern const FastWeightsKernels fast_weights_kernels_table;
-const FastWeightsKernels fast_weights_kernels_table{bytes, forward};
+const FastWeightsKernels fast_weights_kernels_table{Entries::bytes, Entries::run};
 
 }  // namespace omniattn::OMNIATTN_ISA

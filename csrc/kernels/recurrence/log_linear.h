@@ -39,6 +39,8 @@ struct LogLinear {
   const int64_t* positions;   // (N), tokens in the initial states; null: 0
   const int64_t* boundaries;  // null, or (N + 1): then B = 1 and sequence n has the rows
                               // boundaries[n] .. boundaries[n + 1]
+
+  OMNIATTN_FN int64_t items() const { return sequences * value_heads; }
 };
 
 struct LogLinearParams {

@@ -10,8 +10,8 @@
 // The factor of token t is in all products from before t to t or later. Their gradients are added
 // directly, as in recurrence_decay.h: pairs inside the chunk, states at the start with queries from
 // t on, keys before t with the state at the end, and states at the start with that state.
+#include "kernels/recurrence/item_pass.h"
 #include "kernels/recurrence/log_linear_chunk.h"
-#include "runtime/denormals.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -46,7 +46,8 @@ struct Backward {
     starts = reinterpret_cast<Slots<C>*>(room.take(chunks * kStart));
   }
 
-  void run(const LogLinearItem& x) {
+  void run(int64_t index) {
+    const LogLinearItem x = item_of(p, index);
     int64_t chunks = recompute(x);
     for_slots(x.position + x.count, [&](int b) {
       C* const to = dstate_of(b);
@@ -247,30 +248,11 @@ struct Backward {
   }
 };
 
-int64_t bytes(const LogLinear& p) {
-  int64_t result = 0;
-  LogLinearBackwardParams params{};
-  params.problem = p;
-  dispatch_compute(p.dtype,
-                   [&]<class C>(C) { result = Backward<C>(params, nullptr).room.bytes(); });
-  return result;
-}
-
-void backward(const LogLinearBackwardParams& params, void* memory, int64_t begin, int64_t end) {
-  const FlushDenormals flush;
-  const LogLinear& p = params.problem;
-  OMNIATTN_ASSERT_ITEMS(begin, end, p.sequences * p.value_heads);
-  OMNIATTN_ASSERT_HAS(memory, bytes(p));
-  dispatch_compute(p.dtype, [&]<class C>(C) {
-    Backward<C> pass(params, memory);
-    for (int64_t i = begin; i < end; ++i) pass.run(item_of(p, i));
-  });
-  stream_fence();
-}
+using Entries = ItemPass<Backward, LogLinearBackwardParams>;
 
 }  // namespace
 
 extern const LogLinearBackwardKernels log_linear_backward_kernels_table;
-const LogLinearBackwardKernels log_linear_backward_kernels_table{bytes, backward};
+const LogLinearBackwardKernels log_linear_backward_kernels_table{Entries::bytes, Entries::run};
 
 }  // namespace omniattn::OMNIATTN_ISA

@@ -1,6 +1,6 @@
 // Forward of log-linear attention, see log_linear.h.
+#include "kernels/recurrence/item_pass.h"
 #include "kernels/recurrence/log_linear_chunk.h"
-#include "runtime/denormals.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
@@ -19,7 +19,8 @@ struct Forward {
     states = room.take(smaller(p.levels, kMostSlots) * p.key_width * p.value_width);
   }
 
-  void run(const LogLinearItem& x) {
+  void run(int64_t index) {
+    const LogLinearItem x = item_of(p, index);
     Slots<C> slots = first_slots<C>(p, x);
     for (int64_t t = 0; t < x.count; t += c.rows) {
       c.load(x, t, chunk_tokens(x.position + t, x.count - t));
@@ -62,28 +63,11 @@ struct Forward {
   }
 };
 
-int64_t bytes(const LogLinear& p) {
-  int64_t result = 0;
-  LogLinearParams params{};
-  params.problem = p;
-  dispatch_compute(p.dtype, [&]<class C>(C) { result = Forward<C>(params, nullptr).room.bytes(); });
-  return result;
-}
-
-void forward(const LogLinearParams& params, void* memory, int64_t begin, int64_t end) {
-  const FlushDenormals flush;
-  const LogLinear& p = params.problem;
-  OMNIATTN_ASSERT_ITEMS(begin, end, p.sequences * p.value_heads);
-  OMNIATTN_ASSERT_HAS(memory, bytes(p));
-  dispatch_compute(p.dtype, [&]<class C>(C) {
-    Forward<C> pass(params, memory);
-    for (int64_t i = begin; i < end; ++i) pass.run(item_of(p, i));
-  });
-}
+using Entries = ItemPass<Forward, LogLinearParams>;
 
 }  // namespace
 
 extern const LogLinearKernels log_linear_kernels_table;
-const LogLinearKernels log_linear_kernels_table{bytes, forward};
+const LogLinearKernels log_linear_kernels_table{Entries::bytes, Entries::run};
 
 }  // namespace omniattn::OMNIATTN_ISA

@@ -102,7 +102,7 @@ Results fast_weights(const OpCall& call, const Inputs& in, const Options& option
                                  .final_momentum = r.momentum_final.data(),
                                  .final_anchor = r.anchor_final.data()};
   const FastWeightsKernels& kernels = fast_weights_kernels(p.dtype);
-  run_items(params, p.sequences * p.shared.heads, kernels.bytes(p.shared), kernels.forward);
+  run_items(params, p.shared.items(), kernels.bytes(p.shared), kernels.forward);
   return r;
 }
 
@@ -152,7 +152,7 @@ Gradients fast_weights_backward(const OpCall& call, const Incoming& grads, const
     }
   }
   const FastWeightsBackwardKernels& kernels = fast_weights_backward_kernels(p.dtype);
-  run_items(params, p.sequences * p.shared.heads, kernels.bytes(p.shared), kernels.backward);
+  run_items(params, p.shared.items(), kernels.bytes(p.shared), kernels.backward);
   shards.sum();
   return d;
 }

@@ -95,7 +95,7 @@ Results log_linear_attention(const OpCall& call, const Inputs& in) {
   const LogLinearParams params{
       .problem = p.shared, .o = r.y.data(), .final_state = r.final_state.data()};
   const LogLinearKernels& kernels = log_linear_kernels(p.dtype);
-  run_items(params, p.sequences * p.shared.value_heads, kernels.bytes(p.shared), kernels.forward);
+  run_items(params, p.shared.items(), kernels.bytes(p.shared), kernels.forward);
   return r;
 }
 
@@ -123,7 +123,7 @@ Gradients log_linear_attention_backward(const OpCall& call, const Incoming& grad
       .dscales = d.dlevel_scales.data(),
       .dinitial_state = d.dinitial_state.data()};
   const LogLinearBackwardKernels& kernels = log_linear_backward_kernels(p.dtype);
-  run_items(params, p.sequences * p.shared.value_heads, kernels.bytes(p.shared), kernels.backward);
+  run_items(params, p.shared.items(), kernels.bytes(p.shared), kernels.backward);
   shards.sum();
   return d;
 }
