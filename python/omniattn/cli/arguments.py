@@ -40,7 +40,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "mqa", "mla", "differential", "select", "selective", "deltaformer"),
         *("forgetting", "stick-breaking", "softpick", "path", "wall", "ssmax", "tpa", "mlra"),
-        *("resformer", "yoco", "hyper", "mhc", "attnres", "canon", "mfa", "mta"),
+        *("resformer", "yoco", "hyper", "mhc", "attnres", "canon", "mta", "mfa"),
     ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),

@@ -65,10 +65,8 @@ class CompressedSparseAttention(Mixer, AuxiliaryLoss):
 
     auxiliary_name = "indexer"
 
-    @property
-    def undecayed(self) -> tuple[str, ...]:
-        """Sinks, which have no weight decay."""
-        return ("sinks",)
+    #: Sinks have no weight decay.
+    undecayed = ("sinks",)
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
