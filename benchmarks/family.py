@@ -17,7 +17,7 @@ from pathlib import Path
 
 import report
 
-from omniattn.ops._cpu import cpu_family
+from omniattn.ops.dispatch.cpu import cpu_family
 
 FOLDER = Path(__file__).parent
 

@@ -38,7 +38,7 @@ from system_rows.system import same_results
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from omniattn.ops._cpu import cpu_family
+from omniattn.ops.dispatch.cpu import cpu_family
 from omniattn.testing.spec import SHORT_DTYPE
 
 SECONDS = 1.0

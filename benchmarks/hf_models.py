@@ -21,7 +21,7 @@ from typing import Any
 from report import RESULTS, ROOT, commit
 from turns import serve, take_turns
 
-from omniattn.ops._cpu import cpu_family, cpuinfo
+from omniattn.ops.dispatch.cpu import cpu_family, cpuinfo
 from omniattn.testing.table import replace_block
 
 RECORD = RESULTS / "hf_models.csv"

@@ -1,4 +1,4 @@
-"""Measures attention and experts on every ISA level, for ops/level_choice.py.
+"""Measures attention and experts on every ISA level, for ops/dispatch/level_choice.py.
 
     python benchmarks/level_choice.py [--threads 2] [--seconds 0.3]
     python benchmarks/level_choice.py --record    # adds this family of CPUs to what is installed
@@ -23,8 +23,8 @@ from linear_choice import best_times
 
 from omniattn import testing
 from omniattn.functional import attention, moe_experts
-from omniattn.ops import level_choice
-from omniattn.ops._cpu import cpu_family
+from omniattn.ops.dispatch import level_choice
+from omniattn.ops.dispatch.cpu import cpu_family
 from omniattn.testing.spec import Function
 
 ATTENTION = [  # (T, H, Hkv, D), causal

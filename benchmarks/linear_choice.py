@@ -1,4 +1,4 @@
-"""Measures this package's linear kernel against torch's, for ops/gemm_choice.py.
+"""Measures this package's linear kernel against torch's, for ops/dispatch/gemm_choice.py.
 
     python benchmarks/linear_choice.py [--threads 2] [--seconds 0.3] [--dtypes bfloat16 ...]
     python benchmarks/linear_choice.py --record    # adds this family of CPUs to what is installed
@@ -20,8 +20,8 @@ import torch
 
 from omniattn.config import CPU_ISAS
 from omniattn.functional import linear
-from omniattn.ops import gemm_choice
-from omniattn.ops._cpu import cpu_family
+from omniattn.ops.dispatch import gemm_choice
+from omniattn.ops.dispatch.cpu import cpu_family
 
 SHAPES = [  # (M, N, K)
     (1, 1024, 1024),

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from omniattn.ops._cpu import cpuinfo
+from omniattn.ops.dispatch.cpu import cpuinfo
 from omniattn.testing import registry
 from omniattn.testing.table import replace_block
 

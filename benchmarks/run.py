@@ -25,7 +25,7 @@ from system_rows.rows import SYSTEMS
 from system_rows.system import System, same_results
 
 from omniattn.functional import masks
-from omniattn.ops._cpu import cpu_family
+from omniattn.ops.dispatch.cpu import cpu_family
 from omniattn.testing import Case, OpSpec, measure_error, prepare, registry
 from omniattn.testing.environment import current_device
 from omniattn.testing.spec import SHORT_DTYPE, Function

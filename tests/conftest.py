@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 from omniattn.testing import threads
 
 ROOT = Path(__file__).parents[1]

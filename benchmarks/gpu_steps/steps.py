@@ -20,7 +20,7 @@ import torch
 import torch._dynamo  # used by prepare(); imported once, before forking
 from baselines import ON_GPU
 
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 from omniattn.testing import Benchmark, Case, OpSpec, on_device, registry, threads
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.spec import SHORT_DTYPE

@@ -6,7 +6,7 @@
 // called by the eager paths (the autograd key of a Python formula costs 2.5 us even without
 // gradients). It takes numbers where graphs have symbols: a list of four as SymInt[] costs 0.8 us
 // more than as int[]. `<op>_only`, if an op has one, serves eager calls without gradients: it omits
-// the last result, which only the backward needs. See python/omniattn/ops/_autograd.py.
+// the last result, which only the backward needs. See python/omniattn/ops/dispatch/autograd.py.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -45,7 +45,7 @@ def load() -> None:
     """
     for name in _EAGER:
         importlib.import_module(f"{__name__}.{name}")
-    library = importlib.import_module(f"{__name__}.ops._library")
+    library = importlib.import_module(f"{__name__}.ops.dispatch.library")
     library.explain_missing()
     library.explain_layouts()
 

@@ -8,7 +8,7 @@ from level_choice import Measured, Problem, least_madds, measure
 
 from omniattn import testing
 from omniattn.config import CPU_ISAS
-from omniattn.ops import level_choice
+from omniattn.ops.dispatch import level_choice
 
 
 def measured(gains):

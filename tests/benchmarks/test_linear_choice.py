@@ -4,7 +4,7 @@ import pytest
 import torch
 from linear_choice import Measured, crossings, measure, rows_of_ours, smallest_of_ours
 
-from omniattn.ops.gemm_choice import UNBOUNDED
+from omniattn.ops.dispatch.gemm_choice import UNBOUNDED
 
 
 def measured(gains):

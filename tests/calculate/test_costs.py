@@ -26,7 +26,7 @@ from omniattn.models import (
 from omniattn.models.presets import TRAINED
 from omniattn.modules import Attention, DecoderBlock, GatedMLP, RMSNorm
 from omniattn.modules.base.state import Stateful, parts_of
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 
 TOKENS = 33
 LLAMA = LlamaConfig(97, 48, 2, num_heads=4, num_kv_heads=2, hidden_dim=96)

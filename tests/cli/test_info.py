@@ -11,7 +11,7 @@ import torch
 import omniattn
 from omniattn.cli import info, main
 from omniattn.config import CPU_ISAS
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 from omniattn.testing import isa, isas
 
 

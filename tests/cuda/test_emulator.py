@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the emulator switches stacks in x86-64 code"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from omniattn import functional
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 from omniattn.testing import Random, on_device, registry
 from omniattn.testing.spec import output_gradients
 from omniattn.testing.table import COMMON_CUDA

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from omniattn import functional as F
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 
 needs_no_gpu = pytest.mark.skipif("cuda" in _library.loaded, reason="the CUDA library is loaded")
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)

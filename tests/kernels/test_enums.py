@@ -12,8 +12,8 @@ from omniattn.encoding.options import ScoreKind
 from omniattn.encoding.score_program import ProgramOp
 from omniattn.functional.attention import _common as _attention
 from omniattn.functional.masks import base as _mask
-from omniattn.ops import level_choice
 from omniattn.ops.activation import ACTIVATIONS
+from omniattn.ops.dispatch import level_choice
 from omniattn.ops.gated_norm import GATE_PLACES
 from omniattn.ops.recurrence import FEATURE_MAPS
 

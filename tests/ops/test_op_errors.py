@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from omniattn import functional, testing
-from omniattn.ops import _library, _precision
+from omniattn.ops.dispatch import library as _library
+from omniattn.ops.dispatch import precision as _precision
 
 F32 = torch.float32
 

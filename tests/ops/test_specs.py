@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from omniattn import functional, testing
-from omniattn.ops import level_choice
-from omniattn.ops._cpu import cpu_family
+from omniattn.ops.dispatch import level_choice
+from omniattn.ops.dispatch.cpu import cpu_family
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.spec import SHORT_DTYPE
 from omniattn.testing.wanted import enlarged

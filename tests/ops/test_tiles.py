@@ -18,8 +18,8 @@ from omniattn.functional import (
     linear_cross_entropy,
     mlp,
 )
-from omniattn.ops import _precision
 from omniattn.ops import gemm as ops
+from omniattn.ops.dispatch import precision as _precision
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.specs.attention.attention import qkv
 

@@ -8,8 +8,8 @@ from tile_cases import ON_TILES, VECTORS, by_experts, experts, gradients
 
 from omniattn import config, testing
 from omniattn.functional import attention_varlen, selected_attention
-from omniattn.ops import level_choice
-from omniattn.ops._cpu import cpu_family
+from omniattn.ops.dispatch import level_choice
+from omniattn.ops.dispatch.cpu import cpu_family
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from omniattn import config
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 
 PAGE = Path(__file__).parents[2] / "docs/export.md"
 TORCH = Path(torch.__file__).parent

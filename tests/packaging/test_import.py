@@ -8,7 +8,7 @@ import pytest
 
 import omniattn
 from omniattn import config, testing
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 
 LAZY = ("hf", "models", "modules", "training")
 
@@ -48,7 +48,7 @@ def test_the_first_call_of_a_process_may_be_compiled():
     run(
         "import torch\n"
         "from omniattn.modules import Attention, GatedMLP\n"
-        "from omniattn.ops import gemm_choice\n"
+        "from omniattn.ops.dispatch import gemm_choice\n"
         "x = torch.ones(1, 2, 8)\n"
         "def compiled(layer):\n"
         "    y = torch.compile(layer, fullgraph=True, backend='eager')(x)\n"

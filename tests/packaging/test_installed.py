@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("omniattn", "omniattn_cli", "omniattn_pytest")

@@ -105,6 +105,7 @@ def test_only_the_room_of_caches_names_a_kind_of_cache():
         ("python/omniattn/functional", 20),
         ("python/omniattn/hf", 20),
         ("python/omniattn/models", 20),
+        ("python/omniattn/ops", 20),
         ("python/omniattn/modules", 20),
         ("python/omniattn/reference", 20),
         ("python/omniattn/testing", 20),

@@ -4,7 +4,7 @@ import torch
 
 from omniattn import testing
 from omniattn.functional import moe_experts
-from omniattn.ops import level_choice
+from omniattn.ops.dispatch import level_choice
 
 ON_TILES = "amx_bf16" in testing.isas()
 #: The best level that multiplies all types on vectors of fp32.

@@ -16,9 +16,9 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
 from typing_extensions import TypeIs
 
-from omniattn.ops import _library
-from omniattn.ops._autograd import Op
-from omniattn.ops._plain import PLAIN
+from omniattn.ops.dispatch import library as _library
+from omniattn.ops.dispatch.autograd import Op
+from omniattn.ops.dispatch.plain import PLAIN
 from omniattn.reference.layers.philox import new_seed as new_seed
 from omniattn.reference.limits import clamp as clamp
 from omniattn.reference.precision import unit as unit

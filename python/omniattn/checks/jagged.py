@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from omniattn.checks.arguments import is_traced, require_tensor, shown
 from omniattn.checks.keywords import in_place_of, suggest_keyword
-from omniattn.ops._ranks import require_whole
+from omniattn.ops.dispatch.ranks import require_whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -1,4 +1,4 @@
 """Whether the tokens of calls are split over ranks, for layers."""
 
-from omniattn.ops._ranks import ACTIVE as ACTIVE
-from omniattn.ops._ranks import Region as Region
+from omniattn.ops.dispatch.ranks import ACTIVE as ACTIVE
+from omniattn.ops.dispatch.ranks import Region as Region

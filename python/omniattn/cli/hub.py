@@ -13,7 +13,7 @@ from typing import Any
 
 import omniattn
 from omniattn.cli.errors import CommandError, writing
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 
 _INIT = '''"""omniattn {version}: token mixers and channel mixers as native ops of torch."""
 

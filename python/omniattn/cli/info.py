@@ -16,9 +16,10 @@ import torch
 
 import omniattn
 from omniattn import config
-from omniattn.ops import _library, gemm_choice, level_choice
-from omniattn.ops._cpu import cpu_family, cpuinfo
-from omniattn.ops._precision import split_bf16_of
+from omniattn.ops.dispatch import gemm_choice, level_choice
+from omniattn.ops.dispatch import library as _library
+from omniattn.ops.dispatch.cpu import cpu_family, cpuinfo
+from omniattn.ops.dispatch.precision import split_bf16_of
 
 _CPU_NUMBERS = {"family": "cpu family", "model": "model"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

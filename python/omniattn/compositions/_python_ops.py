@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["define", "implement"]

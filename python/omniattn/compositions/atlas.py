@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from omniattn.compositions._descent import accumulate, parts, recomputed, require_sequences
 from omniattn.compositions._python_ops import define
 from omniattn.compositions._sequences import batches
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._backward import BackwardOp
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.reference.precision import compute_dtype, widen
 from omniattn.reference.recurrences.atlas import newton_schulz
 from omniattn.reference.recurrences.atlas import omega as definition

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from omniattn.compositions._python_ops import define
 from omniattn.ops import attention as ops
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._backward import BackwardOp
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.reference.precision import compute_dtype
 from omniattn.reference.recurrences.deltaformer import deltaformer_attention as definition
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from omniattn.compositions._descent import accumulate, parts, recomputed, require_sequences
 from omniattn.compositions._python_ops import implement
 from omniattn.compositions._sequences import batches
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._backward import BackwardOp
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.reference.precision import compute_dtype, widen
 from omniattn.reference.recurrences.fast_weights import fast_weights as definition
 from omniattn.reference.recurrences.fast_weights import prepared, slope

@@ -10,8 +10,8 @@ from torch import Tensor
 from omniattn.compositions._log_linear_tree import Tokens, differentiate, outputs
 from omniattn.compositions._python_ops import implement
 from omniattn.compositions._sequences import batches
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._backward import BackwardOp
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.reference.precision import compute_dtype
 from omniattn.reference.recurrences.log_linear import log_linear_attention as definition
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from omniattn.compositions._python_ops import define
 from omniattn.ops import recurrence as ops
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._backward import BackwardOp, private_op
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.backward import BackwardOp, private_op
 from omniattn.reference.recurrences.mesa_net import mesa_solve as definition
 
 __all__ = ["mesa_solve"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from omniattn.compositions._python_ops import define
-from omniattn.ops._autograd import DifferentiableOp
+from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.reference.attention.multi_token import multi_token_attention as definition
 from omniattn.reference.precision import compute_dtype, widen
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from omniattn.distributed.layout import Layout
 from omniattn.distributed.messages import Gather, Halo, Join, Outbox, Receive, Send
-from omniattn.ops._autograd import DifferentiableOp
+from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.recurrence import FEATURE_MAPS as NAMES
 from omniattn.reference.precision import compute_dtype
 from omniattn.reference.recurrences.recurrence import FEATURE_MAPS

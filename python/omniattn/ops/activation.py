@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._names import like
-from omniattn.ops._vmap import Fold
+from omniattn.ops.dispatch import library as _library
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.names import like
+from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.layers.activation import ACTIVATIONS as DEFINITIONS
 
 __all__ = ["ACTIVATIONS", "ACTIVATION_NAMES", "CLAMPED", "encode", "glu"]

@@ -11,10 +11,10 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.encoding.attention import as_cached, bias_index, decode, pages_of, split_parts
 from omniattn.encoding.masks import MaskKind
-from omniattn.ops._autograd import DifferentiableOp, Op
-from omniattn.ops._backward import BackwardOp
-from omniattn.ops._names import like
-from omniattn.ops._vmap import Fold
+from omniattn.ops.dispatch.autograd import DifferentiableOp, Op
+from omniattn.ops.dispatch.backward import BackwardOp
+from omniattn.ops.dispatch.names import like
+from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
 __all__ = [

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._vmap import Fold
+from omniattn.ops.dispatch import library as _library
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.vmap import Fold
 
 __all__ = ["causal_conv1d", "causal_conv1d_inplace"]
 

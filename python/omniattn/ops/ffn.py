@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._backward import BackwardOp
-from omniattn.ops._names import like
-from omniattn.ops._vmap import Fold
 from omniattn.ops.activation import ACTIVATION_NAMES, CLAMPED
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.backward import BackwardOp
+from omniattn.ops.dispatch.names import like
+from omniattn.ops.dispatch.vmap import Fold
 
 __all__ = ["glu_mlp"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._vmap import Fold
 from omniattn.ops.activation import ACTIVATION_NAMES
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.layers import norm as definitions
 from omniattn.reference.precision import compute_dtype
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp, Op
-from omniattn.ops._backward import BackwardOp
-from omniattn.ops._library import CONSTANTS
-from omniattn.ops._names import like_or_wide
-from omniattn.ops._vmap import Fold
+from omniattn.ops.dispatch.autograd import DifferentiableOp, Op
+from omniattn.ops.dispatch.backward import BackwardOp
+from omniattn.ops.dispatch.library import CONSTANTS
+from omniattn.ops.dispatch.names import like_or_wide
+from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["dsa_indexer", "dsa_indexer_loss"]

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._backward import BackwardOp
-from omniattn.ops._library import CONSTANTS
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.backward import BackwardOp
+from omniattn.ops.dispatch.library import CONSTANTS
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["REDUCTIONS", "cross_entropy", "jsd", "linear_cross_entropy", "linear_jsd"]

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._names import like
 from omniattn.ops.activation import ACTIVATIONS as _ACT
 from omniattn.ops.activation import CLAMPED as CLAMPED
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.names import like
 
 __all__ = ["ACTIVATIONS", "CLAMPED", "moe"]
 
@@ -89,7 +89,7 @@ def formula(
 
 #: (x, index, weights, up, up_bias, down, down_bias, act, gate, clamp, keep, split_bf16) -> y, with
 #: x (N, d) and weights in the compute dtype; keep: True to save the pre-activations, False to
-#: recompute them; split_bf16: see _precision.py
+#: recompute them; split_bf16: see dispatch/precision.py
 moe = DifferentiableOp(
     "moe",
     fakes={

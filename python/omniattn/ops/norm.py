@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._backward import BackwardOp
-from omniattn.ops._names import like
-from omniattn.ops._vmap import Fold
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.backward import BackwardOp
+from omniattn.ops.dispatch.names import like
+from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.layers import norm as definitions
 from omniattn.reference.precision import compute_dtype
 

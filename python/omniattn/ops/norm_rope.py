@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._vmap import Fold
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.vmap import Fold
 from omniattn.ops.rope import is_shared, refuse_table_gradients
 from omniattn.reference.positions import rope as definitions
 from omniattn.reference.precision import compute_dtype

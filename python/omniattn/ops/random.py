@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp, Op
+from omniattn.ops.dispatch.autograd import DifferentiableOp, Op
 
 __all__ = ["dropout", "uniform_like"]
 

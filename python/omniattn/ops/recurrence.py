@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._library import CONSTANTS
-from omniattn.ops._names import like_or_wide, state_slots
-from omniattn.ops._vmap import Fold
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.library import CONSTANTS
+from omniattn.ops.dispatch.names import like_or_wide, state_slots
+from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["FEATURE_MAPS", "recurrence"]

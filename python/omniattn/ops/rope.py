@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._names import like
-from omniattn.ops._plain import is_transformed
-from omniattn.ops._vmap import Fold
+from omniattn.ops.dispatch import library as _library
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.names import like
+from omniattn.ops.dispatch.plain import is_transformed
+from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.vmap import is_mapped
 
 __all__ = ["rope", "rope_inplace"]

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops import _library
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._names import state_slots
-from omniattn.ops._vmap import Fold
+from omniattn.ops.dispatch import library as _library
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.names import state_slots
+from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
 __all__ = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._backward import BackwardOp
-from omniattn.ops._names import like_or_wide
-from omniattn.ops._vmap import Fold
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.backward import BackwardOp
+from omniattn.ops.dispatch.names import like_or_wide
+from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["selected_attention"]

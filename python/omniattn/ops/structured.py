@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import DifferentiableOp
-from omniattn.ops._vmap import Fold
+from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.vmap import Fold
 
 __all__ = ["cauchy", "refuse_point_gradient", "vandermonde"]
 

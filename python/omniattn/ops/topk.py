@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from omniattn import reference
-from omniattn.ops._autograd import Op
+from omniattn.ops.dispatch.autograd import Op
 
 __all__ = ["top_k"]
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from omniattn.config import CPU_ISAS
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 
 __all__ = ["current_device", "isa", "isas", "on_device", "threads"]
 

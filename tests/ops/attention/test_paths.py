@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from omniattn.functional import attention, attention_varlen, moe_experts
-from omniattn.ops import _library
+from omniattn.ops.dispatch import library as _library
 from omniattn.testing import threads
 
 #: The kernels of CUDA under emulation (tests/cuda), or those of the CPU.

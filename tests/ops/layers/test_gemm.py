@@ -7,8 +7,8 @@ import torch
 
 from omniattn.config import CPU_ISAS
 from omniattn.functional import linear
-from omniattn.ops import gemm_choice
-from omniattn.ops._cpu import cpu_family, cpuinfo, record_of_family
+from omniattn.ops.dispatch import gemm_choice
+from omniattn.ops.dispatch.cpu import cpu_family, cpuinfo, record_of_family
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -22,8 +22,8 @@ from omniattn.checks.arguments import (
     shown,
 )
 from omniattn.functional.masks import Mask, SlidingWindow
-from omniattn.ops._plain import any_dual
-from omniattn.ops._ranks import require_whole
+from omniattn.ops.dispatch.plain import any_dual
+from omniattn.ops.dispatch.ranks import require_whole
 from omniattn.reference.precision import compute_dtype
 
 if TYPE_CHECKING:

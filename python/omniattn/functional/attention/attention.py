@@ -18,8 +18,8 @@ from omniattn.encoding.options import AttentionOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention._options import attempt, run
 from omniattn.functional.attention.varlen import attention_varlen as attention_varlen
-from omniattn.ops._plain import is_plain
-from omniattn.ops._ranks import ACTIVE
+from omniattn.ops.dispatch.plain import is_plain
+from omniattn.ops.dispatch.ranks import ACTIVE
 
 __all__ = ["attention"]
 

@@ -17,7 +17,7 @@ from omniattn.functional.attention.attention import attention
 from omniattn.functional.masks import Mask
 from omniattn.functional.masks.base import require_bool_mask
 from omniattn.ops import attention as ops
-from omniattn.ops._plain import may_need_gradient
+from omniattn.ops.dispatch.plain import may_need_gradient
 from omniattn.reference.attention.attention import default_scale
 from omniattn.reference.precision import widen
 

@@ -17,7 +17,7 @@ from omniattn.functional.attention._common import (
     require_int32_or_int64,
 )
 from omniattn.functional.attention._options import attempt, run
-from omniattn.ops._plain import is_plain
+from omniattn.ops.dispatch.plain import is_plain
 from omniattn.reference.vmap import is_mapped
 
 __all__ = ["attention_cached", "attention_varlen"]

@@ -15,7 +15,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import token_wise
 from omniattn.ops import activation as ops
-from omniattn.ops._plain import is_plain
+from omniattn.ops.dispatch.plain import is_plain
 
 __all__ = ["bilinear", "clamped_swiglu", "geglu", "glu", "reglu", "swiglu"]
 

@@ -19,10 +19,10 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import token_wise
 from omniattn.ops import ffn as ops
-from omniattn.ops._precision import split_bf16_of
 from omniattn.ops.activation import ACTIVATIONS as ACTIVATIONS
 from omniattn.ops.activation import CLAMPED, encode
-from omniattn.ops.gemm_choice import native_is_faster
+from omniattn.ops.dispatch.gemm_choice import native_is_faster
+from omniattn.ops.dispatch.precision import split_bf16_of
 
 __all__ = ["glu_mlp", "mlp"]
 

@@ -17,9 +17,9 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import token_wise
 from omniattn.ops import gemm as ops
-from omniattn.ops._plain import is_plain
-from omniattn.ops._precision import split_bf16_of
-from omniattn.ops.gemm_choice import native_is_faster
+from omniattn.ops.dispatch.gemm_choice import native_is_faster
+from omniattn.ops.dispatch.plain import is_plain
+from omniattn.ops.dispatch.precision import split_bf16_of
 
 __all__ = ["linear"]
 
@@ -39,7 +39,7 @@ def linear(
             a quantised weight, which goes to torch's linear and so to the subclass's own.
         bias: (N,) of x's dtype, or None.
         backend: None for the kernel measured to be faster on this CPU family, this package's or
-            torch's (`omniattn.ops.gemm_choice`, printed by `omniattn info`); "cpu" for this
+            torch's (as `omniattn info` prints); "cpu" for this
             package's, "cuda" for torch's cuBLAS as an op of this package; "reference" for the eager
             definition.
 

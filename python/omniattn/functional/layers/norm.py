@@ -20,7 +20,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import token_wise
 from omniattn.ops import norm as ops
-from omniattn.ops._plain import is_plain
+from omniattn.ops.dispatch.plain import is_plain
 
 CASTINGS = ("fp32", "llama")
 

@@ -16,7 +16,7 @@ from omniattn.checks.arguments import (
     require_shape,
 )
 from omniattn.encoding.losses import CrossEntropy, Divergence
-from omniattn.ops._plain import may_need_gradient
+from omniattn.ops.dispatch.plain import may_need_gradient
 from omniattn.ops.loss import REDUCTIONS as REDUCTIONS
 from omniattn.reference.precision import compute_dtype
 

@@ -32,7 +32,7 @@ from omniattn.checks.packed import require_all_tokens
 from omniattn.encoding.sequences import Sequences
 from omniattn.ops import norm as norms
 from omniattn.ops import recurrence as ops
-from omniattn.ops._plain import PLAIN, are_alike, is_plain
+from omniattn.ops.dispatch.plain import PLAIN, are_alike, is_plain
 from omniattn.reference.empty import nothing_of
 from omniattn.reference.precision import compute_dtype
 from omniattn.reference.values import require_all_rows

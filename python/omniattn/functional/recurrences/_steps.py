@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from omniattn.checks.arguments import is_traced
-from omniattn.ops import _library
 from omniattn.ops.conv import causal_conv1d_inplace
+from omniattn.ops.dispatch import library as _library
 from omniattn.ops.scan import selective_scan_inplace, ssd_inplace
 from omniattn.reference.precision import compute_dtype
 

@@ -24,7 +24,7 @@ from omniattn.functional.recurrences._common import (
     widened,
 )
 from omniattn.functional.recurrences._running_softmax import running_softmax
-from omniattn.ops._plain import is_plain
+from omniattn.ops.dispatch.plain import is_plain
 from omniattn.reference.precision import widen
 
 __all__ = ["abc_attention", "gated_slot_attention"]

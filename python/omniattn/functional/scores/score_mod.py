@@ -19,8 +19,8 @@ from omniattn.encoding.score_program import Node, Program, domain_of
 from omniattn.encoding.score_tables import Extents, as_table, at_positions, bare, evaluate
 from omniattn.functional.scores import traced_nn as traced_nn  # it adds functions
 from omniattn.functional.scores.traced import trace_function
-from omniattn.ops._compile import assume_constant_result
-from omniattn.ops._plain import may_need_gradient
+from omniattn.ops.dispatch.compile import assume_constant_result
+from omniattn.ops.dispatch.plain import may_need_gradient
 from omniattn.reference.precision import compute_dtype
 
 _ARGUMENTS = ("score", "b", "h", "q", "k")

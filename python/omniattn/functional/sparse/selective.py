@@ -23,7 +23,7 @@ from omniattn.functional.attention._common import autocast, check_shapes, requir
 from omniattn.functional.layers.topk import top_k
 from omniattn.functional.sparse._by_queries import CarriedBiasOf, attention_with_carry
 from omniattn.functional.sparse._common import score_options
-from omniattn.ops._plain import may_need_gradient
+from omniattn.ops.dispatch.plain import may_need_gradient
 from omniattn.reference.attention.attention import default_scale
 
 __all__ = ["selective_attention"]

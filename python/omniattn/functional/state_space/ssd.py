@@ -24,7 +24,7 @@ from omniattn.checks.jagged import over_sequences
 from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_out
 from omniattn.encoding.sequences import Sequences as Sequences
 from omniattn.functional.recurrences._common import run, sequence_count, widened
-from omniattn.ops._plain import are_alike
+from omniattn.ops.dispatch.plain import are_alike
 from omniattn.reference.precision import widen
 
 __all__ = ["ssd"]

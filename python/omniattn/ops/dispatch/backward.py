@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniattn.ops._library import register_fake
-from omniattn.ops._names import Rules, Schema, call_by_name, gradients_like, picker
-from omniattn.ops._vmap import Fold, register_vmap
+from omniattn.ops.dispatch.library import register_fake
+from omniattn.ops.dispatch.names import Rules, Schema, call_by_name, gradients_like, picker
+from omniattn.ops.dispatch.vmap import Fold, register_vmap
 
 __all__ = ["Backward", "BackwardOp", "Plan", "private_op"]
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from omniattn.config import CPU_ISAS
-from omniattn.ops import _library as _library  # loads the ops
-from omniattn.ops._cpu import cpu_family, record_of_family
+from omniattn.ops.dispatch import library as library  # loads the ops
+from omniattn.ops.dispatch.cpu import cpu_family, record_of_family
 
 __all__ = ["NEVER", "OPS", "RECORDS", "describe", "install", "product_levels", "record_of"]
 

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.overrides import has_torch_function
 
-from omniattn.ops._ranks import ACTIVE
+from omniattn.ops.dispatch.ranks import ACTIVE
 
 __all__ = ["PLAIN", "any_dual", "are_alike", "is_plain", "is_transformed", "may_need_gradient"]
 

@@ -23,9 +23,9 @@ from torch.compiler import is_compiling
 
 from omniattn import config
 from omniattn.config import CPU_ISAS
-from omniattn.ops import _library  # loads the ops
-from omniattn.ops._cpu import cpu_family, cpuinfo, record_of_family
-from omniattn.ops._plain import may_need_gradient
+from omniattn.ops.dispatch import library as _library  # loads the ops
+from omniattn.ops.dispatch.cpu import cpu_family, cpuinfo, record_of_family
+from omniattn.ops.dispatch.plain import may_need_gradient
 
 __all__ = ["CHOICE", "RECORDS", "describe", "native_is_faster"]
 
@@ -190,7 +190,7 @@ def native_is_faster(x: Tensor, weight: Tensor, split_bf16: int = 0) -> bool:
     On AMX this includes bf16 products with an odd inner dimension: oneDNN reads past the row there
     (torch 2.13), and a NaN in the next row would reach the result.
 
-    It also includes split-bf16 fp32 products (_precision.py) of any size, which the user requested
+    It also includes split-bf16 fp32 products (precision.py) of any size, which the user requested
     and torch does not have, and all products with `config.batch_invariant`.
     """
     if not x.is_cpu:

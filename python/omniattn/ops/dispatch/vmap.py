@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from omniattn.ops._names import Schema, call_by_name
+from omniattn.ops.dispatch.names import Schema, call_by_name
 
 __all__ = ["Fold", "Layout", "flatten", "map_batch", "register_vmap", "unflatten"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._C import _get_fp32_precision_getter
 
 from omniattn import config
-from omniattn.ops import _library
-from omniattn.ops._compile import assume_constant_result
+from omniattn.ops.dispatch import library as _library
+from omniattn.ops.dispatch.compile import assume_constant_result
 
 __all__ = ["split_bf16_of"]
 

@@ -29,13 +29,13 @@ from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from omniattn.ops._backward import Backward, BackwardOp, Plan, private_op
-from omniattn.ops._compile import assume_constant_result
-from omniattn.ops._library import register_fake
-from omniattn.ops._names import Rules, Schema, call_by_name, outputs_like, picker
-from omniattn.ops._plain import any_dual
-from omniattn.ops._ranks import ACTIVE
-from omniattn.ops._vmap import Fold, Layout, flatten, map_batch, unflatten
+from omniattn.ops.dispatch.backward import Backward, BackwardOp, Plan, private_op
+from omniattn.ops.dispatch.compile import assume_constant_result
+from omniattn.ops.dispatch.library import register_fake
+from omniattn.ops.dispatch.names import Rules, Schema, call_by_name, outputs_like, picker
+from omniattn.ops.dispatch.plain import any_dual
+from omniattn.ops.dispatch.ranks import ACTIVE
+from omniattn.ops.dispatch.vmap import Fold, Layout, flatten, map_batch, unflatten
 
 __all__ = ["DifferentiableOp", "Op"]
 

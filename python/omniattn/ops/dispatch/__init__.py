@@ -1,0 +1,1 @@
+"""Loads the native libraries, and tells which kernels, fakes and gradients a call gets."""
