@@ -14,6 +14,7 @@ from omniattn.models import (
     T5,
     BlocksConfig,
     Decoder,
+    MistralConfig,
     T5Config,
     generate,
     layer_schedule,
@@ -26,6 +27,7 @@ from omniattn.modules import (
     GatedMLP,
     Mixer,
     RMSNorm,
+    RollingCache,
     RotaryEmbedding,
 )
 from omniattn.modules.base.layer import Layer, LayerConfig
@@ -182,6 +184,26 @@ def test_a_call_that_fails_takes_its_tokens_back(model):
         else:
             last = decoder(tokens[:, 3:], state=state)
             torch.testing.assert_close(last, decoder(tokens)[:, 3:])
+
+
+@torch.no_grad()
+def test_a_rolling_cache_that_cannot_take_tokens_back_says_so():
+    """All layers have read the tokens when the head fails, so that their lengths agree."""
+    torch.manual_seed(0)
+    sizes = {"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "hidden_dim": 16}
+    decoder = MistralConfig(vocab_size=10, window=4, **sizes).build(dtype=torch.float64)
+    tokens = torch.arange(9)[None]
+    state, before = ([RollingCache(1, 4, 1, 8, dtype=torch.float64)] for _ in range(2))
+    for each in (state, before):
+        decoder(tokens[:, :3], state=each)
+    failure = mock.patch.object(decoder.norm, "forward", side_effect=MemoryError)
+    with failure, pytest.raises(MemoryError):
+        decoder(tokens[:, 3:6], state=state)
+    with pytest.raises(ValueError, match=r"state\[0\] has read tokens of a call"):
+        decoder(tokens[:, 3:6], state=state)
+    for each, saved in zip(state, before, strict=True):
+        each.load_state_dict(saved.state_dict())
+    torch.testing.assert_close(decoder(tokens[:, 3:], state=state), decoder(tokens)[:, 3:])
 
 
 def test_checkpointing_does_not_leave_out_a_state(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from omniattn.modules.base.state import RecurrentState, parts_of
+from omniattn.modules.base.state import parts_of
 
 
 def require_states(op: str, state: Any, layers: int, steps: int) -> int:
@@ -32,7 +32,7 @@ def require_states(op: str, state: Any, layers: int, steps: int) -> int:
                     f"{op}: state must have an entry of its own for each layer, "
                     f"got state[{layer}] is state[{owner[id(part)]}]"
                 )
-            if isinstance(part, RecurrentState) and part.is_ahead:
+            if getattr(part, "is_ahead", False):
                 raise ValueError(
                     f"{op}: state[{layer}] has read tokens of a call that failed and cannot forget "
                     "them; continue from a copy.deepcopy made before that call"

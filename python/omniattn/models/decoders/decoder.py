@@ -296,9 +296,9 @@ class Decoder(Model, Stateful):
                 else:
                     own = None if state is None else state[i]
                     x, residual = layer(x, residual, state=own, **more)
-        if self.collapse is not None:
-            x = self.collapse(x)
-        y: torch.Tensor = self.norm(x) if residual is None else self.norm(x, residual)[0]
+            if self.collapse is not None:
+                x = self.collapse(x)
+            y: torch.Tensor = self.norm(x) if residual is None else self.norm(x, residual)[0]
         return y
 
     def _scored(self, score_mod: ScoreMod | None) -> dict[str, Any]:
@@ -346,9 +346,10 @@ class Decoder(Model, Stateful):
             state: from `new_state`; the tokens are appended to it. Under torch.no_grad() only.
         """
         given: dict[str, Any] = {"positions": positions, "mask": mask, "score_mod": score_mod}
-        x = self.hidden(tokens, state=state, **given)
-        if targets is None:
-            return self.head(x)
+        with restored_on_error(state):
+            x = self.hidden(tokens, state=state, **given)
+            if targets is None:
+                return self.head(x)
         if self.predictor is not None and self.training:
             self._predictor_loss = self._predict_further(x, tokens, targets, **given)
         return self.loss(x, targets)

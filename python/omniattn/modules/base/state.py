@@ -368,10 +368,11 @@ def parts_of(state: Any) -> Sequence[State]:
 def restored_on_error(states: Sequence[Any] | None) -> contextlib.AbstractContextManager[None]:
     """Removes the tokens of a failing call from the states.
 
-    A state that cannot remove them (a recurrence) is marked as ahead, and the next call of a model
-    refuses it.
+    A state that cannot remove them (a recurrence, a cache that has overwritten older tokens) is
+    marked as ahead, and the next call of a model refuses it.
     """
-    if states is None or torch.compiler.is_compiling():
+    # The model refuses what is no list of states.
+    if not isinstance(states, (list, tuple)) or torch.compiler.is_compiling():
         return contextlib.nullcontext()
     return _restored_on_error(states)
 
@@ -384,11 +385,11 @@ def _restored_on_error(states: Sequence[Any]) -> Iterator[None]:
         yield
     except BaseException:
         for part, length in zip(parts, before, strict=True):
-            if part.length > length and isinstance(part, RecurrentState):
-                part.is_ahead = True
-            elif part.length > length:
-                with contextlib.suppress(ValueError):
+            if part.length > length:
+                try:
                     part.crop(length)
+                except ValueError:
+                    setattr(part, "is_ahead", True)  # noqa: B010, State has no such attribute
         raise
 
 

@@ -67,6 +67,8 @@ class RollingCache(StoredCache):
             dtype=dtype,
         )
         self._sort = sort
+        #: True if the cache has overwritten tokens by those of a call that failed.
+        self.is_ahead = False
 
     @property
     def window(self) -> int:
@@ -148,3 +150,4 @@ class RollingCache(StoredCache):
             )
         self.length = length - k.shape[1]
         self.append(k, v)
+        self.is_ahead = False
