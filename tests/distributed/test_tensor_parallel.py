@@ -222,6 +222,7 @@ def refuse(mesh, ranks):
         ("vocab_size=41", replace(PRESETS["llama-test"], vocab_size=41).build()),
         ("cannot split Mamba; layers that it splits are Attention", PRESETS["samba"].build()),
         ("canon must be ''", PRESETS["canon"].build()),
+        ("engram must be None", PRESETS["engram"].build()),
     ]
     for message, model in cases:
         with pytest.raises((NotImplementedError, ValueError)) as error:

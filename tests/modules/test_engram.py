@@ -93,9 +93,16 @@ def test_packed_sequences():
     ours, (x, tokens) = layer(), inputs()
     cuts = [0, 1, 4, 4, 9]
     y, state = ours(x[:1], tokens[:1], cu_seqlens=torch.tensor(cuts))
-    alone = [ours(x[:1, a:b], tokens[:1, a:b])[0] for a, b in itertools.pairwise(cuts)]
-    torch.testing.assert_close(y, torch.cat(alone, 1))
-    assert state is None
+    alone = [ours(x[:1, a:b], tokens[:1, a:b]) for a, b in itertools.pairwise(cuts)]
+    torch.testing.assert_close(y, torch.cat([part for part, _ in alone], 1))
+    for n, (_, own) in enumerate(alone):
+        torch.testing.assert_close(tuple(t[n : n + 1] for t in state), own)
+    more = torch.tensor([0, 2, 2, 4, 5])
+    y, state = ours(x[1:, :5], tokens[1:, :5], state, more)
+    for n, (a, b) in enumerate(itertools.pairwise(more.tolist())):
+        part, own = ours(x[1:, a:b], tokens[1:, a:b], alone[n][1])
+        torch.testing.assert_close(y[:, a:b], part)
+        torch.testing.assert_close(tuple(t[n : n + 1] for t in state), own)
 
 
 def test_gradients():

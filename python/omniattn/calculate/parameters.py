@@ -11,12 +11,12 @@ from torch import nn
 from omniattn.calculate.sources import Source, config_of
 from omniattn.calculate.trace import meta_model
 from omniattn.models.model import Embedding
-from omniattn.modules import LearnedPositional, MoE
+from omniattn.modules import Engram, LearnedPositional, MoE
 from omniattn.modules.base.mixer import ChannelMixer, Mixer, Norm
 
 #: Kinds of layers by the name of the part that they count to; the first that fits.
 _KINDS: tuple[tuple[str, tuple[type[nn.Module], ...]], ...] = (
-    ("embeddings", (Embedding, LearnedPositional)),
+    ("embeddings", (Embedding, LearnedPositional, Engram)),
     ("mixers", (Mixer,)),
     ("feed-forward", (ChannelMixer,)),
     ("norms", (Norm,)),
@@ -31,7 +31,8 @@ class Parameters:
 
     Args:
         total: all parameters, a shared one counted once.
-        active: parameters that one token reads: of the E experts of a layer, only its k.
+        active: parameters that one token reads: of the E experts of a layer, only its k, and of
+            the rows of n-grams, only those of its hashes.
         parts: total by part: embeddings, mixers, feed-forward, norms, head, predictor, other.
     """
 
@@ -55,7 +56,7 @@ def parameters(config: Source) -> Parameters:
     """
     model = meta_model(config_of(config))
     total = sum(p.numel() for p in model.parameters())
-    idle = sum(_idle(module) for module in model.modules() if isinstance(module, MoE))
+    idle = sum(_idle(module) for module in model.modules() if isinstance(module, (MoE, Engram)))
     parts: dict[str, int] = {}
     seen: set[int] = set()
     for part, parameter in _parts(model, "other"):
@@ -75,8 +76,10 @@ def param_count(config: Source) -> int:
     return parameters(config).total
 
 
-def _idle(layer: MoE) -> int:
-    """Returns the number of parameters of the experts that a token does not choose."""
+def _idle(layer: MoE | Engram) -> int:
+    """Returns the number of parameters of the experts or n-grams that a token does not choose."""
+    if isinstance(layer, Engram):
+        return layer.table.numel() - layer.sizes.numel() * layer.table.shape[1]
     c = layer.config
     held = sum(p.numel() for p in layer.experts.parameters())
     return held - held * min(c.gate.top_k, c.experts.experts) // c.experts.experts

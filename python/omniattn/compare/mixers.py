@@ -30,6 +30,7 @@ from omniattn.modules import (
     DeterministicSparseAttention,
     DifferentialAttention,
     DualChunkAttention,
+    Engram,
     GatedDeltaNet,
     GatedDeltaNet2,
     GatedDeltaProduct,
@@ -105,6 +106,7 @@ class Kind:
         rwkv: True for RWKV's channel mixer instead of the gated MLP.
         streams: config of the residual form from its width, None for the plain residual stream.
         canon: places of Canon layers in its blocks.
+        engram: config of the Engram before its blocks from the frame, None for none.
     """
 
     mixer: Callable[[Place], LayerConfig]
@@ -113,6 +115,7 @@ class Kind:
     rwkv: bool = False
     streams: Callable[[int], LayerConfig] | None = None
     canon: str = ""
+    engram: Callable[[Frame], Engram.Config] | None = None
 
 
 def _heads(config: Callable[..., LayerConfig], **options: Any) -> Callable[[Place], LayerConfig]:
@@ -121,6 +124,12 @@ def _heads(config: Callable[..., LayerConfig], **options: Any) -> Callable[[Plac
 
 def _width(config: Callable[..., LayerConfig], **options: Any) -> Callable[[Place], LayerConfig]:
     return lambda p: config(p.dim, **options)
+
+
+def _ngrams(frame: Frame) -> Engram.Config:
+    """Returns the config of an Engram with as many parameters as a channel mixer has."""
+    sizes = (3 * frame.dim, 3 * frame.dim)
+    return Engram.Config(frame.dim, frame.vocab, sizes, ngram_dim=frame.dim, num_heads=frame.heads)
 
 
 def _attention(config: Callable[..., LayerConfig], **options: Any) -> Kind:
@@ -211,6 +220,7 @@ KINDS: dict[str, Kind] = {
     "attnres": replace(_attention(Attention.Config), streams=AttentionResiduals.Config),
     "canon": replace(_attention(Attention.Config), canon="ABCD"),
     "mta": _attention(MultiTokenAttention.Config, query_size=4, key_size=5),
+    "engram": replace(_attention(Attention.Config), engram=_ngrams),
     "mfa": Kind(lambda p: Attention.Config(p.dim, p.heads, 1, q_rank=p.dim // 2), rotates=True),
     "window": _attention(Attention.Config, window_size=(31, 0)),
     "longformer": _attention(LongformerAttention.Config, window=32, global_index=(0,), causal=True),
@@ -361,6 +371,8 @@ class Candidate:
             streams = None if kind.streams is None else kind.streams(frame.dim)
             more: dict[str, Any] = {"streams": streams, "canon": kind.canon}
             blocks.append(DecoderBlock.Config(mixer, frame.drawn(mlp), norm, **more))
+        memories = [n for n in range(frame.layers) if self.kinds[n % len(self.kinds)].engram]
+        engram = next((kind.engram for kind in self.kinds if kind.engram is not None), None)
         rotates = any(kind.rotates for kind in self.kinds)
         return BlocksConfig(
             vocab_size=frame.vocab,
@@ -369,4 +381,6 @@ class Candidate:
             blocks=tuple(blocks),
             rope=RotaryEmbedding.Config(frame.dim // frame.heads) if rotates else None,
             init_std=frame.init_std,
+            engram=None if engram is None else frame.drawn(engram(frame)),
+            engram_layers=tuple(memories),
         )

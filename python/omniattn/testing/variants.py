@@ -45,7 +45,7 @@ VARIANTS = (
     ),
     Variant(
         "hashed embeddings of n-grams (Engram)",
-        ("ngram_hashes", "Engram"),
+        ("ngram_hashes", "Engram", "DecoderBlock"),
         "DeepSeek-AI 2026, arXiv 2601.07372",
     ),
     Variant(

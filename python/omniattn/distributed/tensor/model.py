@@ -145,6 +145,8 @@ class _Splitter:
                 )
             if block.canon is not None:
                 raise NotImplementedError(f"{OP}: canon must be '' in blocks, got Canon layers")
+            if block.engram is not None:
+                raise NotImplementedError(f"{OP}: engram must be None in blocks, got an Engram")
             if block.mixer_streams is not None and self.sequence_parallel:
                 raise NotImplementedError(
                     f"{OP}: sequence_parallel must be False with residual streams, got True"

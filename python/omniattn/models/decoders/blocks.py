@@ -9,7 +9,7 @@ from typing import Any
 
 from omniattn.checks.arguments import shown
 from omniattn.models.decoders.decoder import Decoder
-from omniattn.modules import DecoderBlock, LearnedPositional, RotaryEmbedding
+from omniattn.modules import DecoderBlock, Engram, LearnedPositional, RotaryEmbedding
 from omniattn.modules.base.layer import LayerConfig
 from omniattn.modules.base.mixer import Norm
 
@@ -69,6 +69,8 @@ class BlocksConfig(Decoder.Config):
         schedule: chooses between two blocks, the first for "swa" and the second for "full", by a
             name, a ratio or a list: see :func:`layer_schedule`.
         embedding_norm: norm of the embeddings, which the first block reads (RWKV's ln0).
+        engram: config of the Engram of some layers, whose hashes differ by layer.
+        engram_layers: numbers of these layers, in their order.
 
     Example:
         >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
@@ -90,6 +92,8 @@ class BlocksConfig(Decoder.Config):
     positions: LearnedPositional.Config | None = None
     schedule: str | tuple[str, ...] | None = None
     embedding_norm: LayerConfig | None = None
+    engram: Engram.Config | None = None
+    engram_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,6 +114,7 @@ class BlocksConfig(Decoder.Config):
                         f"BlocksConfig: {name} of a block must have the dim of the model, "
                         f"got {name}.dim={dim}, dim={self.dim}"
                     )
+        self._check_engram()
         if any(block.streams != self.blocks[0].streams for block in self.blocks):
             raise ValueError(
                 "BlocksConfig: all blocks must have the same streams, "
@@ -123,11 +128,31 @@ class BlocksConfig(Decoder.Config):
                     f"got {len(self.blocks)} blocks"
                 )
 
+    def _check_engram(self) -> None:
+        known = sorted(set(self.engram_layers) & set(range(self.num_layers)))
+        if list(self.engram_layers) != known or bool(known) != (self.engram is not None):
+            raise ValueError(
+                "BlocksConfig: engram_layers must be numbers of layers in their order, given with "
+                f"engram, got engram_layers={shown(self.engram_layers)}, "
+                f"num_layers={self.num_layers}, engram={shown(self.engram)}"
+            )
+        for name in ("dim", "vocab_size"):
+            size = getattr(self.engram, name, getattr(self, name))
+            if size != getattr(self, name):
+                raise ValueError(
+                    f"BlocksConfig: engram must have the {name} of the model, "
+                    f"got engram.{name}={size}, {name}={getattr(self, name)}"
+                )
+
     def block(self, layer: int) -> DecoderBlock.Config:
         place = layer % len(self.blocks)
         if self.schedule is not None:
             place = _KINDS[layer_schedule(self.schedule, layer + 1)[layer]]
-        block = self.blocks[place].with_backend(self.backend)
+        block = self.blocks[place]
+        if self.engram is not None and layer in self.engram_layers:
+            engram = replace(self.engram, layer_idx=layer, layer_ids=self.engram_layers)
+            block = replace(block, engram=engram)
+        block = block.with_backend(self.backend)
         if block.streams is not None:
             streams: Any = block.streams
             block = replace(block, streams=replace(streams, place=layer))

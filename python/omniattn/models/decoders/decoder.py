@@ -285,7 +285,7 @@ class Decoder(Model, Stateful):
             x = self.embed_norm(x)
         x = sequences.restored(self.dropout(x))
         recompute = self.config.gradient_checkpointing and state is None and torch.is_grad_enabled()
-        shared = {"embeddings": x}
+        shared = {"embeddings": x, "tokens": tokens}
         given: dict[str, Any] = {"rope": rope, "mask": mask, "shared": shared}
         scored = self._scored(score_mod)
         with restored_on_error(state):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from omniattn.models.decoders.blocks import BlocksConfig
@@ -56,6 +57,7 @@ from omniattn.modules import (
     DeltaNet,
     DeterministicSparseAttention,
     DualChunkAttention,
+    Engram,
     GatedDeltaNet,
     GatedDeltaNet2,
     GatedDeltaProduct,
@@ -166,6 +168,13 @@ def _sparse(
     )
 
 
+def _engram() -> BlocksConfig:
+    """Returns "llama" with Engram in every other layer."""
+    base = _sparse((Attention.Config(192, 6, 2),))
+    ngrams = Engram.Config(base.dim, base.vocab_size, (2048, 2048), ngram_dim=128, num_heads=4)
+    return replace(base, engram=ngrams, engram_layers=(1, 3))
+
+
 def _rwkv(version: int) -> BlocksConfig:
     """Returns a decoder of the size of "llama" from RWKV layers, initialised by layer index."""
     base = LlamaConfig()
@@ -253,6 +262,7 @@ TRAINED: dict[str, ModelConfig] = {
     "mhc": _sparse((Attention.Config(192, 6, 2),), streams=ManifoldHyperConnections.Config(192)),
     "attnres": _sparse((Attention.Config(192, 6, 2),), streams=AttentionResiduals.Config(192)),
     "canon": _sparse((Attention.Config(192, 6, 2),), canon="ABCD"),
+    "engram": _engram(),
     "select": _recurrent(SelectAttention.Config(192, 3), RotaryEmbedding.Config(64)),
     "selective": _recurrent(SelectiveAttention.Config(192, 3), RotaryEmbedding.Config(64)),
     "deltaformer": _recurrent(DeltaFormerAttention.Config(192, 3), RotaryEmbedding.Config(64)),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.checks.arguments import require_tensor, shown, widen
+from omniattn.checks.ranks import ACTIVE
 from omniattn.modules.base.fields import Backend, Epsilon, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import Layer, LayerConfig, config_or_fields
@@ -18,6 +19,8 @@ from omniattn.modules.base.linear import Linear
 
 #: Least size of a gate's score under the root.
 _LEAST = 1e-6
+#: Weights of norms.
+_SCALES = ("key_scale", "query_scale", "conv_scale")
 
 
 class Engram(Layer):
@@ -57,7 +60,7 @@ class Engram(Layer):
     """
 
     #: Parameters without weight decay.
-    undecayed: ClassVar[tuple[str, ...]] = ("key_scale", "query_scale", "conv_scale")
+    undecayed: ClassVar[tuple[str, ...]] = ("table", "key_scale", "query_scale", "conv_scale")
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
@@ -176,7 +179,7 @@ class Engram(Layer):
         ]
         self.key_proj = Linear(linear[0], **factory)
         self.value_proj = Linear(linear[1], **factory)
-        for name in self.undecayed:
+        for name in _SCALES:
             scale = nn.Parameter(torch.empty(c.num_streams, c.dim, **factory))
             self.register_parameter(name, scale)
         taps = torch.empty(c.num_streams * c.dim, 1, c.kernel_size, **factory)
@@ -188,7 +191,7 @@ class Engram(Layer):
         nn.init.normal_(self.table, std=self.config.init_std)
         bound = self.config.kernel_size**-0.5
         nn.init.uniform_(self.conv_weight, -bound, bound)
-        for name in self.undecayed:
+        for name in _SCALES:
             nn.init.ones_(self.get_parameter(name))
 
     def forward(
@@ -197,15 +200,15 @@ class Engram(Layer):
         tokens: Tensor,
         state: tuple[Tensor, Tensor] | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Returns y, to be added to x, and the state after x.
 
         Args:
             x: (B, T, dim), or (B, T, num_streams, dim).
             tokens: (B, T) int64, the tokens at x.
             state: that after the tokens before x, None for a new sequence.
-            cu_seqlens: boundaries of packed sequences as in functional.causal_conv1d; without
-                state, and the state after x is None.
+            cu_seqlens: boundaries of packed sequences as in functional.causal_conv1d; the states
+                have a row for each sequence.
         """
         c = self.config
         require_tensor("Engram", "x", x)
@@ -217,29 +220,47 @@ class Engram(Layer):
                 f"(B, T), got x.shape={tuple(x.shape)}, tokens.shape={tuple(tokens.shape)}, "
                 f"dim={c.dim}, num_streams={c.num_streams}"
             )
-        if state is not None and cu_seqlens is not None:
-            raise ValueError("Engram: state must be None with cu_seqlens, got both")
+        if ACTIVE.region is not None:
+            ACTIVE.region.require("Engram")
         before, inputs = (None, None) if state is None else state
-        hashes = functional.ngram_hashes(
-            tokens, self.multipliers, self.sizes, pad=c.pad, before=before, cu_seqlens=cu_seqlens
-        )
+        hashes, before = self._hashes(tokens, before, cu_seqlens)
         rows = nn.functional.embedding(hashes + self.offsets, self.table).flatten(2)
         gated = self._gate(x, self.key_proj(rows)) * self.value_proj(rows)[:, :, None]
+        normed = self._normed(gated, self.conv_scale).flatten(2)
         y, inputs = functional.causal_conv1d(
-            self._normed(gated, self.conv_scale).flatten(2),
+            normed,
             self._taps(),
             activation="silu",
-            initial_state=inputs,
+            initial_state=None if inputs is None else inputs.to(normed.dtype),
             cu_seqlens=cu_seqlens,
             return_final_state=True,
             backend=c.backend,
         )
-        y = (gated.flatten(2) + y).view_as(x)
-        if cu_seqlens is not None:
-            return y, None
+        return (gated.flatten(2) + y).view_as(x), (before, inputs)
+
+    def _hashes(
+        self, tokens: Tensor, before: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the hashes at all tokens, and the last N - 1 tokens of each sequence."""
+        c, steps = self.config, tokens.shape[1]
+        count, more = len(tokens) if cu_seqlens is None else len(cu_seqlens) - 1, c.longest - 1
+        given = (self.multipliers, self.sizes)
         if before is None:
-            before = tokens.new_full((len(tokens), c.longest - 1), c.pad)
-        return y, (torch.cat((before, tokens), 1)[:, tokens.shape[1] :], inputs)
+            before = tokens.new_full((count, more), c.pad)
+        if cu_seqlens is None:
+            hashes = functional.ngram_hashes(tokens, *given, pad=c.pad, before=before)
+            return hashes, torch.cat((before, tokens), 1)[:, steps:]
+        # Each sequence follows its earlier tokens in one longer row.
+        ends = cu_seqlens.long()
+        starts = ends + more * torch.arange(count + 1, device=tokens.device)
+        places = torch.arange(steps, device=tokens.device)
+        places = places + more * torch.searchsorted(ends[1:], places, right=True) + more
+        ahead = torch.arange(more, device=tokens.device)
+        whole = tokens.new_zeros(steps + more * count)
+        whole = whole.index_copy(0, (starts[:-1, None] + ahead).flatten(), before.flatten())
+        whole = whole.index_copy(0, places, tokens[0])
+        hashes = functional.ngram_hashes(whole[None], *given, pad=c.pad, cu_seqlens=starts)
+        return hashes[:, places], whole[starts[1:, None] - more + ahead]
 
     def _normed(self, t: Tensor, scale: Tensor) -> Tensor:
         """Computes RMSNorms of t (B, T, num_streams, dim)."""

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import Any, Protocol, TypedDict, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypedDict, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -110,6 +110,8 @@ class RecurrentState:
 
     #: Kind of the layer that created the state; other kinds cannot interpret its tensors.
     kind: str | None = None
+    #: Names of the tensors of integers.
+    integers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, **tensors: Tensor) -> None:
         self._tensors = tensors
@@ -158,9 +160,9 @@ class RecurrentState:
                     f"{op}: state must be of the B={x.shape[0]} sequences of x, got "
                     f"state[{name!r}].shape={tuple(t.shape)}"
                 )
-            if t.device != x.device or not t.is_floating_point():
+            if t.device != x.device or t.is_floating_point() == (name in self.integers):
                 raise ValueError(
-                    f"{op}: state must be floating-point and on the device of x, got "
+                    f"{op}: state must have the dtypes of new_state and the device of x, got "
                     f"state[{name!r}].dtype={t.dtype}, state[{name!r}].device={t.device}, "
                     f"x.device={x.device}"
                 )
@@ -228,7 +230,7 @@ class RecurrentState:
         require_int(op, "length", length, 0)
         tensors = dict(zip(self._tensors, saved, strict=True))
         for name, t in tensors.items():
-            require_float(op, name, t)
+            (require_integers if name in self.integers else require_float)(op, name, t)
             require_strided(op, name, t)
         self._store(length, tensors)
         self.is_ahead = False

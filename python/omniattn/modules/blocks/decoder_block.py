@@ -15,6 +15,7 @@ from omniattn.functional.scores import RelativeBias
 from omniattn.functional.scores.score_mod import ScoreMod
 from omniattn.modules.attention.attention import Attention
 from omniattn.modules.base.dropout import Dropout
+from omniattn.modules.base.engram import Engram
 from omniattn.modules.base.fields import Positive, Probability, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.jagged import sequences_of
@@ -31,6 +32,7 @@ from omniattn.modules.base.state import (
     takes_cache,
 )
 from omniattn.modules.base.streams import Streams
+from omniattn.modules.blocks import ngrams
 from omniattn.modules.blocks.canon import Canon, CanonCall, require_places
 from omniattn.modules.caches.eviction import Eviction
 
@@ -58,8 +60,9 @@ class DecoderBlock(Layer, Stateful):
         Parameters input_layernorm, mixer, cross_attention_layernorm, cross_attn,
         post_attention_layernorm (absent with "parallel"), mlp; with "sandwich" also
         mixer_output_norm, cross_attn_output_norm, mlp_output_norm, with "post" these in place of
-        the others; with canon, canon.A to canon.D; with layer_scale mixer_scale, cross_attn_scale,
-        mlp_scale. `load_state_dict` also accepts self_attn, the former name of mixer.
+        the others; with canon, canon.A to canon.D; with engram, engram; with layer_scale
+        mixer_scale, cross_attn_scale, mlp_scale. `load_state_dict` also accepts self_attn, the
+        former name of mixer.
 
     Example:
         >>> from omniattn.modules import Attention, GatedMLP, RMSNorm
@@ -97,6 +100,8 @@ class DecoderBlock(Layer, Stateful):
                 and values of Attention (B), and for the hidden channels of MLP and GatedMLP before
                 the activation (D).
             canon_size: number of taps of the Canon layers.
+            engram: config of Engram, added to h before the block, or None; without streams. The
+                block then needs the model's tokens, as `shared["tokens"]`.
         """
 
         mixer: LayerConfig
@@ -111,6 +116,7 @@ class DecoderBlock(Layer, Stateful):
         streams: LayerConfig | None = None
         canon: str = ""
         canon_size: Size = 4
+        engram: Engram.Config | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -137,6 +143,12 @@ class DecoderBlock(Layer, Stateful):
             if self.streams is not None:
                 self._check_streams()
             require_places("DecoderBlock", self.canon)
+            streams = 1 if self.engram is None else self.engram.num_streams
+            if streams > 1 or (self.engram is not None and self.streams is not None):
+                raise ValueError(
+                    "DecoderBlock: engram needs num_streams=1 and a block without streams, "
+                    f"got num_streams={streams}, streams={shown(self.streams)}"
+                )
 
         def _check_streams(self) -> None:
             Streams.require_config("DecoderBlock", "streams", self.streams)
@@ -202,6 +214,9 @@ class DecoderBlock(Layer, Stateful):
             self.mlp_scale = scale()
         self.mixer_streams, self.mlp_streams = self._new_streams(device, dtype)
         self.canon = self._new_canon(device, dtype) if config.canon else None
+        self.engram: Engram | None = None
+        if config.engram is not None:
+            self.engram = Engram(config.engram, device=device, dtype=dtype)
         self.dropout = Dropout(config.dropout_p)
         self.drop_path = DropPath(config.drop_path_p) if config.drop_path_p else None
         self.register_load_state_dict_pre_hook(_rename_self_attn)
@@ -266,7 +281,11 @@ class DecoderBlock(Layer, Stateful):
         if isinstance(self.mlp, Stateful):
             parts["mlp"] = self.mlp.new_state(batch, max_length, **storage)
         if self.canon is not None:
-            return States(**parts, canon=self.canon.new_state(batch, **storage))
+            parts["canon"] = self.canon.new_state(batch, **storage)
+        if self.engram is not None:
+            parts["engram"] = ngrams.new_state(self.engram, batch, **storage)
+        if self.canon is not None or self.engram is not None:
+            return States(**parts)
         return StatePair(**parts) if len(parts) > 1 else state
 
     @takes_cache
@@ -292,9 +311,13 @@ class DecoderBlock(Layer, Stateful):
         that accepts them.
         """
         canon = None if self.canon is None else self.canon.over("DecoderBlock", x, state, mask)
+        if self.engram is not None:
+            h = x if residual is None else (x + residual).to(x.dtype)
+            x = x + ngrams.memory("DecoderBlock", self.engram, h, shared, state, mask).to(x.dtype)
         after: dict[str, Any] = {}
         if isinstance(state, States):
-            if canon is None and state.get("canon") is not None:
+            parts = {"canon": self.canon, "engram": self.engram}
+            if any(part is None and state.get(name) is not None for name, part in parts.items()):
                 raise TypeError(
                     f"DecoderBlock: state must be that of this block, got state={shown(state)}"
                 )
