@@ -160,9 +160,11 @@ class RecurrentState:
                     f"{op}: state must be of the B={x.shape[0]} sequences of x, got "
                     f"state[{name!r}].shape={tuple(t.shape)}"
                 )
-            if t.device != x.device or t.is_floating_point() == (name in self.integers):
+            floating = name not in self.integers
+            if t.device != x.device or t.is_floating_point() != floating:
                 raise ValueError(
-                    f"{op}: state must have the dtypes of new_state and the device of x, got "
+                    f"{op}: state must be {'floating-point' if floating else 'integers'} and on "
+                    "the device of x, got "
                     f"state[{name!r}].dtype={t.dtype}, state[{name!r}].device={t.device}, "
                     f"x.device={x.device}"
                 )
