@@ -296,13 +296,14 @@ def of_model(rank, ranks, port):
 def refuse(mesh, ranks):
     """All ranks get the same error, before any message."""
     f, (q, k, v) = functional, rows(HEADS, HEADS, HEADS)
-    x = randn(1, T, 8)
+    x, layer = randn(1, T, 8), modules.Attention(dim=8, num_heads=2)
     boundaries = torch.tensor([0, T])
     cases = [
         ("moba_attention: has no form", lambda: f.moba_attention(q, k, v, block_size=4, topk=2)),
         ("longformer_attention: has no form", lambda: f.longformer_attention(q, k, v, window=2)),
         ("log_linear_attention: has no form", lambda: f.log_linear_attention(q, k, v, q, q)),
         ("MoBA: has no form", lambda: modules.MoBA(dim=8, num_heads=2, block_size=4)(x.float())),
+        ("state must be None", lambda: layer(x.float(), state=layer.new_state(1, 2 * T))),
         ("queries and keys must be of the same", lambda: f.attention(q[:, :8], k, v)),
         ("backend must not be 'reference'", lambda: f.attention(q, k, v, backend="reference")),
         ('needs method="all_to_all"', lambda: f.attention(q, k, v, normalizer="stick_breaking")),

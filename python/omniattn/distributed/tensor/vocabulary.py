@@ -72,8 +72,9 @@ def vocabulary_parallel_cross_entropy(
     x = move(x, mesh, WHOLE, WHOLE, Partial())
     local = target - mesh.get_local_rank() * rows
     inside = kept & (local >= 0) & (local < rows)
-    # Each rank takes the log-probability of some row of its own, from which its lse follows.
-    row = torch.where(inside, local, 0)
+    # Each rank takes the log-probability of some row of its own, from which its lse follows; that
+    # of a row whose bias is -inf would not do.
+    row = torch.where(inside, local, 0 if bias is None else bias.argmax())
     log_prob = functional.linear_log_prob(
         x, weight, row, bias=bias, softcap=softcap, backend=backend
     )

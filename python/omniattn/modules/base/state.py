@@ -22,6 +22,7 @@ from omniattn.checks.arguments import (
     same_values,
     shown,
 )
+from omniattn.checks.ranks import ACTIVE
 from omniattn.suggestions import did_you_mean
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
@@ -417,6 +418,11 @@ def takes_cache(forward: Forward) -> Forward:
         state = kwargs.get("state")
         if state is None:
             return forward(self, *args, **kwargs)
+        if ACTIVE.region is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: state must be None within context_parallel, "
+                "where a rank has some of the tokens"
+            )
         with restored_on_error([state]):
             return forward(self, *args, **kwargs)
 

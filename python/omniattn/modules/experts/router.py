@@ -256,6 +256,6 @@ class Router(Float32Buffers, Layer):
         compute = torch.float64 if x.dtype == torch.float64 else torch.float32
         x, weight = x.to(compute), weight.to(compute)
         if autocast_dtype(x) is None:
-            return nn.functional.linear(x, weight)
+            return functional.linear(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            return nn.functional.linear(x, weight)
+            return functional.linear(x, weight)
