@@ -75,6 +75,7 @@ def refuse(ranks):
         (("dp",), replace(CONFIG, batch=1), f"got batch=1, accumulate=1, dp={ranks}"),
         (("tp",), replace(CONFIG, model=replace(LLAMA, num_heads=1, num_kv_heads=1)), "num_heads"),
         (("dp",), replace(CONFIG, model="bert"), "mesh must be None except for decoders, got Bert"),
+        (("cp",), replace(CONFIG, length=31), "length must be a multiple of twice .* length=31"),
     ):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=names)
         with pytest.raises((NotImplementedError, ValueError), match=message):

@@ -58,12 +58,18 @@ class Ranks:
         self.group = None if self.data is None else self.data.get_group()
         self.is_first = mesh is None or dist.get_rank() == 0
 
-    def require_batch(self, batch: int, accumulate: int) -> None:
-        """Requires examples for each part of a batch."""
+    def require_batch(self, batch: int, accumulate: int, length: int) -> None:
+        """Requires examples for each part of a batch, and as many tokens for each rank of cp."""
         if self.mesh is not None and batch < accumulate * self.replicas:
             raise ValueError(
                 "Trainer: batch must be at least accumulate times the ranks of dp, "
                 f"got batch={batch}, accumulate={accumulate}, dp={self.replicas}"
+            )
+        cp = self._parts.get("cp")
+        if cp is not None and length % (2 * cp.size()):
+            raise ValueError(
+                "Trainer: length must be a multiple of twice the ranks of cp, "
+                f"got length={length}, cp={cp.size()}"
             )
 
     def split(self, model: nn.Module) -> None:

@@ -151,7 +151,7 @@ class Trainer:
         model = config.model_config
         self.model = replace(model, backend=backend or model.backend).build().to(self.device)
         self.ranks = Ranks(mesh)
-        self.ranks.require_batch(config.batch, config.accumulate)
+        self.ranks.require_batch(config.batch, config.accumulate, config.length)
         self.ranks.split(self.model)
         self.ranks.seed(config.seed)
         self.routers = Routers(self.model)
