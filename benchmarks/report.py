@@ -117,6 +117,7 @@ TITLES = {
     "softpick_attention": "attention, weights and selection",
     "sparsemax_attention": "attention, weights and selection",
     "multi_token_attention": "attention, weights and selection",
+    "parallax_attention": "attention, weights and selection",
     "norm": "norms",
     "rope": "rotary embeddings",
     "activation": "gated activations",

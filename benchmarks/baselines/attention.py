@@ -249,6 +249,7 @@ BASELINES = {
     "softpick_attention": {"eager": reference.softpick_attention},
     "sparsemax_attention": {"eager": reference.sparsemax_attention},
     "multi_token_attention": {"eager": reference.multi_token_attention},
+    "parallax_attention": {"eager": reference.parallax_attention},
     "moba_attention": {"eager": reference.moba_attention},
     "nsa_attention": {"eager": reference.nsa_attention},
     "routed_block_attention": {"eager": reference.routed_block_attention},

@@ -84,6 +84,9 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "multi-token attention: logits convolved over queries and keys, heads mixed": (
         ("multi_token_attention", "model"),
     ),
+    "Parallax: attention minus a covariance times a second query": (
+        ("parallax_attention", "model"),
+    ),
     "sparsemax and entmax attention": (("sparsemax_attention", "model"),),
     "ALiBi": (("attention", "alibi"),),
     "feed-forward layers: ReLU, GELU, SiLU, squared ReLU": (

@@ -56,6 +56,15 @@ def test_attention_of_fla():
     found = fla.parallel_wall_attn(*qkv, x["gk"], g_scalar=x["g"], sink_bias=sinks)
     wall = functional.wall_attention(*qkv, x["gk"], x["g"], sinks=sinks)
     torch.testing.assert_close(found, wall)
+
+    def second(q, r, k, v):
+        return functional.parallax_attention(q, r, k, v, window_size=(2, 0), scale=0.4)
+
+    x["r"] = x["k"].flip(1)
+    qrkv = [x[name] for name in "qrkv"]
+    torch.testing.assert_close(fla.parallel_parallax(*qrkv, 0.4, 3), second(*qrkv))
+    found = fla.parallel_parallax(*(t[:1] for t in qrkv), 0.4, 3, CU)
+    torch.testing.assert_close(found, each(second, *qrkv))
     w, beta, g = x["k"].flip(1), 2 * x["beta"], x["g"]
     o, keys = fla.parallel_path_attn(*qkv, w, beta, g, use_cache=True)
     path = functional.path_attention(*qkv, w, beta, g * K**-0.5, return_keys=True)

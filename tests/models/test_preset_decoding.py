@@ -103,6 +103,7 @@ def test_recurrent_states_have_one_size_for_any_length(name):
         "csa",
         "hca",
         "mta",
+        "parallax",
     ],
 )
 @torch.no_grad()

@@ -47,6 +47,7 @@ from omniattn.modules import (
     MultiHeadLatentAttention,
     MultiTokenAttention,
     NeighborhoodAttention1D,
+    ParallaxAttention,
     ParallelResidual,
     Residual,
     RMSNorm,
@@ -193,6 +194,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "dsa-dense": lambda: sparse_latent("dense"),
     "select": lambda: rotated(SelectAttention.Config(16, 4, 2, **STD)),
     "selective": lambda: rotated(SelectiveAttention.Config(16, 4, 2, **STD)),
+    "parallax": lambda: rotated(ParallaxAttention.Config(16, 4, 2, qk_norm=True, **STD)),
     "multi-token": lambda: rotated(MultiTokenAttention.Config(16, 4, 2, **STD)),
     "csa": lambda: rotated(
         CompressedSparseAttention.Config(

@@ -184,6 +184,13 @@ def _sparsemax(given: Given) -> Cost:
     return _products(2 * pairs * (q.shape[3] + v.shape[3]))
 
 
+def _parallax(given: Given) -> Cost:
+    """3 products of each query and each key."""
+    q, k, v = given["q"], given["k"], given["v"]
+    pairs = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
+    return _products(2 * pairs * (2 * q.shape[3] + v.shape[3]))
+
+
 def _multi_token(given: Given) -> Cost:
     """2 products of each query and each key, and a convolution and a mix of heads."""
     q, k, v, weight = given["q"], given["k"], given["v"], given["weight"]
@@ -250,6 +257,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "deltaformer_attention": _deltaformer,
     "sparsemax_attention": _sparsemax,
     "multi_token_attention": _multi_token,
+    "parallax_attention": _parallax,
     "selective_scan": _selective_scan,
     "ssd": _ssd_step,
     "slstm": _slstm,

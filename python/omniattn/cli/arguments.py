@@ -14,7 +14,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "llama-tiny", "llama-medium", "falcon", "gpt2", "mla", "differential"),
         *("select", "selective", "deltaformer", "forgetting", "stick-breaking", "softpick"),
-        *("path", "wall", "ssmax", "mta", "mfa", "tpa", "mlra"),
+        *("path", "wall", "ssmax", "parallax", "mta", "mfa", "tpa", "mlra"),
         *("resformer", "yoco", "hyper", "mhc", "attnres", "canon", "engram"),
     ),
     "mixtures of experts": ("mixtral", "switch", "llama4", "deepseek-moe", "deepseek-moe-mtp"),
@@ -40,7 +40,18 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "mqa", "mla", "differential", "select", "selective", "deltaformer"),
         *("forgetting", "stick-breaking", "softpick", "path", "wall", "ssmax", "tpa", "mlra"),
-        *("resformer", "yoco", "hyper", "mhc", "attnres", "canon", "engram", "mta", "mfa"),
+        *(
+            "resformer",
+            "yoco",
+            "hyper",
+            "mhc",
+            "attnres",
+            "canon",
+            "engram",
+            "parallax",
+            "mta",
+            "mfa",
+        ),
     ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),

@@ -11,6 +11,7 @@ from omniattn.compat._fla.attention import (
     parallel_forgetting_attn,
     parallel_moba,
     parallel_nsa,
+    parallel_parallax,
     parallel_path_attn,
     parallel_wall_attn,
 )
@@ -408,6 +409,7 @@ __all__ = [
     "parallel_forgetting_attn",
     "parallel_moba",
     "parallel_nsa",
+    "parallel_parallax",
     "parallel_path_attn",
     "parallel_rebased",
     "parallel_retention",

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from omniattn.compositions._python_ops import define
+from omniattn.compositions._rows import heads_first, of_rows, rows_of
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.reference.attention.sparsemax_attention import sparsemax_attention as definition
-from omniattn.reference.precision import compute_dtype, widen
+from omniattn.reference.precision import compute_dtype
 
 __all__ = ["sparsemax_attention"]
 
@@ -36,16 +37,6 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[int, slice, sl
         for first in range(0, tq, rows):
             end = min(tq, first + rows)
             yield b, slice(first, end), slice(0, max(0, end + tk - tq) if causal else tk)
-
-
-def _rows(t: Tensor, heads: int) -> Tensor:
-    """Returns rows (T, Hq, D) of the queries as (Hkv, G T, D), widened."""
-    return widen(t).unflatten(1, (heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-
-
-def _back(rows: Tensor, count: int) -> Tensor:
-    """Undoes `_rows`."""
-    return rows.unflatten(1, (-1, count)).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _shifted(
@@ -94,10 +85,6 @@ def _threshold(z: Tensor, alpha: float) -> Tensor:
     return tau
 
 
-def _heads_first(t: Tensor, b: int) -> Tensor:
-    return widen(t[b]).transpose(0, 1)
-
-
 def _ids(q: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
     if cu_seqlens is None:
         return None
@@ -123,12 +110,12 @@ def _forward(
     for b, rows, keys in _blocks(q, k, causal):
         if keys.stop == 0:
             continue
-        ks, vs = (_heads_first(t[:, keys], b) for t in (k, v))
+        ks, vs = (heads_first(t[b, keys]) for t in (k, v))
         count = rows.stop - rows.start
-        z = _shifted(_rows(q[b, rows], heads), ks, ids, (rows, offset), options)
+        z = _shifted(rows_of(q[b, rows], heads), ks, ids, (rows, offset), options)
         tau = _threshold(z, alpha)
-        out[b, rows] = _back(_weights(z, tau, alpha)[0] @ vs, count).to(q.dtype)
-        thresholds[b, rows] = _back(tau, count).squeeze(-1)
+        out[b, rows] = of_rows(_weights(z, tau, alpha)[0] @ vs, count).to(q.dtype)
+        thresholds[b, rows] = of_rows(tau, count).squeeze(-1)
     return out, thresholds
 
 
@@ -152,10 +139,10 @@ def _backward(
     for b, rows, keys in _blocks(q, k, causal):
         if keys.stop == 0:
             continue
-        ks, vs = (_heads_first(t[:, keys], b) for t in (k, v))
+        ks, vs = (heads_first(t[b, keys]) for t in (k, v))
         count = rows.stop - rows.start
-        qs, grads = (_rows(t[b, rows], heads) for t in (q, grad_out))
-        tau = _rows(thresholds[b, rows, :, None], heads)
+        qs, grads = (rows_of(t[b, rows], heads) for t in (q, grad_out))
+        tau = rows_of(thresholds[b, rows, :, None], heads)
         p, u = _weights(_shifted(qs, ks, ids, (rows, offset), options), tau, alpha)
         outside = ~(u > 0)  # whatever the values there are, also NaN
         ds = (grads @ vs.mT).masked_fill_(outside, 0)
@@ -163,7 +150,7 @@ def _backward(
         ds = ds.sub_(mean).mul_(u).masked_fill_(outside, 0)
         dv[b, keys] += (p.mT @ grads).transpose(0, 1)
         dk[b, keys] += scale * (ds.mT @ qs).transpose(0, 1)
-        dq[b, rows] = _back(scale * (ds @ ks), count).to(q.dtype)
+        dq[b, rows] = of_rows(scale * (ds @ ks), count).to(q.dtype)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -199,14 +186,14 @@ def _out(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
-def _of_rows(q: Tensor) -> Tensor:
+def _per_row(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
 #: (q, k, v, cu_seqlens, alpha, causal, scale) -> out
 sparsemax_attention = DifferentiableOp(
     "sparsemax_attention",
-    fakes={"out": _out, "thresholds": _of_rows},
+    fakes={"out": _out, "thresholds": _per_row},
     private=("thresholds",),
     formula=lambda q, k, v, cu_seqlens, alpha, causal, scale: definition(
         *(q, k, v), alpha=alpha, causal=causal, scale=scale, cu_seqlens=cu_seqlens

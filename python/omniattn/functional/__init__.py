@@ -8,6 +8,7 @@ from omniattn.functional.attention.forgetting import forgetting_attention
 from omniattn.functional.attention.int8 import attention_int8, quantize_int8
 from omniattn.functional.attention.lse import attention_weights, merge_attention
 from omniattn.functional.attention.multi_token import multi_token_attention
+from omniattn.functional.attention.parallax import parallax_attention
 from omniattn.functional.attention.path_attention import path_attention
 from omniattn.functional.attention.sdpa import scaled_dot_product_attention
 from omniattn.functional.attention.selection import select_attention
@@ -263,6 +264,7 @@ __all__ = [
     "orpo_loss",
     "orthogonal_gaussian",
     "packed_positions",
+    "parallax_attention",
     "path_attention",
     "preconditioned_delta_rule",
     "qk_norm_rotary",

@@ -105,6 +105,7 @@ from omniattn.modules.sparse.neighborhood import (
     NeighborhoodAttention3D,
 )
 from omniattn.modules.sparse.nsa import NSA, NSAState
+from omniattn.modules.sparse.parallax import ParallaxAttention
 from omniattn.modules.sparse.routed_blocks import RoutedBlockAttention
 from omniattn.modules.sparse.select_attention import SelectAttention
 from omniattn.modules.sparse.selective_attention import SelectiveAttention
@@ -209,6 +210,7 @@ __all__ = [
     "PaTHAttention",
     "PagePool",
     "PagedCache",
+    "ParallaxAttention",
     "ParallelResidual",
     "PatchMerging",
     "PathCache",

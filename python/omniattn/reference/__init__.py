@@ -15,6 +15,7 @@ from omniattn.reference.attention.attention import (
 from omniattn.reference.attention.attention_int8 import attention_int8, quantize_int8
 from omniattn.reference.attention.forgetting import forgetting_attention
 from omniattn.reference.attention.multi_token import multi_token_attention
+from omniattn.reference.attention.parallax import parallax_attention
 from omniattn.reference.attention.path_attention import path_attention
 from omniattn.reference.attention.softpick import softpick_attention
 from omniattn.reference.attention.sparsemax_attention import sparsemax_attention
@@ -220,6 +221,7 @@ __all__ = [
     "na3d",
     "nsa_attention",
     "packed_positions",
+    "parallax_attention",
     "path_attention",
     "preconditioned_delta_rule",
     "qk_norm_rotary",

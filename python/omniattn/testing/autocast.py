@@ -32,7 +32,7 @@ _OTHERS: dict[Rule, tuple[str, ...]] = {
         *("path_attention", "wall_attention"),
         *("glu_mlp", "linear", "linear_cross_entropy", "linear_jsd", "linear_log_prob", "mlp"),
         *("moe_experts", "stick_breaking_attention", "softpick_attention"),
-        *("sparsemax_attention", "multi_token_attention"),
+        *("sparsemax_attention", "multi_token_attention", "parallax_attention"),
     ),
     "widest": ("jsd",),
 }

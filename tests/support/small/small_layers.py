@@ -78,6 +78,7 @@ FIELDS = {
     "MultiTokenAttention": {"dim": 8, "num_heads": 2, "query_size": 2, "key_size": 3},
     "MultiTokenPredictor": {"dim": 8, "depths": 2},
     "MultiheadAttention": {"embed_dim": 8, "num_heads": 2},
+    "ParallaxAttention": {"dim": 8, "num_heads": 2},
     "PatchMerging": {"dim": 8},
     "S4": {"dim": 8},
     "S4D": {"dim": 8},

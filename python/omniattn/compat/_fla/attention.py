@@ -1,4 +1,4 @@
-"""Softmax attention of fla.ops: plain, forgetting, PaTH, wall, NSA and MoBA."""
+"""Softmax attention of fla.ops: plain, forgetting, PaTH, Parallax, wall, NSA and MoBA."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = [
     "parallel_forgetting_attn",
     "parallel_moba",
     "parallel_nsa",
+    "parallel_parallax",
     "parallel_path_attn",
     "parallel_wall_attn",
 ]
@@ -140,6 +141,31 @@ def parallel_path_attn(
             return_keys=use_cache,
         )
     return found if isinstance(found, tuple) else (found, None)
+
+
+def parallel_parallax(
+    q: Tensor,
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    window_size: int | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Computes causal :func:`functional.parallax_attention`.
+
+    `window_size` is the number of keys that a query sees, its own included; None for all.
+    """
+    op = "parallel_parallax"
+    require_inputs(op, scale, q=q, r=r, k=k, v=v)
+    left = -1
+    if window_size is not None:
+        require_int(op, "window_size", window_size, 1)
+        left = window_size - 1
+    with errors_of(op):
+        return functional.parallax_attention(
+            q, r, k, v, window_size=(left, 0), scale=scale, cu_seqlens=cu_seqlens
+        )
 
 
 def parallel_wall_attn(

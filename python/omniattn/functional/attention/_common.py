@@ -21,10 +21,12 @@ from omniattn.checks.arguments import (
     require_strided,
     shown,
 )
+from omniattn.checks.packed import require_all_tokens
 from omniattn.functional.masks import Mask, SlidingWindow
 from omniattn.ops.dispatch.plain import any_dual
 from omniattn.ops.dispatch.ranks import require_whole
 from omniattn.reference.precision import compute_dtype
+from omniattn.reference.values import require_all_rows
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
@@ -203,3 +205,19 @@ def require_int32_or_int64(op: str, name: str, t: Tensor, q: Tensor) -> None:
         refuse_nested(op, name, t)
     require_strided(op, name, t)
     require_device(op, name, t, q, "q")
+
+
+def require_sequences(op: str, cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
+    """Requires boundaries (N + 1,) of sequences packed along T of q and k, with B = 1."""
+    require_int32_or_int64(op, "cu_seqlens", cu_seqlens, q)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or q.shape[0] != 1:
+        raise ValueError(
+            f"{op}: cu_seqlens must have shape (N + 1,), and q B = 1, "
+            f"got cu_seqlens.shape={tuple(cu_seqlens.shape)}, q.shape={tuple(q.shape)}"
+        )
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"{op}: Tq must be Tk with cu_seqlens, got Tq={q.shape[1]}, Tk={k.shape[1]}"
+        )
+    if not require_all_tokens(op, cu_seqlens, q.shape[1]):
+        require_all_rows(op, cu_seqlens, q.shape[1])

@@ -10,15 +10,9 @@ from omniattn.checks.arguments import (
     require_number,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.checks.packed import require_all_tokens
 from omniattn.compositions.sparsemax_attention import sparsemax_attention as composed
-from omniattn.functional.attention._common import (
-    autocast,
-    check_shapes,
-    require_int32_or_int64,
-)
+from omniattn.functional.attention._common import autocast, check_shapes, require_sequences
 from omniattn.reference.attention.attention import default_scale
-from omniattn.reference.values import require_all_rows
 
 __all__ = ["sparsemax_attention"]
 
@@ -90,23 +84,8 @@ def sparsemax_attention(
     if scale is not None:
         require_number(op, "scale", scale)
     if cu_seqlens is not None:
-        _require_sequences(op, cu_seqlens, q, k)
+        require_sequences(op, cu_seqlens, q, k)
     attend = implementation(op, backend, q, composed)
     scale = default_scale(q.shape[3]) if scale is None else scale
     out: Tensor = attend(q, k, v, cu_seqlens, float(alpha), causal, float(scale))
     return out
-
-
-def _require_sequences(op: str, cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
-    require_int32_or_int64(op, "cu_seqlens", cu_seqlens, q)
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or q.shape[0] != 1:
-        raise ValueError(
-            f"{op}: cu_seqlens must have shape (N + 1,), and q B = 1, "
-            f"got cu_seqlens.shape={tuple(cu_seqlens.shape)}, q.shape={tuple(q.shape)}"
-        )
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"{op}: Tq must be Tk with cu_seqlens, got Tq={q.shape[1]}, Tk={k.shape[1]}"
-        )
-    if not require_all_tokens(op, cu_seqlens, q.shape[1]):
-        require_all_rows(op, cu_seqlens, q.shape[1])
