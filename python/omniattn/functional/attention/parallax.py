@@ -72,9 +72,9 @@ def parallax_attention(
         weights again. Second and forward-mode derivatives recompute through the eager definition.
 
     Reference:
-        Parallax, parameterized local linear attention, 2026, arXiv:2605.29157. As in
-        fla/ops/parallax/naive.py of fla-org/flash-linear-attention at commit 012a873, whose
-        window_size=w is window_size=(w - 1, 0) here.
+        Zuo et al., Parallax: Parameterized Local Linear Attention for Language Modeling, 2026,
+        arXiv:2605.29157. As in fla/ops/parallax/naive.py of fla-org/flash-linear-attention at
+        commit 012a873, whose window_size=w is window_size=(w - 1, 0) here.
 
     Example:
         >>> q, k = torch.zeros(1, 1, 1, 1), torch.tensor([0.0, 1.0]).view(1, 2, 1, 1)

@@ -35,7 +35,8 @@ class ParallaxAttention(SparseAttention):
         k_norm: names and shapes as in fla.
 
     Reference:
-        Parallax, parameterized local linear attention, 2026, arXiv 2605.29157.
+        Zuo et al., Parallax: Parameterized Local Linear Attention for Language Modeling, 2026,
+        arXiv 2605.29157.
 
     Example:
         >>> ParallaxAttention(dim=16, num_heads=4)(torch.ones(1, 5, 16)).shape

@@ -11,7 +11,7 @@ from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import F32, TRAINING, boundaries
 from omniattn.testing.specs.attention._attention_cases import attention_inputs, qkv
 
-_PAPER = "Parallax 2026, arXiv 2605.29157"
+_PAPER = "Zuo et al. 2026, arXiv 2605.29157"
 
 
 def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
