@@ -80,7 +80,8 @@ def test_every_op_is_fuzzed():
     names = {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if "omniattn::" in n}
     twins = {n for n in names if n + "_raw" in names}  # the same implementation under two names
     library = {"public_functions", "built_cpu_isas", "constants"}
-    machine = {n for n in names if n.endswith(("cpu_isa", "tile_state", "madds")) or "paths_" in n}
+    settings = ("cpu_isa", "tile_state", "madds", "batch_invariance")
+    machine = {n for n in names if n.endswith(settings) or "paths_" in n}
     assert names - twins - machine - library == set(CALLS)
 
 

@@ -40,8 +40,8 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "softmax attention": (
         *("llama", "mqa", "mla", "differential", "select", "selective", "deltaformer"),
         *("forgetting", "stick-breaking", "softpick", "path", "wall", "ssmax", "tpa", "mlra"),
-        *("resformer", "yoco", "hyper", "mhc", "attnres", "canon", "engram"),
-        *("parallax", "mta", "mfa"),
+        *("resformer", "yoco", "hyper", "mhc", "attnres", "canon"),
+        *("parallax", "mta", "engram", "mfa"),
     ),
     "sparse attention": (
         *("window", "longformer", "bigbird", "hub-spoke", "detsa", "dual-chunk", "local-strided"),

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from omniattn.reference.precision import compute_dtype
-
 __all__ = ["accumulate", "parts", "recomputed", "require_sequences"]
 
 
@@ -99,7 +97,7 @@ def recomputed(
         results = []
         for t in given:
             if t is None:
-                results.append(leaves[0].new_empty(0, dtype=compute_dtype(leaves[0])))
+                results.append(leaves[0].new_empty(0))
                 continue
             grad = next(found)
             results.append(torch.zeros_like(t) if grad is None else grad.contiguous())

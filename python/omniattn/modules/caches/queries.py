@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from omniattn.modules.base.state import Storage, take
 from omniattn.modules.caches.kv_cache import KVCache
@@ -36,10 +36,12 @@ class QueryCache(KVCache):
         head_dim: int,
         *,
         num_heads: int,
-        **storage: Unpack[Storage],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(batch, max_length, num_kv_heads, head_dim, **storage)
-        self._queries = KVCache(batch, max_length, num_heads, head_dim, v_head_dim=0, **storage)
+        like: Storage = {"device": device, "dtype": dtype}
+        super().__init__(batch, max_length, num_kv_heads, head_dim, **like)
+        self._queries = KVCache(batch, max_length, num_heads, head_dim, v_head_dim=0, **like)
 
     @property
     def nbytes(self) -> int:
