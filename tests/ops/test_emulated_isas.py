@@ -78,6 +78,7 @@ def test_tiles_are_fuzzed(run_with_library, level):
     run_with_library(LIBRARY, names, "test_fuzz", **env)
 
 
+@needs_software
 @pytest.mark.parametrize("level", TILES)
 def test_software_tiles_give_the_results_of_the_hardware(level):
     """In every bit, forward and backward, of every case."""
