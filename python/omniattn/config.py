@@ -35,6 +35,10 @@ BATCH_INVARIANT = os.environ.get("OMNIATTN_BATCH_INVARIANT", "0") not in ("", "0
 #: True if ops with several code paths log the chosen path to stderr (`OMNIATTN_LOG_PATHS=1`).
 LOG_PATHS = os.environ.get("OMNIATTN_LOG_PATHS", "0") not in ("", "0")
 
+#: False to call native ops through torch's Python (`OMNIATTN_COMPILED_CALLS=0`), also where the
+#: build compiled these calls for this Python and torch.
+COMPILED_CALLS = os.environ.get("OMNIATTN_COMPILED_CALLS", "1") not in ("", "0")
+
 
 class batch_invariant:
     """Makes the bits of each row of a result independent of the other rows of the call.

@@ -51,7 +51,7 @@ def test_json_has_the_facts_of_the_table(capsys, monkeypatch):
     missing = [leaf for leaf in leaves(facts) if leaf not in text]
     assert not missing
     names = {"omniattn", "torch", "cpu", "kernels", "linear", "levels", "threads", "cuda"}
-    assert facts.keys() == names | {"libraries"}
+    assert facts.keys() == names | {"calls", "libraries"}
 
 
 def test_every_instruction_set_is_explained():

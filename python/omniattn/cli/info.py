@@ -16,7 +16,7 @@ import torch
 
 import omniattn
 from omniattn import config
-from omniattn.ops.dispatch import gemm_choice, level_choice
+from omniattn.ops.dispatch import calls, gemm_choice, level_choice
 from omniattn.ops.dispatch import library as _library
 from omniattn.ops.dispatch.cpu import cpu_family, cpuinfo
 from omniattn.ops.dispatch.precision import split_bf16_of
@@ -77,6 +77,7 @@ def facts() -> dict[str, Any]:
         "kernels": _kernels(),
         "linear": _linear(),
         "levels": level_choice.describe(level_choice.record_of(cpu_family())),
+        "calls": _calls(),
         "threads": {"count": torch.get_num_threads(), "environment": given, "cpus": os.cpu_count()},
         "cuda": _cuda(),
         "libraries": {device: _library_facts(device) for device in _library.loaded},
@@ -94,6 +95,8 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "linear", _linear_row(found["linear"])
     if found["levels"]:
         yield "levels", "; ".join(found["levels"])
+    in_python = "in Python, 1 to 2 us more each: {reason}"
+    yield "calls", "compiled" if found["calls"]["compiled"] else in_python.format(**found["calls"])
     threads = found["threads"]
     given = ", ".join(f"{name}={value}" for name, value in threads["environment"].items())
     yield (
@@ -165,6 +168,11 @@ def _linear_row(of: dict[str, str]) -> str:
         f"products of {'; '.join(parts)}: the faster one on this kind of CPU, as far as measured;"
         ' backend="cpu" forces omniattn'
     )
+
+
+def _calls() -> dict[str, Any]:
+    reason = calls.why_not_compiled()
+    return {"compiled": True} if reason is None else {"compiled": False, "reason": reason}
 
 
 def _cuda() -> dict[str, Any]:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from omniattn.checks.arguments import (
-    FLOATS,
     autocast_linear,
     has_own_ops,
     implementation,
@@ -17,7 +16,8 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import token_wise
 from omniattn.ops import gemm as ops
-from omniattn.ops.dispatch.gemm_choice import native_is_faster
+from omniattn.ops.dispatch.calls import compiled
+from omniattn.ops.dispatch.gemm_choice import CHOICE, native_is_faster
 from omniattn.ops.dispatch.plain import is_plain
 from omniattn.ops.dispatch.precision import split_bf16_of
 
@@ -65,8 +65,7 @@ def linear(
         >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 5.0], [0.0, 1.0]]))
         tensor([13.,  2.])
     """
-    plain = backend is None and weight is not None and is_plain(x, weight, bias)
-    if plain and x.dtype in FLOATS and x.shape:
+    if backend is None and weight is not None and is_plain(x, weight, bias):
         y = _attempt(x, weight, bias)
         if y is not None:
             return y
@@ -97,11 +96,17 @@ def linear(
 def _attempt(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Computes y of plain tensors by the faster kernel, or returns None if it refuses one of them:
     the checks of `linear` then name it."""
+    if x.dtype not in CHOICE or x.ndim == 0:
+        return None
     split_bf16 = split_bf16_of(x)
     if native_is_faster(x, weight, split_bf16):
         y: Tensor | None = ops.linear.attempt(x, weight, bias, split_bf16)
         return y
-    # torch's linear would take a vector as weight, and broadcast the bias.
+    return torch_linear(x, weight, bias)
+
+
+def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Calls torch's linear, or returns None if it refuses an argument or would broadcast one."""
     if weight.ndim != 2 or not (bias is None or bias.shape == weight.shape[:1]):
         return None
     if not x.layout == weight.layout == torch.strided:
@@ -110,3 +115,6 @@ def _attempt(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         return torch.nn.functional.linear(x, weight, bias)
     except RuntimeError:
         return None
+
+
+torch_linear = _torch_linear if compiled is None else compiled.linear

@@ -30,6 +30,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from omniattn.ops.dispatch.backward import Backward, BackwardOp, Plan, private_op
+from omniattn.ops.dispatch.calls import compiled_attempt
 from omniattn.ops.dispatch.compile import assume_constant_result
 from omniattn.ops.dispatch.library import register_fake
 from omniattn.ops.dispatch.names import Rules, Schema, call_by_name, outputs_like, picker
@@ -139,6 +140,9 @@ class DifferentiableOp(Op):
     """
 
     formula: Callable[..., Any]
+    #: Calls the op with tensors for which `is_plain` holds, before any other check. Returns None if
+    #: the op refuses an argument: the caller's checks then name it.
+    attempt: Callable[..., Any]
 
     def __init__(
         self,
@@ -186,6 +190,9 @@ class DifferentiableOp(Op):
         if hasattr(torch.ops.omniattn, f"{name}_only"):
             self.inference = private_op(f"{name}_only")
             register_fake(f"{name}_only")(lambda *args: self._public(self.fake(*args)))
+        direct = f"{name}_raw" if self.inference is None else f"{name}_only"
+        outputs = 0 if self.inference else len(self.schema.outputs) - self.private_outputs
+        self.attempt = compiled_attempt(direct, outputs, self._attempt)
 
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             # torch.library requires lists for list arguments, even empty ones.
@@ -222,10 +229,7 @@ class DifferentiableOp(Op):
             return self._call_formula(args)
         return self._call_plain(args)
 
-    def attempt(self, *args: Any) -> Any:
-        """Calls the op with tensors for which `is_plain` holds, before any other check.
-
-        Returns None if the op refuses an argument: the caller's checks then name it."""
+    def _attempt(self, *args: Any) -> Any:
         try:
             return self._call_plain(args)
         except (RuntimeError, TypeError):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn.ops.dispatch.calls import compiled_call
 from omniattn.ops.dispatch.library import register_fake
 from omniattn.ops.dispatch.names import Rules, Schema, call_by_name, gradients_like, picker
 from omniattn.ops.dispatch.vmap import Fold, register_vmap
@@ -33,7 +34,7 @@ def private_op(name: str) -> Callable[..., Any]:
     """
     _implementations.impl(name, torch.library.fallthrough_kernel, "Autograd")
     handle = torch._C._dispatch_find_schema_or_throw(f"omniattn::{name}", "")
-    return partial(torch._C._dispatch_call_boxed, handle)
+    return compiled_call(name, partial(torch._C._dispatch_call_boxed, handle))
 
 
 class BackwardOp:

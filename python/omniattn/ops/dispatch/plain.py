@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.overrides import has_torch_function
 
+from omniattn.ops.dispatch.calls import compiled
 from omniattn.ops.dispatch.ranks import ACTIVE
 
 __all__ = ["PLAIN", "any_dual", "are_alike", "is_plain", "is_transformed", "may_need_gradient"]
@@ -42,21 +43,27 @@ def is_plain(x: Tensor | None, *others: Tensor | None) -> bool:
 
     Native ops check all else that their memory accesses depend on.
     """
+    return (
+        not is_compiling()
+        and forward_ad._current_level < 0
+        and ACTIVE.region is None
+        and _are_plain(x, *others)
+    )
+
+
+def _are_plain_in_python(x: Tensor | None, *others: Tensor | None) -> bool:
     tensors = (x, *others)
-    if (
-        is_compiling()
-        or _is_any_autocast_enabled()
-        or peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or ACTIVE.region is not None
-        or has_torch_function(tensors)
-        or x is None
-    ):
+    if x is None or peek_interpreter_stack() is not None or has_torch_function(tensors):
+        return False
+    if _is_any_autocast_enabled():
         return False
     for t in tensors:
         if t is not None and not (type(t) in PLAIN and t.is_cpu and not t.is_nested):
             return False
     return True
+
+
+_are_plain = _are_plain_in_python if compiled is None else compiled.are_plain
 
 
 def are_alike(dtype: torch.dtype, *tensors: Tensor) -> bool:
