@@ -24,16 +24,20 @@ OMNIATTN_INLINE Terms<Vec<C>> terms(Vec<C> x, Vec<C> y, Vec<C> beta) {
     const V q = exp(x), loss = select(q == zero, zero, q * (x - y));
     return {loss, loss, q};
   } else {
-    // Uses the larger of the two and their ratio, so that no logarithm takes 0.
+    // Divides by the larger of the two, so that no logarithm takes 0, and small divergences keep
+    // their digits.
     const V most = max(x, y), larger = exp(most), rest = C(1) - beta;
     const V gap = select(most == V(-__builtin_inff()), zero, min(x, y) - most);
     const V ratio = exp(gap), smaller = larger * ratio;
     const auto student_leads = x >= y;
     const V q = select(student_leads, larger, smaller), p = select(student_leads, smaller, larger);
-    const V mixed = select(student_leads, fma(beta, ratio, rest), fma(rest, ratio, beta));
-    const V ln_m = most + log(mixed);
-    const V a = select(q == zero, zero, rest * q * (x - ln_m));
-    return {a + select(p == zero, zero, beta * p * (y - ln_m)), a, q};
+    const V less = select(student_leads, beta, rest) * (ratio - C(1)), mixed = less + C(1);
+    const V lost = less - (mixed - C(1));  // digits
+    const V ln_mixed = fma(lost, reciprocal(mixed), log(mixed));
+    const V of_student = select(student_leads, zero, gap) - ln_mixed;
+    const V of_teacher = select(student_leads, gap, zero) - ln_mixed;
+    const V a = select(q == zero, zero, rest * q * of_student);
+    return {a + select(p == zero, zero, beta * p * of_teacher), a, q};
   }
 }
 

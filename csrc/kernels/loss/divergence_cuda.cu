@@ -29,14 +29,17 @@ __device__ __forceinline__ Terms<C> terms(C x, C y, C beta) {
     const C q = softmax_exp(x), loss = q == 0 ? C(0) : q * (x - y);
     return {loss, loss, q};
   } else {
-    // Uses the larger of the two and their ratio, so that no logarithm takes 0.
-    const C most = x >= y ? x : y, least = x >= y ? y : x;
+    // Divides by the larger of the two, so that no logarithm takes 0, and small divergences keep
+    // their digits.
+    const bool student_leads = x >= y;
+    const C most = student_leads ? x : y, least = student_leads ? y : x;
     const C larger = softmax_exp(most), rest = 1 - beta;
-    const C ratio = most == C(-INFINITY) ? C(1) : softmax_exp(least - most);
-    const C q = x >= y ? larger : larger * ratio, p = x >= y ? larger * ratio : larger;
-    const C ln_m = most + log(x >= y ? beta * ratio + rest : rest * ratio + beta);
-    const C a = q == 0 ? C(0) : rest * q * (x - ln_m);
-    return {a + (p == 0 ? C(0) : beta * p * (y - ln_m)), a, q};
+    const C gap = most == C(-INFINITY) ? C(0) : least - most, ratio = softmax_exp(gap);
+    const C q = student_leads ? larger : larger * ratio,
+            p = student_leads ? larger * ratio : larger;
+    const C ln_mixed = log1p((student_leads ? beta : rest) * (ratio - 1));
+    const C a = q == 0 ? C(0) : rest * q * ((student_leads ? C(0) : gap) - ln_mixed);
+    return {a + (p == 0 ? C(0) : beta * p * ((student_leads ? gap : C(0)) - ln_mixed)), a, q};
   }
 }
 

@@ -167,6 +167,8 @@ class OpSpec:
             rounds once, sets them.
         gradient_factor: ratio of the gradients' budget to eager's error.
         gradient_factors: ratios for single arguments.
+        terms: size of the terms that outputs are differences of, whose rounding is larger than that
+            of outputs near 0; in dtypes other than float64 the error of `eager` includes it.
         second_order: True if second derivatives exist; otherwise they must raise.
         special: labels of cases that exercise special features of the op. Properties too slow for
             every case are tested on these and on the second case.
@@ -190,6 +192,7 @@ class OpSpec:
     eager: Function | None = None
     gradient_factor: float = 3.0
     gradient_factors: Mapping[str, float] = field(default_factory=dict)
+    terms: float = 0.0
     second_order: bool = False
     special: tuple[str, ...] = ()
     batch_invariant: bool = True

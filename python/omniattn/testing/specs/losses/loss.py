@@ -177,9 +177,13 @@ LINEAR_LOG_PROB = OpSpec(
     ),
 )
 
+#: Size of the terms P (ln P - ln M) and Q (ln Q - ln M), whose sum is a small divergence.
+DIVERGENCE_TERMS = 0.25
+
 JSD = OpSpec(
     name="jsd",
     family="loss",
+    terms=DIVERGENCE_TERMS,
     cuda="emulated",
     paper="Agarwal et al. 2023, arXiv 2306.13649",
     inputs=_jsd_inputs,
@@ -206,6 +210,7 @@ JSD = OpSpec(
 LINEAR_JSD = OpSpec(
     name="linear_jsd",
     family="loss",
+    terms=DIVERGENCE_TERMS,
     cuda="emulated",
     paper="Agarwal et al. 2023, arXiv 2306.13649",
     inputs=_fused_jsd_inputs,
