@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-__all__ = ["accumulate", "parts", "recomputed", "require_sequences"]
+__all__ = ["accumulate", "count_sequences", "parts", "recomputed"]
 
 
 def parts(place: int, steps: int, size: int) -> Iterator[tuple[int, int, int, bool, bool]]:
@@ -45,7 +45,7 @@ def accumulate(step: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(rows, -2), torch.stack(shares, -2)
 
 
-def require_sequences(
+def count_sequences(
     op: str, x: Tensor, cu_seqlens: Tensor | None, states: Mapping[str, Tensor | None]
 ) -> int:
     """Returns the number of sequences, of which each of the states must have one row."""

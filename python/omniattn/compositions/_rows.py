@@ -6,12 +6,17 @@ from torch import Tensor
 
 from omniattn.reference.precision import widen
 
-__all__ = ["heads_first", "of_rows", "rows_of"]
+__all__ = ["grouped", "heads_first", "of_rows", "rows_of"]
+
+
+def grouped(t: Tensor, heads: int) -> Tensor:
+    """Returns rows (T, Hq, D) of the queries as (Hkv, G, T, D), widened."""
+    return widen(t).unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
 
 
 def rows_of(t: Tensor, heads: int) -> Tensor:
     """Returns rows (T, Hq, D) of the queries as (Hkv, G T, D), widened."""
-    return widen(t).unflatten(1, (heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    return grouped(t, heads).flatten(1, 2)
 
 
 def of_rows(rows: Tensor, count: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from omniattn.compositions._descent import accumulate, parts, recomputed, require_sequences
+from omniattn.compositions._descent import accumulate, count_sequences, parts, recomputed
 from omniattn.compositions._python_ops import define
 from omniattn.compositions._sequences import batches
 from omniattn.ops.dispatch.autograd import DifferentiableOp
@@ -143,7 +143,7 @@ def _forward(
     op, held = "atlas_linear", step.shape[3] - 1
     states = {"weights": weights, "momentum": momentum, "anchor": anchor, "keys": keys}
     states |= {"values": values, "position": position}
-    sequences = require_sequences(op, v, cu_seqlens, states)
+    sequences = count_sequences(op, v, cu_seqlens, states)
     if mini_batch_size < 1 or newton_schulz_steps < 0 or held < 0:
         raise ValueError(
             f"{op}: mini_batch_size and step.shape[3] must be at least 1 and newton_schulz_steps "

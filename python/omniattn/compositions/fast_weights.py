@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from omniattn.compositions._descent import accumulate, parts, recomputed, require_sequences
+from omniattn.compositions._descent import accumulate, count_sequences, parts, recomputed
 from omniattn.compositions._python_ops import implement
 from omniattn.compositions._sequences import batches
 from omniattn.ops.dispatch.autograd import DifferentiableOp
@@ -116,7 +116,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     op = "fast_weights"
     states = {"weights": weights, "momentum": momentum, "anchor": anchor, "position": position}
-    sequences = require_sequences(op, v, cu_seqlens, states)
+    sequences = count_sequences(op, v, cu_seqlens, states)
     if mini_batch_size < 1:
         raise ValueError(f"{op}: mini_batch_size must be at least 1, got {mini_batch_size}")
     if residual and k.shape != v.shape:

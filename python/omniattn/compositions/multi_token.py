@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from omniattn.compositions._python_ops import define
+from omniattn.compositions._rows import grouped
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.reference.attention.multi_token import multi_token_attention as definition
 from omniattn.reference.precision import compute_dtype, widen
@@ -66,11 +67,6 @@ def _blocks(q: Tensor, k: Tensor, taps: int, causal: bool, lead: int) -> Iterato
                 yield _Block(b, first, end, halo, taps - 1 - first + halo, keys, hidden)
 
 
-def _grouped(t: Tensor, heads: int) -> Tensor:
-    """Returns (T, H, D) as (Hkv, G, T, D), widened."""
-    return widen(t).unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
-
-
 def _hide(t: Tensor, hidden: Tensor | None, value: float) -> Tensor:
     return t if hidden is None else t.masked_fill_(hidden, value)
 
@@ -109,9 +105,9 @@ def _forward(
     w, u = widen(weight), widen(head_weight)
     for at in _blocks(q, k, w.shape[1], causal, lead):
         b, keys = at.entry, slice(0, at.keys)
-        _, p = _weights(at, _grouped(q[b, at.read], heads), _grouped(k[b, keys], heads), w, scale)
+        _, p = _weights(at, grouped(q[b, at.read], heads), grouped(k[b, keys], heads), w, scale)
         a = _mixed(p, u).unflatten(0, (heads, -1))
-        found = (a @ _grouped(v[b, keys], heads)).permute(2, 0, 1, 3).flatten(1, 2)
+        found = (a @ grouped(v[b, keys], heads)).permute(2, 0, 1, 3).flatten(1, 2)
         out[b, at.first - lead : at.end - lead] = found.to(q.dtype)
     return out
 
@@ -134,8 +130,8 @@ def _backward(
         w, u = widen(weight), widen(head_weight)
         for at in _blocks(q, k, w.shape[1], causal, lead):
             b, keys = at.entry, slice(0, at.keys)
-            qs, ks, vs = (_grouped(t, heads) for t in (q[b, at.read], k[b, keys], v[b, keys]))
-            grads = _grouped(grad_out[b, at.first - lead : at.end - lead], heads)
+            qs, ks, vs = (grouped(t, heads) for t in (q[b, at.read], k[b, keys], v[b, keys]))
+            grads = grouped(grad_out[b, at.first - lead : at.end - lead], heads)
             s, p = _weights(at, qs, ks, w, scale)
             a = _mixed(p, u).unflatten(0, (heads, -1))
             dv[b, keys] += (a.mT @ grads).sum(1).transpose(0, 1)

@@ -33,7 +33,7 @@ from omniattn.modules import (
 from omniattn.modules.base.fields import Probability, Size
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig
-from omniattn.modules.base.state import Stateful, Storage, restored_on_error, takes_cache
+from omniattn.modules.base.state import Stateful, Storage, takes_cache
 from omniattn.modules.experts.auxiliary import AuxiliaryLoss
 
 
@@ -261,6 +261,16 @@ class Decoder(Model, Stateful):
         state: list[State] | None = None,
     ) -> torch.Tensor:
         """Returns the normed hidden states (B, T, dim), input of the head; args as in `forward`."""
+        return self._hidden(tokens, positions, mask, score_mod, state)
+
+    def _hidden(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None,
+        mask: torch.Tensor | Mask | MaskMod | None,
+        score_mod: ScoreMod | None,
+        state: list[State] | None = None,
+    ) -> torch.Tensor:
         op = type(self).__name__
         tokens, sequences = sequences_of(op, "tokens", tokens, state=state, dim=False)
         if tokens.dim() != 2:
@@ -288,17 +298,16 @@ class Decoder(Model, Stateful):
         shared = {"embeddings": x, "tokens": tokens}
         given: dict[str, Any] = {"rope": rope, "mask": mask, "shared": shared}
         scored = self._scored(score_mod)
-        with restored_on_error(state):
-            for i, layer in enumerate(self.layers):
-                more = given | scored if _takes_score_mod(layer) else given
-                if recompute:
-                    x, residual = checkpoint(layer, x, residual, **more, use_reentrant=False)
-                else:
-                    own = None if state is None else state[i]
-                    x, residual = layer(x, residual, state=own, **more)
-            if self.collapse is not None:
-                x = self.collapse(x)
-            y: torch.Tensor = self.norm(x) if residual is None else self.norm(x, residual)[0]
+        for i, layer in enumerate(self.layers):
+            more = given | scored if _takes_score_mod(layer) else given
+            if recompute:
+                x, residual = checkpoint(layer, x, residual, **more, use_reentrant=False)
+            else:
+                own = None if state is None else state[i]
+                x, residual = layer(x, residual, state=own, **more)
+        if self.collapse is not None:
+            x = self.collapse(x)
+        y: torch.Tensor = self.norm(x) if residual is None else self.norm(x, residual)[0]
         return y
 
     def _scored(self, score_mod: ScoreMod | None) -> dict[str, Any]:
@@ -345,13 +354,13 @@ class Decoder(Model, Stateful):
             score_mod: f(score, b, h, q, k) for attention layers, see `functional.attention`.
             state: from `new_state`; the tokens are appended to it. Under torch.no_grad() only.
         """
-        given: dict[str, Any] = {"positions": positions, "mask": mask, "score_mod": score_mod}
-        with restored_on_error(state):
-            x = self.hidden(tokens, state=state, **given)
-            if targets is None:
-                return self.head(x)
+        x = self._hidden(tokens, positions, mask, score_mod, state)
+        if targets is None:
+            return self.head(x)
         if self.predictor is not None and self.training:
-            self._predictor_loss = self._predict_further(x, tokens, targets, **given)
+            self._predictor_loss = self._predict_further(
+                x, tokens, targets, positions, mask, score_mod
+            )
         return self.loss(x, targets)
 
     def _predict_further(

@@ -18,7 +18,7 @@ from omniattn.models.head import head_logits, head_loss
 from omniattn.models.model import Embedding, Model, ModelConfig, require_token_ids
 from omniattn.modules import MLP, Dropout, LayerNorm, Residual, State, TransformerXLAttention
 from omniattn.modules.base.fields import Epsilon, Probability, SignedInt, Size
-from omniattn.modules.base.state import Stateful, Storage, restored_on_error, takes_cache
+from omniattn.modules.base.state import Stateful, Storage, takes_cache
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -229,14 +229,13 @@ class TransformerXL(Model, Stateful):
             require_states("TransformerXL", state, layers, tokens.shape[1])
         x: Tensor = self.dropout(self.embed_tokens(tokens))
         memories = []
-        with restored_on_error(state):
-            for i, (attention, mlp) in enumerate(zip(self.attentions, self.mlps, strict=True)):
-                earlier = None if memory is None else memory[i]
-                memories.append(cast(Any, attention).layer.next_memory(x, earlier))
-                if earlier is not None and self.config.placement == "pre":
-                    earlier = cast(Any, attention).norm(earlier)
-                own = None if state is None else state[i]
-                x = mlp(attention(x, earlier, state=own))
+        for i, (attention, mlp) in enumerate(zip(self.attentions, self.mlps, strict=True)):
+            earlier = None if memory is None else memory[i]
+            memories.append(cast(Any, attention).layer.next_memory(x, earlier))
+            if earlier is not None and self.config.placement == "pre":
+                earlier = cast(Any, attention).norm(earlier)
+            own = None if state is None else state[i]
+            x = mlp(attention(x, earlier, state=own))
         return self.dropout(x), memories
 
     @property
@@ -292,7 +291,7 @@ class TransformerXL(Model, Stateful):
             memory: from `segment`, of the tokens before.
             state: from `new_state`; the tokens are appended to it. Under torch.no_grad() only.
         """
-        x = self.hidden(tokens, memory, state=state)
+        x, _ = self._states(tokens, memory, state)
         return self.head(x) if targets is None else self._loss(x, targets)
 
 

@@ -18,7 +18,7 @@ from omniattn.modules import DecoderBlock, Dropout, Linear, Mixer, State, T5Rela
 from omniattn.modules.base.fields import Probability, Size
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig
-from omniattn.modules.base.state import Stateful, Storage, restored_on_error, takes_cache
+from omniattn.modules.base.state import Stateful, Storage, takes_cache
 
 
 class Stack(nn.Module):
@@ -303,8 +303,7 @@ class EncoderDecoder(Model, Stateful):
             past = require_states(op, state, len(self.decoder.layers), tokens.shape[1])
             self._require_ids("tokens", tokens, past)
         x = self.decoder.embed(self.embed_tokens, tokens, past)
-        with restored_on_error(state):
-            x = self.decoder(x, memory, memory_mask=memory_mask, state=state)
+        x = self.decoder(x, memory, memory_mask=memory_mask, state=state)
         scale = self.config.output_scale
         return x if scale == 1.0 else x * scale
 

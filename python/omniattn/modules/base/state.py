@@ -365,26 +365,21 @@ def parts_of(state: Any) -> Sequence[State]:
     """Returns the elementary states within `state`, without caches of cross-attention."""
     if isinstance(state, tuple) and state:
         return parts_of(state[0])
+    if isinstance(state, list):
+        return [part for each in state for part in parts_of(each)]
     if not hasattr(state, "parts"):
         return [state]
     return [part for each in state.parts for part in parts_of(each)]
 
 
-def restored_on_error(states: Sequence[Any] | None) -> contextlib.AbstractContextManager[None]:
-    """Removes the tokens of a failing call from the states.
+@contextlib.contextmanager
+def _restored_on_error(state: Any) -> Iterator[None]:
+    """Removes the tokens of a failing call from the state of a layer, or the states of a model.
 
     A state that cannot remove them (a recurrence, a cache that has overwritten older tokens) is
     marked as ahead, and the next call of a model refuses it.
     """
-    # The model refuses what is no list of states.
-    if not isinstance(states, (list, tuple)) or torch.compiler.is_compiling():
-        return contextlib.nullcontext()
-    return _restored_on_error(states)
-
-
-@contextlib.contextmanager
-def _restored_on_error(states: Sequence[Any]) -> Iterator[None]:
-    parts = [part for state in states for part in parts_of(state) if hasattr(part, "length")]
+    parts = [part for part in parts_of(state) if hasattr(part, "length")]
     before = [part.length for part in parts]
     try:
         yield
@@ -402,7 +397,7 @@ def takes_cache(forward: Forward) -> Forward:
     """Wraps a forward so that it also accepts the former names `cache` and `memory_cache`.
 
     The present names are `state` and `memory_state`. A `rope` must be a pair of tensors. Tokens of
-    a failing call are removed from the state, see `restored_on_error`.
+    a failing call are removed from the state, see `_restored_on_error`.
     """
 
     def by_either_name(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -423,7 +418,9 @@ def takes_cache(forward: Forward) -> Forward:
                 f"{type(self).__name__}: state must be None within context_parallel, "
                 "where a rank has some of the tokens"
             )
-        with restored_on_error([state]):
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        with _restored_on_error(state):
             return forward(self, *args, **kwargs)
 
     # torch.compile limits recompilations per code object, so layers must not share one.
