@@ -55,6 +55,7 @@ CONTENTS = {
         "caches",
         "distributed",
         "export",
+        "cpp",
         "precision",
         "batch_invariance",
         "calculators",
