@@ -1,6 +1,6 @@
 // Runs functions of omniattn.h on tensors of a file, and saves results and gradients:
 // parity KERNELS INPUTS OUTPUTS, each a dictionary written by torch.save.
-#include <omniattn/omniattn.h>
+#include <omniattn.h>
 #include <torch/torch.h>
 
 #include <fstream>

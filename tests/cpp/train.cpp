@@ -1,5 +1,5 @@
 // Trains a small language model in C++: token i is followed by 3 i + 1 modulo the vocabulary.
-#include <omniattn/omniattn.h>
+#include <omniattn.h>
 #include <torch/torch.h>
 
 #include <iostream>
