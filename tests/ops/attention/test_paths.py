@@ -13,8 +13,8 @@ from omniattn.testing import threads
 EMULATED = "mma" in _library.paths("cpu")["attention"]
 if EMULATED:
     TABLES = {
-        "attention": ["split", "stick", "mma", "fma"],
-        "attention_backward": ["stick", "mma", "fma"],
+        "attention": ["split", "torch_cudnn", "torch_flash", "stick", "mma", "fma"],
+        "attention_backward": ["torch_flash", "stick", "mma", "fma"],
         "moe_experts": ["mma", "fma"],
     }
 else:

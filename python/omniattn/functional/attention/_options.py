@@ -24,7 +24,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.remembered import VALUES, remembered
 from omniattn.checks.tracing import may_train
-from omniattn.encoding.attention import Codes, after_layout, encode
+from omniattn.encoding.attention import Codes, after_layout, encode, with_own_kernels
 from omniattn.encoding.masks import BLOCK, MAX_RULES, MaskKind, Rule, Sizes
 from omniattn.encoding.options import (
     ALL_NORMALIZERS,
@@ -100,8 +100,17 @@ def run(
         found = attend(q, k, v, *factors, aux, mask, score, params)
         return found
     attend = implementation(op, backend, q, ops.attention)
+    if takes_own_kernels(backend, q):
+        mask = with_own_kernels(mask)
     found = attend(q, k, v, aux, seed, mask, score, params)
     return found
+
+
+def takes_own_kernels(backend: str | None, q: Tensor) -> bool:
+    """Returns True if no kernel of torch may compute a call. The CPU has none."""
+    if q.is_cpu:
+        return False
+    return backend == "cuda" or torch.are_deterministic_algorithms_enabled()
 
 
 def attempt(
@@ -135,6 +144,8 @@ def attempt(
     mask, score, params = settings.codes
     if layout is not None:
         mask, aux = after_layout(layout, mask), [*layout[3]]
+    if takes_own_kernels(None, q):
+        mask = with_own_kernels(mask)
     if not may_train():  # None takes 0.7 us less than an empty list
         aux, mask, score = aux or None, mask or None, score or None
     found: tuple[Tensor, Tensor] | None
