@@ -3,8 +3,6 @@
 A provider raises NotImplementedError for unsupported options. "aten" is torch's best eager form,
 "math" its unfused attention, "hf" a formula of Hugging Face transformers (eager), "compiled"
 torch.compile of the eager form, "flex" compiled flex_attention, "grouped" torch's grouped product.
-On a GPU "flash" and "cudnn" are kernels in torch, and "fla", "liger", "mamba_ssm" and
-"causal_conv1d" libraries that may be absent.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from collections.abc import Mapping
 
 from baselines import attention
 from baselines._common import Function
-from baselines._peers import PEERS
 from omniattn import reference
 
 __all__ = ["BASELINES", "ON_GPU", "Function"]
@@ -30,7 +27,4 @@ BASELINES: Mapping[str, Mapping[str, Function]] = {
     "uniform_like": {"eager": reference.uniform_like},
 }
 #: Baselines on a GPU.
-ON_GPU: Mapping[str, Mapping[str, Function]] = {
-    op: {**attention.ON_GPU.get(op, providers), **PEERS.get(op, {})}
-    for op, providers in BASELINES.items()
-}
+ON_GPU: Mapping[str, Mapping[str, Function]] = BASELINES | attention.ON_GPU

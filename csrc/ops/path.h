@@ -16,6 +16,23 @@ namespace omniattn::ops {
 
 inline bool is_torch_path(std::string_view name) { return name.starts_with("torch_"); }
 
+// A condition on problems, and why a path does not take a problem that breaks it.
+template <class Problem>
+struct Condition {
+  const char* otherwise;
+  bool (*holds)(const Problem& problem);
+};
+// Why a problem breaks one of the conditions; null if it does not.
+template <class Problem, size_t kCount>
+const char* broken(const Condition<Problem> (&conditions)[kCount], const Problem& problem) {
+  for (const Condition<Problem>& each : conditions) {
+    if (!each.holds(problem)) return each.otherwise;
+  }
+  return nullptr;
+}
+// Why a path of ours does not take a problem, which is not worth reporting.
+inline const char* refused_unless(bool takes) { return takes ? nullptr : ""; }
+
 template <class Takes, class Run>
 struct Path {
   const char* name;

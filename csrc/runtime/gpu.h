@@ -179,14 +179,6 @@ inline int64_t shared_memory_limit() {
   return bytes;
 }
 
-// Major number of the compute capability of the current GPU.
-inline int64_t generation() {
-  int device = 0, major = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major;
-}
-
 inline Status launch_status() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

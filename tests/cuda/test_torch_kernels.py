@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from omniattn import functional, reference
+from omniattn.checks.arguments import takes_own_kernels
 from omniattn.encoding.attention import with_own_kernels
 from omniattn.encoding.masks import MaskKind
 from omniattn.ops import attention as ops
@@ -159,10 +160,22 @@ def cudnn(
     return out, lse, none, none, q.shape[2], k.shape[2], none, none, none
 
 
+def grouped_mm(
+    rows: Tensor, matrices: Tensor, ends: Tensor, bias: Any = None, dtype: Any = None
+) -> Tensor:
+    assert bias is None and dtype is None and ends.dtype == torch.int32
+    out = rows.new_full((len(rows), matrices.shape[2]), torch.nan)  # after the last end, as a GPU's
+    for n, (first, last) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+        out[first:last] = rows[first:last] @ matrices[n]
+    same_kind((out,), (torch._grouped_mm(rows.to("meta"), matrices.to("meta"), ends.to("meta")),))
+    return out
+
+
 STAND_INS: dict[str, Callable[..., Any]] = {
     "_flash_attention_forward": flash,
     "_flash_attention_backward": flash_backward,
     "_scaled_dot_product_cudnn_attention": cudnn,
+    "_grouped_mm": grouped_mm,
 }
 
 
@@ -358,6 +371,96 @@ def test_a_call_may_ask_for_our_kernels(
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "swiglu": {},
+    "interleaved": {"interleaved": True, "activation": "clamped_swiglu"},
+    "no gate": {"activation": "gelu"},
+    "biases": {"biased": True},
+    "recomputed": {"recompute": True},
+    "transposed": {"transposed": True},
+}
+
+
+def experts(
+    activation: str = "swiglu",
+    biased: bool = False,
+    transposed: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    width: int = 24,
+    **options: Any,
+) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A call, and the tensors that it differentiates: expert 1 and some slots have no rows."""
+    columns = 32 if activation == "gelu" else 64
+    shapes = ((70, width), (3, columns, width), (3, width, 32))
+    x, up, down = (torch.randn(shape).mul(0.5).to(dtype) for shape in shapes)
+    if transposed:
+        up, down = (t.mT.contiguous().mT for t in (up, down))
+    index = torch.tensor([0, 2, -1]).repeat(70)[:140].view(70, 2)
+    tensors = [x, torch.rand(70, 2), up, down]
+    if biased:
+        tensors += [torch.randn(shape).to(dtype) for shape in ((3, columns), (3, width))]
+
+    def call(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        given = dict(zip(("up_bias", "down_bias"), biases, strict=False))
+        return functional.moe_experts(
+            x, index, weights, up, down, activation=activation, **given, **options
+        )
+
+    return call, [t.requires_grad_() for t in tensors]
+
+
+@emulated
+@pytest.mark.parametrize("name", EXPERTS)
+def test_torch_multiplies_for_experts(
+    name: str, torch_has_kernels: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    call, tensors = experts(**EXPERTS[name])
+
+    def results() -> tuple[Tensor, ...]:
+        y = call(*tensors)
+        torch.manual_seed(0)
+        return y, *torch.autograd.grad(y, tensors, torch.randn_like(y))
+
+    found = results()
+    with torch_kernels.beginning_with("cpu", "moe_experts", "mma"):
+        expected = results()
+    paths = ("torch_grouped_mm", "torch_grouped_mm", "mma", "mma")
+    assert reported(capfd) == [f"moe_experts on cpu: {path}" for path in paths]
+    for mine, ours in zip(found, expected, strict=True):
+        size = float(ours.detach().float().abs().max())
+        torch.testing.assert_close(mine, ours, rtol=2e-2, atol=1e-2 * size)
+
+
+REFUSED_EXPERTS: dict[str, dict[str, Any]] = {
+    "rows or weights are not 16-bit in whole 16 bytes": {"width": 20},
+    "x is not bfloat16": {"dtype": torch.float16},
+}
+
+
+@emulated
+@pytest.mark.parametrize("reason", REFUSED_EXPERTS)
+def test_other_experts_take_our_kernels(
+    reason: str, torch_has_kernels: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    call, tensors = experts(**REFUSED_EXPERTS[reason])
+    call(*tensors)
+    [line] = reported(capfd)
+    assert line.endswith(f" (torch_grouped_mm: {reason})")
+
+
+@emulated
+def test_experts_may_ask_for_our_kernels(
+    torch_has_kernels: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    call, tensors = experts()
+    with pytest.MonkeyPatch.context() as patch:
+        where = "omniattn.functional.layers.moe.takes_own_kernels"
+        patch.setattr(where, lambda backend, x: True)
+        call(*tensors).sum().backward()
+    why = "kernels of this package are wanted"
+    assert reported(capfd) == [f"moe_experts on cpu: mma (torch_grouped_mm: {why})"] * 2
+
+
 @emulated
 def test_torch_gets_no_boundaries_that_are_wrong(torch_has_kernels: None) -> None:
     tensors = [rows(60, 4, 32) for _ in range(3)]
@@ -393,17 +496,15 @@ def test_variables_choose_paths() -> None:
 @pytest.mark.parametrize(("backend", "deterministic"), [("cuda", False), (None, True)])
 def test_functions_ask_for_our_kernels(backend: str | None, deterministic: bool) -> None:
     """On CUDA; on the meta device, which stands in for it, no call names a backend."""
-    from omniattn.functional.attention import _options
-
     q = torch.empty(1, 2, 1, 8, device="meta")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic)
     try:
-        assert _options.takes_own_kernels(backend, q)
-        assert not _options.takes_own_kernels(None, torch.empty(0))
+        assert takes_own_kernels(backend, q)
+        assert not takes_own_kernels(None, torch.empty(0))
     finally:
         torch.use_deterministic_algorithms(before)
-    assert not _options.takes_own_kernels(None, q)
+    assert not takes_own_kernels(None, q)
 
 
 def test_a_path_that_is_not_there_is_refused() -> None:

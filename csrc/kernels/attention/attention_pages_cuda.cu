@@ -3,6 +3,7 @@
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_tile_cuda.h"
 #include "runtime/dispatch.h"
+#include "runtime/gpu_generation.h"
 #include "runtime/int8.h"
 
 namespace omniattn {

@@ -150,13 +150,12 @@ struct BackwardRun {
   std::optional<TorchGradients> found;
 };
 
-const char* when(bool takes) { return takes ? nullptr : ""; }
-
 const PathTable<const char*(const Call&, const AttentionProblem&), Status(ForwardRun&)>
     kForwardPaths(
         "attention",
         {
-            {"split", [](const Call&, const AttentionProblem& p) { return when(takes_split(p)); },
+            {"split",
+             [](const Call&, const AttentionProblem& p) { return refused_unless(takes_split(p)); },
              [](ForwardRun& f) { return run_split(*f.ours); }},
             {"torch_cudnn",
              [](const Call& call, const AttentionProblem&) { return why_not_cudnn(call); },
@@ -171,14 +170,16 @@ const PathTable<const char*(const Call&, const AttentionProblem&), Status(Forwar
                return Status{};
              }},
             {"stick",
-             [](const Call&, const AttentionProblem& p) { return when(is_stick(p.score)); },
+             [](const Call&, const AttentionProblem& p) {
+               return refused_unless(is_stick(p.score));
+             },
              [](ForwardRun& f) { return launch_attention_stick(*f.ours, stream()); }},
             {"mma",
              [](const Call&, const AttentionProblem& p) {
-               return when(p.program == nullptr && takes_mma_path(p));
+               return refused_unless(p.program == nullptr && takes_mma_path(p));
              },
              [](ForwardRun& f) { return launch_attention_mma(*f.ours, stream()); }},
-            {"fma", [](const Call&, const AttentionProblem&) { return when(true); },
+            {"fma", [](const Call&, const AttentionProblem&) { return refused_unless(true); },
              [](ForwardRun& f) { return launch_attention(*f.ours, stream()); }},
         });
 
@@ -196,15 +197,16 @@ const PathTable<const char*(const Call&, const AttentionBackwardParams&), Status
              }},
             {"stick",
              [](const Call&, const AttentionBackwardParams& b) {
-               return when(is_stick(b.problem.score));
+               return refused_unless(is_stick(b.problem.score));
              },
              [](BackwardRun& b) { return run_stick_gradients(b.ours); }},
             {"mma",
              [](const Call&, const AttentionBackwardParams& b) {
-               return when(b.problem.program == nullptr && takes_mma_path(b));
+               return refused_unless(b.problem.program == nullptr && takes_mma_path(b));
              },
              [](BackwardRun& b) { return launch_attention_gradients_mma(b.ours, stream()); }},
-            {"fma", [](const Call&, const AttentionBackwardParams&) { return when(true); },
+            {"fma",
+             [](const Call&, const AttentionBackwardParams&) { return refused_unless(true); },
              [](BackwardRun& b) { return launch_attention_gradients(b.ours, stream()); }},
         });
 

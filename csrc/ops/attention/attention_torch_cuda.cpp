@@ -4,20 +4,14 @@
 #include "ops/attention/attention_torch.h"
 
 #include <algorithm>
-#include <span>
 
 #include "kernels/attention/attention_cuda.h"
 #include "ops/device.h"
+#include "ops/path.h"
 #include "ops/torch_ops.h"
 
 namespace omniattn::ops::attention {
 namespace {
-
-// A condition on calls, and why a kernel of torch does not take a call that breaks it.
-struct Condition {
-  const char* otherwise;
-  bool (*holds)(const Call& call);
-};
 
 // Numbers of keys before and after its own that a query sees; -1: all. False if the mask is not one
 // window, aligned to the last key.
@@ -42,7 +36,7 @@ bool has_whole_16_bytes(const Tensor& t) {
   return fits;
 }
 
-constexpr Condition kFlash[] = {
+constexpr Condition<Call> kFlash[] = {
     {"kernels of this package are wanted", [](const Call& c) { return !c.own_kernels; }},
     {"q is not bfloat16 or float16", [](const Call& c) { return size_of(c.problem.dtype) == 2; }},
     {"k and v are int8", [](const Call& c) { return !c.problem.is_int8; }},
@@ -79,7 +73,7 @@ constexpr Condition kFlash[] = {
 };
 
 // Besides those of flash. cuDNN aligns a causal mask to the first key.
-constexpr Condition kCudnn[] = {
+constexpr Condition<Call> kCudnn[] = {
     {"the compute capability is not 9 or 10",
      [](const Call&) {
        const int64_t generation = attention_gpu_generation();
@@ -93,13 +87,6 @@ constexpr Condition kCudnn[] = {
      }},
     {"heads have more than 128 numbers", [](const Call& c) { return c.problem.d <= 128; }},
 };
-
-const char* broken(std::span<const Condition> conditions, const Call& call) {
-  for (const Condition& each : conditions) {
-    if (!each.holds(call)) return each.otherwise;
-  }
-  return nullptr;
-}
 
 double scale_of(const Score& score) { return score.pre * score.chain; }
 

@@ -15,7 +15,7 @@ if EMULATED:
     TABLES = {
         "attention": ["split", "torch_cudnn", "torch_flash", "stick", "mma", "fma"],
         "attention_backward": ["torch_flash", "stick", "mma", "fma"],
-        "moe_experts": ["mma", "fma"],
+        "moe_experts": ["torch_grouped_mm", "mma", "fma"],
     }
 else:
     TABLES = {

@@ -176,8 +176,6 @@ namespace omniattn::gpu {
 
 inline int64_t shared_memory_limit() { return static_cast<int64_t>(emulator::shared_memory_limit); }
 
-inline int64_t generation() { return 9; }
-
 inline Status launch_status() { return nullptr; }  // errors are thrown
 
 template <class T>

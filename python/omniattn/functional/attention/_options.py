@@ -21,6 +21,7 @@ from omniattn.checks.arguments import (
     require_seed,
     require_shape,
     shown,
+    takes_own_kernels,
 )
 from omniattn.checks.remembered import VALUES, remembered
 from omniattn.checks.tracing import may_train
@@ -104,13 +105,6 @@ def run(
         mask = with_own_kernels(mask)
     found = attend(q, k, v, aux, seed, mask, score, params)
     return found
-
-
-def takes_own_kernels(backend: str | None, q: Tensor) -> bool:
-    """Returns True if no kernel of torch may compute a call. The CPU has none."""
-    if q.is_cpu:
-        return False
-    return backend == "cuda" or torch.are_deterministic_algorithms_enabled()
 
 
 def attempt(

@@ -20,6 +20,7 @@ KERNELS = {
     ("attention", "torch_cudnn"): "_scaled_dot_product_cudnn_attention",
     ("attention", "torch_flash"): "_flash_attention_forward",
     ("attention_backward", "torch_flash"): "_flash_attention_backward",
+    ("moe_experts", "torch_grouped_mm"): "_grouped_mm",
 }
 # cuDNN's attention returns tensors and numbers. torch_call_dispatcher (torch 2.13), by which our
 # library calls ops of torch, reads the results of such an op by each other's types. This op returns
