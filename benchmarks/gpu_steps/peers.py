@@ -10,9 +10,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from baselines._common import Function, lacks
+from torch import Tensor
 
 
 def _fla(module: str, name: str, **renamed: str) -> Function:

@@ -22,6 +22,7 @@ import torch._dynamo  # used by prepare(); imported once, before forking
 from baselines import ON_GPU
 
 from gpu_steps import sizes
+from gpu_steps.peers import PEERS
 from omniattn.ops.dispatch import library as _library
 from omniattn.ops.dispatch import torch_kernels
 from omniattn.testing import Case, OpSpec, on_device, registry, threads
@@ -281,7 +282,7 @@ def timed(options: Options) -> list[tuple[Item, Callable[..., run.Task]]]:
         spec = registry()[op]
         baselines = {
             name: function
-            for name, function in ON_GPU[op].items()
+            for name, function in {**ON_GPU[op], **PEERS.get(op, {})}.items()
             if options.compiled or name not in COMPILED
         }
         tasks = [
