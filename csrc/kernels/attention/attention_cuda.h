@@ -11,13 +11,6 @@ OMNIATTN_FN int64_t stat_rows(const AttentionProblem& p) {
   return (p.sequences.q != nullptr ? 1 : p.batch) * p.hq * p.lse_stride;
 }
 
-// Major number of the compute capability of the current GPU.
-int64_t attention_gpu_generation();
-
-// Checks the boundaries of packed sequences, which q, k and v share, and copies them to `to` (N +
-// 1,), for kernels of torch.
-Status launch_attention_boundaries(const AttentionProblem& p, int32_t* to, Stream stream);
-
 // For any dtype and head size: products by FMA in the compute type.
 Status launch_attention(const AttentionForwardParams& p, Stream stream);
 

@@ -1,9 +1,8 @@
-// What kernels that read no layout are given: keys and values of sequences from their pages (see
-// PageView), or from rows of int8 with their factors, as rows of dtype; boundaries as int32.
+// Copies keys and values of sequences from their pages (see PageView), or from rows of int8 with
+// their factors, to rows of dtype, which the other kernels read.
 #include "kernels/attention/attention_cuda.h"
 #include "kernels/attention/attention_tile_cuda.h"
 #include "runtime/dispatch.h"
-#include "runtime/gpu_generation.h"
 #include "runtime/int8.h"
 
 namespace omniattn {
@@ -42,25 +41,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// to (N + 1,): the boundaries of packed sequences, checked.
-__global__ void __launch_bounds__(kThreads)
-    attention_boundaries_kernel(const __grid_constant__ AttentionProblem p, int32_t* to) {
-  const int64_t n = blockIdx.x * int64_t{kThreads} + threadIdx.x;
-  if (n >= p.batch) return;
-  const Sequence s = sequence_of(p, n);
-  if (n == 0) to[0] = 0;
-  to[n + 1] = static_cast<int32_t>(s.q + s.tq);
-}
-
 }  // namespace
-
-int64_t attention_gpu_generation() { return generation(); }
-
-Status launch_attention_boundaries(const AttentionProblem& p, int32_t* to, Stream stream) {
-  GPU_LAUNCH(attention_boundaries_kernel, static_cast<unsigned>(ceil_div(p.batch, kThreads)),
-             kThreads, 0, stream, p, to);
-  return launch_status();
-}
 
 Status launch_attention_gather_rows(const AttentionProblem& p, const HeadView& from,
                                     const HeadView& factors, int64_t width, void* to,

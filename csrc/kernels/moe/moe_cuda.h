@@ -116,8 +116,6 @@ Status launch_moe_combine(const MoeCombineParams& p, int64_t tokens, Stream stre
 Status launch_moe_slot_grad(const MoeSlotGradParams& p, Stream stream);
 Status launch_moe_column_sums(const MoeColumnSums& p, Stream stream);
 
-// Major number of the compute capability of the current GPU.
-int64_t moe_gpu_generation();
 // Copies the rows of experts, of a 16-bit dtype in whole 16-byte pieces, to `to` (rows, cols).
 Status launch_moe_gather(DType dtype, const MoeRouting& r, const MoeRows& from, int64_t cols,
                          void* to, Stream stream);

@@ -1,7 +1,6 @@
 // What follows the grouped products of the mixture of experts where torch multiplies: biases,
 // activations and gradients of weights, see moe_cuda.h and moe_tile_cuda.h.
 #include "kernels/moe/moe_tile_cuda.h"
-#include "runtime/gpu_generation.h"
 
 namespace omniattn {
 namespace gpu {
@@ -76,8 +75,6 @@ Status launch_weight_grad(const MoeWeightGrad& p, Stream stream) {
 }
 
 }  // namespace
-
-int64_t moe_gpu_generation() { return gpu::generation(); }
 
 Status launch_moe_gather(DType dtype, const MoeRouting& r, const MoeRows& from, int64_t cols,
                          void* to, Stream stream) {

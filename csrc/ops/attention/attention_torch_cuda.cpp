@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "kernels/attention/attention_cuda.h"
+#include "kernels/torch_paths/torch_paths.h"
 #include "ops/device.h"
 #include "ops/path.h"
 #include "ops/torch_ops.h"
@@ -76,7 +76,7 @@ constexpr Condition<Call> kFlash[] = {
 constexpr Condition<Call> kCudnn[] = {
     {"the compute capability is not 9 or 10",
      [](const Call&) {
-       const int64_t generation = attention_gpu_generation();
+       const int64_t generation = gpu_generation();
        return generation == 9 || generation == 10;
      }},
     {"sequences are packed", [](const Call& c) { return !c.has_layout; }},
@@ -114,7 +114,7 @@ struct FlashCall {
     if (!call.is_packed) return;
     boundaries = torch::stable::new_empty(call.kept[0], {call.problem.batch + 1}, ScalarType::Int);
     auto* const to = static_cast<int32_t*>(boundaries->mutable_data_ptr());
-    require_launched("attention", launch_attention_boundaries(call.problem, to, stream()));
+    require_launched("attention", launch_boundaries(call.problem, to, stream()));
   }
 
   // t as torch takes it, without the batch dimension of packed sequences.

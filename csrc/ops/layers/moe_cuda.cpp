@@ -1,6 +1,7 @@
 // moe_experts on CUDA: memory and phases. All arrays have the maximum number of rows and blocks, so
 // that nothing waits for the routing.
 #include "kernels/moe/moe_cuda.h"
+#include "kernels/torch_paths/torch_paths.h"
 #include "ops/device.h"
 #include "ops/layers/moe.h"
 #include "ops/path.h"
@@ -37,7 +38,7 @@ constexpr Condition<Problem> kGroupedMm[] = {
     {"x is not bfloat16", [](const Problem& p) { return p.dtype == DType::bf16; }},
     {"the compute capability is not 9 or 10",
      [](const Problem&) {
-       const int64_t generation = moe_gpu_generation();
+       const int64_t generation = gpu_generation();
        return generation == 9 || generation == 10;
      }},
     {"there are no rows or columns",
