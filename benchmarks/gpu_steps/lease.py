@@ -1,4 +1,4 @@
-"""What `gpu.py --lease` does with a GPU that is lent for some minutes, in order of worth."""
+"""Stages of `gpu.py --lease`, for a GPU that is lent for some minutes, in order of worth."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ Tensor call_torch(const char* op, const char* overload, const Arguments&... argu
   return take_tensor(call_torch_op(op, overload, arguments...), 0);
 }
 
-// What torch makes of None where a schema says Tensor.
+// The tensor that torch makes of None where a schema says Tensor.
 inline Tensor undefined_tensor() {
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_uninitialized_tensor(&handle));

@@ -384,7 +384,7 @@ print([item.labels["op"] for item, _ in steps.timed(options)])
 
 
 def gpu_module(script):
-    """What a script prints that imports the steps of benchmarks/gpu.py."""
+    """Output of a script that imports the steps of benchmarks/gpu.py."""
     command = [sys.executable, "-c", BENCHMARK + "from gpu_steps import steps\n" + script]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

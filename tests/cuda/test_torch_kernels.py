@@ -30,17 +30,18 @@ emulated = pytest.mark.skipif(not EMULATED, reason="test_under_emulation runs th
 
 
 @pytest.mark.skipif(EMULATED, reason="this is the emulation")
-def test_under_emulation() -> None:
-    env = os.environ | {"OMNIATTN_CPU_LIBRARY": "libomniattn_emulated_value.so"}
+@pytest.mark.parametrize("variant", ["value", "race"])
+def test_under_emulation(variant: str) -> None:
+    env = os.environ | {"OMNIATTN_CPU_LIBRARY": f"libomniattn_emulated_{variant}.so"}
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", __file__]
     root = Path(__file__).parents[2]
     result = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
-    assert " 1 skipped" in result.stdout  # this test
+    assert " 2 skipped" in result.stdout  # this test
 
 
 def on_meta(name: str, *args: Any, **options: Any) -> tuple[Any, ...]:
-    """What torch's kernel would return: it checks the arguments as a GPU's would."""
+    """Results of torch's kernel for the meta device, which checks arguments as a GPU's."""
 
     def meta(x: Any) -> Any:
         return x.to("meta") if isinstance(x, Tensor) else x

@@ -1,5 +1,5 @@
-// What follows the grouped products of the mixture of experts where torch multiplies: biases,
-// activations and gradients of weights, see moe_cuda.h and moe_tile_cuda.h.
+// Steps around the grouped products of the mixture of experts where torch multiplies: gathered
+// rows, biases, activations, see moe_cuda.h and moe_tile_cuda.h.
 #include "kernels/moe/moe_tile_cuda.h"
 
 namespace omniattn {

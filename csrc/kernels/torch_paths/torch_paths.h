@@ -1,4 +1,4 @@
-// What paths that call kernels of torch need on a GPU.
+// Helpers of paths that call kernels of torch.
 #pragma once
 
 #include "kernels/attention/attention_problem.h"
