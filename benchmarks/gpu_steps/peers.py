@@ -14,14 +14,17 @@ from baselines._common import Function, lacks
 from torch import Tensor
 
 
-def _fla(module: str, name: str, **renamed: str) -> Function:
-    """Returns a recurrence of flash-linear-attention; `renamed` gives its names of arguments."""
+def _fla(module: str, name: str, scale: float | None = None, **renamed: str) -> Function:
+    """Returns a recurrence of flash-linear-attention (names as of commit bc3b101).
 
-    def call(*, l2norm: bool = False, **given: Any) -> Any:
+    `scale` is the default of ours if that is not K^-0.5; `renamed` gives fla's names of arguments.
+    """
+
+    def call(*, l2norm: bool = False, scale: float | None = scale, **given: Any) -> Any:
         function = getattr(import_module(f"fla.ops.{module}"), name)
         options = {"use_qk_l2norm_in_kernel": True} if l2norm else {}
         given = {renamed.get(key, key): value for key, value in given.items()}
-        found = function(**given, **options, output_final_state=True)
+        found = function(**given, **options, scale=scale, output_final_state=True)
         return found[0], found[1]
 
     return call
@@ -37,7 +40,10 @@ def _gated_linear_attention(*, g: Tensor | None = None, **given: Any) -> Any:
 
 
 def _liger(name: str, *tensors: str, **defaults: Any) -> Function:
-    """Returns a function of Liger that takes these tensors by place, and its other arguments."""
+    """Returns a function of Liger (names as of commit ead96b6) that takes these tensors by place.
+
+    Its cross entropy writes gradients over the logits, in the forward: times do not depend on them.
+    """
 
     def call(**given: Any) -> Any:
         function = getattr(import_module("liger_kernel.transformers.functional"), name)
@@ -106,8 +112,8 @@ PEERS: dict[str, dict[str, Function]] = {
     "gated_linear_attention": {"fla": _gated_linear_attention},
     "retention": {"fla": _fla("retention", "chunk_retention")},
     "dplr_delta_rule": {"fla": _fla("generalized_delta_rule", "chunk_dplr_delta_rule", g="gk")},
-    "rwkv6": {"fla": _fla("rwkv6", "chunk_rwkv6")},
-    "rwkv7": {"fla": _fla("rwkv7", "chunk_rwkv7")},
+    "rwkv6": {"fla": _fla("rwkv6", "chunk_rwkv6", scale=1.0)},
+    "rwkv7": {"fla": _fla("rwkv7", "chunk_rwkv7", scale=1.0)},
     "selective_scan": {"mamba_ssm": _selective_scan},
     "causal_conv1d": {"causal_conv1d": _causal_conv1d},
     "rms_norm": {"liger": _liger("liger_rms_norm", "x", "weight", eps=1e-6, in_place=False)},
