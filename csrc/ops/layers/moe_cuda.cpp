@@ -33,6 +33,8 @@ bool is_plain(const Experts& w) {
          w.expert_stride >= w.out * w.in;
 }
 
+// Limits of aten/src/ATen/native/cuda/GroupMM.cu, whose fast kernel is for these GPUs. It needs no
+// alignment of the experts' rows if the rows are those of the left operand.
 constexpr Condition<Problem> kGroupedMm[] = {
     {"kernels of this package are wanted", [](const Problem& p) { return !p.own_kernels; }},
     {"x is not bfloat16", [](const Problem& p) { return p.dtype == DType::bf16; }},
@@ -43,6 +45,7 @@ constexpr Condition<Problem> kGroupedMm[] = {
      }},
     {"there are no rows or columns",
      [](const Problem& p) { return p.pairs() * p.experts * p.dim * p.hidden.features > 0; }},
+    {"there are more than 1024 experts", [](const Problem& p) { return p.experts <= 1024; }},
     {"elements of weights share memory",
      [](const Problem& p) { return is_plain(p.up) && is_plain(p.down); }},
 };
