@@ -1,14 +1,18 @@
 """Runs all checks that need a GPU: launches, correctness, graph capture and speed of each op.
 
     python benchmarks/gpu.py [--only wrappers timing ...] [--op attention ...] [--budget 540]
+    python benchmarks/gpu.py --lease 780 --results FOLDER
 
 The steps, in this order: "wrappers" (PTX wrappers, and one tiny case per op and dtype), "specs"
 (OpSpecs against fp64 on the CPU), "graphs" (capture in a CUDA graph), "timing" (against torch's
-baselines, and against the copy and product speeds of this GPU), "sanitizers" (compute-sanitizer)
-and "profile" (time of each kernel, and ncu). Cases run in processes forked from this one, which
-imports everything and never uses the GPU, so that a crash, a hang or a broken GPU context ends only
-its own process. Each row is written to benchmarks/results/<name of the GPU>.jsonl before the next
-case starts. --dry-run runs the CPU's part with small sizes.
+baselines and other libraries, and against the copy and product speeds of this GPU), "sanitizers"
+(compute-sanitizer), "profile" (ncu, and the time of each kernel) and "choices" (each path of ops
+that have several). --lease is for a GPU that is lent for some minutes: the stages of
+gpu_steps/lease.py, in order of worth, each with a share of the time. Cases run in processes forked
+from this one, which imports everything and never uses the GPU, so that a crash, a hang or a broken
+GPU context ends only its own process. Each row is written to benchmarks/results/<name of the
+GPU>.jsonl before the next case starts, with the commit that OMNIATTN_COMMIT names if there is no
+git. --dry-run runs the CPU's part with small sizes.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ def main() -> None:
     # `import omniattn` looks for a GPU, by NVML: a process that has initialised CUDA cannot fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import report
+    from gpu_steps import lease
     from gpu_steps import steps as gpu_steps
 
     steps = list(gpu_steps.STEPS)
@@ -44,10 +49,12 @@ def main() -> None:
     parser.add_argument("--op", nargs="+", choices=ops, default=ops, metavar="OP")
     parser.add_argument("--property", nargs="+", choices=properties, default=properties)
     parser.add_argument("--budget", type=float, default=540, help="seconds in all")
+    parser.add_argument("--lease", type=float, help="seconds of a loan; plans all steps")
     parser.add_argument("--timeout", type=float, default=60, help="seconds per case")
     parser.add_argument("--seconds", type=float, default=1, help="seconds of timing per case")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--compiled", action="store_true", help="time compiled baselines too")
+    parser.add_argument("--first", action="store_true", help="only the first case of each op")
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with small sizes")
     parser.add_argument("--here", action="store_true", help="in this process: for ncu, cuda-gdb")
@@ -61,12 +68,18 @@ def main() -> None:
         seconds=0.01 if args.dry_run else args.seconds,
         timeout=args.timeout,
         workers=args.workers,
+        first=args.first,
     )
+    start = time.monotonic()
     chosen = [step for step in steps if step in args.only]
     if args.here:
         run_here(options, chosen)
     else:
-        code = run(options, chosen, time.monotonic() + args.budget, args.results)
+        if args.lease:
+            plan = list(lease.plan(options, start, args.lease))
+        else:
+            plan = [(step, options, start + args.budget) for step in chosen]
+        code = run(options, plan, args.results)
         sys.stdout.flush()
         os._exit(code)  # waits for no process that a GPU holds
 
@@ -81,14 +94,14 @@ def run_here(options: Options, steps: list[str]) -> None:
                 item.run()
 
 
-def run(options: Options, steps: list[str], end: float, folder: Path) -> int:
-    """Runs the steps; returns the exit code, 1 if anything failed."""
+def run(options: Options, plan: list[tuple[str, Options, float]], folder: Path) -> int:
+    """Runs steps, each with its options until its end; returns 1 if anything failed, else 0."""
     from gpu_steps.workers import run_items
 
     for start in ("fork", "spawn"):
         context = multiprocessing.get_context(start)
         found: list[Row] = []
-        run_items(context, options, "machine", end, found.append)
+        run_items(context, options, "machine", plan[-1][2], found.append)
         if "forked subprocess" not in found[0].get("message", ""):
             break  # NVML did its part
     if "error" in found[0]:
@@ -98,7 +111,7 @@ def run(options: Options, steps: list[str], end: float, folder: Path) -> int:
     failed = 0
     with (folder / f"{name}.jsonl").open("a") as file:
         write(file, found[0] | {"start": start})
-        for step in steps:
+        for step, of_step, end in plan:
             begin = time.monotonic()
             counts: Counter[str] = Counter()
 
@@ -106,7 +119,7 @@ def run(options: Options, steps: list[str], end: float, folder: Path) -> int:
                 write(file, row)
                 counts["failed" if "error" in row else "rows"] += 1
 
-            counts["not reached"] = run_items(context, options, step, end, record)
+            counts["not reached"] = run_items(context, of_step, step, end, record)
             if counts["not reached"]:
                 write(file, {"step": step, "not reached": counts["not reached"]})
             failed += counts["failed"]
@@ -120,7 +133,9 @@ def write(file: Any, row: Row) -> None:
     file.write(json.dumps(row) + "\n")
     file.flush()
     os.fsync(file.fileno())
-    label = " ".join(str(row[k]) for k in ("step", "op", "case", "dtype", "pass") if k in row)
+    label = " ".join(
+        str(row[k]) for k in ("step", "op", "case", "dtype", "pass", "from") if k in row
+    )
     if "error" in row:
         print(f"FAILED {label}: {row['error']}: {row['message'].strip()[:300]}", flush=True)
     elif "missing" in row:

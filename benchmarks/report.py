@@ -50,7 +50,9 @@ def machine(threads: int, isa: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Returns the checked-out commit, or "unknown" without git or a repository."""
+    """Returns the commit: OMNIATTN_COMMIT, or the checked-out one, or "unknown" without either."""
+    if given := os.environ.get("OMNIATTN_COMMIT"):
+        return given
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -20,8 +21,11 @@ import torch
 import torch._dynamo  # used by prepare(); imported once, before forking
 from baselines import ON_GPU
 
+from gpu_steps import sizes
+from gpu_steps.peers import PEERS
 from omniattn.ops.dispatch import library as _library
-from omniattn.testing import Benchmark, Case, OpSpec, on_device, registry, threads
+from omniattn.ops.dispatch import torch_kernels
+from omniattn.testing import Case, OpSpec, on_device, registry, threads
 from omniattn.testing.properties import PROPERTIES
 from omniattn.testing.spec import SHORT_DTYPE
 from omniattn.testing.timing import once
@@ -31,7 +35,6 @@ import test_gpu
 import test_specs
 
 F32, BF16 = torch.float32, torch.bfloat16
-EACH = ("forward", "backward")
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 #: Properties of the OpSpecs that concern kernels and need only torch.
 CHECKED = (
@@ -40,7 +43,9 @@ CHECKED = (
 )
 #: Maximum sizes of the comparison with fp64 on the CPU, before a provider is timed.
 LONGEST_CHECK = {"B": 2, "T": 320, "Tq": 320, "Tk": 320, "M": 64, "V": 5003, "K": 512}
-DRY_SIZE = 8
+SHORT_CHECK = LONGEST_CHECK | {"T": 96, "Tq": 96, "Tk": 96, "H": 2, "G": 2, "Hv": 2}
+#: Error that baselines may have on a GPU: those of other libraries multiply states in 16 bits.
+TOLERANCE = 2e-2
 COMPILED = ("compiled", "flex")
 TOOL_SECONDS = 180.0
 MESSAGE, OUTPUT = 3_000, 50_000  # maximum number of characters in a row
@@ -58,6 +63,8 @@ class Options:
     seconds: float = 1.0
     timeout: float = 60.0
     workers: int = 1
+    sanitizers: tuple[str, ...] = SANITIZERS
+    first: bool = False  # only the first case and dtype of each op, compared with fp64 on less
 
     @property
     def device(self) -> str:
@@ -150,6 +157,7 @@ def tool(options: Options, command: list[str], step: str, op: str, **env: str) -
     command = [*command, sys.executable, str(Path(__file__).parents[1] / "gpu.py"), "--here"]
     command += ["--only", step, "--op", op, "--property", "strided"]
     command += ["--dry-run"] if options.dry_run else []
+    command += ["--first"] if options.first else []
     result = subprocess.run(
         command, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -167,27 +175,26 @@ def sanitizers(options: Options) -> Iterator[Item]:
     if path is None:
         print("sanitizers: compute-sanitizer is not installed")
         return
-    for name in SANITIZERS:
+    for op, name in itertools.product(sizes.by_worth(options.ops), options.sanitizers):
         command = [path, "--tool", name, "--kernel-regex", "kns=omniattn", "--error-exitcode", "9"]
-        for op in options.ops:
-            make = functools.partial(
-                tool, options, command, "specs", op, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
-            )
-            yield Item({"op": op, "case": name}, make, f"{name} {op}", TOOL_SECONDS)
+        make = functools.partial(
+            tool, options, command, "specs", op, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+        )
+        yield Item({"op": op, "case": name}, make, f"{name} {op}", TOOL_SECONDS)
 
 
 def profile(options: Options) -> Iterator[Item]:
-    """Measures each kernel by torch's profiler, and hardware counters if ncu is installed."""
+    """Reads hardware counters if ncu is installed, and measures each kernel by torch's profiler."""
     tasks = timed(options)
+    path = None if options.here else shutil.which("ncu")
+    if path is not None:
+        command = [path, "--clock-control", "none", "--profile-from-start", "off", "--csv"]
+        seconds = min(TOOL_SECONDS, options.timeout) if options.first else TOOL_SECONDS
+        for op in dict.fromkeys(item.labels["op"] for item, _ in tasks):
+            make = functools.partial(tool, options, command, "profile", op)
+            yield Item({"op": op, "case": "ncu"}, make, f"ncu {op}", seconds)
     for item, make in tasks:
         yield dataclasses.replace(item, run=functools.partial(kernels, options, make))
-    path = None if options.here else shutil.which("ncu")
-    if path is None:
-        return
-    command = [path, "--clock-control", "none", "--profile-from-start", "off", "--csv"]
-    for op in dict.fromkeys(item.labels["op"] for item, _ in tasks):
-        make = functools.partial(tool, options, command, "profile", op)
-        yield Item({"op": op, "case": "ncu"}, make, op, TOOL_SECONDS)
 
 
 def kernels(options: Options, make: Callable[..., run.Task]) -> list[report.Row]:
@@ -215,91 +222,6 @@ def kernels(options: Options, make: Callable[..., run.Task]) -> list[report.Row]
 
 
 # timing -------------------------------------------------------------------------------------------
-
-
-def case(label: str, *tensors: str, **sizes_and_options: Any) -> Case:
-    sizes = {k: v for k, v in sizes_and_options.items() if k[0].isupper()}
-    options = {k: v for k, v in sizes_and_options.items() if not k[0].isupper()}
-    return Case(label, sizes, tensors, options)
-
-
-def attention(label: str, tokens: int, dim: int, **options: Any) -> Case:
-    """Makes a case of 16384 tokens and width 2048, as in FlashAttention-2's and -3's figures."""
-    heads = {"H": 2048 // dim, "G": 2048 // dim, "D": dim}
-    return case(label, B=16384 // tokens, Tq=tokens, Tk=tokens, **heads, **options)
-
-
-def benchmarks() -> dict[str, list[Benchmark]]:
-    """Returns benchmarks with sizes of real models; memory-bound ops far exceed the L2 cache."""
-    heads = {"H": 32, "G": 8, "D": 128}
-    return {
-        "attention": [
-            *(
-                Benchmark(attention("causal", tokens, dim, causal=True), (BF16,), EACH, "compute")
-                for tokens, dim in [(2048, 64), (2048, 128), (16384, 64), (16384, 128)]
-            ),
-            Benchmark(attention("full", 16384, 128), (BF16,), EACH, "compute"),
-            Benchmark(
-                attention("window", 16384, 128, causal=True, window_size=(1023, 0)),
-                (BF16,),
-                EACH,
-                "compute",
-            ),
-            Benchmark(case("decode", B=64, Tq=1, Tk=8192, **heads), (BF16,), ("forward",)),
-            Benchmark(case("decode", B=1, Tq=1, Tk=131072, **heads), (BF16,), ("forward",)),
-        ],
-        "rms_norm": [
-            Benchmark(case("plain", "weight", M=16384, N=8192), (BF16, F32), EACH),
-            Benchmark(case("residual", "weight", "residual", M=16384, N=8192), (BF16,), EACH),
-        ],
-        "layer_norm": [
-            Benchmark(case("plain", "weight", "bias", M=16384, N=8192), (BF16,), EACH),
-        ],
-        "group_norm": [
-            Benchmark(case("heads", "weight", "bias", M=16384, N=8192, num_groups=8), (BF16,), EACH)
-        ],
-        "rms_norm_gated": [
-            Benchmark(case("after", "gate", "weight", M=16384, N=8192), (BF16,), EACH)
-        ],
-        "dropout": [Benchmark(case("tenth", M=16384, N=8192, p=0.1), (BF16,), EACH)],
-        "apply_rotary": [Benchmark(case("half", B=8, T=4096, **heads), (BF16,), ("forward",))],
-        "qk_norm_rotary": [Benchmark(case("half", "weights", B=8, T=4096, **heads), (BF16,), EACH)],
-        "top_k": [Benchmark(case("experts", M=65536, N=64, k=6), (F32,), ("forward",))],
-        "moe_experts": [
-            Benchmark(case("mixtral", M=8192, E=8, S=2, K=2048, N=8192), (BF16,), EACH, "compute")
-        ],
-        "swiglu": [Benchmark(case("pair", M=16384, N=14336), (BF16,), EACH)],
-        "geglu": [Benchmark(case("pair", M=16384, N=14336), (BF16,), EACH)],
-        "linear": [Benchmark(case("square", M=8192, N=8192, K=8192), (BF16,), EACH, "compute")],
-        "cross_entropy": [
-            Benchmark(case("plain", M=8192, V=128256), (BF16, F32), EACH),
-            Benchmark(case("odd", M=8192, V=50257), (BF16,), EACH),
-        ],
-        "linear_cross_entropy": [
-            Benchmark(
-                case("plain", M=8192, V=128256, K=4096), (BF16,), ("forward+backward",), "compute"
-            ),
-        ],
-        "linear_log_prob": [
-            Benchmark(
-                case("plain", M=8192, V=128256, K=4096), (BF16,), ("forward+backward",), "compute"
-            ),
-        ],
-        "jsd": [Benchmark(case("plain", M=8192, V=128256), (BF16, F32), EACH)],
-        "linear_jsd": [
-            Benchmark(
-                case("plain", M=8192, V=128256, K=4096, J=4096),
-                (BF16,),
-                ("forward+backward",),
-                "compute",
-            ),
-        ],
-    }
-
-
-def shrunk(benchmark: Benchmark) -> Benchmark:
-    sizes = {k: min(n, DRY_SIZE) for k, n in benchmark.case.sizes.items()}
-    return dataclasses.replace(benchmark, case=dataclasses.replace(benchmark.case, sizes=sizes))
 
 
 def gpu_clock(function: Callable[[], object], repeats: int) -> float:
@@ -353,20 +275,27 @@ GPU = Machine("cuda", gpu_clock, gpu_memory, 8192)
 
 
 def timed(options: Options) -> list[tuple[Item, Callable[..., run.Task]]]:
-    """Returns the timing tasks, ordered so that every op's first task precedes any second one."""
+    """Returns the timing tasks, ordered so that every op's first task precedes any second one.
+
+    With `first`, the passes of an op share a process.
+    """
     found = []
-    for spec in options.specs:
+    for op in sizes.by_worth(options.ops):
+        spec = registry()[op]
         baselines = {
             name: function
-            for name, function in ON_GPU[spec.name].items()
+            for name, function in {**ON_GPU[op], **PEERS.get(op, {})}.items()
             if options.compiled or name not in COMPILED
         }
         tasks = [
-            (b, d, p) for b in benchmarks().get(spec.name, ()) for d in b.dtypes for p in b.passes
+            (b, d, p)
+            for b in sizes.benchmarks(spec, options.dry_run)
+            for d in b.dtypes
+            for p in b.passes
         ]
+        if options.first:
+            tasks = [task for task in tasks if task[:2] == tasks[0][:2]]
         for rank, (benchmark, dtype, pass_) in enumerate(tasks):
-            if options.dry_run:
-                benchmark = shrunk(benchmark)
             make = functools.partial(
                 run.op_task,
                 spec,
@@ -374,18 +303,41 @@ def timed(options: Options) -> list[tuple[Item, Callable[..., run.Task]]]:
                 dtype,
                 pass_,
                 baselines=baselines,
-                longest=LONGEST_CHECK,
+                longest=SHORT_CHECK if options.first else LONGEST_CHECK,
+                tolerance=TOLERANCE,
             )
-            labels = {"op": spec.name, "case": benchmark.case.name, "dtype": SHORT_DTYPE[dtype]}
+            labels = {"op": op, "case": benchmark.case.name, "dtype": SHORT_DTYPE[dtype]}
             labels["pass"] = pass_
             measure = functools.partial(time_task, options, dtype, make)
-            item = Item(labels, measure, f"{spec.name} {rank}", options.timeout)
-            found.append((rank, item, make))
+            group = op if options.first else f"{op} {rank}"
+            item = Item(labels, measure, group, options.timeout)
+            found.append((0 if options.first else rank, item, make))
     return [(item, make) for _, item, make in sorted(found, key=lambda entry: entry[0])]
 
 
 def timing(options: Options) -> Iterator[Item]:
     return (item for item, _ in timed(options))
+
+
+def choices(options: Options) -> Iterator[Item]:
+    """Times ops that have several paths, without the paths before each of them."""
+    tables = _library.paths(options.device)
+    for item, make in timed(options):
+        op, pass_ = item.labels["op"], item.labels["pass"]
+        table = f"{op}_backward" if pass_ == "backward" and f"{op}_backward" in tables else op
+        for path in tables.get(table, ()):
+            labels = item.labels | {"from": path}
+            measure = functools.partial(time_path, options, table, labels, make)
+            yield Item(labels, measure, f"{table} {path}", options.timeout)
+
+
+def time_path(
+    options: Options, table: str, labels: dict[str, str], make: Callable[..., run.Task]
+) -> list[report.Row]:
+    """Times ours without the paths before one of them."""
+    dtype = {name: dtype for dtype, name in SHORT_DTYPE.items()}[labels["dtype"]]
+    with torch_kernels.beginning_with(options.device, table, labels["from"]):
+        return time_task(options, dtype, functools.partial(make, baselines={}))
 
 
 def time_task(
@@ -426,7 +378,7 @@ def machine(options: Options) -> Iterator[Item]:
 
 
 #: Steps in the order in which they run; prerequisites come first.
-STEPS = {f.__name__: f for f in (wrappers, specs, graphs, timing, sanitizers, profile)}
+STEPS = {f.__name__: f for f in (wrappers, specs, graphs, timing, sanitizers, profile, choices)}
 #: Steps that share the GPU among processes.
 SHARED = ("wrappers", "specs", "graphs", "sanitizers")
 

@@ -19,14 +19,35 @@ class NoGrad {
   bool enabled_;
 };
 
-// Calls an op that returns a tensor. The stable ABI has no arguments of the type Scalar.
+// Arguments of an op of torch, then its results. A schema may have more arguments than are given,
+// as those of later releases: they are 0, which is None, false and 0.
+using TorchStack = std::array<StableIValue, 32>;
+
+// Calls an op of torch. The stable ABI has no arguments of the type Scalar. Each tensor among the
+// results must be taken from the stack.
 template <class... Arguments>
-Tensor call_torch(const char* op, const char* overload, const Arguments&... arguments) {
+TorchStack call_torch_op(const char* op, const char* overload, const Arguments&... arguments) {
   const NoGrad scope;
-  std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};
+  TorchStack stack{torch::stable::detail::from(arguments)...};
   STABLE_TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return stack;
+}
+inline Tensor take_tensor(const TorchStack& stack, size_t result) {
+  return torch::stable::detail::to<Tensor>(stack[result]);
+}
+
+// Calls an op that returns a tensor.
+template <class... Arguments>
+Tensor call_torch(const char* op, const char* overload, const Arguments&... arguments) {
+  return take_tensor(call_torch_op(op, overload, arguments...), 0);
+}
+
+// The tensor that torch makes of None where a schema says Tensor.
+inline Tensor undefined_tensor() {
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_uninitialized_tensor(&handle));
+  return Tensor(handle);
 }
 
 // View of `count` entries of a dimension, from `first` on.

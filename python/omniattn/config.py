@@ -39,6 +39,14 @@ LOG_PATHS = os.environ.get("OMNIATTN_LOG_PATHS", "0") not in ("", "0")
 #: build compiled these calls for this Python and torch.
 COMPILED_CALLS = os.environ.get("OMNIATTN_COMPILED_CALLS", "1") not in ("", "0")
 
+#: Paths of ops that calls do not take, as "op:path" of `omniattn info` (`OMNIATTN_OMIT_PATHS`, with
+#: commas between them): for comparisons, and "attention:torch_flash" for our kernel instead.
+OMIT_PATHS = tuple(filter(None, os.environ.get("OMNIATTN_OMIT_PATHS", "").split(",")))
+
+#: Paths that calls take only on request, since they add in any order (`OMNIATTN_TAKE_PATHS`, in the
+#: same form): "attention_backward:torch_flash".
+TAKE_PATHS = tuple(filter(None, os.environ.get("OMNIATTN_TAKE_PATHS", "").split(",")))
+
 
 class batch_invariant:
     """Makes the bits of each row of a result independent of the other rows of the call.

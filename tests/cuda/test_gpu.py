@@ -1,5 +1,6 @@
 """The CUDA kernels on a GPU: OpSpecs against the CPU, graphs, wrappers. The last need none."""
 
+import ast
 import ctypes
 import functools
 import json
@@ -248,10 +249,10 @@ steps.ready = ready
 def run_dry(tmp_path):
     """benchmarks/gpu.py on the CPU, in a process that `prelude` has changed: its rows and code."""
 
-    def run(prelude, *arguments):
+    def run(prelude, *arguments, **variables):
         script = BENCHMARK + prelude + "gpu.main()"
         command = [sys.executable, "-c", script, "--dry-run", "--results", str(tmp_path)]
-        env = os.environ | {"PATH": str(tmp_path)}
+        env = os.environ | {"PATH": str(tmp_path)} | variables
         result = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True)
         path = tmp_path / "dry-run.jsonl"
         assert path.exists(), result.stdout[-3000:] + result.stderr[-3000:]
@@ -286,7 +287,7 @@ def test_a_case_that_fails_hangs_or_crashes_ends_alone(run_dry):
     steps = ("--only", "wrappers", "timing", "--timeout", "10")
     rows, code = run_dry(BROKEN, *steps, "--op", *ops)
     assert code == 1
-    timed = {row["op"]: row for row in rows if row["step"] == "timing"}
+    timed = {row["op"]: row for row in rows if row["step"] == "timing" and "missing" not in row}
     assert timed["apply_rotary"]["error"] == "RuntimeError"
     assert "illegal memory access" in timed["apply_rotary"]["message"]
     assert timed["linear_cross_entropy"]["error"] == "Timeout"
@@ -298,11 +299,94 @@ def test_a_case_that_fails_hangs_or_crashes_ends_alone(run_dry):
 
 
 def test_the_budget_ends_a_run(run_dry):
-    ops = ("linear_cross_entropy", "layer_norm")
+    ops = ("linear_cross_entropy", "jsd")
     rows, code = run_dry(BROKEN, "--only", "timing", "--budget", "5", "--op", *ops)
     assert code == 1
     assert [row.get("error") for row in rows] == [None, "Timeout", None]
-    assert rows[-1] == {"step": "timing", "not reached": 2}
+    assert rows[-1] == {"step": "timing", "not reached": 4}
+
+
+#: Breaks four ops: besides those of BROKEN, one leaves an error on the GPU that stays for the
+#: process, in which all ops then fail.
+STICKY = (
+    BROKEN
+    + """
+lost = []
+def loses(*args, **kwargs):
+    lost.append(True)
+    raise RuntimeError("CUDA error: unspecified launch failure")
+def fails_when_lost(*args, works=functional.layer_norm, **kwargs):
+    if lost:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+    return works(*args, **kwargs)
+functional.rms_norm = loses
+functional.layer_norm = fails_when_lost
+"""
+)
+
+
+def test_a_lease_costs_a_broken_op_its_own_cases_only(run_dry):
+    """All steps in order of worth; what fails, crashes, hangs or loses the GPU ends alone."""
+    ops = ("rms_norm", "layer_norm", "top_k", "linear_cross_entropy", "attention")
+    lease = ("--lease", "150", "--timeout", "4", "--property", "forward", "--op", *ops)
+    rows, code = run_dry(STICKY, *lease, OMNIATTN_COMMIT="0123abc")
+    assert code == 1
+    assert rows[0]["commit"] == "0123abc"
+    steps = list(dict.fromkeys(row["step"] for row in rows))
+    assert steps == ["machine", "wrappers", "timing", "profile", "specs", "choices"]
+    timed = {}
+    for row in rows:
+        if row["step"] == "timing" and "op" in row:
+            timed.setdefault((row["op"], row["pass"]), set()).add(row.get("error"))
+    both = ("rms_norm", "layer_norm", "attention")
+    assert timed.keys() == {
+        *((op, each) for op in both for each in ("forward", "backward")),
+        *(("top_k", "forward"), ("linear_cross_entropy", "forward+backward")),
+    }
+    for op, error in (("rms_norm", "RuntimeError"), ("linear_cross_entropy", "Timeout")):
+        assert all(found == {error} for (name, _), found in timed.items() if name == op)
+    for op in ("layer_norm", "attention"):
+        assert timed[op, "forward"] == timed[op, "backward"] == {None}
+    tiny = {(row["op"], row["dtype"]): row for row in rows if row["step"] == "wrappers"}
+    assert tiny["top_k", "bf16"]["error"] == "Crash" and "error" not in tiny["top_k", "f16"]
+    paths = _library.paths("cpu")
+    taken = {(row["pass"], row["from"]) for row in rows if row["step"] == "choices"}
+    assert taken == {("forward", path) for path in paths["attention"]} | {
+        ("backward", path) for path in paths["attention_backward"]
+    }
+
+
+def test_a_lease_has_the_time_that_it_names():
+    stages = gpu_module(
+        """
+from gpu_steps import lease
+options = steps.Options(ops=("attention", "top_k"))
+print([(step, o.ops, o.seconds, end) for step, o, end in lease.plan(options, 100.0, 390.0)])
+"""
+    )
+    names, ops, _, ends = zip(*ast.literal_eval(stages), strict=True)
+    assert names == ("wrappers", "timing", "profile", "specs", "sanitizers", "choices")
+    assert ops == (("attention", "top_k"),) * 2 + (("attention",),) + (("attention", "top_k"),) * 3
+    assert ends == (130.0, 230.0, 290.0, 340.0, 370.0, 490.0)
+
+
+def test_all_ops_with_kernels_are_timed():
+    """In the order of their worth, with every pass."""
+    found = gpu_module(
+        """
+options = steps.Options(ops=tuple(n for n, s in steps.registry().items() if s.cuda != "planned"))
+print([item.labels["op"] for item, _ in steps.timed(options)])
+"""
+    )
+    ops = ast.literal_eval(found)
+    assert set(ops) == {spec.name for spec in SPECS}
+    assert ops[0] == "attention"
+
+
+def gpu_module(script):
+    """Output of a script that imports the steps of benchmarks/gpu.py."""
+    command = [sys.executable, "-c", BENCHMARK + "from gpu_steps import steps\n" + script]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_processes_start_anew_where_a_fork_cannot_use_cuda(run_dry):

@@ -283,7 +283,7 @@ def test_other_numbers_of_pieces_are_refused(pieces):
     (rows, up, _, down, _), index = experts()
     routed = (rows, index, torch.ones(index.shape), up, None, down, None)
     for call in (
-        lambda: torch.ops.omniattn.moe(*routed, 0, 0, [], False, pieces),
+        lambda: torch.ops.omniattn.moe(*routed, 0, 0, [], False, pieces, False),
         lambda: torch.ops.omniattn.linear(x, weight, None, pieces),
         lambda: torch.ops.omniattn.linear_backward(x @ weight.T, x, weight, pieces, *[True] * 3),
     ):

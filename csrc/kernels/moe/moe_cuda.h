@@ -116,8 +116,13 @@ Status launch_moe_combine(const MoeCombineParams& p, int64_t tokens, Stream stre
 Status launch_moe_slot_grad(const MoeSlotGradParams& p, Stream stream);
 Status launch_moe_column_sums(const MoeColumnSums& p, Stream stream);
 
+// Copies the rows of experts, of a 16-bit dtype in whole 16-byte pieces, to `to` (rows, cols).
+Status launch_moe_gather(DType dtype, const MoeRouting& r, const MoeRows& from, int64_t cols,
+                         void* to, Stream stream);
+
 // Products by FMA, for any dtype and strides, or by tensor cores, for 16-bit dtypes whose rows and
-// matrices consist of whole 16-byte pieces.
+// matrices consist of whole 16-byte pieces. kMoeFinished takes finished products (rows, n) of such
+// a dtype in place of `a`, and multiplies only for the gradients of weights.
 struct MoeProductKernels {
   int64_t block_rows;
   Status (*up)(const MoeUpProduct&, Stream);
@@ -125,6 +130,6 @@ struct MoeProductKernels {
   Status (*project)(const MoeProjectProduct&, Stream);
   Status (*weight_grad)(const MoeWeightGrad&, Stream);
 };
-extern const MoeProductKernels kMoeFma, kMoeMma;
+extern const MoeProductKernels kMoeFma, kMoeMma, kMoeFinished;
 
 }  // namespace omniattn

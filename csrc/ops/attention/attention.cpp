@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "ops/device.h"
 #include "ops/registry.h"
 #include "ops/seed.h"
 
@@ -118,6 +119,14 @@ OMNIATTN_FIELDS(Attended, Tensor out, lse; Output lse_tail);
 
 Attended run(const Call& call, bool saves) {
   const AttentionProblem& p = call.problem;
+  if constexpr (kOnCuda) {
+    const auto found = has_work(p) ? run_forward_in_torch(call) : std::nullopt;
+    if (found.has_value()) {
+      const Output lse_tail(saves, call.lse_sizes, accumulator(p.dtype));
+      if (saves) fill(lse_tail.tensor(), 0);
+      return {found->out, found->lse, lse_tail};
+    }
+  }
   const Tensor out = empty_tensor(call.out_sizes, p.dtype);
   const Tensor lse = empty_tensor(call.lse_sizes, accumulator(p.dtype));
   const Output lse_tail(saves, call.lse_sizes, accumulator(p.dtype));
@@ -129,8 +138,7 @@ Attended run(const Call& call, bool saves) {
     if (saves) fill(lse_tail.tensor(), 0);
   }
   if (has_work(p)) {
-    run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(), lse_tail.data(), nullptr},
-                call.sequences);
+    run_forward({p, mutable_view_of(out), lse.mutable_data_ptr(), lse_tail.data(), nullptr}, call);
   }
   return {out, lse, lse_tail};
 }
@@ -254,8 +262,6 @@ Gradients attention_backward(const OpCall& given, const Incoming& grads_in, cons
   const AttentionProblem& p = call.problem;
   const Results x = check_results(
       op, call, {side.out, grads_in.grad_out, side.lse, side.lse_tail, grads_in.grad_lse});
-  const Tensor grad_q = empty_tensor(q.sizes(), p.dtype);
-  const Tensor grad_k = empty_tensor(k.sizes(), p.dtype), grad_v = empty_tensor(v.sizes(), p.dtype);
   AttentionBackwardParams b{};
   b.problem = p;
   b.out = view_of(x.out);
@@ -263,6 +269,14 @@ Gradients attention_backward(const OpCall& given, const Incoming& grads_in, cons
   b.lse = x.lse.const_data_ptr();
   b.lse_tail = x.lse_tail.const_data_ptr();
   b.grad_lse = data_or_null(x.grad_lse);
+  if constexpr (kOnCuda) {
+    const TorchBackward tensors{x.grad_out, x.out, x.lse};
+    const auto found =
+        has_work(p) && wanted.empty() ? run_backward_in_torch(call, b, tensors) : std::nullopt;
+    if (found.has_value()) return {found->q, found->k, found->v, {}};
+  }
+  const Tensor grad_q = empty_tensor(q.sizes(), p.dtype);
+  const Tensor grad_k = empty_tensor(k.sizes(), p.dtype), grad_v = empty_tensor(v.sizes(), p.dtype);
   b.grad_q = mutable_view_of(grad_q);
   b.grad_k = mutable_view_of(grad_k);
   b.grad_v = mutable_view_of(grad_v);
@@ -279,7 +293,7 @@ Gradients attention_backward(const OpCall& given, const Incoming& grads_in, cons
   if (call.has_layout || !has_work(p)) {
     for (const Tensor* t : {&grad_q, &grad_k, &grad_v}) fill(*t, 0);
   }
-  if (has_work(p)) run_backward(b, call.sequences);
+  if (has_work(p)) run_backward(b, call);
   for (size_t i = 0; i < grads.size(); ++i) {
     grads[i] = torch::stable::to(grads[i], scalar_type(aux[static_cast<size_t>(wanted[i])]));
   }

@@ -13,6 +13,9 @@
 
 namespace omniattn::ops::attention {
 
+// The last rule in the mask of a call that takes no kernel of torch. It hides nothing.
+constexpr int64_t kOwnKernels = 21;
+
 // Arguments of an attention op; attention.cpp describes masks, scores and their parameters.
 struct Arguments {
   const char* op;
@@ -41,6 +44,8 @@ struct Call {
   std::array<int64_t, 3> lse_sizes;
   int64_t whole_q = 0, whole_k = 0;  // Tq and Tk of the call that this is a part of, see PartKind
   bool has_layout = false, is_packed = false;
+  bool shares_boundaries = false;  // packed queries and keys have the same boundaries
+  bool own_kernels = false;        // no kernel of torch is wanted
   int64_t bias = -1, table = -1, sinks = -1, head_scale = -1;  // places in aux, -1: none
   int64_t relative_keys = -1, relative_queries = -1;
   int64_t program = -1;                           // place of its first table in aux
@@ -94,10 +99,29 @@ void read_seed(Call& call, const Tensor& seed);
 // Neither is called without queries, nor without keys unless there are sinks. run_backward sets
 // `splits` and the parts itself, and adds to zeros in grad_bias, grad_table, grad_sinks and
 // grad_head_scale.
-void run_forward(AttentionForwardParams f, const Sequences& sequences);
-void run_backward(AttentionBackwardParams b, const Sequences& sequences);
+void run_forward(AttentionForwardParams f, const Call& call);
+void run_backward(AttentionBackwardParams b, const Call& call);
 void run_weights(AttentionWeightsParams w);
 void run_select(AttentionSelectParams x);
+
+// Defined in attention_cuda.cpp alone. Results by a kernel of torch, if the first path that takes
+// the call is one of torch's.
+
+// out (B, Tq, Hq, Dv) and lse (B, Hq, Tq), contiguous.
+struct TorchResults {
+  Tensor out, lse;
+};
+std::optional<TorchResults> run_forward_in_torch(const Call& call);
+
+// Tensors of a backward, whose parameters are `b`.
+struct TorchBackward {
+  const Tensor &grad_out, &out, &lse;
+};
+struct TorchGradients {
+  Tensor q, k, v;
+};
+std::optional<TorchGradients> run_backward_in_torch(const Call& call, AttentionBackwardParams& b,
+                                                    const TorchBackward& tensors);
 
 inline HeadView view_of(const Tensor& t) {
   return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};

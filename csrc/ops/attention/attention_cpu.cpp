@@ -108,8 +108,9 @@ template <class Table, class Params, class F>
 void run_paths_of_level(const Table& table, std::span<Params> problems, const F& heads) {
   for (auto path = table.begin(); !problems.empty(); ++path) {
     const Load load = load_of(problems, heads);
-    const auto rest = std::stable_partition(problems.begin(), problems.end(),
-                                            [&](const Params& x) { return path->takes(x, load); });
+    const auto rest = std::stable_partition(problems.begin(), problems.end(), [&](const Params& x) {
+      return table.refusal(*path, x, load) == nullptr;
+    });
     const auto taken = static_cast<size_t>(rest - problems.begin());
     if (taken == 0) continue;
     table.report(*path);
@@ -311,10 +312,10 @@ void set_interpreter(AttentionProblem& p) {
 
 void decode_seed(Call& call, const Tensor& seed) { read_seed(call, seed); }
 
-void run_forward(AttentionForwardParams f, const Sequences& sequences) {
+void run_forward(AttentionForwardParams f, const Call& call) {
   set_interpreter(f.problem);
   const OptTensor table = expand_table(f.problem);
-  auto problems = problems_of(f, sequences);
+  auto problems = problems_of(f, call.sequences);
   Tensors gathered;
   for (Forward& x : problems) {
     const bool reads_in_place = is_decoded(x.problem);
@@ -324,10 +325,10 @@ void run_forward(AttentionForwardParams f, const Sequences& sequences) {
   for (const Forward& x : problems) fit_tail(x, gathered);
 }
 
-void run_backward(AttentionBackwardParams x, const Sequences& sequences) {
+void run_backward(AttentionBackwardParams x, const Call& call) {
   set_interpreter(x.problem);
   const OptTensor table = expand_table(x.problem);
-  auto problems = problems_of(x, sequences);
+  auto problems = problems_of(x, call.sequences);
   const int64_t owners = total(problems, owners_of);
   for (Backward& b : problems) b.splits = backward_splits(b, owners);
   const GradientParts parts(x, problems);

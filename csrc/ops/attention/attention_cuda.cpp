@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ops/attention/attention.h"
+#include "ops/attention/attention_torch.h"
 #include "ops/device.h"
 #include "ops/path.h"
 
@@ -107,9 +108,6 @@ Tensors gather_rows(const char* op, AttentionProblem& p) {
   return memory;
 }
 
-bool takes_any(const AttentionForwardParams&) { return true; }
-bool takes_any(const AttentionBackwardParams&) { return true; }
-
 // Gradients of q, k and v where weights break a stick.
 Status run_stick_gradients(AttentionBackwardParams& b) {
   const AttentionProblem& p = b.problem;
@@ -139,39 +137,103 @@ Status run_split(AttentionForwardParams& f) {
   return launch_attention_decode(f, stream());
 }
 
-const PathTable<bool(const AttentionForwardParams&), Status(AttentionForwardParams&)> kForwardPaths(
-    "attention",
-    {
-        {"split", [](const AttentionForwardParams& f) { return takes_split(f.problem); },
-         run_split},
-        {"stick", [](const AttentionForwardParams& f) { return is_stick(f.problem.score); },
-         [](AttentionForwardParams& f) { return launch_attention_stick(f, stream()); }},
-        {"mma",
-         [](const AttentionForwardParams& f) {
-           return f.problem.program == nullptr && takes_mma_path(f.problem);
-         },
-         [](AttentionForwardParams& f) { return launch_attention_mma(f, stream()); }},
-        {"fma", takes_any, [](AttentionForwardParams& f) { return launch_attention(f, stream()); }},
-    });
+// A call with its parameters for our kernels, or with its results by a kernel of torch.
+struct ForwardRun {
+  const Call& call;
+  AttentionForwardParams* ours;
+  std::optional<TorchResults> found;
+};
+struct BackwardRun {
+  const Call& call;
+  AttentionBackwardParams& ours;
+  const TorchBackward* in_torch;
+  std::optional<TorchGradients> found;
+};
 
-const PathTable<bool(const AttentionBackwardParams&), Status(AttentionBackwardParams&)>
+const PathTable<const char*(const Call&, const AttentionProblem&), Status(ForwardRun&)>
+    kForwardPaths(
+        "attention",
+        {
+            {"split",
+             [](const Call&, const AttentionProblem& p) { return refused_unless(takes_split(p)); },
+             [](ForwardRun& f) { return run_split(*f.ours); }},
+            {"torch_cudnn",
+             [](const Call& call, const AttentionProblem&) { return why_not_cudnn(call); },
+             [](ForwardRun& f) {
+               f.found = run_cudnn(f.call);
+               return Status{};
+             }},
+            {"torch_flash",
+             [](const Call& call, const AttentionProblem&) { return why_not_flash(call); },
+             [](ForwardRun& f) {
+               f.found = run_flash(f.call);
+               return Status{};
+             }},
+            {"stick",
+             [](const Call&, const AttentionProblem& p) {
+               return refused_unless(is_stick(p.score));
+             },
+             [](ForwardRun& f) { return launch_attention_stick(*f.ours, stream()); }},
+            {"mma",
+             [](const Call&, const AttentionProblem& p) {
+               return refused_unless(p.program == nullptr && takes_mma_path(p));
+             },
+             [](ForwardRun& f) { return launch_attention_mma(*f.ours, stream()); }},
+            {"fma", [](const Call&, const AttentionProblem&) { return refused_unless(true); },
+             [](ForwardRun& f) { return launch_attention(*f.ours, stream()); }},
+        });
+
+const PathTable<const char*(const Call&, const AttentionBackwardParams&), Status(BackwardRun&)>
     kBackwardPaths(
         "attention_backward",
         {
-            {"stick", [](const AttentionBackwardParams& b) { return is_stick(b.problem.score); },
-             run_stick_gradients},
-            {"mma",
-             [](const AttentionBackwardParams& b) {
-               return b.problem.program == nullptr && takes_mma_path(b);
+            {"torch_flash",
+             [](const Call& call, const AttentionBackwardParams& b) {
+               return b.grad_lse != nullptr ? "lse has a gradient" : why_not_flash(call);
              },
-             [](AttentionBackwardParams& b) {
-               return launch_attention_gradients_mma(b, stream());
+             [](BackwardRun& b) {
+               b.found = run_flash(b.call, *b.in_torch);
+               return Status{};
              }},
-            {"fma", takes_any,
-             [](AttentionBackwardParams& b) { return launch_attention_gradients(b, stream()); }},
+            {"stick",
+             [](const Call&, const AttentionBackwardParams& b) {
+               return refused_unless(is_stick(b.problem.score));
+             },
+             [](BackwardRun& b) { return run_stick_gradients(b.ours); }},
+            {"mma",
+             [](const Call&, const AttentionBackwardParams& b) {
+               return refused_unless(b.problem.program == nullptr && takes_mma_path(b));
+             },
+             [](BackwardRun& b) { return launch_attention_gradients_mma(b.ours, stream()); }},
+            {"fma",
+             [](const Call&, const AttentionBackwardParams&) { return refused_unless(true); },
+             [](BackwardRun& b) { return launch_attention_gradients(b.ours, stream()); }},
         });
 
+// Runs a call by the first path that takes it, if that is one of torch's.
+template <class Table, class Run, class... Problem>
+void run_in_torch(const Table& table, Run& run, const Problem&... problem) {
+  for (const auto& path : table) {
+    if (table.refusal(path, problem...) != nullptr) continue;
+    if (is_torch_path(path.name)) table.first(problem...).run(run);
+    return;
+  }
+}
+
 }  // namespace
+
+std::optional<TorchResults> run_forward_in_torch(const Call& call) {
+  ForwardRun run{call, nullptr, std::nullopt};
+  run_in_torch(kForwardPaths, run, call, call.problem);
+  return run.found;
+}
+
+std::optional<TorchGradients> run_backward_in_torch(const Call& call, AttentionBackwardParams& b,
+                                                    const TorchBackward& tensors) {
+  BackwardRun run{call, b, &tensors, std::nullopt};
+  run_in_torch(kBackwardPaths, run, call, b);
+  return run.found;
+}
 
 // A seed on the CPU is fixed when a graph is captured; a seed on the GPU is read at each replay.
 void decode_seed(Call& call, const Tensor& seed) {
@@ -180,16 +242,17 @@ void decode_seed(Call& call, const Tensor& seed) {
   call.problem.seed = static_cast<const int64_t*>(call.kept.back().const_data_ptr());
 }
 
-void run_forward(AttentionForwardParams f, const Sequences&) {
+void run_forward(AttentionForwardParams f, const Call& call) {
   constexpr const char* op = "attention";
   require(!is_softpick(f.problem.score), op, "softpick runs on CPUs, and has no CUDA kernel yet");
   const Tensor program = upload_program(op, f.problem);
   const Tensors rows = gather_rows(op, f.problem);
   const Tensor table = expand_table(op, f.problem);
-  require_launched(op, kForwardPaths.first(f).run(f));
+  ForwardRun run{call, &f, std::nullopt};
+  require_launched(op, kForwardPaths.first(call, f.problem).run(run));
 }
 
-void run_backward(AttentionBackwardParams b, const Sequences&) {
+void run_backward(AttentionBackwardParams b, const Call& call) {
   constexpr const char* op = "attention_backward";
   require(!is_softpick(b.problem.score), op, "softpick runs on CPUs, and has no CUDA kernel yet");
   const ScoreProgram* const steps = b.problem.program;
@@ -208,7 +271,8 @@ void run_backward(AttentionBackwardParams b, const Sequences&) {
   b.part_sinks = part(b.grad_sinks, rows);
   b.part_head_scale = part(b.grad_head_scale, head_scale_parts * rows);
   run(launch_attention_delta(b, stream()));
-  run(kBackwardPaths.first(b).run(b));
+  BackwardRun gradients{call, b, nullptr, std::nullopt};
+  run(kBackwardPaths.first(call, b).run(gradients));
   if (b.grad_sinks != nullptr) {
     run(launch_attention_sum_rows(p, b.part_sinks, 1, b.grad_sinks, stream()));
   }

@@ -111,6 +111,7 @@ void decode_layout(const Arguments& given, Call& call) {
       require(p.batch == 1, op, "packed sequences must have B = 1, got B=", p.batch);
       call.sequences = packed_sequences(op, {"cu_seqlens_q", side(0), p.tq, code[1]},
                                         {"cu_seqlens_k", side(1), p.tk, code[2]});
+      call.shares_boundaries = side(0).const_data_ptr() == side(1).const_data_ptr();
       break;
     case LayoutKind::cached:
       call.sequences = cached_sequences(op, side(0), p.batch, p.tq, p.tk);
@@ -276,10 +277,15 @@ void decode_mask(const Arguments& given, Call& call) {
   p.relative_shift = part.first_k - part.first_q - part.rest_k + part.rest_q;
   call.whole_q = p.tq + p.mask.part.rest_q;
   call.whole_k = p.tk + p.mask.part.rest_k;
-  const size_t rules = mask.size() / kMaskRuleInts - (call.has_layout ? 0 : at / kMaskRuleInts);
+  size_t end = mask.size();
+  if (end > at && mask[end - kMaskRuleInts] == kOwnKernels) {
+    call.own_kernels = true;
+    end -= kMaskRuleInts;
+  }
+  const size_t rules = end / kMaskRuleInts - (call.has_layout ? 0 : at / kMaskRuleInts);
   require(rules <= kMaxMaskRules, op, "at most ", kMaxMaskRules, " mask rules are supported, got ",
           rules);
-  for (; at < mask.size(); at += kMaskRuleInts) {
+  for (; at < end; at += kMaskRuleInts) {
     const int64_t kind = mask[at], a = mask[at + 1], b = mask[at + 2];
     require(!is_layout(kind), op, "a layout must be the first mask rule, and the only one");
     require(is_mask_kind(kind), op, "mask rule must be a kind of semantics/mask_rules.h, got ",

@@ -89,7 +89,8 @@ Problem::Problem(const OpCall& call, const Inputs& in, const Form& form, const S
       up(as_experts(op, "up", in.up, dtype)),
       down(as_experts(op, "down", in.down, dtype)),
       hidden(as_hidden(op, form, down.in)),
-      split_bf16(split.split_bf16) {
+      split_bf16(split.split_bf16),
+      own_kernels(split.own_kernels) {
   gemm::require_split_bf16(op, split_bf16);
   experts = up.experts;
   columns = hidden.columns();

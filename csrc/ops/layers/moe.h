@@ -14,11 +14,11 @@ namespace omniattn::ops::moe {
 
 // x (N, d), index and weights (N, k), up (E, F or 2F, d), down (E, d, F); index -1: no expert. act:
 // Activation; gate: MoeGate; clamp: alpha and limit of gpt-oss, or empty. split_bf16: for fp32 on
-// the CPU, see gemm.h.
+// the CPU, see gemm.h. own_kernels: no kernel of torch is wanted.
 OMNIATTN_FIELDS(Inputs, Tensor x, index, weights, up; OptTensor up_bias; Tensor down;
                 OptTensor down_bias);
 OMNIATTN_FIELDS(Form, int64_t act, gate; Floats clamp);
-OMNIATTN_FIELDS(Split, int64_t split_bf16);
+OMNIATTN_FIELDS(Split, int64_t split_bf16; bool own_kernels);
 
 // Weights of all experts, logically (E, out, in): with unit stride along `in`, or along `out`.
 struct Experts {
@@ -49,6 +49,7 @@ struct Problem {
   MoeHidden hidden;
   int64_t columns;     // in a row of pre
   int64_t split_bf16;  // number of bf16 pieces for fp32 products (ops/layers/gemm.h)
+  bool own_kernels;
 
   Problem(const OpCall& call, const Inputs& in, const Form& form, const Split& split);
 

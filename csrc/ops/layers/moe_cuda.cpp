@@ -1,9 +1,11 @@
 // moe_experts on CUDA: memory and phases. All arrays have the maximum number of rows and blocks, so
 // that nothing waits for the routing.
 #include "kernels/moe/moe_cuda.h"
+#include "kernels/torch_paths/torch_paths.h"
 #include "ops/device.h"
 #include "ops/layers/moe.h"
 #include "ops/path.h"
+#include "ops/torch_ops.h"
 
 namespace omniattn::ops::moe {
 namespace {
@@ -25,17 +27,57 @@ bool takes_mma(const Problem& p, const Rows* grad_y) {
          (grad_y == nullptr || whole_16_bytes(grad_y->data(), grad_y->stride));
 }
 
-// A path is a set of product kernels; both passes are otherwise the same.
-const PathTable<bool(const Problem&, const Rows*), const MoeProductKernels> kPaths(
-    "moe_experts", {
-                       {"mma", takes_mma, &kMoeMma},
-                       {"fma", [](const Problem&, const Rows*) { return true; }, &kMoeFma},
-                   });
+// True if no two elements share an address.
+bool is_plain(const Experts& w) {
+  return (w.transposed ? w.in_stride >= w.out : w.out_stride >= w.in) &&
+         w.expert_stride >= w.out * w.in;
+}
+
+// Limits of aten/src/ATen/native/cuda/GroupMM.cu, whose fast kernel is for these GPUs. It needs no
+// alignment of the experts' rows if the rows are those of the left operand.
+constexpr Condition<Problem> kGroupedMm[] = {
+    {"kernels of this package are wanted", [](const Problem& p) { return !p.own_kernels; }},
+    {"x is not bfloat16", [](const Problem& p) { return p.dtype == DType::bf16; }},
+    {"the compute capability is not 9 or 10",
+     [](const Problem&) {
+       const int64_t generation = gpu_generation();
+       return generation == 9 || generation == 10;
+     }},
+    {"there are no rows or columns",
+     [](const Problem& p) { return p.pairs() * p.experts * p.dim * p.hidden.features > 0; }},
+    {"there are more than 1024 experts", [](const Problem& p) { return p.experts <= 1024; }},
+    {"elements of weights share memory",
+     [](const Problem& p) { return is_plain(p.up) && is_plain(p.down); }},
+};
+
+// A path is a set of product kernels; both passes are otherwise the same. With kMoeFinished, torch
+// multiplies for them.
+const PathTable<const char*(const Problem&, const Rows*), const MoeProductKernels> kPaths(
+    "moe_experts",
+    {
+        {"torch_grouped_mm",
+         [](const Problem& p, const Rows* grad_y) {
+           return takes_mma(p, grad_y) ? broken(kGroupedMm, p)
+                                       : "rows or weights are not 16-bit in whole 16 bytes";
+         },
+         &kMoeFinished},
+        {"mma",
+         [](const Problem& p, const Rows* grad_y) { return refused_unless(takes_mma(p, grad_y)); },
+         &kMoeMma},
+        {"fma", [](const Problem&, const Rows*) { return refused_unless(true); }, &kMoeFma},
+    });
 
 // Arrays of the routing, in one allocation.
 struct Routing {
   Tensor memory;
   MoeRouting arrays;
+
+  // (experts,) int32: the end of each expert's rows.
+  Tensor ends() const {
+    const auto* const memory_of = static_cast<const int64_t*>(memory.const_data_ptr());
+    return torch::stable::to(slice(memory, 0, arrays.offsets + 1 - memory_of, arrays.experts),
+                             ScalarType::Int);
+  }
 };
 
 Routing route(const Problem& p, int64_t block_rows) {
@@ -79,9 +121,39 @@ MoeRows gathered(const Rows& x, const MoeRouting& r) {
 }
 MoeRows dense(const Tensor& t) { return {t.const_data_ptr(), nullptr, t.size(1)}; }
 
-void up(const Problem& p, const MoeRouting& r, const MoeProductKernels& kernels, void* pre,
+// The left operand of a product: rows, or the product itself if torch multiplies, and its memory.
+struct Left {
+  MoeRows rows;
+  OptTensor memory;
+};
+// Rows (rows, k) of experts times their matrices (experts, k, n).
+Left left(const Routing& routing, const MoeProductKernels& kernels, const Tensor& rows,
+          const Tensor& matrices) {
+  if (&kernels != &kMoeFinished) return {dense(rows), std::nullopt};
+  const OptTensor ends = routing.ends(), no_bias;
+  const std::optional<ScalarType> same_dtype;
+  const Tensor made =
+      as_dense(call_torch("aten::_grouped_mm", "", rows, matrices, ends, no_bias, same_dtype));
+  return {dense(made), made};
+}
+// Rows of tokens likewise.
+Left left(const Problem& p, const Routing& routing, const MoeProductKernels& kernels, const Rows& x,
+          const Tensor& matrices) {
+  const MoeRouting& r = routing.arrays;
+  if (&kernels != &kMoeFinished) return {gathered(x, r), std::nullopt};
+  const Tensor rows = empty_tensor({r.pairs(), x.cols}, p.dtype);
+  require_launched(p.op, launch_moe_gather(p.dtype, r, gathered(x, r), x.cols,
+                                           rows.mutable_data_ptr(), stream()));
+  return left(routing, kernels, rows, matrices);
+}
+// Matrices of the products x W^T (forward); those of y W (backward) are the weights themselves.
+Tensor forward_of(const Experts& w) { return torch::stable::transpose(w.tensor, 1, 2); }
+
+void up(const Problem& p, const Routing& routing, const MoeProductKernels& kernels, void* pre,
         void* hidden) {
-  const MoeUpProduct u{.product = product(p, r, gathered(p.x, r), p.up.forward(), p.dim, p.columns),
+  const MoeRouting& r = routing.arrays;
+  const Left x = left(p, routing, kernels, p.x, forward_of(p.up));
+  const MoeUpProduct u{.product = product(p, r, x.rows, p.up.forward(), p.dim, p.columns),
                        .hidden_of = p.hidden,
                        .bias = data_or_null(p.up_bias),
                        .pre = pre,
@@ -90,10 +162,13 @@ void up(const Problem& p, const MoeRouting& r, const MoeProductKernels& kernels,
 }
 
 // y = sum over each token's slots of weight times (row of a times the expert's b, plus its bias).
-void project(const Problem& p, const MoeRouting& r, const MoeProductKernels& kernels,
-             const Tensor& a, const MoeMatrix& b, const void* bias, const void* weights, void* y) {
+void project(const Problem& p, const Routing& routing, const MoeProductKernels& kernels,
+             const Tensor& a, const MoeMatrix& b, const Tensor& matrices, const void* bias,
+             const void* weights, void* y) {
+  const MoeRouting& r = routing.arrays;
+  const Left x = left(routing, kernels, a, matrices);
   const Tensor rows = empty_tensor({r.pairs(), p.dim}, p.compute);
-  const MoeProjectProduct q{.product = product(p, r, dense(a), b, a.size(1), p.dim),
+  const MoeProjectProduct q{.product = product(p, r, x.rows, b, a.size(1), p.dim),
                             .bias = bias,
                             .out = rows.mutable_data_ptr()};
   require_launched(p.op, kernels.project(q, stream()));
@@ -117,9 +192,9 @@ void run_forward(const Problem& p, void* y, void* pre) {
   if (pre != nullptr) {
     require_launched(p.op, launch_moe_clear(p.dtype, r, p.columns, pre, stream()));
   }
-  up(p, r, kernels, pre, hidden.mutable_data_ptr());
-  project(p, r, kernels, hidden, p.down.forward(), data_or_null(p.down_bias),
-          p.weights.const_data_ptr(), y);
+  up(p, routing, kernels, pre, hidden.mutable_data_ptr());
+  project(p, routing, kernels, hidden, p.down.forward(), forward_of(p.down),
+          data_or_null(p.down_bias), p.weights.const_data_ptr(), y);
 }
 
 namespace {
@@ -179,7 +254,7 @@ void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
   const int64_t features = p.hidden.features, parts = ceil_div(features, kMoeTileColumns);
   const Tensor recomputed = empty_tensor({pre != nullptr ? 0 : r.pairs(), p.columns}, p.dtype);
   if (pre == nullptr) {
-    up(p, r, kernels, recomputed.mutable_data_ptr(), nullptr);
+    up(p, routing, kernels, recomputed.mutable_data_ptr(), nullptr);
     pre = recomputed.const_data_ptr();
   }
   const Tensor grad_pre = empty_tensor({r.pairs(), p.columns}, p.dtype);
@@ -187,8 +262,9 @@ void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
   const Tensor grad_weight = empty_tensor({r.pairs(), parts}, p.compute);
   const MoeRows grad_rows = gathered(grad_y, r);
   const void* const weights = p.weights.const_data_ptr();
+  const Left grad = left(p, routing, kernels, grad_y, p.down.tensor);
   const MoeUpBackwardProduct u{
-      .product = product(p, r, grad_rows, p.down.backward(), p.dim, features),
+      .product = product(p, r, grad.rows, p.down.backward(), p.dim, features),
       .hidden_of = p.hidden,
       .slot_of_row = r.slot_of_row,
       .weights = weights,
@@ -198,7 +274,7 @@ void run_backward(const Problem& p, const Rows& grad_y, const void* pre,
       .grad_weight = grad_weight.mutable_data_ptr()};
   require_launched(p.op, kernels.up_backward(u, stream()));
   if (grads.x != nullptr) {
-    project(p, r, kernels, grad_pre, p.up.backward(), nullptr, nullptr, grads.x);
+    project(p, routing, kernels, grad_pre, p.up.backward(), p.up.tensor, nullptr, nullptr, grads.x);
   }
   if (grads.up != nullptr) {
     weight_grad(p, r, kernels, p.up, dense(grad_pre), gathered(p.x, r), grads.up);

@@ -67,6 +67,13 @@ def implementation(op: str, backend: str | None, x: Tensor, native: Op) -> Calla
     return native.formula
 
 
+def takes_own_kernels(backend: str | None, x: Tensor) -> bool:
+    """Returns True if no kernel of torch may compute a call. The CPU has none."""
+    if x.is_cpu:
+        return False
+    return backend == "cuda" or torch.are_deterministic_algorithms_enabled()
+
+
 def shown(value: Any) -> str:
     """Formats a value for an error: shapes of tensors and arrays, one line of anything else."""
     if isinstance(value, Tensor) and value.is_nested:

@@ -16,7 +16,7 @@ import torch
 
 import omniattn
 from omniattn import config
-from omniattn.ops.dispatch import calls, gemm_choice, level_choice
+from omniattn.ops.dispatch import calls, gemm_choice, level_choice, torch_kernels
 from omniattn.ops.dispatch import library as _library
 from omniattn.ops.dispatch.cpu import cpu_family, cpuinfo
 from omniattn.ops.dispatch.precision import split_bf16_of
@@ -113,9 +113,11 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         count = f"{len(library['ops'])} native ops{missing and f', without {missing}'}"
         yield f"{device} library", f"{library['path']}{given}, {count}"
         tables = "; ".join(f"{op}: {', '.join(names)}" for op, names in library["paths"].items())
+        left_out = "; ".join(f"{path}: {why}" for path, why in library["omitted paths"].items())
         yield (
             f"{device} paths",
-            f"{tables} (the first that takes a call; OMNIATTN_LOG_PATHS=1 logs it)",
+            f"{tables} (the first that takes a call; OMNIATTN_LOG_PATHS=1 logs it)"
+            + (f"; left out: {left_out}" if left_out else ""),
         )
 
 
@@ -127,6 +129,9 @@ def _library_facts(device: str) -> dict[str, Any]:
         "ops": sorted(ops),
         "without": sorted(set(_library.ops_of("cpu")).difference(ops)),
         "paths": _library.paths(device),
+        "omitted paths": {
+            f"{op} {name}": why for (op, name), why in torch_kernels.omitted(device).items()
+        },
     }
 
 

@@ -3,7 +3,7 @@
 csrc/ops/attention/attention_rules.cpp decodes them, too:
 
 - mask: per rule its kind, a, b and the index of its first side tensor in aux, or -1. A layout is
-  the first rule.
+  the first rule, OWN_KERNELS the last one.
 - score: per rule its kind, the index of its tensor in aux, or -1, and the index of its first
   parameter in params, or -1. A program is the last rule, followed by its code.
 - params: scale, dropout_p and the parameters of the score rules.
@@ -65,6 +65,11 @@ def after_layout(layout: Rule, mask: Sequence[int]) -> list[int]:
     return [kind, a, b, 0, *mask]
 
 
+def with_own_kernels(mask: Sequence[int]) -> list[int]:
+    """Makes the codes of a call that takes no kernel of torch."""
+    return [*mask, MaskKind.OWN_KERNELS, 0, 0, -1]
+
+
 def decode(
     aux: Sequence[Tensor],
     mask: Sequence[int],
@@ -79,6 +84,7 @@ def decode(
     rules: list[Rule] = [
         (kind, a, b, tuple(aux[i : i + 2]) if i >= 0 else ())
         for kind, a, b, i in _groups(mask, _MASK_INTS)
+        if kind != MaskKind.OWN_KERNELS
     ]
     layout = rules.pop(0) if rules and rules[0][0] in LAYOUTS else None
     options: dict[str, Any] = {"scale": params[0], "mask": Rules(rules)}

@@ -34,6 +34,7 @@ class MaskKind(IntEnum):
     KEYS = 18  # part: k and v have rows a .. a + Tk of b
     GRID = 19  # one axis of a neighborhood in a grid, see GridAxis
     POOLED = 20  # k a + b <= q
+    OWN_KERNELS = 21  # hides nothing: the call takes no kernel of torch; the last rule
 
 
 #: Kinds that define where sequences lie. A layout is the first rule.

@@ -71,6 +71,7 @@ def formula(
     clamp: list[float],
     keep: bool,
     split_bf16: int,
+    own_kernels: bool,
     weigh_inputs: bool = False,
 ) -> Tensor:
     """Computes the op in plain torch from its own arguments."""
@@ -87,9 +88,10 @@ def formula(
     )
 
 
-#: (x, index, weights, up, up_bias, down, down_bias, act, gate, clamp, keep, split_bf16) -> y, with
-#: x (N, d) and weights in the compute dtype; keep: True to save the pre-activations, False to
-#: recompute them; split_bf16: see dispatch/precision.py
+#: (x, index, weights, up, up_bias, down, down_bias, act, gate, clamp, keep, split_bf16,
+#: own_kernels) -> y, with x (N, d) and weights in the compute dtype; keep: True to save the
+#: pre-activations, False to recompute them; split_bf16: see dispatch/precision.py; own_kernels:
+#: True to take no kernel of torch
 moe = DifferentiableOp(
     "moe",
     fakes={

@@ -13,9 +13,9 @@ from omniattn.testing import threads
 EMULATED = "mma" in _library.paths("cpu")["attention"]
 if EMULATED:
     TABLES = {
-        "attention": ["split", "stick", "mma", "fma"],
-        "attention_backward": ["stick", "mma", "fma"],
-        "moe_experts": ["mma", "fma"],
+        "attention": ["split", "torch_cudnn", "torch_flash", "stick", "mma", "fma"],
+        "attention_backward": ["torch_flash", "stick", "mma", "fma"],
+        "moe_experts": ["torch_grouped_mm", "mma", "fma"],
     }
 else:
     TABLES = {

@@ -21,10 +21,11 @@ from omniattn.checks.arguments import (
     require_seed,
     require_shape,
     shown,
+    takes_own_kernels,
 )
 from omniattn.checks.remembered import VALUES, remembered
 from omniattn.checks.tracing import may_train
-from omniattn.encoding.attention import Codes, after_layout, encode
+from omniattn.encoding.attention import Codes, after_layout, encode, with_own_kernels
 from omniattn.encoding.masks import BLOCK, MAX_RULES, MaskKind, Rule, Sizes
 from omniattn.encoding.options import (
     ALL_NORMALIZERS,
@@ -100,6 +101,8 @@ def run(
         found = attend(q, k, v, *factors, aux, mask, score, params)
         return found
     attend = implementation(op, backend, q, ops.attention)
+    if takes_own_kernels(backend, q):
+        mask = with_own_kernels(mask)
     found = attend(q, k, v, aux, seed, mask, score, params)
     return found
 
@@ -135,6 +138,8 @@ def attempt(
     mask, score, params = settings.codes
     if layout is not None:
         mask, aux = after_layout(layout, mask), [*layout[3]]
+    if takes_own_kernels(None, q):
+        mask = with_own_kernels(mask)
     if not may_train():  # None takes 0.7 us less than an empty list
         aux, mask, score = aux or None, mask or None, score or None
     found: tuple[Tensor, Tensor] | None

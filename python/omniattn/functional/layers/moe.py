@@ -19,6 +19,7 @@ from omniattn.checks.arguments import (
     require_number,
     require_shape,
     require_tensor,
+    takes_own_kernels,
 )
 from omniattn.checks.tracing import may_train
 from omniattn.compositions.moe import moe_of_weighed_inputs
@@ -131,6 +132,7 @@ def moe_experts(
         *ops.encode(activation, interleaved, alpha, limit),
         trains and not recompute,
         split_bf16_of(x),
+        takes_own_kernels(backend, x),
     )
     run = implementation(op, backend, x, ops.moe)
     if weigh_inputs:
