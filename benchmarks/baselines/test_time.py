@@ -1,7 +1,7 @@
 """Baselines of mixers that solve a problem at test time, differentiated by torch.
 
-TTT-Linear is a loop over mini-batches. The products of MesaNet's conjugate gradients are over
-chunks and their states.
+TTT-Linear is a loop over mini-batches. The products of MesaNet's conjugate gradients and of Gated
+KalmaNet's Chebyshev iteration are over chunks and their states.
 """
 
 from __future__ import annotations
@@ -202,9 +202,58 @@ def mesa_net(
     return (o.flatten(2, 3).transpose(1, 2), *states)
 
 
+def gated_kalmanet(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    alpha: Tensor | None = None,
+    *,
+    ridge_ratio: float = 0.02,
+    max_iterations: int = 30,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lacks(**options, part=q.shape[1] % CHUNK > 0 or g is None)
+    assert g is not None and gk is not None and alpha is not None
+    q, k, v, g, gk, alpha = (
+        t.transpose(1, 2).unflatten(2, (-1, CHUNK)) for t in (q, k, v, g, gk, alpha)
+    )
+    total, weights, decay, kept, end = _decayed(gk, k)
+    kk = _states(kept, k, end)
+    squares = weights * (weights @ (k @ k.mT).square())
+    norm = squares.sum(-1) + (2 * total).exp() * kk.square().sum((-2, -1))[..., None]
+    norm = norm + 2 * (weights @ ((k @ kk) * k).sum(-1, keepdim=True) * decay)[..., 0]
+    norm = norm.sqrt()[..., None]
+    step, slope = 1 / (ridge_ratio + 0.5) / norm, (0.25 / (ridge_ratio + 0.5)) ** 2
+    x, before, omega = step * q, torch.zeros_like(q), 2.0
+    for _ in range(max_iterations):
+        omega = 1 / (1 - slope * omega)
+        y = (x * decay) @ kk + ((x @ k.mT) * weights) @ k + ridge_ratio * norm * x - q
+        x, before = omega * (x - step * y) + (1 - omega) * before, x
+    x = (q + alpha[..., None] * (x - q)) * q.shape[-1] ** -0.5
+    _, weights, decay, values, last = _decayed(g, k)
+    kv = _states(values, v, last)
+    o = (x * decay) @ kv + ((x @ k.mT) * weights) @ v
+    states = (
+        final[:, :, -1, None, None] * state[:, :, -1] + left[:, :, -1].mT @ rows[:, :, -1]
+        for final, state, left, rows in ((end, kk, kept, k), (last, kv, values, v))
+    )
+    return (o.flatten(2, 3).transpose(1, 2), *states)
+
+
+def _decayed(g: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Sums of log-decays, weights of pairs, decays of states, keys as kept, decays of chunks."""
+    total = g.cumsum(-1)
+    weights = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    kept = k * (total[..., -1:] - total).exp()[..., None]
+    return total, weights, total.exp()[..., None], kept, total[..., -1].exp()
+
+
 BASELINES = {
     "titans_linear": {"aten": titans_linear, "compiled": compiled(titans_linear)},
     "atlas_linear": {"aten": atlas_linear, "compiled": compiled(atlas_linear)},
     "ttt_linear": {"aten": ttt_linear, "compiled": compiled(ttt_linear)},
     "mesa_net": {"aten": mesa_net, "compiled": compiled(mesa_net)},
+    "gated_kalmanet": {"aten": gated_kalmanet, "compiled": compiled(gated_kalmanet)},
 }

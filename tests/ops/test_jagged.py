@@ -151,6 +151,7 @@ def gate_of(x: torch.Tensor, *size: int) -> torch.Tensor:
 
 
 constant = -torch.rand(2, 4, dtype=torch.float64)
+readout = torch.randn(2, 3, 3, dtype=torch.float64)
 filters = torch.randn(8, 4, dtype=torch.float64)
 recurrent = torch.randn(4, 2, 3, 3, dtype=torch.float64)
 
@@ -228,6 +229,16 @@ RECURRENT = {
         F.mesa_net,
         (q, k, v, gate_of(q, 2), like(q, 2).square(), constant.abs() + 0.3),
         {"l2norm": True},
+    ),
+    "cyclic_flow_attention": lambda q, k, v: (
+        F.cyclic_flow_attention,
+        (q, k, v, gate_of(q, 2), like(q, 2).sigmoid(), like(q, 2).sigmoid(), readout),
+        {},
+    ),
+    "gated_kalmanet": lambda q, k, v: (
+        F.gated_kalmanet,
+        (q, k, v, gate_of(q, 2), gate_of(k, 2), like(q, 2).sigmoid()),
+        {},
     ),
     "log_linear_attention": lambda q, k, v: (
         F.log_linear_attention,

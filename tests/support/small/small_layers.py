@@ -83,6 +83,8 @@ FIELDS = {
     "S4": {"dim": 8},
     "S4D": {"dim": 8},
     "SLSTM": {"dim": 8, "num_heads": 2},
+    "CyclicFlowAttention": {"dim": 8, "num_heads": 2, "num_slots": 3},
+    "GatedKalmaNet": {"dim": 8, "num_heads": 2},
     "MesaNet": {"dim": 8, "num_heads": 2},
     "TTTLinear": {"dim": 8, "num_heads": 2},
     "TitansLinear": {"dim": 8, "num_heads": 2},
