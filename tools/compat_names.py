@@ -61,7 +61,7 @@ REFUSED = [
     (r"Parallel(?!_)|xformers\.ops\.(\w+\.)?(fused_(all|any|lin)|sequence_parallel)",
      "weights are not split over processes here"),
     (r"[Ss]pars(e|ify)24", "weights with 2 zeros of 4 are for tensor cores"),
-    (r"apply_liger_kernel|_apply_liger|AutoLiger|monkey_patch",
+    (r"apply_liger_(kernel|llama4)|_apply_liger|AutoLiger|monkey_patch",
      "omniattn.hf.patch patches models of transformers"),
     (r"liger_kernel\.transformers\.model\.", "omniattn.hf.patch patches models of transformers"),
     (r"^fla\.utils\b|prepare_block_csr|get_max_num_splits|PrepareModuleWeight|_cp$"
