@@ -6,6 +6,8 @@ KalmaNet's Chebyshev iteration are over chunks and their states.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -143,6 +145,51 @@ def atlas_linear(
     return torch.stack(out, 1), weights, momentum, weights, *past
 
 
+def titans_mlp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    alpha: Tensor | None = None,
+    eta: Tensor | None = None,
+    *,
+    M: Tensor,
+    S: Tensor,
+    N0: Tensor,
+    hidden: Sequence[int],
+    scale: float = 1.0,
+    mini_batch_size: int = 16,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Gradients of all tokens of a mini-batch by torch.func, then the weights of each token."""
+    lacks(**options, part=q.shape[1] % mini_batch_size > 0, gates=alpha is None or eta is None)
+    assert alpha is not None and eta is not None
+    widths = [q.shape[-1], *hidden, v.shape[-1]]
+    shapes = list(itertools.pairwise(widths))
+
+    def apply(flat: Tensor, x: Tensor) -> Tensor:
+        for n, matrix in enumerate(flat.split([a * b for a, b in shapes])):
+            x = (F.gelu(x) if n > 0 else x) @ matrix.view(shapes[n])
+        return x
+
+    def loss(flat: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return (apply(flat, x) - y).square().sum()
+
+    of_heads = torch.func.vmap(torch.func.vmap(torch.func.grad(loss)))
+    slopes_of = torch.func.vmap(of_heads, (None, 1, 1), 1)
+    outputs_of = torch.func.vmap(torch.func.vmap(apply))
+    weights, momentum, out = M, S, []
+    for n in range(0, q.shape[1], mini_batch_size):
+        part = slice(n, n + mini_batch_size)
+        slopes = slopes_of(weights, k[:, part], v[:, part])
+        for t in range(mini_batch_size):
+            e, th, al = (x[:, n + t, :, None] for x in (eta, theta, alpha))
+            momentum = e * momentum - th * slopes[:, t]
+            weights = (1 - al) * weights + momentum
+            out.append(outputs_of(weights, scale * q[:, n + t]))
+    return torch.stack(out, 1), weights, momentum, weights
+
+
 def _orthogonal(x: Tensor, steps: int) -> Tensor:
     """Newton-Schulz steps of Muon."""
     if steps == 0:
@@ -251,6 +298,7 @@ def _decayed(g: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
 
 
 BASELINES = {
+    "titans_mlp": {"aten": titans_mlp},
     "titans_linear": {"aten": titans_linear, "compiled": compiled(titans_linear)},
     "atlas_linear": {"aten": atlas_linear, "compiled": compiled(atlas_linear)},
     "ttt_linear": {"aten": ttt_linear, "compiled": compiled(ttt_linear)},

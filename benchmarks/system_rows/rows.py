@@ -141,6 +141,9 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "Titans: a linear memory that learns by descent with momentum and forgetting": (
         ("titans_linear", "head64"),
     ),
+    "Titans: an MLP as memory, learned by descent with momentum and forgetting": (
+        ("titans_mlp", "head32"),
+    ),
     "ATLAS: a linear memory that learns from windows of tokens, its steps orthogonal or not": (
         ("atlas_linear", "head64"),
         ("atlas_linear", "muon"),

@@ -152,6 +152,7 @@ def gate_of(x: torch.Tensor, *size: int) -> torch.Tensor:
 
 constant = -torch.rand(2, 4, dtype=torch.float64)
 readout = torch.randn(2, 3, 3, dtype=torch.float64)
+memory = tuple(torch.randn(3, 3, 2, 24, dtype=torch.float64) / 2)
 filters = torch.randn(8, 4, dtype=torch.float64)
 recurrent = torch.randn(4, 2, 3, 3, dtype=torch.float64)
 
@@ -219,6 +220,11 @@ RECURRENT = {
         F.titans_linear,
         (q, k, v, like(q, 2).square() / 8, like(q, 2).square() / 8),
         {"eta": like(q, 2), "mini_batch_size": 2},
+    ),
+    "titans_mlp": lambda q, k, v: (
+        F.titans_mlp,
+        (q, k, v, like(q, 2).square() / 8, like(q, 2).square() / 8),
+        {"eta": like(q, 2), "mini_batch_size": 2, "hidden": [3], "initial_state": memory},
     ),
     "atlas_linear": lambda q, k, v: (
         F.atlas_linear,

@@ -54,6 +54,7 @@ from omniattn.modules import (
     RWKVRecurrent,
     SimpleSelectiveSSM,
     TitansLinear,
+    TitansMLP,
     TTTLinear,
 )
 
@@ -119,6 +120,7 @@ RECURRENT = {
     "precond-gated-deltanet": PrecondGatedDeltaNet.Config(16, 2, num_v_heads=4),
     "ttt": TTTLinear.Config(16, 2, 4),
     "titans": TitansLinear.Config(16, 2, mini_batch_size=4),
+    "titans-mlp": TitansMLP.Config(16, 2, mini_batch_size=4),
     "atlas": AtlasLinear.Config(16, 2, mini_batch_size=4, window=3, degree=2),
     "mesanet": MesaNet.Config(16, 2),
     "cyfa": CyclicFlowAttention.Config(16, 2, num_slots=5),

@@ -78,6 +78,7 @@ from omniattn.modules import (
     SelectAttention,
     SelectiveAttention,
     TitansLinear,
+    TitansMLP,
     TTTLinear,
     WallAttention,
 )
@@ -280,6 +281,7 @@ KINDS: dict[str, Kind] = {
     "gated-kalmanet": _recurrence(GatedKalmaNet.Config),
     "ttt": _recurrence(TTTLinear.Config),
     "titans": _recurrence(TitansLinear.Config),
+    "titans-mlp": _recurrence(TitansMLP.Config),
     "atlas": _recurrence(AtlasLinear.Config),
     "rwkv4": _rwkv(RWKV4TimeMix.Config, sized=False),
     "rwkv5": _rwkv(RWKV5TimeMix.Config),

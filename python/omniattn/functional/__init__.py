@@ -104,7 +104,7 @@ from omniattn.functional.recurrences.slots import (
     cyclic_flow_attention,
     gated_slot_attention,
 )
-from omniattn.functional.recurrences.titans import atlas_linear, titans_linear
+from omniattn.functional.recurrences.titans import atlas_linear, titans_linear, titans_mlp
 from omniattn.functional.recurrences.ttt import ttt_linear
 from omniattn.functional.routing import (
     Routing,
@@ -318,6 +318,7 @@ __all__ = [
     "stick_breaking_attention",
     "swiglu",
     "titans_linear",
+    "titans_mlp",
     "top_k",
     "top_k_softmax",
     "ttt_linear",

@@ -87,7 +87,7 @@ from omniattn.modules.recurrent.slots import (
     Raven,
 )
 from omniattn.modules.recurrent.state_mixer import StateMixer
-from omniattn.modules.recurrent.titans import TitansLinear
+from omniattn.modules.recurrent.titans import TitansLinear, TitansMLP
 from omniattn.modules.recurrent.ttt import TTTLinear
 from omniattn.modules.recurrent.xlstm import MLSTM, SLSTM
 from omniattn.modules.rwkv.heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
@@ -265,6 +265,7 @@ __all__ = [
     "TTTLinear",
     "Threshold",
     "TitansLinear",
+    "TitansMLP",
     "TransformerXLAttention",
     "WallAttention",
     "Window",

@@ -116,7 +116,7 @@ from omniattn.reference.recurrences.slots import (
     cyclic_flow_attention,
     gated_slot_attention,
 )
-from omniattn.reference.recurrences.titans import titans_linear
+from omniattn.reference.recurrences.titans import titans_linear, titans_mlp
 from omniattn.reference.recurrences.ttt import ttt_linear
 from omniattn.reference.sparse.dual_chunk import (
     dual_chunk_attention,
@@ -264,6 +264,7 @@ __all__ = [
     "stick_breaking_attention",
     "swiglu",
     "titans_linear",
+    "titans_mlp",
     "top_k",
     "ttt_linear",
     "uniform_like",

@@ -70,6 +70,7 @@ from omniattn.modules import (
     SelectiveAttention,
     SimpleSelectiveSSM,
     TitansLinear,
+    TitansMLP,
     TransformerXLAttention,
     TTTLinear,
     WallAttention,
@@ -127,6 +128,8 @@ MIXERS = [
     CyclicFlowAttention.Config(24, 2, num_slots=7, init_std=0.5),
     TitansLinear.Config(24, 2, mini_batch_size=4, init_std=0.5),
     TitansLinear.Config(24, 2, mini_batch_size=3, conv_size=0, residual_norm=True, init_std=0.5),
+    TitansMLP.Config(24, 2, mini_batch_size=4, memory_dim=5, init_std=0.5),
+    TitansMLP.Config(24, 2, mini_batch_size=3, depth=3, conv_size=0, init_std=0.5),
     AtlasLinear.Config(24, 2, mini_batch_size=4, window=3, degree=2, head_dim=4, init_std=0.5),
     AtlasLinear.Config(
         24, 2, mini_batch_size=3, window=5, newton_schulz_steps=2, conv_size=0, init_std=0.5

@@ -88,6 +88,7 @@ FIELDS = {
     "MesaNet": {"dim": 8, "num_heads": 2},
     "TTTLinear": {"dim": 8, "num_heads": 2},
     "TitansLinear": {"dim": 8, "num_heads": 2},
+    "TitansMLP": {"dim": 8, "num_heads": 2},
     "AtlasLinear": {"dim": 8, "num_heads": 2, "degree": 2},
     "MoBA": {"dim": 8, "num_heads": 2, "block_size": 2},
     "NSA": {"dim": 8, "num_heads": 2, "compress_dim": 4},

@@ -104,6 +104,7 @@ from omniattn.modules import (
     SelectAttention,
     SelectiveAttention,
     TitansLinear,
+    TitansMLP,
     TTTLinear,
     WallAttention,
 )
@@ -299,6 +300,7 @@ TRAINED: dict[str, ModelConfig] = {
     "gated-kalmanet": _recurrent(GatedKalmaNet.Config(192, 3)),
     "ttt": _recurrent(TTTLinear.Config(192, 3, use_gate=True, share_qk=True)),
     "titans": _recurrent(TitansLinear.Config(192, 3)),
+    "titans-mlp": _recurrent(TitansMLP.Config(192, 3, memory_dim=64)),
     "atlas": _recurrent(AtlasLinear.Config(192, 3, head_dim=16, v_head_dim=64, degree=2)),
     "rwkv4": _rwkv(4),
     "rwkv5": _rwkv(5),
