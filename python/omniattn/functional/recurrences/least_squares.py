@@ -138,7 +138,7 @@ def gated_kalmanet(
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Reads values by a ridge regression on all past tokens, as strong as their keys are.
+    """Reads values by a ridge regression on all past tokens, relative to the norm of their keys.
 
     ``o_t = scale U_t^T (q_t + alpha_t (x_t - q_t))`` with ``x_t = (H_t + ridge_ratio |H_t| I)^-1
     q_t``, ``H_t = exp(gk_t) H_{t-1} + k_t k_t^T`` and ``U_t = exp(g_t) U_{t-1} + k_t v_t^T``. Where
@@ -174,9 +174,9 @@ def gated_kalmanet(
 
     Note:
         Solved as in `mesa_net`, in fp32 for half types, with gradients of the exact solutions. The
-        paper and fla take 30 steps of Chebyshev's iteration, whose errors at a ratio of 0.02 are up
-        to 4e-4 of x; conjugate gradients are never further away after as many steps, in the norm of
-        the system. The norms are a scan: ``|H_t|^2 = exp(2 gk_t) |H_{t-1}|^2 + 2 k_t^T H_t k_t -
+        paper and fla take 30 steps of Chebyshev's iteration, which leave errors of up to 4e-4 of x
+        at a ratio of 0.02. Conjugate gradients leave no more, in the norm of the system, after one
+        step more. The norms are a scan: ``|H_t|^2 = exp(2 gk_t) |H_{t-1}|^2 + 2 k_t^T H_t k_t -
         |k_t|^4``. Where H_t is 0, x_t is q_t. Second and forward-mode derivatives go through the
         eager definition.
 
