@@ -54,14 +54,14 @@ STEP = re.compile(
 )
 #: Reasons of refusals, by package and module.name.
 REFUSED = [
-    (r"flash_attn\.models\.", "models are in omniattn.models"),
+    (r"flash_attn\.models\.|patch_embed", "models are in omniattn.models"),
     (r"flash_attn\.modules\.", "layers are in omniattn.modules"),
     (r"fla\.models\b", "models are in omniattn.models, and Model.from_hf loads checkpoints"),
     (r"mamba_ssm\.models\.|MambaLMHeadModel", "models are in omniattn.models"),
     (r"Parallel(?!_)|xformers\.ops\.(\w+\.)?(fused_(all|any|lin)|sequence_parallel)",
      "weights are not split over processes here"),
     (r"[Ss]pars(e|ify)24", "weights with 2 zeros of 4 are for tensor cores"),
-    (r"apply_liger_kernel|_apply_liger|AutoLiger|monkey_patch",
+    (r"apply_liger_(kernel|llama4)|_apply_liger|AutoLiger|monkey_patch",
      "omniattn.hf.patch patches models of transformers"),
     (r"liger_kernel\.transformers\.model\.", "omniattn.hf.patch patches models of transformers"),
     (r"^fla\.utils\b|prepare_block_csr|get_max_num_splits|PrepareModuleWeight|_cp$"
@@ -72,6 +72,25 @@ REFUSED = [
      "it serves the library's own kernels, devices and files"),
     (r"\.naive_\w+$|_ref$|GroupNormRef|_torch$|segsum|ssd_minimal_discrete|mamba_inner_ref",
      "formulas in plain torch are in omniattn.reference"),
+    (r"fla\.layers\.(\w+\.)?(YOCO|SlidingWindowSharedKey|WallAttention)",
+     "omniattn.modules has layers of this kind, with caches of their own"),
+    (r"wall_attn(\.\w+)?\.(build_wall_kv_cache|parallel_wall_attn_decode)"
+     r"|ops\.(build_wall_kv_cache|parallel_wall_attn_decode)",
+     "omniattn.modules.WallAttention decodes with its cache"),
+    (r"(log_linear_)?mamba2\.(ceil_log|get_num_levels|hmamba_|apply_mask|pad_tensor|reshape_into)"
+     r"|mamba2\.segment_sum|mom\.(transform|reconstruct)|rodimus\.(align_multiple|autocast_)"
+     r"|\.TokenShift$|causal_conv1d_update_states|utils\.(softplus\.)?softplus$"
+     r"|(chunk_scan|chunk_state(_varlen)?|state_passing)$|round_up_headdim|KernelSchedule",
+     "it is a step of the library's own layers and kernels"),
+    (r"xformers\.(checkpoint|get_optimal_checkpoint|selective_checkpoint)",
+     "torch.utils.checkpoint chooses what is recomputed"),
+    (r"xformers\.(compute_once|get_python_lib|list_operators)|fmha\.(ALL_|Inputs|dispatch)"
+     r"|SwiGLU(Eager)?Op|IndexSelect|ScaledIndexAdd|tiled_matmul\.check_|SplitKAutotune"
+     r"|use_triton_splitk|sp24\.\w+$",
+     "it serves the library's own kernels, devices and files"),
+    (r"_subset$", "rows that stochastic depth leaves out are not left out of norms here"),
+    (r"k_activations\.Activation", "it names kernels of the library"),
+    (r"mha\.MHA|Mamba2Simple", "layers of this kind are in omniattn.modules"),
     (r"BitLinear|bitattn|BitAttention|fused_bitlinear|int8|RMSNormLinearQuant|LayerNormLinearQuant",
      "omniattn.modules.BitLinear has weights of 1.58 bits"),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -90,7 +91,43 @@ def lightnet_attention(
     return o.to(v.dtype), means, z[:, 0]
 
 
+def cyclic_flow_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    delta: Tensor,
+    beta: Tensor,
+    readout: Tensor,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    **state: Any,
+) -> tuple[Tensor, ...]:
+    """Softmax over the waves of slots, as complex numbers; sums of clocks are in float64."""
+    lacks(initial_state=bool(state), packed=cu_seqlens is not None, empty=v.numel() == 0)
+    slots = readout.shape[-1]
+    rates = torch.arange((slots + 1) // 2, dtype=torch.float64) * (2 * math.pi / slots)
+    size = torch.full_like(rates, (2 / slots) ** 0.5)
+    size[0] = slots**-0.5
+    clock = delta.double().cumsum(1)
+    turns = torch.polar(torch.ones(1).double(), clock[..., None] * rates).to(torch.complex64)
+    waves = torch.polar(size, torch.arange(slots).double()[:, None] * rates).to(torch.complex64)
+    table = readout @ torch.view_as_real(waves).flatten(-2)
+    writes = beta[..., None, None] * torch.view_as_real(size.float() * turns.conj())
+    writes = writes.flatten(-2)
+    logits, keys = gated(q, k, writes, g, scale=scale)
+    logits = torch.view_as_complex(logits.unflatten(-1, (-1, 2)).contiguous()) * turns
+    logits = torch.einsum("hrm,bthm->bthr", table, torch.view_as_real(logits).flatten(-2))
+    read = torch.einsum("hrm,bthr->bthm", table, logits.softmax(-1))
+    read = torch.view_as_complex(read.unflatten(-1, (-1, 2)).contiguous()) * turns.conj()
+    o, values = gated(torch.view_as_real(read).flatten(-2), writes, v, g, scale=1.0)
+    last = clock[:, -1] * (2 * math.pi / slots)
+    return o, keys, values, last.cos().float(), last.sin().float()
+
+
 BASELINES = {
+    "cyclic_flow_attention": {"aten": cyclic_flow_attention},
     "gated_slot_attention": {
         "aten": gated_slot_attention,
         "compiled": compiled(gated_slot_attention),

@@ -1,11 +1,13 @@
 """Baselines of mixers that solve a problem at test time, differentiated by torch.
 
-TTT-Linear is a loop over mini-batches. The products of MesaNet's conjugate gradients are over
-chunks and their states.
+TTT-Linear is a loop over mini-batches. The products of MesaNet's conjugate gradients and of Gated
+KalmaNet's Chebyshev iteration are over chunks and their states.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -143,6 +145,51 @@ def atlas_linear(
     return torch.stack(out, 1), weights, momentum, weights, *past
 
 
+def titans_mlp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    alpha: Tensor | None = None,
+    eta: Tensor | None = None,
+    *,
+    M: Tensor,
+    S: Tensor,
+    N0: Tensor,
+    hidden: Sequence[int],
+    scale: float = 1.0,
+    mini_batch_size: int = 16,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Gradients of all tokens of a mini-batch by torch.func, then the weights of each token."""
+    lacks(**options, part=q.shape[1] % mini_batch_size > 0, gates=alpha is None or eta is None)
+    assert alpha is not None and eta is not None
+    widths = [q.shape[-1], *hidden, v.shape[-1]]
+    shapes = list(itertools.pairwise(widths))
+
+    def apply(flat: Tensor, x: Tensor) -> Tensor:
+        for n, matrix in enumerate(flat.split([a * b for a, b in shapes])):
+            x = (F.gelu(x) if n > 0 else x) @ matrix.view(shapes[n])
+        return x
+
+    def loss(flat: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return (apply(flat, x) - y).square().sum()
+
+    of_heads = torch.func.vmap(torch.func.vmap(torch.func.grad(loss)))
+    slopes_of = torch.func.vmap(of_heads, (None, 1, 1), 1)
+    outputs_of = torch.func.vmap(torch.func.vmap(apply))
+    weights, momentum, out = M, S, []
+    for n in range(0, q.shape[1], mini_batch_size):
+        part = slice(n, n + mini_batch_size)
+        slopes = slopes_of(weights, k[:, part], v[:, part])
+        for t in range(mini_batch_size):
+            e, th, al = (x[:, n + t, :, None] for x in (eta, theta, alpha))
+            momentum = e * momentum - th * slopes[:, t]
+            weights = (1 - al) * weights + momentum
+            out.append(outputs_of(weights, scale * q[:, n + t]))
+    return torch.stack(out, 1), weights, momentum, weights
+
+
 def _orthogonal(x: Tensor, steps: int) -> Tensor:
     """Newton-Schulz steps of Muon."""
     if steps == 0:
@@ -202,9 +249,59 @@ def mesa_net(
     return (o.flatten(2, 3).transpose(1, 2), *states)
 
 
+def gated_kalmanet(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    alpha: Tensor | None = None,
+    *,
+    ridge_ratio: float = 0.02,
+    max_iterations: int = 30,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lacks(**options, part=q.shape[1] % CHUNK > 0 or g is None)
+    assert g is not None and gk is not None and alpha is not None
+    q, k, v, g, gk, alpha = (
+        t.transpose(1, 2).unflatten(2, (-1, CHUNK)) for t in (q, k, v, g, gk, alpha)
+    )
+    total, weights, decay, kept, end = _decayed(gk, k)
+    kk = _states(kept, k, end)
+    squares = weights * (weights @ (k @ k.mT).square())
+    norm = squares.sum(-1) + (2 * total).exp() * kk.square().sum((-2, -1))[..., None]
+    norm = norm + 2 * (weights @ ((k @ kk) * k).sum(-1, keepdim=True) * decay)[..., 0]
+    norm = norm.sqrt()[..., None]
+    step, slope = 1 / (ridge_ratio + 0.5) / norm, (0.25 / (ridge_ratio + 0.5)) ** 2
+    x, before, omega = step * q, torch.zeros_like(q), 2.0
+    for _ in range(max_iterations):
+        omega = 1 / (1 - slope * omega)
+        y = (x * decay) @ kk + ((x @ k.mT) * weights) @ k + ridge_ratio * norm * x - q
+        x, before = omega * (x - step * y) + (1 - omega) * before, x
+    x = (q + alpha[..., None] * (x - q)) * q.shape[-1] ** -0.5
+    _, weights, decay, values, last = _decayed(g, k)
+    kv = _states(values, v, last)
+    o = (x * decay) @ kv + ((x @ k.mT) * weights) @ v
+    states = (
+        final[:, :, -1, None, None] * state[:, :, -1] + left[:, :, -1].mT @ rows[:, :, -1]
+        for final, state, left, rows in ((end, kk, kept, k), (last, kv, values, v))
+    )
+    return (o.flatten(2, 3).transpose(1, 2), *states)
+
+
+def _decayed(g: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Sums of log-decays, weights of pairs, decays of states, keys as kept, decays of chunks."""
+    total = g.cumsum(-1)
+    weights = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    kept = k * (total[..., -1:] - total).exp()[..., None]
+    return total, weights, total.exp()[..., None], kept, total[..., -1].exp()
+
+
 BASELINES = {
+    "titans_mlp": {"aten": titans_mlp},
     "titans_linear": {"aten": titans_linear, "compiled": compiled(titans_linear)},
     "atlas_linear": {"aten": atlas_linear, "compiled": compiled(atlas_linear)},
     "ttt_linear": {"aten": ttt_linear, "compiled": compiled(ttt_linear)},
     "mesa_net": {"aten": mesa_net, "compiled": compiled(mesa_net)},
+    "gated_kalmanet": {"aten": gated_kalmanet, "compiled": compiled(gated_kalmanet)},
 }

@@ -123,17 +123,26 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     "Comba: another key erases": (("comba", "head64"),),
     "Gated DeltaNet-2: gates of erased and written channels": (("gated_delta_rule_2", "head64"),),
     "gated slot attention: softmax over slots that decay": (("gated_slot_attention", "head64"),),
+    "CyFA: slots of relative time, through which tokens flow with a learned clock": (
+        ("cyclic_flow_attention", "head64"),
+    ),
     "LightNet: keys are a softmax over the tokens so far": (("lightnet_attention", "head64"),),
     "ABC: softmax over slots of weighted means": (("abc_attention", "head64"),),
     "preconditioned Gated DeltaNet and KDA: writes scaled by mean squares of keys": (
         ("preconditioned_delta_rule", "head64"),
     ),
     "MesaNet: least squares over past tokens by conjugate gradients": (("mesa_net", "head64"),),
+    "Gated KalmaNet: ridge regression on past tokens, relative to the norm of their keys": (
+        ("gated_kalmanet", "head64"),
+    ),
     "TTT-Linear: a linear model that descends the loss of each mini-batch": (
         ("ttt_linear", "head64"),
     ),
     "Titans: a linear memory that learns by descent with momentum and forgetting": (
         ("titans_linear", "head64"),
+    ),
+    "Titans: an MLP as memory, learned by descent with momentum and forgetting": (
+        ("titans_mlp", "head32"),
     ),
     "ATLAS: a linear memory that learns from windows of tokens, its steps orthogonal or not": (
         ("atlas_linear", "head64"),

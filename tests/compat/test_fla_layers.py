@@ -49,6 +49,7 @@ def layers():
         "precond_kda": fla.PrecondKDA(**heads, num_v_heads=4, lower_bound=-3.0),
         "mesa": fla.MesaNet(**heads, use_output_gate=True, conv_bias=True),
         "attention": fla.Attention(WIDTH, 4, 2, qk_norm=True, window_size=3, layer_idx=0),
+        "parallax": fla.Parallax(WIDTH, 4, 2, qk_norm=True, window_size=3, layer_idx=0),
         "comba": fla.Comba(**heads, expand_v=1.5, correction_factor=0.5),
         "delta_product": fla.GatedDeltaProduct(**heads, num_v_heads=4, conv_size=3),
         "gdn2": fla.GatedDeltaNet2(**heads, num_v_heads=4, allow_neg_eigval=True),

@@ -99,8 +99,8 @@ def test_scripts_import_from_each_library(installed):
 def test_errors_have_the_reason(installed):
     with pytest.raises(ImportError, match=r"GPTModel is not in omniattn.compat: models are in"):
         from flash_attn.models.gpt import GPTModel  # noqa: F401
-    with pytest.raises(ImportError, match=r"PatchEmbed has no counterpart in omniattn.compat yet"):
-        from flash_attn.layers.patch_embed import PatchEmbed  # noqa: F401
+    with pytest.raises(ImportError, match=r"tree_attention has no counterpart in omniattn.compat"):
+        from xformers.ops.tree_attention import tree_attention  # noqa: F401
     with pytest.raises(ImportError, match=r"cannot import name 'nothing' from 'fla.ops'"):
         from fla.ops import nothing  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match=r"fla\.nothing"):

@@ -32,8 +32,8 @@ from omniattn.testing.spec import output_gradients
 SPECS = testing.registry()
 #: Ops that multiply blocks of steps or of powers, as their docstrings say.
 BLOCKED = {"deltaformer_attention", "log_linear_attention", "mesa_net", "mlstm", "path_attention"}
-BLOCKED |= {"atlas_linear", "titans_linear", "ttt_linear"}
-BLOCKED |= {"vandermonde", "wall_attention"}
+BLOCKED |= {"atlas_linear", "titans_linear", "titans_mlp", "ttt_linear"}
+BLOCKED |= {"gated_kalmanet", "vandermonde", "wall_attention"}
 BLOCKED |= {n for n in SPECS if SPECS[n].family in ("recurrence", "delta variant", "state space")}
 BLOCKED |= {n for n in SPECS if SPECS[n].family == "slot attention"}
 #: Their definitions leave hidden keys out, where `attention` has NaN in the whole row.

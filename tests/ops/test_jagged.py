@@ -151,6 +151,8 @@ def gate_of(x: torch.Tensor, *size: int) -> torch.Tensor:
 
 
 constant = -torch.rand(2, 4, dtype=torch.float64)
+readout = torch.randn(2, 3, 3, dtype=torch.float64)
+memory = tuple(torch.randn(3, 3, 2, 24, dtype=torch.float64) / 2)
 filters = torch.randn(8, 4, dtype=torch.float64)
 recurrent = torch.randn(4, 2, 3, 3, dtype=torch.float64)
 
@@ -219,6 +221,11 @@ RECURRENT = {
         (q, k, v, like(q, 2).square() / 8, like(q, 2).square() / 8),
         {"eta": like(q, 2), "mini_batch_size": 2},
     ),
+    "titans_mlp": lambda q, k, v: (
+        F.titans_mlp,
+        (q, k, v, like(q, 2).square() / 8, like(q, 2).square() / 8),
+        {"eta": like(q, 2), "mini_batch_size": 2, "hidden": [3], "initial_state": memory},
+    ),
     "atlas_linear": lambda q, k, v: (
         F.atlas_linear,
         (q, k, v, like(q, 2, 3).square() / 8, like(q, 2), like(q, 2).square() / 8),
@@ -228,6 +235,16 @@ RECURRENT = {
         F.mesa_net,
         (q, k, v, gate_of(q, 2), like(q, 2).square(), constant.abs() + 0.3),
         {"l2norm": True},
+    ),
+    "cyclic_flow_attention": lambda q, k, v: (
+        F.cyclic_flow_attention,
+        (q, k, v, gate_of(q, 2), like(q, 2).sigmoid(), like(q, 2).sigmoid(), readout),
+        {},
+    ),
+    "gated_kalmanet": lambda q, k, v: (
+        F.gated_kalmanet,
+        (q, k, v, gate_of(q, 2), gate_of(k, 2), like(q, 2).sigmoid()),
+        {},
     ),
     "log_linear_attention": lambda q, k, v: (
         F.log_linear_attention,

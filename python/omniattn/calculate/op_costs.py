@@ -8,6 +8,7 @@ literature. A mixer made of ops in this table needs no entry; a new op with prod
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -163,6 +164,14 @@ def _fast_weights(given: Given) -> Cost:
     return _recurrence(int(tokens * (k * v * (3 if given["descent"] else 5) + inside)))
 
 
+def _memory_mlp(given: Given) -> Cost:
+    """7 products of a token with the matrices of an MLP, 3 with each token of half a mini-batch."""
+    q, v, size = given["q"], given["v"], given["mini_batch_size"]
+    widths = [q.shape[3], *given["hidden"], v.shape[3]]
+    inside = sum(size * (rows + columns) for rows, columns in itertools.pairwise(widths))
+    return _recurrence(math.prod(q.shape[:3]) * (7 * given["weights"].shape[2] + inside))
+
+
 def _atlas(given: Given) -> Cost:
     """As `_fast_weights`, with the products of keys for each window, and two powers and a product
     for each step of Newton and Schulz."""
@@ -254,6 +263,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "mesa_net": _mesa,
     "fast_weights": _fast_weights,
     "atlas_linear": _atlas,
+    "titans_mlp": _memory_mlp,
     "deltaformer_attention": _deltaformer,
     "sparsemax_attention": _sparsemax,
     "multi_token_attention": _multi_token,

@@ -448,9 +448,13 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Returns a context that disables autocast, so that products keep their operands' precision."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if device != "meta" else contextlib.nullcontext()
+    """Returns a context that disables autocast, so that products keep their operands' precision.
+
+    It does nothing without autocast, as torch.export makes a graph of its own of each such block.
+    """
+    if autocast_dtype(x) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def autocast_linear(

@@ -25,8 +25,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
         *("gated-deltaproduct", "gated-deltanet2", "mom", "comba", "hgrn", "rodimus", "hgrn2"),
-        *("lightning", "lightnet", "based", "rebased", "kda", "gsa", "raven", "abc"),
-        *("precond-gated-deltanet", "precond-kda", "mesanet", "ttt", "titans", "atlas"),
+        *("lightning", "lightnet", "based", "rebased", "kda", "gsa", "raven", "abc", "cyfa"),
+        *("precond-gated-deltanet", "precond-kda", "mesanet", "gated-kalmanet", "ttt", "titans"),
+        *("titans-mlp", "atlas"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "xlstm", "xlstm-large"),
     "state-space models": ("s4d", "mamba", "mamba2", "log-linear-mamba2", "mamba3"),
@@ -50,8 +51,9 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "linear attention and delta rules": (
         *("linear", "delta-attention", "performer", "gla", "retnet", "deltanet", "gated-deltanet"),
         *("gated-deltaproduct", "gated-deltanet2", "mom", "comba", "hgrn", "rodimus", "hgrn2"),
-        *("lightning", "lightnet", "based", "rebased", "kda", "gsa", "raven", "abc"),
-        *("precond-gated-deltanet", "precond-kda", "mesanet", "ttt", "titans", "atlas"),
+        *("lightning", "lightnet", "based", "rebased", "kda", "gsa", "raven", "abc", "cyfa"),
+        *("precond-gated-deltanet", "precond-kda", "mesanet", "gated-kalmanet", "ttt", "titans"),
+        *("titans-mlp", "atlas"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "mlstm", "slstm"),
     "state-space models": ("s4", "s4d", "mamba", "mamba2", "log-linear-mamba2", "mamba3"),

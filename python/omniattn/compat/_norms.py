@@ -128,3 +128,37 @@ def norm_fn(
     if prenorm:
         results += (h,)
     return results if len(results) > 1 else y
+
+
+def layer_norm_linear_fn(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Computes ``norm(h) linear_weight^T + linear_bias`` of h = x + residual.
+
+    Args:
+        x: (..., N).
+        norm_weight, norm_bias: (N,); the bias may be None.
+        linear_weight, linear_bias: (M, N) and (M,), used in the dtype of x; the bias may be None.
+        residual: of the shape of x, or None.
+        eps: added to the variance.
+        prenorm: if True, also returns h.
+        residual_in_fp32: if True, h is fp32 even if there is no residual.
+        is_rms_norm: if True, computes a root mean square norm.
+    """
+    op = "layer_norm_linear_fn"
+    require_flags(op, prenorm=prenorm, is_rms_norm=is_rms_norm)
+    x, residual = added(op, x, residual, residual_in_fp32)
+    y, h = normed(op, x, norm_weight, norm_bias, residual, eps, is_rms_norm=is_rms_norm)
+    bias = None if linear_bias is None else linear_bias.to(y.dtype)
+    with errors_of(op, weight="linear_weight", bias="linear_bias"):
+        out = functional.linear(y, linear_weight.to(y.dtype), bias)
+    return (out, h) if prenorm else out

@@ -2,7 +2,7 @@
 
 from omniattn.compat._mamba.layers import mamba_inner_fn, mamba_split_conv1d_scan_combined
 from omniattn.compat._mamba.mamba3 import Mamba3, heavy_tail_activation
-from omniattn.compat._mamba.modules import Mamba, Mamba2
+from omniattn.compat._mamba.modules import Block, GatedMLP, Mamba, Mamba2
 from omniattn.compat._mamba.parts import (
     GatedLayerNorm,
     GatedRMSNorm,
@@ -21,9 +21,12 @@ from omniattn.compat._mamba.scan import (
     selective_state_update,
 )
 from omniattn.compat._mamba.ssd import mamba_chunk_scan_combined
+from omniattn.compat._norms import layer_norm_linear_fn
 
 __all__ = [
+    "Block",
     "GatedLayerNorm",
+    "GatedMLP",
     "GatedRMSNorm",
     "Mamba",
     "Mamba2",
@@ -31,6 +34,7 @@ __all__ = [
     "RMSNorm",
     "heavy_tail_activation",
     "layer_norm_fn",
+    "layer_norm_linear_fn",
     "layernorm_fn",
     "mamba_chunk_scan",
     "mamba_chunk_scan_combined",

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as nnf
+from torch.utils.checkpoint import checkpoint
 
-__all__ = ["accumulate", "count_sequences", "parts", "recomputed"]
+__all__ = ["accumulate", "count_sequences", "lean", "parts", "recomputed"]
 
 
 def parts(place: int, steps: int, size: int) -> Iterator[tuple[int, int, int, bool, bool]]:
@@ -66,6 +67,20 @@ def _recording() -> Iterator[None]:
     below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with below, torch.enable_grad():
         yield
+
+
+def lean(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
+    """Calls `function`, of which autograd keeps the arguments alone; it runs again in the backward.
+
+    Under torch.func, which forbids hooks of saved tensors, autograd keeps what is inside as well.
+    """
+    forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    if forbidden is not None or not torch.is_grad_enabled():
+        return function(*args)
+    found: tuple[Tensor, ...] = checkpoint(
+        function, *args, use_reentrant=False, preserve_rng_state=False
+    )
+    return found
 
 
 def recomputed(

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from omniattn.compositions._descent import accumulate, count_sequences, parts, recomputed
+from omniattn.compositions._descent import accumulate, count_sequences, lean, parts, recomputed
 from omniattn.compositions._python_ops import define
-from omniattn.compositions._sequences import batches
+from omniattn.compositions._rows import batches
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.reference.precision import compute_dtype, widen
@@ -108,14 +107,8 @@ def _mini_batches(
         own = _Chunk(*(t[n] for t in chunk))
         if steps == 0:
             y, m, s = _read(own, pairs[n], products[n], m, s, anchor)
-        elif torch.is_grad_enabled():  # autograd would keep several matrices of each token
-            y, m, s = checkpoint(
-                *(_read_orthogonal, own, m, s, anchor, steps),
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        else:
-            y, m, s = _read_orthogonal(own, m, s, anchor, steps)
+        else:  # autograd would keep several matrices of each token
+            y, m, s = lean(_read_orthogonal, own, m, s, anchor, steps)
         outputs.append(y)
         model = _Model(m, s, m if ends else anchor)
     return torch.stack(outputs).movedim(0, 1).movedim(2, 3).flatten(1, 2), model

@@ -83,6 +83,7 @@ from omniattn.functional.recurrences.delta_variants import (
 )
 from omniattn.functional.recurrences.deltaformer import deltaformer_attention
 from omniattn.functional.recurrences.dynamic_conv import dynamic_conv1d
+from omniattn.functional.recurrences.least_squares import gated_kalmanet, mesa_net
 from omniattn.functional.recurrences.lightnet import lightnet_attention
 from omniattn.functional.recurrences.linear_attention import (
     gated_linear_attention,
@@ -90,7 +91,6 @@ from omniattn.functional.recurrences.linear_attention import (
     retention,
 )
 from omniattn.functional.recurrences.log_linear import log_linear_attention
-from omniattn.functional.recurrences.mesa_net import mesa_net
 from omniattn.functional.recurrences.mlstm import mlstm
 from omniattn.functional.recurrences.random_features import (
     orthogonal_gaussian,
@@ -99,8 +99,12 @@ from omniattn.functional.recurrences.random_features import (
 )
 from omniattn.functional.recurrences.rwkv import rwkv6, rwkv7, rwkv_quadratic, rwkv_recurrent
 from omniattn.functional.recurrences.scan import linear_scan, rwkv4, slstm
-from omniattn.functional.recurrences.slots import abc_attention, gated_slot_attention
-from omniattn.functional.recurrences.titans import atlas_linear, titans_linear
+from omniattn.functional.recurrences.slots import (
+    abc_attention,
+    cyclic_flow_attention,
+    gated_slot_attention,
+)
+from omniattn.functional.recurrences.titans import atlas_linear, titans_linear, titans_mlp
 from omniattn.functional.recurrences.ttt import ttt_linear
 from omniattn.functional.routing import (
     Routing,
@@ -189,6 +193,7 @@ __all__ = [
     "cpo_loss",
     "cross_entropy",
     "cv_squared",
+    "cyclic_flow_attention",
     "default_vector_gradient",
     "delta_rule",
     "deltaformer_attention",
@@ -213,6 +218,7 @@ __all__ = [
     "gated_delta_product",
     "gated_delta_rule",
     "gated_delta_rule_2",
+    "gated_kalmanet",
     "gated_linear_attention",
     "gated_oja_rule",
     "gated_slot_attention",
@@ -312,6 +318,7 @@ __all__ = [
     "stick_breaking_attention",
     "swiglu",
     "titans_linear",
+    "titans_mlp",
     "top_k",
     "top_k_softmax",
     "ttt_linear",

@@ -68,6 +68,7 @@ from omniattn.modules.recurrent.delta_net import DeltaNet, GatedDeltaNet, KimiDe
 from omniattn.modules.recurrent.delta_variants import Comba, GatedDeltaNet2, GatedDeltaProduct
 from omniattn.modules.recurrent.hgrn import HGRN
 from omniattn.modules.recurrent.large_mlstm import LargeMLSTM
+from omniattn.modules.recurrent.least_squares import GatedKalmaNet, MesaNet
 from omniattn.modules.recurrent.linear_attention import (
     DeltaAttention,
     GatedLinearAttention,
@@ -75,14 +76,18 @@ from omniattn.modules.recurrent.linear_attention import (
     MultiScaleRetention,
 )
 from omniattn.modules.recurrent.linear_variants import HGRN2, LightNet, LightningAttention, ReBased
-from omniattn.modules.recurrent.mesa_net import MesaNet
 from omniattn.modules.recurrent.mixture_of_memories import MixtureOfMemories
 from omniattn.modules.recurrent.performer import Performer
 from omniattn.modules.recurrent.preconditioned import PrecondGatedDeltaNet, PrecondKDA
 from omniattn.modules.recurrent.rodimus import Rodimus
-from omniattn.modules.recurrent.slots import ABCAttention, GatedSlotAttention, Raven
+from omniattn.modules.recurrent.slots import (
+    ABCAttention,
+    CyclicFlowAttention,
+    GatedSlotAttention,
+    Raven,
+)
 from omniattn.modules.recurrent.state_mixer import StateMixer
-from omniattn.modules.recurrent.titans import TitansLinear
+from omniattn.modules.recurrent.titans import TitansLinear, TitansMLP
 from omniattn.modules.recurrent.ttt import TTTLinear
 from omniattn.modules.recurrent.xlstm import MLSTM, SLSTM
 from omniattn.modules.rwkv.heads import RWKV5TimeMix, RWKV6TimeMix, RWKV7TimeMix
@@ -144,6 +149,7 @@ __all__ = [
     "Comba",
     "CompressedSparseAttention",
     "CrossCache",
+    "CyclicFlowAttention",
     "DSAState",
     "DecoderBlock",
     "DeepSeekSparseAttention",
@@ -167,6 +173,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedDeltaNet2",
     "GatedDeltaProduct",
+    "GatedKalmaNet",
     "GatedLinearAttention",
     "GatedMLP",
     "GatedSlotAttention",
@@ -258,6 +265,7 @@ __all__ = [
     "TTTLinear",
     "Threshold",
     "TitansLinear",
+    "TitansMLP",
     "TransformerXLAttention",
     "WallAttention",
     "Window",

@@ -84,9 +84,9 @@ from omniattn.reference.recurrences.delta_variants import (
     preconditioned_delta_rule,
 )
 from omniattn.reference.recurrences.deltaformer import deltaformer_attention
+from omniattn.reference.recurrences.least_squares import gated_kalmanet, mesa_net
 from omniattn.reference.recurrences.lightnet import lightnet_attention
 from omniattn.reference.recurrences.log_linear import log_linear_attention
-from omniattn.reference.recurrences.mesa_net import mesa_net
 from omniattn.reference.recurrences.random_features import random_feature_attention
 from omniattn.reference.recurrences.recurrence import (
     delta_rule,
@@ -111,8 +111,12 @@ from omniattn.reference.recurrences.scan import (
     selective_scan,
     slstm,
 )
-from omniattn.reference.recurrences.slots import abc_attention, gated_slot_attention
-from omniattn.reference.recurrences.titans import titans_linear
+from omniattn.reference.recurrences.slots import (
+    abc_attention,
+    cyclic_flow_attention,
+    gated_slot_attention,
+)
+from omniattn.reference.recurrences.titans import titans_linear, titans_mlp
 from omniattn.reference.recurrences.ttt import ttt_linear
 from omniattn.reference.sparse.dual_chunk import (
     dual_chunk_attention,
@@ -165,6 +169,7 @@ __all__ = [
     "clamped_swiglu",
     "comba",
     "cross_entropy",
+    "cyclic_flow_attention",
     "delta_rule",
     "deltaformer_attention",
     "detsa_attention",
@@ -182,6 +187,7 @@ __all__ = [
     "gated_delta_product",
     "gated_delta_rule",
     "gated_delta_rule_2",
+    "gated_kalmanet",
     "gated_linear_attention",
     "gated_oja_rule",
     "gated_slot_attention",
@@ -258,6 +264,7 @@ __all__ = [
     "stick_breaking_attention",
     "swiglu",
     "titans_linear",
+    "titans_mlp",
     "top_k",
     "ttt_linear",
     "uniform_like",

@@ -1,10 +1,11 @@
-"""Gated slot attention and ABC: formulas of fla's layers, decoding, errors."""
+"""Attention to a memory of a few slots: formulas of fla's layers, decoding, errors."""
 
 import pytest
 import torch
 from torch.nn import functional as nnf
 
-from omniattn.modules import ABCAttention, GatedSlotAttention, Raven
+from omniattn import functional
+from omniattn.modules import ABCAttention, CyclicFlowAttention, GatedSlotAttention, Raven
 
 DIM, STD = 12, {"init_std": 0.4}
 CONFIGS = {
@@ -13,6 +14,8 @@ CONFIGS = {
     "raven": Raven.Config(DIM, 2, num_slots=5, top_k=2, **STD),
     "raven, slots": Raven.Config(DIM, 2, decay="slots", router="softmax", top_k=2, **STD),
     "abc": ABCAttention.Config(DIM, 3, num_slots=5, clamp=0.5, **STD),
+    "cyfa": CyclicFlowAttention.Config(DIM, 2, num_slots=5, **STD),
+    "cyfa, plain": CyclicFlowAttention.Config(DIM, 2, num_slots=3, conv_size=0, gate=None, **STD),
     "abc, convolved": ABCAttention.Config(DIM, 3, conv_size=3, gate=None, **STD),
 }
 
@@ -93,6 +96,45 @@ def test_raven(name):
     o = nnf.silu(torch.stack(out, 1).flatten(-2))
     y = layer.o_proj(nnf.rms_norm(o, (DIM,), layer.o_norm.weight, 1e-5))
     torch.testing.assert_close(layer(x), y)
+
+
+@pytest.mark.parametrize("name", ["cyfa", "cyfa, plain"])
+def test_cyclic_flow_attention(name):
+    layer, x = made(name)
+    for parameter in (layer.q_norm.weight, layer.k_norm.weight, layer.readout):
+        torch.nn.init.normal_(parameter)
+
+    def part(n):
+        y = getattr(layer, f"{n}_proj")(x)
+        if name == "cyfa":
+            weight = getattr(layer, f"{n}_conv1d").weight
+            y = nnf.conv1d(nnf.pad(y.mT, (3, 0)), weight, groups=DIM).mT
+        y = y.unflatten(-1, (2, 6))
+        norm = getattr(layer, f"{n}_norm", None)
+        return y if norm is None else nnf.rms_norm(y, (6,), norm.weight, 1e-5)
+
+    g = -layer.A_log.exp() * nnf.softplus(layer.a_proj(x) + layer.dt_bias)
+    gates = (layer.d_proj(x).sigmoid(), layer.b_proj(x).sigmoid())
+    o, _ = functional.cyclic_flow_attention(*map(part, "qkv"), g, *gates, layer.readout)
+    o = nnf.rms_norm(o * layer.config.slots, (6,), layer.o_norm.weight, 1e-5)
+    if name == "cyfa":
+        o = o * layer.g_proj(x).unflatten(-1, (2, 6)).sigmoid()
+    torch.testing.assert_close(layer(x), layer.o_proj(o.flatten(-2)))
+
+
+def test_parameters_of_cyfa_have_the_shapes_of_fla():
+    """Those of its layer with hidden_size=12, head_dim=6, num_heads=2, num_slots=6."""
+    layer = CyclicFlowAttention(12, 2, num_slots=5)
+    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    assert shapes["b_proj.bias"] == shapes["d_proj.bias"] == shapes["A_log"] == (2,)
+    assert shapes["g_proj.0.weight"] == (6, 12) and shapes["g_proj.1.bias"] == (12,)
+    assert shapes["q_norm.weight"] == shapes["o_norm.weight"] == (6,)
+    assert torch.equal(layer.readout, torch.eye(5).expand(2, 5, 5))
+    x = torch.randn(1, 4, 12, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.d_proj.weight.grad.any()
+    with pytest.raises(ValueError, match="CyclicFlowAttention: num_slots must be odd"):
+        CyclicFlowAttention(12, 2, num_slots=6)
 
 
 def test_noise_of_routers():

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as nnf
 
-from omniattn.modules import TitansLinear
+from omniattn import functional
+from omniattn.modules import TitansLinear, TitansMLP
 
 DIM, C = 12, 3
 MODES = {"silu": {}, "residual": {"gate": None, "residual_norm": True, "max_step": 0.5}}
@@ -104,3 +105,48 @@ def test_sizes_and_errors():
     ):
         with pytest.raises(ValueError, match=f"TitansLinear: {message}"):
             TitansLinear(12, 2, **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("depth", [2, 3])
+def test_the_layer_of_a_deep_memory(depth):
+    """q, k and the gates are those of the linear layer, M is learned, and the state continues."""
+    torch.manual_seed(0)
+    options = {"conv_size": 0, "mini_batch_size": 3, "init_std": 0.4, "dtype": torch.float64}
+    layer = TitansMLP(12, 2, depth=depth, memory_dim=5, **options)
+    x = torch.randn(2, 8, 12, dtype=torch.float64)
+    q, k, v = (nnf.silu(getattr(layer, f"{n}_proj")(x)).unflatten(-1, (2, 6)) for n in "qkv")
+    q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    alpha, eta = layer.alpha_proj(x).sigmoid(), layer.eta_proj(x).sigmoid()
+    theta = layer.theta_proj(x).sigmoid() * (1 - eta) / 3
+    first = layer.M.expand(2, -1, -1)
+    o, _ = functional.titans_mlp(
+        *(q, k, v, theta, alpha, eta),
+        initial_state=(first, 0 * first, first),
+        hidden=[5] * (depth - 1),
+        mini_batch_size=3,
+    )
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-5) * layer.o_norm.weight
+    o = o * nnf.silu(layer.g_proj(x).unflatten(-1, (2, 6)))
+    y = layer(x)
+    torch.testing.assert_close(y, nnf.linear(o.flatten(-2), layer.o_proj.weight))
+    state = layer.new_state(2, 8)
+    parts = [layer(x[:, a:b], state=state) for a, b in ((0, 2), (2, 3), (3, 7), (7, 8))]
+    torch.testing.assert_close(torch.cat(parts, 1), y)
+
+
+def test_a_deep_memory_learns_a_key():
+    """Its output approaches the value that it sees again and again."""
+    layer = TitansMLP(8, 1, conv_size=0, mini_batch_size=4, max_step=0.5)
+    with torch.no_grad():
+        for name, value in (("theta", 50.0), ("alpha", -50.0), ("eta", 0.0)):
+            proj = layer.get_submodule(f"{name}_proj")
+            proj.weight.zero_()
+            proj.bias.fill_(value)
+    key = torch.eye(8)[0].expand(1, 256, 1, 8)
+    o, _ = layer.recur(key, key, key, key[:, :, 0], cu_seqlens=None, initial_state=None)
+    assert (o - key)[:, -16:].abs().max() < 0.01
+    assert TitansMLP(8, 2).M.shape == (2, 64) and TitansMLP(8, 2, depth=3).M.shape == (2, 128)
+    assert 0.8 < TitansMLP(64, 1).M[0, : 64 * 128].std() * 8 < 1.2
+    with pytest.raises(ValueError, match="TitansMLP: depth must be at least 2"):
+        TitansMLP(8, 2, depth=1)

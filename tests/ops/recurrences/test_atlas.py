@@ -143,3 +143,14 @@ def test_errors(name):
     wrong, message = ERRORS[name]
     with pytest.raises((ValueError, TypeError), match=f"atlas_linear: {message}"):
         F.atlas_linear(**GOOD | wrong)
+
+
+def test_torch_func_has_gradients_of_orthogonal_steps():
+    """It forbids the hooks with which autograd saves memory."""
+
+    def loss(k):
+        rows = (Q, k, *ROWS[2:])
+        return F.atlas_linear(*rows, newton_schulz_steps=2, mini_batch_size=C)[0].square().sum()
+
+    k = K.clone().requires_grad_()
+    torch.testing.assert_close(torch.func.grad(loss)(K), torch.autograd.grad(loss(k), k)[0])

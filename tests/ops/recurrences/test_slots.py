@@ -1,6 +1,8 @@
 """Memories of slots and LightNet: the public definitions, weights of any size, states, errors."""
 
+import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -12,10 +14,13 @@ BACKENDS = [None, "reference"]
 Q, K, V = draw(2, 21, 4, 8), draw(2, 21, 2, 8, seed=1), draw(2, 21, 2, 5, seed=2)
 G, S = decays(2, 21, 2, 6), draw(2, 21, 2, 6, seed=4)
 SHARES = 1 - G.exp()
+FLOW = (Q[:, :, :2], K, V, decays(2, 21, 2), *(draw(2, 21, 2, seed=n).sigmoid() for n in (6, 7)))
+READOUT = draw(2, 5, 5, seed=8)
 #: Function, tensors by token.
 CALLS = {
     "gsa": (F.gated_slot_attention, (Q, K, V, SHARES, G)),
     "abc": (F.abc_attention, (Q, K, V, S)),
+    "cyfa": (functools.partial(F.cyclic_flow_attention, readout=READOUT), FLOW),
     "lightnet": (F.lightnet_attention, (K, Q[:, :, :2], draw(2, 21, 4, 5, seed=5))),
 }
 
@@ -62,6 +67,35 @@ def test_lightnet(backend, size):
     torch.testing.assert_close(o, torch.einsum("bhij,bjhv->bihv", scores, v))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("speed", [1, 10])
+def test_slots_of_relative_time(backend, speed):
+    """The formula over pairs of tokens: pulses at their distance, which go around the circle."""
+    q, k, v, g, delta, beta = FLOW
+    o, _ = F.cyclic_flow_attention(q, k, v, g, speed * delta, beta, READOUT, backend=backend)
+    distance, total = (
+        t.cumsum(1).transpose(1, 2)[..., None] - t.cumsum(1).transpose(1, 2)[:, :, None]
+        for t in (speed * delta, g)
+    )
+    places = torch.arange(5) - distance[..., None]
+    pulses = (1 + sum(2 * torch.cos(2 * math.pi / 5 * n * places) for n in (1, 2))) / 5
+    weights = total[..., None].masked_fill(~SEEN, -torch.inf).exp() * pulses
+    weights = weights * beta.transpose(1, 2)[:, :, None, :, None]
+    keys = torch.einsum("hrm,bhijm,bjhk->bihrk", READOUT, weights, k)
+    values = torch.einsum("hrm,bhijm,bjhv->bihrv", READOUT, weights, v)
+    share = torch.einsum("bihk,bihrk->bihr", q, keys * 8**-0.5).softmax(-1)
+    torch.testing.assert_close(o, torch.einsum("bihr,bihrv->bihv", share, values))
+
+
+def test_clocks_keep_their_place_after_many_tokens():
+    """Sums in fp32 would be wrong by a hundredth of a slot."""
+    token = [t[:1, :1].float().expand(1, 200_000, *t.shape[2:]) for t in FLOW]
+    token[3], token[4] = token[3] * 0 - 1, token[4] * 0 + 0.9
+    _, state = F.cyclic_flow_attention(*token, READOUT.float())
+    turns = float(token[4][0, 0, 0].double()) * 200_000
+    torch.testing.assert_close(state[2], torch.full((1, 2), turns % 5), rtol=0, atol=1e-4)
+
+
 def test_gates_of_abc():
     """ABC is gated slot attention with gates that follow from the sums of weights."""
     z = S.logcumsumexp(1)
@@ -105,7 +139,7 @@ def test_packed_sequences(name):
         torch.testing.assert_close([t[n : n + 1] for t in after[1]], list(state))
 
 
-@pytest.mark.parametrize("name", ["abc", "lightnet"])
+@pytest.mark.parametrize("name", ["abc", "cyfa", "lightnet"])
 def test_gradients_through_states(name):
     """Gradients of two calls are those of one, although m has none."""
     function, tokens = CALLS[name]
@@ -162,6 +196,21 @@ ONE = torch.ones(1, 2, 1, 4)
             lambda: F.abc_attention(ONE, ONE, ONE, ONE[:, :, 0]),
             ValueError,
             "abc_attention: s must have shape",
+        ),
+        (
+            lambda: F.cyclic_flow_attention(*[ONE] * 3, *[-ONE[..., 0]] * 3, torch.ones(1, 4, 4)),
+            ValueError,
+            r"cyclic_flow_attention: readout must have shape \(H, P, P\) with odd P, got",
+        ),
+        (
+            lambda: F.cyclic_flow_attention(*[ONE] * 3, *[-ONE[..., 0]] * 3, torch.ones(1, 3, 5)),
+            ValueError,
+            r"cyclic_flow_attention: readout must have shape \(1, 5, 5\)",
+        ),
+        (
+            lambda: F.cyclic_flow_attention(*[ONE] * 3, *[-ONE] * 3, torch.ones(1, 3, 3)),
+            ValueError,
+            r"cyclic_flow_attention: g must have shape \(1, 2, 1\)",
         ),
     ],
 )

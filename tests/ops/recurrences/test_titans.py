@@ -1,4 +1,4 @@
-"""Titans' linear memory: gradient descent by autograd, states, strong gates, errors."""
+"""Titans' memories: gradient descent by autograd, states, strong gates, errors."""
 
 import itertools
 
@@ -99,3 +99,77 @@ def test_errors(name):
     wrong, message = ERRORS[name]
     with pytest.raises((ValueError, TypeError), match=f"titans_linear: {message}"):
         F.titans_linear(**GOOD | wrong)
+
+
+HIDDEN = [6, 5]
+SHAPES = list(itertools.pairwise([D, *HIDDEN, D]))
+DEEP = tuple(draw(B, H, sum(a * b for a, b in SHAPES), seed=n) / 3 for n in (11, 12, 13))
+
+
+def applied(flat, x):
+    """The MLP of the matrices in `flat` (P,)."""
+    for n, (a, b) in enumerate(SHAPES):
+        matrix, flat = flat[: a * b].view(a, b), flat[a * b :]
+        x = (nnf.gelu(x) if n > 0 else x) @ matrix
+    return x
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [1, C])
+def test_descent_of_an_mlp(size, backend):
+    """By autograd, for one head: equations 9, 10 and 14 of the paper with an MLP of 3 layers."""
+    h, (m, s) = 1, (t[0, 1] for t in DEEP[:2])
+    q, k, v, theta, alpha, eta = (t[0, :, h] for t in ROWS)
+    out = []
+    for t in range(T):
+        if t % size == 0:
+            first = m.clone().requires_grad_()
+        (slope,) = torch.autograd.grad((applied(first, k[t]) - v[t]).square().sum(), first)
+        s = eta[t] * s - theta[t] * slope
+        m = (1 - alpha[t]) * m + s
+        out.append(applied(m, 0.5 * q[t]))
+    o, (last, momentum, _) = F.titans_mlp(
+        *ROWS, scale=0.5, hidden=HIDDEN, mini_batch_size=size, initial_state=DEEP, backend=backend
+    )
+    torch.testing.assert_close(o[0, :, h], torch.stack(out))
+    torch.testing.assert_close((last[0, h], momentum[0, h]), (m, s))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_deep_state_continues(backend):
+    options = {"hidden": HIDDEN, "mini_batch_size": C, "backend": backend}
+    start = DEEP[0], DEEP[1], DEEP[0]
+    o, final = F.titans_mlp(*ROWS, initial_state=start, **options)
+    state, parts = start, []
+    for a, b in itertools.pairwise((0, 1, 1, 6, 7, 16, 18, 21)):
+        place = torch.full((B,), a)
+        rows = (t[:, a:b] for t in ROWS)
+        part, state = F.titans_mlp(*rows, initial_state=state, position=place, **options)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), o)
+    torch.testing.assert_close(state, final)
+
+
+def test_without_hidden_layers_it_is_the_linear_memory():
+    linear, state = F.titans_linear(*ROWS, mini_batch_size=C, initial_state=STATE)
+    flat = tuple(t.flatten(-2) for t in STATE)
+    o, found = F.titans_mlp(*ROWS, mini_batch_size=C, initial_state=flat)
+    torch.testing.assert_close(o, linear)
+    torch.testing.assert_close(found, tuple(t.flatten(-2) for t in state))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"initial_state": None}, TypeError, "initial_state must be a tuple .*, got None"),
+        ({"hidden": [4]}, ValueError, r"initial_state\[0\] must have shape"),
+        ({"hidden": [6, 0]}, ValueError, r"hidden\[1\] must be"),
+        ({"theta": THETA[..., :1]}, ValueError, "theta must have shape"),
+        ({"mini_batch_size": 0}, ValueError, "mini_batch_size must be"),
+    ],
+)
+def test_errors_of_deep_memories(wrong, error, message):
+    given = dict(zip(("q", "k", "v", "theta"), ROWS, strict=False))
+    given |= {"hidden": HIDDEN, "initial_state": DEEP}
+    with pytest.raises(error, match=f"titans_mlp: {message}"):
+        F.titans_mlp(**given | wrong)

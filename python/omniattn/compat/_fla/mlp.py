@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn import functional
-from omniattn.checks.arguments import require_choice, require_int, require_number
-from omniattn.compat._errors import errors_of, require_flags, require_real
+from omniattn.checks.arguments import (
+    clamp,
+    require_choice,
+    require_int,
+    require_number,
+    require_shape,
+    widen,
+)
+from omniattn.compat._errors import errors_of, require_flags, require_form, require_real
 from omniattn.compat.flash_attn import losses
 
 
@@ -140,6 +148,31 @@ class FusedCrossEntropyLoss(losses.CrossEntropyLoss):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the loss of logits (N, V) and labels (N,), or (loss, z loss)."""
         return super().forward(input, target)
+
+
+def cross_entropy_loss(
+    logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    logit_softcapping: float | None = None,
+    ignore_index: int = -100,
+    inplace_backward: bool = False,
+    process_group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes :func:`flash_attn.cross_entropy_loss`, of ``c tanh(scale logits / c)`` with a cap c.
+
+    Arguments are those of that function, and the cap `logit_softcapping`, None or 0 for none.
+    """
+    if logit_softcapping:
+        require_real("cross_entropy_loss", logits=logits)
+        scaled = widen(logits) * (logit_scale / logit_softcapping)
+        logits, logit_scale = scaled.tanh() * logit_softcapping, 1.0
+    return losses.cross_entropy_loss(
+        *(logits, target, None, label_smoothing, logit_scale, lse_square_scale),
+        *(ignore_index, inplace_backward, process_group),
+    )
 
 
 def fused_linear_cross_entropy_loss(
@@ -279,3 +312,95 @@ class FusedKLDivLoss(nn.Module):
 
     def forward(self, x: Tensor, target_x: Tensor, weight: Tensor, target_weight: Tensor) -> Tensor:
         return fused_kl_div_loss(x, target_x, weight, target_weight, self.reduction)
+
+
+class SwiGLULinear(nn.Module):
+    """Layer of :func:`swiglu_linear`."""
+
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return swiglu_linear(x, y, weight, bias)
+
+
+def fused_grpo_loss(
+    logits: Tensor,
+    ref_logp: Tensor,
+    input_ids: Tensor,
+    advantages: Tensor,
+    beta: float = 0.1,
+    completion_mask: Tensor | None = None,
+    save_kl: bool = False,
+    inplace: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Computes ``beta kl - advantage exp(p - p')`` of each token, p' being p without its gradient.
+
+    ``kl = exp(r - p) - (r - p) - 1`` with the log-probabilities p of the tokens and r = ref_logp.
+
+    Args:
+        logits: (B, L + 1, V); those at t are for token t of the last L.
+        ref_logp: (B, L).
+        input_ids: (B, T) with T >= L.
+        advantages: (B,).
+        beta: factor of kl.
+        completion_mask: (B, L), 0 for tokens without a loss, or None.
+        save_kl: if True, also returns kl.
+        inplace: has no effect.
+
+    Returns:
+        The losses (B, L) in float32 (float64 for float64), and with `save_kl` kl like them.
+    """
+    op = "fused_grpo_loss"
+    require_real(op, logits=logits, ref_logp=ref_logp, advantages=advantages)
+    require_form(op, "logits", logits, "B, L + 1, V")
+    batch, steps = logits.shape[0], logits.shape[1] - 1
+    require_shape(op, "ref_logp", ref_logp, (batch, steps))
+    tokens = input_ids[:, input_ids.shape[1] - steps :]
+    require_shape(op, "input_ids", tokens, (batch, steps))
+    losses = functional.cross_entropy(
+        widen(logits[:, :-1]).flatten(0, 1), tokens.flatten(), reduction="none"
+    )
+    p = -losses.view(batch, steps)
+    gap = ref_logp - p
+    kl = gap.exp() - gap - 1
+    loss = beta * kl - advantages[:, None] * (p - p.detach()).exp()
+    if completion_mask is not None:
+        loss, kl = (t.masked_fill(completion_mask == 0, 0.0) for t in (loss, kl))
+    return (loss, kl.detach()) if save_kl else loss
+
+
+def grpo_loss_with_old_logps(
+    logps: Tensor,
+    ref_logps: Tensor,
+    old_logps: Tensor,
+    pad_mask: Tensor,
+    logits_to_keep: int,
+    rewards: Tensor,
+    beta: float = 0.2,
+    epsilon: float = 0.2,
+) -> Tensor:
+    """Computes GRPO's loss with bounded ratios, a mean over the tokens in `pad_mask`.
+
+    ``beta kl - min(a r, a clamp(r, 1 - epsilon, 1 + epsilon))`` with the ratios ``r = exp(logps -
+    old_logps)``, kl as in :func:`fused_grpo_loss`, and the rewards a of the batch, less their mean
+    and divided by their standard deviation + 1e-8.
+
+    Args:
+        logps, ref_logps, old_logps: (B, L), log-probabilities of the model, of the reference and of
+            the model that drew the tokens.
+        pad_mask: (B, L) bool.
+        logits_to_keep: L.
+        rewards: (B,), with B > 1.
+        beta, epsilon: see above.
+    """
+    op = "grpo_loss_with_old_logps"
+    require_real(op, logps=logps, ref_logps=ref_logps, old_logps=old_logps, rewards=rewards)
+    require_form(op, "logps", logps, "B, L")
+    if len(logps) < 2:
+        raise ValueError(f"{op}: logps must have two rows at least, got {tuple(logps.shape)}")
+    for name, t in (("ref_logps", ref_logps), ("old_logps", old_logps), ("pad_mask", pad_mask)):
+        require_shape(op, name, t, (len(logps), logits_to_keep))
+    require_shape(op, "rewards", rewards, (len(logps),))
+    gains = ((rewards - rewards.mean()) / (rewards.std() + 1e-8))[:, None]
+    gap, ratio = ref_logps - logps, (logps - old_logps).exp()
+    bounded = clamp(ratio, 1 - epsilon, 1 + epsilon)
+    loss = beta * (gap.exp() - gap - 1) - torch.minimum(gains * ratio, gains * bounded)
+    return (loss * pad_mask).sum() / pad_mask.sum()

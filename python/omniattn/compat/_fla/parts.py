@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -297,3 +298,45 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
         return torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
+
+
+def fused_attnres(
+    query: Tensor,
+    residuals: Sequence[Tensor],
+    rms_weight: Tensor,
+    output_rms_weight: Tensor | None = None,
+    rms_eps: float = 1e-6,
+    scale: float = 1.0,
+    return_weights: bool = False,
+    checkpoint_level: int = 1,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Computes ``sum_l softmax_l(scale query . norm(v_l)) v_l`` of attention residuals.
+
+    Args:
+        query: (D,) or (D, 1).
+        residuals: L tensors v_l (..., D).
+        rms_weight: (D,), weight of the root mean square norm of v_l.
+        output_rms_weight: (D,), weight of such a norm of the result, or None for no norm.
+        rms_eps: added to mean squares.
+        scale: factor of the logits.
+        return_weights: if True, also returns the softmax (L, ...) in fp32 (fp64 for fp64).
+        checkpoint_level: has no effect.
+
+    Returns:
+        o (..., D) of the dtype of the residuals, rounded once.
+    """
+    op = "fused_attnres"
+    if not residuals:
+        raise ValueError(f"{op}: residuals must have a tensor at least, got {residuals!r}")
+    require_real(op, query=query, rms_weight=rms_weight)
+    require_optional(op, output_rms_weight=output_rms_weight)
+    values = torch.stack([widen(v) for v in residuals])
+    size = values.shape[-1:]
+    require_shape(op, "query", query.flatten(), tuple(size))
+    keys = nnf.rms_norm(values, size, widen(rms_weight).flatten(), rms_eps)
+    weights = (keys @ (widen(query).flatten() * scale)).softmax(0)
+    o = (weights[..., None] * values).sum(0)
+    if output_rms_weight is not None:
+        o = nnf.rms_norm(o, size, widen(output_rms_weight), rms_eps)
+    o = o.to(residuals[0].dtype)
+    return (o, weights) if return_weights else o

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as nnf
 
 from omniattn import modules
-from omniattn.checks.arguments import shown
+from omniattn.checks.arguments import require_int, shown
 from omniattn.compat._errors import require_form, require_real
+from omniattn.compat._mamba.parts import RMSNorm, layer_norm_fn
 from omniattn.modules.base.state import RecurrentState
 
-__all__ = ["Mamba", "Mamba2"]
+__all__ = ["Block", "GatedMLP", "Mamba", "Mamba2"]
 
 
 class _Steps:
@@ -226,3 +229,109 @@ class Mamba2(_Steps, modules.Mamba2):
             )
         nested = torch.nested.nested_tensor_from_jagged(u[0], cu_seqlens.long())
         return self._forward(nested, None).values()[None]
+
+
+class GatedMLP(nn.Module):
+    """Computes ``fc2(y activation(gate))`` with y and the gate from fc1.
+
+    The inner width, 8/3 of in_features by default, is rounded up to a multiple of `multiple_of`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = nnf.silu,
+        bias: bool = False,
+        multiple_of: int = 128,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require_int("GatedMLP", "multiple_of", multiple_of, 1)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        inner = int(8 * in_features / 3) if hidden_features is None else hidden_features
+        inner = -(-inner // multiple_of) * multiple_of
+        out = in_features if out_features is None else out_features
+        self.fc1 = nn.Linear(in_features, 2 * inner, bias=bias, **factory)
+        self.activation = activation
+        self.fc2 = nn.Linear(inner, out, bias=bias, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_real("GatedMLP", x=x)
+        y, gate = self.fc1(x).chunk(2, -1)
+        out: Tensor = self.fc2(y * self.activation(gate))
+        return out
+
+
+class Block(nn.Module):
+    """Computes a mixer, and an MLP if there is one, each of the norm of a residual.
+
+    Args:
+        dim: width.
+        mixer_cls, mlp_cls, norm_cls: called with dim; nn.Identity for no MLP.
+        fused_add_norm: True to compute sums and norms together, in the dtype of the hidden states;
+            norms must be nn.LayerNorm or mamba-ssm's RMSNorm.
+        residual_in_fp32: True for residuals in fp32.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mixer_cls: Callable[[int], nn.Module],
+        mlp_cls: Callable[[int], nn.Module],
+        norm_cls: Callable[[int], nn.Module] = nn.LayerNorm,
+        fused_add_norm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> None:
+        super().__init__()
+        self.residual_in_fp32, self.fused_add_norm = residual_in_fp32, fused_add_norm
+        self.norm, self.mixer = norm_cls(dim), mixer_cls(dim)
+        self.mlp: nn.Module | None = None
+        if mlp_cls is not nn.Identity:
+            self.norm2, self.mlp = norm_cls(dim), mlp_cls(dim)
+        if fused_add_norm and not isinstance(self.norm, (nn.LayerNorm, RMSNorm)):
+            raise ValueError(
+                "Block: norm_cls must be LayerNorm or RMSNorm with fused_add_norm, "
+                f"got {type(self.norm).__name__}"
+            )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor | None = None,
+        inference_params: Any = None,
+        **mixer_kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output of the last layer, and the residual to which it is to be added."""
+        x, residual = self._normed(self.norm, hidden_states, residual)
+        x = self.mixer(x, inference_params=inference_params, **mixer_kwargs)
+        if self.mlp is not None:
+            x, residual = self._normed(self.norm2, x, residual)
+            x = self.mlp(x)
+        return x, residual
+
+    def _normed(self, norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        weight: Any = norm.weight
+        if not self.fused_add_norm:
+            total = x if residual is None else x + residual
+            normed: Tensor = norm(total.to(weight.dtype))
+            return normed, total.float() if self.residual_in_fp32 else total
+        bias, eps = getattr(norm, "bias", None), getattr(norm, "eps", 1e-5)
+        found = layer_norm_fn(
+            *(x, weight, bias, residual),
+            eps=eps,
+            prenorm=True,
+            residual_in_fp32=self.residual_in_fp32,
+            is_rms_norm=isinstance(norm, RMSNorm),
+        )
+        assert isinstance(found, tuple)
+        return found[0], found[1]
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> Any:
+        """Returns the states of the mixer."""
+        mixer: Any = self.mixer
+        return mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)

@@ -5,7 +5,7 @@ serves all lengths, and neither have `output_attentions` and unknown keywords of
 fla. Padding is left out of sequences by `attention_mask` (B, T), 0 for padding.
 """
 
-from omniattn.compat.fla_layers.attention import Attention
+from omniattn.compat.fla_layers.attention import Attention, Parallax
 from omniattn.compat.fla_layers.base import (
     ACT2FN,
     Cache,
@@ -123,6 +123,7 @@ __all__ = [
     "MultiheadLatentAttention",
     "NativeSparseAttention",
     "PaTHAttention",
+    "Parallax",
     "PrecondGatedDeltaNet",
     "PrecondKDA",
     "RWKV6Attention",

@@ -154,3 +154,68 @@ class Attention(SoftmaxLayer):
             k, v = self._cached(k, v, tokens, past_key_values)
         y = self.o_proj(self._attend(q, k, v, attention_mask, cu, self.window_size).flatten(-2))
         return y, None, past_key_values
+
+
+class Parallax(Attention):
+    """Attention minus a covariance times a second query, see `functional.parallax_attention`.
+
+    Arguments are those of :class:`Attention`. The second queries r_proj x have the positions of the
+    queries, and with `qk_norm` a norm of their own.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        num_heads: int = 32,
+        num_kv_heads: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        window_size: int | None = None,
+        rope_theta: float | None = 10000.0,
+        max_position_embeddings: int | None = None,
+        layer_idx: int | None = None,
+    ) -> None:
+        rest = qk_norm, window_size, rope_theta, max_position_embeddings, layer_idx
+        super().__init__(hidden_size, num_heads, num_kv_heads, qkv_bias, *rest)
+        self.r_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
+        if qk_norm:
+            self.r_norm = RMSNorm(self.head_dim, dtype=torch.float32)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        output_attentions: bool = False,
+        use_cache: bool = False,
+        **kwargs: Any,
+    ) -> Result:
+        """Returns y, None and the cache; `cu_seqlens` are the boundaries of packed sequences."""
+        batch, tokens = self._checked(hidden_states, attention_mask)
+        cu = kwargs.get("cu_seqlens")
+        q, k, v = self._qkv(hidden_states)
+        r = self.r_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        if self.qk_norm:
+            q, r, k = self.q_norm(q), self.r_norm(r), self.k_norm(k)
+        both = torch.cat((q, r), 2)
+        both, k = self._placed(both, k, attention_mask, cu, past_key_values)
+        q, r = both.chunk(2, 2)
+        if past_key_values is not None:
+            k, v = self._cached(k, v, tokens, past_key_values)
+        left = -1 if self.window_size is None else self.window_size - 1
+        options: dict[str, Any] = {"window_size": (left, 0)}
+        with errors_of("Parallax"):
+            if attention_mask is None or cu is not None:
+                o = functional.parallax_attention(q, r, k, v, cu_seqlens=cu, **options)
+            else:  # sequences without their padding, which is at the left
+                o = torch.zeros_like(q)
+                kept = attention_mask[:, -k.shape[1] :].bool()
+                for n in range(batch):
+                    keys, queries = kept[n].nonzero()[:, 0], kept[n, -tokens:].nonzero()[:, 0]
+                    row = functional.parallax_attention(
+                        *(t[n, queries][None] for t in (q, r)),
+                        *(t[n, keys][None] for t in (k, v)),
+                        **options,
+                    )
+                    o = o.index_put((torch.tensor(n, device=o.device), queries), row[0])
+        return self.o_proj(o.flatten(-2)), None, past_key_values

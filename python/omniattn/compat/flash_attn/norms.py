@@ -179,6 +179,49 @@ def rms_norm_fn(
     )
 
 
+def dropout_add_layer_norm_parallel_residual(
+    x0: Tensor,
+    x1: Tensor | None,
+    residual: Tensor | None,
+    weight0: Tensor,
+    bias0: Tensor | None,
+    weight1: Tensor | None,
+    bias1: Tensor | None,
+    dropout_p: float,
+    epsilon: float,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Computes two norms of h = residual + dropout(x0) + dropout(x1), see :func:`layer_norm_fn`.
+
+    Returns (y0, y1), or with `prenorm` (y0, y1, h); y1 is None where `weight1` is.
+    """
+    op = "dropout_add_layer_norm_parallel_residual"
+    rest = dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask
+    return _parallel(op, x0, x1, residual, (weight0, bias0), (weight1, bias1), *rest, False)
+
+
+def dropout_add_rms_norm_parallel_residual(
+    x0: Tensor,
+    x1: Tensor | None,
+    residual: Tensor | None,
+    weight0: Tensor,
+    bias0: Tensor | None,
+    weight1: Tensor | None,
+    bias1: Tensor | None,
+    dropout_p: float,
+    epsilon: float,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Computes :func:`dropout_add_layer_norm_parallel_residual` with root mean square norms."""
+    op = "dropout_add_rms_norm_parallel_residual"
+    rest = dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask
+    return _parallel(op, x0, x1, residual, (weight0, bias0), (weight1, bias1), *rest, True)
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm of `flash_attn.ops.rms_norm`."""
 
@@ -339,3 +382,27 @@ def _summed(
         is_rms_norm=is_rms_norm,
         return_dropout_mask=return_dropout_mask,
     )
+
+
+def _parallel(
+    op: str,
+    x0: Tensor,
+    x1: Tensor | None,
+    residual: Tensor | None,
+    weights0: tuple[Tensor, Tensor | None],
+    weights1: tuple[Tensor | None, Tensor | None],
+    dropout_p: float,
+    epsilon: float,
+    prenorm: bool,
+    residual_in_fp32: bool,
+    return_dropout_mask: bool,
+    is_rms_norm: bool,
+) -> tuple[Tensor | None, ...]:
+    found = norm_fn(
+        *(op, x0, weights0, residual, x1, weights1, epsilon, dropout_p, None, prenorm),
+        residual_in_fp32,
+        is_rms_norm=is_rms_norm,
+        return_dropout_mask=return_dropout_mask,
+    )
+    results = found if isinstance(found, tuple) else (found,)
+    return results if weights1[0] is not None else (results[0], None, *results[1:])

@@ -13,7 +13,7 @@ from omniattn.checks.arguments import (
     require_number,
     require_shape,
 )
-from omniattn.compat._errors import errors_of, require_index, require_real
+from omniattn.compat._errors import errors_as, errors_of, require_index, require_real
 
 
 def apply_rotary_emb(
@@ -148,6 +148,26 @@ def apply_rotary_emb_torch(
     op = "apply_rotary_emb_torch"
     require_real(op, x=x, cos=cos, sin=sin)
     return _rotated(op, x, cos, sin, interleaved, False, None)
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """Computes :func:`apply_rotary_emb`, with `conjugate` by the negative angles."""
+    require_bool("apply_rotary", "conjugate", conjugate)
+    with errors_as("apply_rotary", "apply_rotary_emb"):
+        return apply_rotary_emb(
+            *(x, cos, -sin if conjugate else sin, interleaved, inplace),
+            *(seqlen_offsets, cu_seqlens, max_seqlen),
+        )
 
 
 class RotaryEmbedding(nn.Module):

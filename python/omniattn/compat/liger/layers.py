@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from omniattn import functional
 from omniattn.checks.arguments import require_choice
-from omniattn.compat._errors import errors_of
+from omniattn.compat._errors import errors_of, require_real
 from omniattn.compat.liger import functions
 
 _SILU = ("silu", "swish")
@@ -123,6 +126,36 @@ class LigerFusedAddRMSNorm(nn.Module):
         return functions.liger_fused_add_rms_norm(hidden_states, residual, self.weight, *rest)
 
 
+class LigerModulatedRMSNorm(nn.Module):
+    """Norm times ``1 + scale``, plus a shift, see :func:`liger_modulated_rms_norm`."""
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        elementwise_affine: bool = True,
+    ) -> None:
+        super().__init__()
+        require_choice("LigerModulatedRMSNorm", "init_fn", init_fn, ("ones", "zeros"))
+        weight = _weight(hidden_size, init_fn) if elementwise_affine else None
+        self.register_parameter("weight", weight)
+        self.elementwise_affine = elementwise_affine
+        self.variance_epsilon, self.offset = eps, offset
+        self.casting_mode, self.in_place = casting_mode, in_place
+
+    def forward(self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
+        options = self.variance_epsilon, self.offset, self.casting_mode
+        return functions.liger_modulated_rms_norm(
+            hidden_states, self.weight, scale, shift, *options
+        )
+
+
 class LigerSwiGLUMLP(nn.Module):
     """SwiGLU layer with `hidden_size` and `intermediate_size` of a config of transformers."""
 
@@ -191,6 +224,33 @@ class LigerTiledGEGLUMLP(LigerTiledSwiGLUMLP):
 
     _activation = "gelu_tanh"
     _acts = _GELU
+
+
+def apply_tiled_mlp(
+    fn: Callable[[Any, Tensor], Tensor],
+    mlp_module: Any,
+    x: Tensor,
+    num_shards: int | None = None,
+    compute_params: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Computes ``fn(mlp_module, x)`` for parts of the tokens, and again in the backward.
+
+    Args:
+        fn: treats each token alone.
+        mlp_module: first argument of fn.
+        x: (B, T, D) or (T, D).
+        num_shards: number of parts, default T / D, rounded up.
+        compute_params: has no effect; it serves DeepSpeed.
+    """
+    require_real("apply_tiled_mlp", x=x)
+    if num_shards is None:
+        num_shards = math.ceil(x.shape[-2] / x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    outputs = [
+        checkpoint(fn, mlp_module, part, use_reentrant=False)
+        for part in rows.chunk(max(1, num_shards))
+    ]
+    return torch.cat(outputs).unflatten(0, x.shape[:-1])
 
 
 class LigerBlockSparseTop2MLP(nn.Module):

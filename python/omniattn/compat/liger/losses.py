@@ -132,6 +132,33 @@ def chunked_liger_fused_linear_jsd(
     return module(*tensors, true_labels, student_bias, teacher_bias)
 
 
+def liger_fused_linear_cosine(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    true_labels: Tensor,
+    student_bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    weight_hard_loss: float = 0.5,
+    weight_soft_loss: float = 0.5,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    compiled: bool = True,
+    chunk_size: int = 1024,
+    return_soft_hard_loss: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Computes :class:`LigerFusedLinearCosineSimilarityLoss`."""
+    module = divergence.LigerFusedLinearCosineSimilarityLoss(
+        *(weight_hard_loss, weight_soft_loss, beta, ignore_index, temperature),
+        chunk_size=chunk_size,
+        return_soft_hard_loss=return_soft_hard_loss,
+    )
+    tensors = student_input, student_weight, teacher_input, teacher_weight
+    return module(*tensors, true_labels, student_bias, teacher_bias)
+
+
 def liger_fused_linear_dpo(
     _input: Tensor,
     weight: Tensor,

@@ -11,7 +11,7 @@ from omniattn import functional
 from omniattn.checks.arguments import require_choice, shown
 from omniattn.compat._errors import errors_of
 from omniattn.compat.liger import functions
-from omniattn.compat.liger.layers import LigerRMSNorm, LigerSwiGLUMLP
+from omniattn.compat.liger.layers import LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
@@ -105,6 +105,51 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
     ) -> None:
         super().__init__(config)
         self.layer_idx = layer_idx
+
+
+class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
+    """:class:`LigerGEGLUMLP`, twice as wide in layers that share keys and values.
+
+    These are the last `config.num_kv_shared_layers` layers, with `config.use_double_wide_mlp`.
+    """
+
+    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
+        super().__init__(config)
+        shared = getattr(config, "num_kv_shared_layers", 0)
+        first = getattr(config, "num_hidden_layers", 0) - shared
+        wide = getattr(config, "use_double_wide_mlp", False) and shared > 0
+        if wide and layer_idx is not None and layer_idx >= first:
+            self.intermediate_size *= 2
+            self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+            self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+            self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+
+class LigerExperts(nn.Module):
+    """SwiGLU experts of a config of transformers, see :func:`functional.moe_experts`.
+
+    Parameters gate_up_proj (E, 2 F, D) and down_proj (E, D, F), uninitialised as in Liger.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        require_choice("LigerExperts", "config.hidden_act", config.hidden_act, _SILU)
+        own = hasattr(config, "num_experts")
+        self.num_experts: int = config.num_experts if own else config.num_local_experts
+        own = hasattr(config, "moe_intermediate_size")
+        inner: int = config.moe_intermediate_size if own else config.intermediate_size
+        self.intermediate_dim, self.hidden_dim = inner, config.hidden_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * inner, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, inner))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Maps (..., D), with experts and their weights (..., k), to the same shape."""
+        names = {"x": "hidden_states", "index": "top_k_index", "weights": "top_k_weights"}
+        with errors_of("LigerExperts", **names, up="gate_up_proj", down="down_proj"):
+            x = hidden_states.reshape(-1, self.hidden_dim)
+            index, weights = (t.reshape(len(x), -1) for t in (top_k_index, top_k_weights))
+            y = functional.moe_experts(x, index, weights, self.gate_up_proj, self.down_proj)
+        return y.view(hidden_states.shape)
 
 
 class LigerFalconH1SwiGLUMLP(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Literal, overload
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.checks.arguments import (
-    autocast_dtype,
+    full_precision,
     require_bool,
     require_number,
     require_shape,
@@ -144,8 +143,7 @@ def path_attention(
             q, k, v, w, beta, g, scale=scale, cu_seqlens=cu_seqlens, return_keys=return_keys
         )
     scale = default_scale(q.shape[3]) if scale is None else scale
-    is_cast = autocast_dtype(q) is not None  # export makes a graph of its own of each such block
-    with torch.autocast(q.device.type, enabled=False) if is_cast else contextlib.nullcontext():
+    with full_precision(q):
         out, keys = composed(q, k, v, w, beta, g, ids, scale, return_keys)
     return (out, keys) if return_keys else out
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
 from omniattn import reference
 from omniattn.checks.arguments import (
-    autocast_dtype,
+    full_precision,
     require_bool,
     require_number,
     require_shape,
@@ -144,7 +142,6 @@ def wall_attention(
         options |= {"sinks": sinks, "return_keys": return_keys}
         return reference.wall_attention(q, k, v, g, g_scalar, **options)
     scale = default_scale(q.shape[3]) if scale is None else scale
-    is_cast = autocast_dtype(q) is not None  # export makes a graph of its own of each such block
-    with torch.autocast(q.device.type, enabled=False) if is_cast else contextlib.nullcontext():
+    with full_precision(q):
         out, keys = composed(q, k, v, g, g_scalar, sinks, ids, scale, return_keys)
     return (out, keys) if return_keys else out

@@ -1,11 +1,14 @@
-"""Attention to a memory of a few slots: gated slot attention and ABC."""
+"""Attention to a memory of a few slots: gated slot attention, ABC and cyclic flow attention."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from omniattn.checks.arguments import (
     cast_like,
+    full_precision,
+    implementation,
     require_float,
     require_shape,
     require_strided,
@@ -18,16 +21,19 @@ from omniattn.functional.recurrences._common import (
     attempt,
     log_decays,
     repeated,
+    require_heads,
     run,
     sequence_count,
     state_parts,
     widened,
 )
 from omniattn.functional.recurrences._running_softmax import running_softmax
+from omniattn.ops import scan as scans
 from omniattn.ops.dispatch.plain import is_plain
 from omniattn.reference.precision import widen
+from omniattn.reference.recurrences.slots import slot_waves, turned, wave_angles
 
-__all__ = ["abc_attention", "gated_slot_attention"]
+__all__ = ["abc_attention", "cyclic_flow_attention", "gated_slot_attention"]
 
 Sums = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -180,6 +186,103 @@ def abc_attention(
     read = (logits / totals).softmax(-1) / totals
     o, values = run(op, read, shares, v, decays, 1.0, sequences._replace(initial_state=values))
     return o.to(dtype), (keys[:, ::copies], values[:, ::copies], weights.n, weights.m)
+
+
+@over_sequences("q", "k", "v", "g", "delta", "beta")
+def cyclic_flow_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    delta: Tensor,
+    beta: Tensor,
+    readout: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Softmax attention to slots of relative time, through which tokens flow with a learned clock.
+
+    With P slots on a circle, the clock ``c_t = delta_1 + .. + delta_t`` and ``w_tj = exp(g_{j+1} +
+    .. + g_t) beta_j D(c_t - c_j)``, D(a) (P) a band-limited unit pulse at the place a:
+    ``K_t = sum_{j <= t} k_j w_tj^T``, ``V_t = sum_{j <= t} w_tj v_j^T``,
+    ``o_t = (R V_t)^T softmax(scale * R K_t^T q_t)``.
+
+    Args:
+        q: (B, T, H, K), float64, float32, bfloat16 or float16, any strides.
+        k: (B, T, H, K), of q's dtype.
+        v: (B, T, H, V), of q's dtype.
+        g: (B, T, H), logarithms of the decays, <= 0.
+        delta: (B, T, H), floating-point, the slots that a token goes on; in the paper in (0, 1).
+        beta: (B, T, H), floating-point, the strengths of writes, in the paper in (0, 1).
+        readout: (H, P, P), floating-point, R of each head, with odd P; in the paper P is 127.
+        scale: default K^-0.5.
+        initial_state: (K, V, c) of shapes (N, H, K, P + 1), (N, H, P + 1, V) and (N, H); None for
+            zeros. N is B, or the number of sequences. K and V are waves over slots, cosines and
+            sines that the clock c has not turned: fla's layout.
+        cu_seqlens, backend: as in `gated_slot_attention`.
+
+    Returns:
+        o (B, T, H, V) of q's dtype, and the state (K, V, c) after the last token in float32
+        (float64 for float64); c is in [0, P).
+
+    Raises:
+        TypeError: a dtype is unsupported or differs from q's.
+        ValueError: a shape, device or value is invalid.
+        NotImplementedError: no native kernel for the device.
+
+    Note:
+        A pulse is a sum of (P + 1) / 2 waves, which flows turn and do not mix. So this is
+        `gated_linear_attention` twice, with waves as values and then as keys, in fp32 for half
+        types. Clocks are summed in fp64, so that places are exact after any number of tokens.
+
+    Reference:
+        CyFA: Linear Sequence Modeling with Relative-Time-Partitioned Memory, 2026,
+        arXiv:2609.36259. Verified against `naive_recurrent_cyfa` of `ops/cyfa/naive.py` of
+        fla-org/flash-linear-attention, commit ef747b38, which also has a norm of q and k.
+
+    Example:
+        >>> one, v = torch.ones(1, 2, 1, 1), torch.tensor([4.0, 8.0]).view(1, 2, 1, 1)
+        >>> g, half = torch.zeros(1, 2, 1), torch.full((1, 2, 1), 0.5)
+        >>> cyclic_flow_attention(one, one, v, g, half, half, torch.ones(1, 1, 1))[0].flatten()
+        tensor([2., 6.])
+    """
+    op = "cyclic_flow_attention"
+    k, v = require_heads(op, q, k, v)
+    require_shape(op, "v", v, (*q.shape[:3], v.shape[3]))
+    of_heads, heads = tuple(q.shape[:3]), q.shape[2]
+    g = log_decays(op, "g", g, v, (of_heads,))
+    beta = widened(op, "beta", beta, v, (of_heads,))
+    delta = widened(op, "delta", delta, v, (of_heads,))
+    slots = readout.shape[-1] if isinstance(readout, Tensor) and readout.ndim == 3 else 1
+    readout = widened(op, "readout", readout, v, ((heads, slots, slots),))
+    if slots % 2 == 0:
+        raise ValueError(
+            f"{op}: readout must have shape (H, P, P) with odd P, "
+            f"got readout.shape={tuple(readout.shape)}"
+        )
+    count = sequence_count(op, q, cu_seqlens)
+    shapes = (count, heads, q.shape[3], slots + 1), (count, heads, slots + 1, v.shape[3])
+    state = state_parts(op, initial_state, "K, V, c", v, (*shapes, (count, heads)))
+    keys, values, before = (None, None, None) if state is None else state
+    scan = implementation(op, backend, q, scans.linear_scan)
+    steps, start = delta.double(), None if before is None else before.double()
+    clock, after = scan(steps, torch.zeros_like(steps), start, cu_seqlens)
+    with full_precision(q):
+        waves = slot_waves(readout)
+        table = readout @ waves
+        angles = wave_angles(clock, slots, g.dtype)
+        shares = beta[..., None] * turned(waves[0], -angles)
+        sequences = Sequences(keys, cu_seqlens, backend)
+        logits, keys = run(op, widen(q), widen(k), shares, g, scale, sequences)
+        logits = torch.einsum("hrm,bthm->bthr", table, turned(logits, angles))
+        read = turned(torch.einsum("hrm,bthr->bthm", table, logits.softmax(-1)), -angles)
+        o, values = run(
+            *(op, read, shares, widen(v), g, 1.0, sequences._replace(initial_state=values))
+        )
+    return o.to(v.dtype), (keys, values, after.remainder(slots).to(g.dtype))
 
 
 def _attempt(

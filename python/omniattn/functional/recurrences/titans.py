@@ -1,9 +1,12 @@
-"""Linear memories that learn from past tokens by descent with momentum and forgetting.
+"""Memories that learn from past tokens by descent with momentum and forgetting.
 
 A step of Titans descends the loss of one token, a step of ATLAS those of the last ones together.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from omniattn.checks.arguments import (
 from omniattn.checks.jagged import over_sequences
 from omniattn.compositions.atlas import omega
 from omniattn.compositions.fast_weights import fast_weights
+from omniattn.compositions.memory_mlp import memory_mlp
 from omniattn.functional.layers.norm import layer_norm
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,
@@ -28,7 +32,7 @@ from omniattn.functional.recurrences._common import (
 )
 from omniattn.reference.precision import widen
 
-__all__ = ["atlas_linear", "titans_linear"]
+__all__ = ["atlas_linear", "titans_linear", "titans_mlp"]
 
 State = tuple[Tensor, Tensor, Tensor]
 Windowed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -143,6 +147,106 @@ def titans_linear(
     if w is not None and b is not None:
         y = torch.addcmul(y + b, layer_norm(y, eps=float(eps), backend=backend), w)
     return y.to(q.dtype), (weights, -momentum, anchor)
+
+
+@over_sequences("q", "k", "v", "theta", "alpha", "eta")
+def titans_mlp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    alpha: Tensor | None = None,
+    eta: Tensor | None = None,
+    *,
+    initial_state: State,
+    hidden: Sequence[int] = (),
+    scale: float = 1.0,
+    mini_batch_size: int = 16,
+    position: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, State]:
+    """Titans' deep memory: the weights of an MLP that descends a loss with momentum and forgetting.
+
+    ``M(x) = gelu(.. gelu(x W_1) W_2 ..) W_L`` with the momentum ``S_t = eta_t S_{t-1} - theta_t
+    g_t``, the weights ``M_t = (1 - alpha_t) M_{t-1} + S_t`` and the outputs ``o_t = M_t(scale
+    q_t)``. g_t is the gradient of ``|N(k_t) - v_t|^2`` by the weights N that the memory has at the
+    start of the mini-batch of t. Without hidden layers this is `titans_linear`.
+
+    Args:
+        q, k: (B, T, H, K), float64, float32, bfloat16 or float16, any strides; k usually of
+            length 1.
+        v: (B, T, H, V) of q's dtype.
+        theta: (B, T, H), floating-point, step sizes.
+        alpha: (B, T, H), floating-point, shares of the weights that are forgotten; None for 0.
+        eta: (B, T, H), floating-point, shares of the momentum that are kept; None for 0.
+        initial_state: (M_0, S_0, N) of shape (N, H, P) each: the rows of all matrices W_1 (K, F_1),
+            W_2 (F_1, F_2), .., W_L (F_{L-1}, V), one after another. N, the weights at the start of
+            the open mini-batch, counts inside one only. It must be given, as a deep memory of zeros
+            learns nothing. N is B, or the number of sequences.
+        hidden: widths F_1, .., F_{L-1} of the hidden layers.
+        scale: factor of q.
+        mini_batch_size: number of tokens whose gradients are taken at the same weights.
+        position: (N,) int32 or int64, >= 0, numbers of past tokens; None for 0.
+        cu_seqlens, backend: as in `gated_linear_attention`.
+
+    Returns:
+        o (B, T, H, V) of q's dtype, and the state after the last token in float32 (float64 for
+        float64).
+
+    Raises:
+        TypeError: a dtype is unsupported or differs from q's, or there is no initial_state.
+        ValueError: a shape, device or value is invalid.
+
+    Note:
+        Mini-batches follow each other, computed in fp32 for half types, by torch's products on all
+        devices. Nothing bounds the weights: step sizes that suit a linear memory may let a deep one
+        diverge. A NaN or infinity may also reach outputs of earlier tokens of its mini-batch. The
+        backward keeps the inputs only and recomputes M and S, with the states of all mini-batches
+        in memory. Second and forward-mode derivatives go through the eager definition.
+
+    Reference:
+        Behrouz et al., Titans: Learning to Memorize at Test Time, 2025, arXiv:2501.00663, equations
+        8 to 14 with a deep memory; the MLP is `MemoryMLP` of lucidrains/titans-pytorch.
+
+    Example:
+        >>> x, theta = torch.ones(1, 2, 1, 1), torch.full((1, 2, 1), 0.25)
+        >>> M = torch.ones(1, 1, 2)  # two matrices with one number each
+        >>> o, _ = titans_mlp(
+        ...     x, x, 2 * x, theta, initial_state=(M, 0 * M, M), hidden=[1], mini_batch_size=1
+        ... )
+        >>> o.flatten()
+        tensor([2.2955, 1.5942])
+    """
+    op = "titans_mlp"
+    require_int(op, "mini_batch_size", mini_batch_size, 1)
+    require_number(op, "scale", scale)
+    for n, width in enumerate(hidden):
+        require_int(op, f"hidden[{n}]", width, 1)
+    k, v = require_heads(op, q, k, v)
+    heads, of_heads = q.shape[2], tuple(q.shape[:3])
+    require_shape(op, "v", v, (*of_heads, v.shape[3]))
+    theta = widened(op, "theta", theta, v, (of_heads,))
+    alpha, eta = (
+        None if t is None else widened(op, name, t, v, (of_heads,))
+        for name, t in (("alpha", alpha), ("eta", eta))
+    )
+    count = composed_sequence_count(op, q, cu_seqlens)
+    position = place_of_state(op, position, v, count, initial_state)
+    widths = [q.shape[3], *hidden, v.shape[3]]
+    size = sum(a * b for a, b in itertools.pairwise(widths))
+    state = state_parts(op, initial_state, "M_0, S_0, N", v, ((count, heads, size),) * 3)
+    if state is None:
+        raise TypeError(f"{op}: initial_state must be a tuple (M_0, S_0, N), got None")
+    weights, momentum, anchor = state
+    call = implementation(op, backend, q, memory_mlp)
+    o, *state = call(
+        *(widen(q), widen(k), widen(v), -2 * theta, weights),
+        *(torch.zeros_like(theta) if eta is None else eta, None if alpha is None else 1 - alpha),
+        *(momentum, anchor, position, cu_seqlens),
+        *([int(width) for width in hidden], int(mini_batch_size), float(scale)),
+    )
+    return o.to(q.dtype), tuple(state)
 
 
 @over_sequences("q", "k", "v", "gamma", "theta", "alpha", "eta")

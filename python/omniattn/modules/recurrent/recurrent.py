@@ -106,7 +106,7 @@ class RecurrentConfig(LayerConfig):
         return 1
 
     @property
-    def state_size(self) -> tuple[int, int]:
+    def state_size(self) -> tuple[int, ...]:
         """Shape of a head's state."""
         return self.k_size, self.v_size
 

@@ -1,4 +1,4 @@
-"""Attention to a memory of a few slots: gated slot attention, ABC and Raven."""
+"""Attention to a memory of a few slots: gated slot attention, ABC, Raven and CyFA."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from omniattn.modules.recurrent.recurrent import (
     Result,
     fp32,
     linear,
+    low_rank,
 )
 
 
@@ -316,3 +317,110 @@ class Raven(RecurrentMixer):
         if sigmoid:
             best = best / (best.sum(-1, keepdim=True) + 1e-9)
         return torch.zeros_like(scores).scatter(-1, index, best)
+
+
+class CyclicFlowAttention(RecurrentMixer):
+    """Softmax attention to slots of relative time, through which tokens flow with a learned clock.
+
+    `functional.cyclic_flow_attention` with q and k ``norm(conv(x W))``, v ``conv(x W)``,
+    ``g = -exp(A_log) softplus(x W_a + dt_bias)``, ``beta = sigmoid(x W_b)`` and ``delta =
+    sigmoid(x W_d)``, which has no gradient to x; ``y = W_o (norm(P o) * sigmoid(x W_g1 W_g2))``
+    with P slots.
+
+    Args:
+        config: sizes and options.
+        device, dtype: device and dtype of the parameters; A_log, dt_bias and readout are created
+            in fp32.
+
+    Shape:
+        x (B, T, dim) -> the same shape.
+        Parameters q_proj, k_proj, v_proj, o_proj, a_proj, b_proj and d_proj with biases, A_log and
+        dt_bias (H), readout (H, P, P), q_conv1d, k_conv1d, v_conv1d, q_norm, k_norm, g_proj of two
+        layers and o_norm: names and shapes as in fla, whose num_slots is P + 1.
+
+    Reference:
+        CyFA: Linear Sequence Modeling with Relative-Time-Partitioned Memory, 2026, arXiv
+        2609.36259. The formula is that of `layers/cyfa.py` of fla-org/flash-linear-attention,
+        commit 904b95d1.
+
+    Example:
+        >>> CyclicFlowAttention(dim=8, num_heads=2, num_slots=5)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    activates = False
+    conv_activation = None
+
+    @dataclass(frozen=True)
+    class Config(SlotConfig):
+        """Sizes and options, as in SlotConfig; the convolutions have no activation.
+
+        Args:
+            num_slots: odd number P of slots of a head, default 127.
+        """
+
+        conv_size: int = 4
+        gate: str | None = "sigmoid"
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.slots % 2 == 0:
+                raise ValueError(
+                    f"CyclicFlowAttention: num_slots must be odd, got num_slots={self.num_slots}"
+                )
+
+        @property
+        def slots(self) -> int:
+            """Number of slots of a head."""
+            return self.num_slots or 127
+
+        @property
+        def states(self) -> dict[str, tuple[int, ...]]:
+            """Waves of keys and values over slots, and the clocks."""
+            heads, waves = self.num_heads, self.slots + 1
+            pair = {"keys": (heads, self.k_size, waves), "values": (heads, waves, self.v_size)}
+            return pair | {"clock": (heads,)}
+
+    config: Config
+
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        c = config
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.a_proj = linear(c, c.dim, c.num_heads, **factory)
+        self.b_proj = linear(c, c.dim, c.num_heads, True, **factory)
+        self.d_proj = linear(c, c.dim, c.num_heads, True, **factory)
+        if c.gate is not None:
+            self.g_proj = low_rank(c, c.v_size, c.num_heads * c.v_size, True, **factory)
+        norm = RMSNorm.Config(c.k_size, c.norm_eps, backend=c.backend)
+        self.q_norm, self.k_norm = norm.build(**factory), norm.build(**factory)
+        like = torch.empty(c.num_heads, device=device, dtype=fp32(dtype))
+        self.A_log, self.dt_bias = nn.Parameter(like), nn.Parameter(like.clone())
+        self.readout = nn.Parameter(like.new_empty(c.num_heads, c.slots, c.slots))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws exp(A_log) from (0, 16) and softplus(dt_bias) from (1e-3, 0.1); readout is 1."""
+        draw_rates(self.A_log, self.dt_bias, 0.0)
+        self.readout.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
+
+    def _part(self, name: str, *given: Any) -> Tensor:
+        y = super()._part(name, *given)
+        return y if name == "v" else self.get_submodule(f"{name}_norm")(y)
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options: Any) -> Result:
+        wide = self.A_log.dtype
+        step = self.a_proj(x).to(wide) + self.dt_bias
+        g = -self.A_log.exp() * nnf.softplus(step)
+        delta, beta = (y.to(wide).sigmoid() for y in (self.d_proj(x.detach()), self.b_proj(x)))
+        o, state = functional.cyclic_flow_attention(
+            q, k, v, g, delta, beta, self.readout, **options
+        )
+        # The factor keeps small means of values above the norm's eps.
+        return o * self.config.slots, state

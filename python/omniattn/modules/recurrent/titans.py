@@ -1,7 +1,8 @@
-"""Base of layers with a memory that descends a loss, and the layer of Titans' linear memory."""
+"""Base of layers with a memory that descends a loss, and layers of Titans' memories."""
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +128,7 @@ class MemoryMixer(RecurrentMixer):
         before = options.pop("initial_state")
         if before is None:
             count = x.shape[0] if packed is None else packed.shape[0] - 1
-            first = self.M.to(wide).expand(count, -1, -1, -1)
+            first = self.M.to(wide).expand(count, *self.M.shape)
             shapes = tuple(c.states.values())[1:]
             before = (first, *(first.new_zeros(count, *shape) for shape in shapes))
         *tensors, position = before
@@ -226,3 +227,84 @@ class TitansLinear(MemoryMixer):
         theta, alpha, eta = gates
         weight, bias = self.memory_norm_weight, self.memory_norm_bias
         return functional.titans_linear(q, k, v, theta, alpha, eta, weight, bias, **options)
+
+
+class TitansMLP(MemoryMixer):
+    """Layer with Titans' deep memory: an MLP that descends a loss of the tokens it reads.
+
+    o of `functional.titans_mlp`, with q, k and gates as in TitansLinear and ``y = W_o norm(o)``,
+    with a gate as in RecurrentConfig. The first weights of the MLP are learned. The step sizes of
+    TitansLinear do not bound a deep memory; a smaller max_step helps if one diverges.
+
+    Args:
+        config: sizes and options.
+        device, dtype: device and dtype of the parameters.
+
+    Shape:
+        x (B, T, dim) -> the same shape.
+        Parameters q_proj, k_proj, v_proj, o_proj, q_conv1d, k_conv1d, v_conv1d, theta_proj,
+        alpha_proj and eta_proj with biases, M (H, P), the rows of all matrices of the MLP, and
+        o_norm; with a gate g_proj.
+
+    Reference:
+        Behrouz et al., Titans: Learning to Memorize at Test Time, 2025, arXiv 2501.00663.
+
+    Example:
+        >>> TitansMLP(dim=8, num_heads=2)(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
+    """
+
+    @dataclass(frozen=True)
+    class Config(MemoryConfig):
+        """Sizes and options, as in MemoryConfig.
+
+        Args:
+            depth: number of matrices of the MLP, at least 2.
+            memory_dim: width of its hidden layers, default twice head_dim.
+        """
+
+        depth: Size = 2
+        memory_dim: Size | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.depth < 2:
+                raise ValueError(f"TitansMLP: depth must be at least 2, got depth={self.depth}")
+
+        @property
+        def hidden(self) -> list[int]:
+            """Widths of the hidden layers."""
+            return [self.memory_dim or 2 * self.k_size] * (self.depth - 1)
+
+        @property
+        def shapes(self) -> list[tuple[int, int]]:
+            """Shapes of the matrices."""
+            return list(itertools.pairwise([self.k_size, *self.hidden, self.v_size]))
+
+        @property
+        def state_size(self) -> tuple[int, ...]:
+            return (sum(rows * columns for rows, columns in self.shapes),)
+
+    config: Config
+
+    class _Fields(Config, OnDevice): ...
+
+    @config_or_fields(Config, either(ByConfig[Config], _Fields).init)
+    def __init__(
+        self, config: Config, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws matrices with the variance 1 / rows, and sets alpha to about 0.02."""
+        super().reset_parameters()
+        c = self.config
+        parts = self.M.detach().split([rows * columns for rows, columns in c.shapes], -1)
+        for part, (rows, _) in zip(parts, c.shapes, strict=True):
+            nn.init.normal_(part, std=rows**-0.5)
+
+    def remember(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, *gates: Tensor, **options: Any
+    ) -> Result:
+        return functional.titans_mlp(q, k, v, *gates, hidden=self.config.hidden, **options)

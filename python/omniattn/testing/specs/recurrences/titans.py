@@ -1,7 +1,8 @@
-"""OpSpecs of the linear memories of Titans and ATLAS."""
+"""OpSpecs of the memories of Titans and ATLAS."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -48,6 +49,19 @@ def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
     return made
 
 
+def _mlp_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    """Makes states in all cases, whose P numbers are those of an MLP."""
+    made = _inputs(case, random)
+    b, h = case.sizes["B"], case.sizes["H"]
+    n = case.sizes.get("N", b)
+    widths = (case.sizes["K"], *case.options["hidden"], case.sizes["V"])
+    size = sum(rows * columns for rows, columns in itertools.pairwise(widths))
+    made |= {name: random.normal(n, h, size) / 2 for name in STATE}
+    if "position" in case.tensors:
+        made["position"] = random.integers(9, n)
+    return made
+
+
 def _atlas_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     b, t, h, k, v = (case.sizes[name] for name in "BTHKV")
     window = case.sizes["C"]
@@ -61,6 +75,16 @@ def _atlas_inputs(case: Case, random: Random) -> dict[str, Tensor]:
         made["keys"] = nnf.normalize(random.normal(n, window - 1, h, k), dim=-1)
         made["values"] = random.normal(n, window - 1, h, v)
     return made
+
+
+def _mlp_flops(case: Case, pass_: Pass) -> float:
+    """Counts seven products with the matrices, and those of tokens in mini-batches."""
+    s, size = case.sizes, case.options.get("mini_batch_size", 16)
+    widths = (s["K"], *case.options["hidden"], s["V"])
+    each = sum(
+        7 * rows * columns + size * (rows + columns) for rows, columns in itertools.pairwise(widths)
+    )
+    return 2.0 * s["B"] * s["T"] * s["H"] * each * SWEEPS[pass_]
 
 
 def _flops(case: Case, pass_: Pass) -> float:
@@ -120,6 +144,53 @@ SPECS = (
             ),
             Benchmark(
                 _case("step", 8, 1, 8, 64, 64, ("alpha", "eta", *NORM, *STATE)), (F32,), FORWARD
+            ),
+        ),
+    ),
+    OpSpec(
+        name="titans_mlp",
+        family="test-time training",
+        cuda="emulated",
+        paper="Behrouz et al. 2025, arXiv 2501.00663",
+        inputs=_mlp_inputs,
+        differentiable=("q", "k", "v", *GATES, *STATE),
+        flops=_mlp_flops,
+        second_order=True,
+        special=("packed",),
+        adapt=flat_state(*STATE),
+        cases=(
+            _case("tiny", 2, 3, 1, 3, 2, ("alpha", "eta"), hidden=[2], mini_batch_size=2),
+            _case("deep", 2, 33, 2, 6, 5, ("alpha", "eta"), hidden=[7, 4], scale=0.5),
+            _case(
+                "packed",
+                1,
+                30,
+                2,
+                6,
+                4,
+                ("alpha", "eta", "position", "cu_seqlens"),
+                N=4,
+                hidden=[5],
+                mini_batch_size=4,
+            ),
+            _case("linear", 2, 20, 2, 6, 4, ("alpha", "eta"), hidden=[]),
+            _case("each", 1, 9, 2, 6, 4, ("eta",), hidden=[5], mini_batch_size=1),
+            _case(
+                "step", 2, 1, 2, 6, 4, ("alpha", "eta", "position"), hidden=[5], mini_batch_size=4
+            ),
+            _case("nosteps", 2, 0, 2, 4, 3, ("alpha",), hidden=[5]),
+        ),
+        benchmarks=(
+            Benchmark(
+                _case("head32", 1, 512, 4, 32, 32, ("alpha", "eta"), hidden=[64]),
+                (F32,),
+                BOTH,
+                "compute",
+            ),
+            Benchmark(
+                _case("step", 8, 1, 8, 64, 64, ("alpha", "eta", "position"), hidden=[128]),
+                (F32,),
+                FORWARD,
             ),
         ),
     ),
@@ -185,6 +256,11 @@ VARIANTS = (
     Variant(
         "Titans: a linear memory that learns by descent with momentum and forgetting",
         ("titans_linear", "TitansLinear"),
+        "Behrouz et al. 2025, arXiv 2501.00663",
+    ),
+    Variant(
+        "Titans: an MLP as memory, learned by descent with momentum and forgetting",
+        ("titans_mlp", "TitansMLP"),
         "Behrouz et al. 2025, arXiv 2501.00663",
     ),
     Variant(

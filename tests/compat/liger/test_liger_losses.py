@@ -5,7 +5,20 @@ import math
 import pytest
 import torch
 import torch.nn.functional as nnf
-from liger_cases import BIAS, REF_WEIGHT, REF_X, TARGET, WEIGHT, B, T, X, leaves, log_probs, tensors
+from liger_cases import (
+    BIAS,
+    REF_WEIGHT,
+    REF_X,
+    TARGET,
+    WEIGHT,
+    B,
+    T,
+    V,
+    X,
+    leaves,
+    log_probs,
+    tensors,
+)
 
 from omniattn import functional
 from omniattn.compat import liger
@@ -264,6 +277,68 @@ def test_distillation_weighs_hard_and_soft_losses():
         rows, weight, teacher_x, REF_WEIGHT, target, beta=0.2, temperature=2.0
     )
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("chunk_size", [3, 1024])
+def test_cosine_distillation(chunk_size):
+    """The teacher knows more tokens, and all tokens count in the distance."""
+    weight, x, bias = leaves()
+    teacher_x, target, rows = REF_X.flatten(0, 1), TARGET.flatten(), x.flatten(0, 1)
+    more = torch.cat((REF_WEIGHT, REF_WEIGHT[:2]))
+    given = rows, weight, teacher_x, more, target, bias, None
+    total, soft, hard = liger.liger_fused_linear_cosine(
+        *given, 0.3, 0.7, 0.2, chunk_size=chunk_size, return_soft_hard_loss=True
+    )
+    logits, count = nnf.linear(rows, weight, bias), (target != -100).sum()
+    padded = nnf.pad(logits, (0, 2))
+    wanted = 0.2 * (1 - nnf.cosine_similarity(padded, nnf.linear(teacher_x, more))).sum() / count
+    torch.testing.assert_close(soft, wanted.detach())
+    torch.testing.assert_close(hard, nnf.cross_entropy(logits, target).detach())
+    expected = 0.3 * nnf.cross_entropy(logits, target) + 0.7 * wanted
+    torch.testing.assert_close(total, expected)
+    grads = [torch.autograd.grad(loss, (weight, x, bias)) for loss in (total, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_of_policy_losses():
+    p, q, ratio = *tensors((2, 5), (2, 5)), tensors((2, 5))[0].exp()
+    torch.testing.assert_close(liger.k3_loss_fn(p, q), (p - q).exp() - (p - q) - 1)
+    torch.testing.assert_close(liger.sapo_loss_fn(ratio, 2.0), 2 * (2 * (ratio - 1)).sigmoid())
+    with pytest.raises(ValueError, match="sapo_loss_fn: temperature must be > 0"):
+        liger.sapo_loss_fn(ratio, 0.0)
+    bounded, low, high = liger.clip_coef_fn(ratio, 0.1, 0.3, "grpo")
+    torch.testing.assert_close(bounded, ratio.clamp(0.9, 1.3))
+    assert torch.equal(low, ratio < 0.9) and torch.equal(high, ratio > 1.3)
+    bounded, low, high = liger.clip_coef_fn(ratio.requires_grad_(), 0.1, 1.3, "cispo")
+    assert not (low.any() or bounded.requires_grad) and torch.equal(high, ratio > 1.3)
+    assert liger.clip_coef_fn(ratio, 0.1, 0.3, "vespo")[0] is None
+    with pytest.raises(ValueError, match="clip_coef_fn: loss_type must be"):
+        liger.clip_coef_fn(ratio, 0.1, 0.3, "ppo")
+
+
+def test_gamma_weights():
+    ratios, mask = tensors((2, 5))[0] / 4, torch.ones(2, 5)
+    mask[0, 3:] = 0
+    w = (ratios * mask).sum(-1, keepdim=True).exp()
+    k, rate = torch.tensor([[2.0], [3.0]]), torch.tensor([[3.0], [2.0]])
+    found = liger.get_gamma_weights(torch.tensor([0.0, -1.0]), ratios, mask)
+    torch.testing.assert_close(found, rate.exp() * w**k * (-rate * w).exp())
+    given = torch.tensor([0.0, -1.0]), ratios, mask, torch.tensor([[2.0], [0.5]])
+    w = w * given[3]
+    torch.testing.assert_close(
+        liger.get_gamma_weights(*given), rate.exp() * w**k * (-rate * w).exp()
+    )
+
+
+def test_log_probabilities_of_chosen_tokens():
+    logits, ids = tensors((2, 6, V))[0], TARGET[:2].clamp(min=0).repeat(1, 2)
+    mask = torch.ones(2, 10)
+    mask[0, -2] = 0
+    found = liger.fused_selective_log_softmax(logits, ids, 0.7, mask)
+    wanted = (logits[:, :-1] / 0.7).log_softmax(-1).gather(-1, ids[:, -5:, None])[..., 0]
+    torch.testing.assert_close(found, wanted * mask[:, -5:])
+    with pytest.raises(ValueError, match="fused_selective_log_softmax: input_ids must have shape"):
+        liger.fused_selective_log_softmax(logits, ids[:, :4])
 
 
 @pytest.mark.parametrize(

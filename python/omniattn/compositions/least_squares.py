@@ -1,6 +1,6 @@
 """Solutions of one linear system for each token, by conjugate gradients for all tokens together.
 
-The matrix of token t is ``H_t + diag(lamb)``, ``H_t = exp(g_t) H_{t-1} + beta_t k_t k_t^T``. The
+The matrix of token t is ``H_t + diag(lamb_t)``, ``H_t = exp(g_t) H_{t-1} + beta_t k_t k_t^T``. The
 op `recurrence` multiplies the matrices of all tokens with a vector each.
 """
 
@@ -13,7 +13,7 @@ from omniattn.compositions._python_ops import define
 from omniattn.ops import recurrence as ops
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.backward import BackwardOp, private_op
-from omniattn.reference.recurrences.mesa_net import mesa_solve as definition
+from omniattn.reference.recurrences.least_squares import mesa_solve as definition
 
 __all__ = ["mesa_solve"]
 
@@ -84,7 +84,7 @@ def _backward(
     max_iterations: int,
     x: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Solves for dq, as x is ``(H + diag(lamb))^-1 q``; the gradient of H_t is ``-dq_t x_t^T``."""
+    """Solves for dq, as ``x_t = (H_t + diag(lamb_t))^-1 q_t``; that of H_t is ``-dq_t x_t^T``."""
     given = k, g, beta, initial_state, cu_seqlens
     dq = torch.zeros_like(q)
     if grad_x is not None:
@@ -97,11 +97,11 @@ def _backward(
         *(initial_state, cu_seqlens, states, 1.0, False, 0, False, 0.0, False),
         *(True, True, False, False, False, False, initial_state is not None),
     )
-    return dq, dk + dv, dg, dbeta, -(dq * x).sum((0, 1)), dinitial_state
+    return dq, dk + dv, dg, dbeta, -dq * x, dinitial_state
 
 
 #: N sequences.
-_TENSORS = {"q": "B T H K", "k": "B T H K", "g": "B T H", "beta": "B T H", "lamb": "H K"}
+_TENSORS = {"q": "B T H K", "k": "B T H K", "g": "B T H", "beta": "B T H", "lamb": "B T H K"}
 _OPTIONAL = {"initial_state": "N H K K", "cu_seqlens": "N+1"}
 _ARGUMENTS = ", ".join(
     [

@@ -1,10 +1,10 @@
-"""MesaNet's layer: its formula, decoding, parameters."""
+"""Layers of MesaNet and Gated KalmaNet: formulas, decoding, parameters."""
 
 import pytest
 import torch
 from torch.nn import functional as nnf
 
-from omniattn.modules import MesaNet
+from omniattn.modules import GatedKalmaNet, MesaNet
 
 DIM = 12
 
@@ -75,3 +75,56 @@ def test_parameters_have_the_shapes_of_fla():
         MesaNet(12, 2, num_v_heads=4)
     with pytest.raises(ValueError, match="MesaNet: lambda_lower_bound must be in"):
         MesaNet(12, 2, lambda_lower_bound=1.0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decay", ["both", "values", "none"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_formula_of_kalmanet(gated, decay):
+    """That of its layer in fla: heads of 4, ridges of 0.02 times the norms of H."""
+    torch.manual_seed(0)
+    options = {} if gated else {"weighted": False, "mixed": False, "gate": None}
+    layer = GatedKalmaNet(DIM, 2, decay=decay, **options, init_std=0.5, dtype=torch.float64)
+    x = torch.randn(2, 7, DIM, dtype=torch.float64)
+
+    def part(name):
+        y = nnf.linear(x, getattr(layer, f"{name}_proj").weight)
+        weight = getattr(layer, f"{name}_conv1d").weight
+        y = nnf.silu(nnf.conv1d(nnf.pad(y.mT, (3, 0)), weight, groups=DIM).mT).unflatten(-1, (2, 6))
+        return y if name == "v" else y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)
+
+    q, k, v = map(part, "qkv")
+    beta = layer.b_proj(x).sigmoid() + 1e-6 if gated else torch.ones(2, 7, 2)
+    alpha = layer.alpha_proj(x).sigmoid() if gated else torch.ones(2, 7, 2)
+    keep = 1.0
+    if decay != "none":
+        keep = torch.exp(-layer.A_log.exp() * nnf.softplus(layer.a_proj(x) + layer.dt_bias))
+        keep = keep[..., None, None]
+    kk, kv, out = torch.zeros(2, 2, 6, 6).double(), torch.zeros(2, 2, 6, 6).double(), []
+    for t in range(7):
+        key, value = ((beta[:, t, :, None] * y[:, t])[..., None] for y in (k, v))
+        kk = (keep[:, t] if decay == "both" else 1.0) * kk + key * key.mT
+        kv = (1.0 if decay == "none" else keep[:, t]) * kv + key * value.mT
+        ridge = 0.02 * torch.linalg.matrix_norm(kk)[..., None, None] * torch.eye(6).double()
+        w = torch.linalg.solve(kk + ridge, q[:, t])
+        w = q[:, t] + alpha[:, t, :, None] * (w - q[:, t])
+        out.append((w[..., None] * kv).sum(-2) / 6**0.5)
+    o = torch.stack(out, 1)
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-6)
+    if gated:
+        o = o * nnf.silu(layer.g_proj(x).unflatten(-1, (2, 6)))
+    torch.testing.assert_close(layer(x), nnf.linear(o.flatten(-2), layer.o_proj.weight))
+
+
+def test_options_of_kalmanet():
+    """Names and shapes as in fla; without a part of the gates their parameters are absent."""
+    shapes = {name: tuple(p.shape) for name, p in GatedKalmaNet(12, 2).named_parameters()}
+    assert shapes["alpha_proj.bias"] == shapes["b_proj.bias"] == shapes["A_log"] == (2,)
+    assert shapes["a_proj.weight"] == (2, 12) and "a_proj.bias" not in shapes
+    assert shapes["v_conv1d.weight"] == (12, 1, 4) and shapes["o_norm.weight"] == (6,)
+    bare = GatedKalmaNet(12, 2, weighted=False, mixed=False, decay="none", gate=None)
+    names = {name.split(".")[0] for name, _ in bare.named_parameters()}
+    assert not names & {"a_proj", "b_proj", "alpha_proj", "A_log", "dt_bias", "g_proj"}
+    for wrong in ({"decay": "keys"}, {"ridge_ratio": 0.0}, {"num_v_heads": 4}):
+        with pytest.raises(ValueError, match=f"GatedKalmaNet: {next(iter(wrong))} must be"):
+            GatedKalmaNet(12, 2, **wrong)

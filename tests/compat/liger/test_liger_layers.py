@@ -158,3 +158,58 @@ def test_activations_and_rotary(x):
     assert torch.equal(
         liger.liger_rotary_pos_emb(q, k, cos, sin)[0], liger.liger_rope(q, k, cos, sin)[0]
     )
+
+
+def test_modulated_norm(x):
+    scale, shift = torch.randn(2, 2, 1, N)
+    layer = liger.LigerModulatedRMSNorm(N, eps=0.1, offset=1.0, init_fn="zeros")
+    wanted = nnf.rms_norm(x, (N,), eps=0.1) * (1 + scale)
+    torch.testing.assert_close(layer(x, scale), wanted)
+    plain = liger.LigerModulatedRMSNorm(N, eps=0.1, elementwise_affine=False)
+    assert not plain.state_dict()
+    torch.testing.assert_close(plain(x, scale, shift), wanted + shift)
+
+
+def test_experts(x):
+    config = SimpleNamespace(
+        num_local_experts=3, intermediate_size=6, hidden_size=N, hidden_act="silu"
+    )
+    layer = liger.LigerExperts(config)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    index, weights = torch.randint(3, (2, 5, 2)), torch.rand(2, 5, 2, requires_grad=True)
+    gate, up = (torch.einsum("efd,btd->btef", w, x) for w in layer.gate_up_proj.chunk(2, 1))
+    each = torch.einsum("edf,btef->bted", layer.down_proj, nnf.silu(gate) * up)
+    chosen = each.gather(2, index[..., None].expand(-1, -1, -1, N))
+    wanted = (weights[..., None] * chosen).sum(2)
+    same(layer(x, index, weights), wanted, (x, weights, *layer.parameters()))
+    with pytest.raises(ValueError, match=r"LigerExperts: config\.hidden_act must be"):
+        liger.LigerExperts(SimpleNamespace(**{**vars(config), "hidden_act": "relu"}))
+
+
+def test_mlp_of_gemma_4(x):
+    config = SimpleNamespace(
+        hidden_size=N,
+        intermediate_size=6,
+        num_hidden_layers=4,
+        num_kv_shared_layers=1,
+        use_double_wide_mlp=True,
+    )
+    for layer_idx, width in ((None, 6), (2, 6), (3, 12)):
+        layer = liger.LigerGEGLUMLPForGemma4(config, layer_idx)
+        assert layer.down_proj.weight.shape == (N, width)
+        gate = nnf.gelu(layer.gate_proj(x), approximate="tanh")
+        torch.testing.assert_close(layer(x), layer.down_proj(gate * layer.up_proj(x)))
+
+
+@pytest.mark.parametrize("num_shards", [None, 1, 4, 100])
+def test_tiled_mlp(x, num_shards):
+    layer, parts = nn.Linear(N, N), []
+
+    def call(module, part):
+        parts.append(len(part))
+        return module(part).tanh()
+
+    found = liger.apply_tiled_mlp(call, layer, x, num_shards)
+    assert sum(parts) == 10 and len(parts) == {None: 1, 1: 1, 4: 4, 100: 10}[num_shards]
+    same(found, layer(x).tanh(), (x, *layer.parameters()))

@@ -1,4 +1,4 @@
-"""OpSpec of MesaNet."""
+"""OpSpecs of linear attention whose queries solve least-squares problems."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from omniattn.testing.spec import Benchmark, Case, OpSpec, Pass, Random, Variant
 from omniattn.testing.specs._cases import BOTH, F32, FORWARD, boundaries, flat_state
 
 STATE = ("initial_state",)
+#: Optional tensors of Gated KalmaNet.
+GATED = ("g", "gk", "alpha")
 
 
 def _case(
@@ -42,6 +44,16 @@ def _inputs(case: Case, random: Random) -> dict[str, Tensor]:
         keys = nnf.normalize(random.normal(n, h, 3, k), dim=-1)
         made |= {"kk": keys.mT @ keys, "kv": random.normal(n, h, k, v)}
     return made
+
+
+def _kalman(case: Case, random: Random) -> dict[str, Tensor]:
+    """Makes keys of lengths from 0.5 to 1, since gradients grow with the inverse square."""
+    made = _inputs(case, random)
+    del made["lamb"]
+    beta = (1 + made.pop("beta")) / 2
+    made |= {"k": beta[..., None] * made["k"], "v": beta[..., None] * made["v"]}
+    made |= {"gk": made["g"].roll(1, 1), "alpha": random.normal(*beta.shape).sigmoid()}
+    return {name: t for name, t in made.items() if name not in GATED or name in case.tensors}
 
 
 def _symmetric(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,6 +106,31 @@ SPECS = (
             Benchmark(_case("step", 8, 1, 8, 64, 64, STATE), (F32,), FORWARD),
         ),
     ),
+    OpSpec(
+        name="gated_kalmanet",
+        family="MesaNet",
+        cuda="emulated",
+        paper="Peng et al. 2025, arXiv 2511.21016",
+        inputs=_kalman,
+        differentiable=("q", "k", "v", "g", "gk", "alpha", "kk", "kv"),
+        flops=_flops,
+        second_order=True,
+        special=("packed",),
+        adapt=_symmetric,
+        cases=(
+            _case("tiny", 2, 3, 1, 3, 2, GATED + STATE),
+            _case("undecayed", 2, 33, 2, 8, 6, scale=1.0, ridge_ratio=0.1),
+            _case("packed", 1, 40, 2, 8, 6, (*GATED, "initial_state", "cu_seqlens"), N=4),
+            _case("whole", 1, 128, 2, 8, 6, GATED, max_iterations=60),
+            _case("strong", 1, 40, 2, 8, 6, GATED),
+            _case("step", 2, 1, 2, 8, 6, GATED + STATE),
+            _case("nosteps", 2, 0, 2, 4, 3, GATED + STATE),
+        ),
+        benchmarks=(
+            Benchmark(_case("head64", 1, 1024, 8, 64, 64, GATED), (F32,), BOTH, "compute"),
+            Benchmark(_case("step", 8, 1, 8, 64, 64, GATED + STATE), (F32,), FORWARD),
+        ),
+    ),
 )
 
 VARIANTS = (
@@ -101,5 +138,10 @@ VARIANTS = (
         "MesaNet: least squares over past tokens by conjugate gradients",
         ("mesa_net", "MesaNet"),
         "von Oswald et al. 2025, arXiv 2506.05233",
+    ),
+    Variant(
+        "Gated KalmaNet: ridge regression on past tokens, relative to the norm of their keys",
+        ("gated_kalmanet", "GatedKalmaNet"),
+        "Peng et al. 2025, arXiv 2511.21016",
     ),
 )
