@@ -1,5 +1,7 @@
 """Trainer on meshes of two and four processes (gloo) against one process, in fp64."""
 
+import itertools
+import math
 import shutil
 import tempfile
 from dataclasses import replace
@@ -18,11 +20,25 @@ from omniattn.training.tasks import LanguageModeling
 TEXT = b"".join(b"%d squared is %d\n" % (a, a * a) for a in range(500))
 TASK = LanguageModeling(TEXT, 16)
 SIZES = {"dim": 16, "num_layers": 2, "num_heads": 4}
-LLAMA = replace(PRESETS["llama"], **SIZES, num_kv_heads=2, hidden_dim=24)
+LLAMA_SIZED = {
+    name: replace(PRESETS[name], **SIZES, num_kv_heads=2, hidden_dim=24)
+    for name in ("llama", "mixtral")
+}
+LLAMA = LLAMA_SIZED["llama"]
+MOE = replace(LLAMA_SIZED["mixtral"], experts=4, top_k=2)
+ODD = replace(MOE, experts=3)
 CONFIG = TrainConfig(model=LLAMA, steps=4, batch=5, length=16, warmup=1, clip=0.5)
 MESHES = {
-    2: [{"dp": 2}, {"cp": 2}, {"tp": 2}],
-    4: [{"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"cp": 2, "tp": 2}, {"dp": 4}],
+    2: [{"dp": 2}, {"fsdp": 2}, {"cp": 2}, {"tp": 2}],
+    4: [
+        *({"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"cp": 2, "tp": 2}, {"dp": 4}),
+        *({"dp": 2, "fsdp": 2}, {"fsdp": 2, "cp": 2}, {"fsdp": 2, "tp": 2}),
+    ],
+}
+#: Meshes of the model with experts, whose losses of balance are those of parts of a batch.
+EXPERTS = {
+    2: [{"ep": 2}, {"fsdp": 2}],
+    4: [{"ep": 4}, {"dp": 2, "ep": 2}, {"fsdp": 2, "ep": 2}, {"ep": 2, "tp": 2}],
 }
 
 
@@ -38,41 +54,58 @@ def of_meshes(rank, ranks, port):
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     path = Path(folder[0]) / "checkpoint.safetensors"
-    for config in (CONFIG, replace(CONFIG, accumulate=2, batch=9, recompute=True)):
-        alone = Trainer(config, TASK)
-        expected = steps(alone, 4)
-        held_out = alone.evaluate()
-        for n, sizes in enumerate(MESHES[ranks]):
-            mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-            trainer = Trainer(config, TASK, mesh=mesh)
-            if n > 0:  # continues the run of another mesh
-                trainer.load(path)
-            steps(trainer, 4 - trainer.step)
-            torch.testing.assert_close(trainer.losses, expected, rtol=1e-9, atol=0, msg=f"{sizes}")
-            torch.testing.assert_close(trainer.evaluate(), held_out, rtol=1e-9, atol=0)
-            weights = trainer.whole_model().state_dict()
-            for name, t in alone.model.state_dict().items():
-                torch.testing.assert_close(weights[name], t, rtol=1e-7, atol=1e-8, msg=name)
-            trainer = Trainer(config, TASK, mesh=mesh)
-            steps(trainer, 2)
-            trainer.save(path)
-            dist.barrier()
-        again = Trainer(config, TASK)
-        again.load(path)
-        torch.testing.assert_close(steps(again, 2), expected, rtol=1e-9, atol=0)
-        dist.barrier()
+    more = {"accumulate": 2, "batch": 9, "recompute": True}
+    compare(CONFIG, MESHES[ranks], path)
+    compare(replace(CONFIG, **more), MESHES[ranks], path)
+    for parts, group in itertools.groupby(EXPERTS[ranks], parts_of):
+        compare(replace(CONFIG, model=MOE), list(group), path, parts)
     refuse(ranks)
-    nans(mesh, rank)
+    nans(rank)
     if rank == 0:
         shutil.rmtree(folder[0])
     dist.destroy_process_group()
 
 
+def parts_of(sizes):
+    """Returns the number of parts of a batch."""
+    return math.prod(sizes.get(name, 1) for name in ("dp", "fsdp", "ep"))
+
+
+def compare(config, meshes, path, parts=1):
+    """Compares runs with one that accumulates the parts of a batch; each mesh continues the run of
+    the one before, and one process that of the last."""
+    whole = replace(config, accumulate=parts * config.accumulate)
+    alone = Trainer(whole, TASK)
+    expected = steps(alone, 4)
+    held_out = alone.evaluate()
+    for n, sizes in enumerate(meshes):
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        trainer = Trainer(config, TASK, mesh=mesh)
+        if n > 0:
+            trainer.load(path)
+        steps(trainer, 4 - trainer.step)
+        torch.testing.assert_close(trainer.losses, expected, rtol=1e-9, atol=0, msg=f"{sizes}")
+        torch.testing.assert_close(trainer.evaluate(), held_out, rtol=1e-9, atol=0)
+        weights = trainer.whole_model().state_dict()
+        for name, t in alone.model.state_dict().items():
+            torch.testing.assert_close(weights[name], t, rtol=1e-7, atol=1e-8, msg=name)
+        trainer = Trainer(config, TASK, mesh=mesh)
+        steps(trainer, 2)
+        trainer.save(path)
+        dist.barrier()
+    again = Trainer(whole, TASK)
+    again.load(path)
+    torch.testing.assert_close(steps(again, 2), expected, rtol=1e-9, atol=0)
+    dist.barrier()
+
+
 def refuse(ranks):
     """All ranks get the same error."""
     for names, config, message in (
-        (("pp",), CONFIG, "mesh must have dimensions named dp, cp, tp"),
-        (("dp",), replace(CONFIG, batch=1), f"got batch=1, accumulate=1, dp={ranks}"),
+        (("data",), CONFIG, "mesh must have dimensions named dp, fsdp, cp, ep, tp"),
+        (("fsdp",), replace(CONFIG, batch=1), f"got batch=1, accumulate=1, fsdp={ranks}"),
+        (("ep",), CONFIG, "model must have MoE layers, got Llama without"),
+        (("ep",), replace(CONFIG, model=ODD, batch=ranks), f"experts=3, ranks={ranks}"),
         (("tp",), replace(CONFIG, model=replace(LLAMA, num_heads=1, num_kv_heads=1)), "num_heads"),
         (("dp",), replace(CONFIG, model="bert"), "mesh must be None except for decoders, got Bert"),
         (("cp",), replace(CONFIG, length=31), "length must be a multiple of twice .* length=31"),
@@ -82,7 +115,7 @@ def refuse(ranks):
             Trainer(config, TASK, mesh=mesh)
 
 
-def nans(mesh, rank):
+def nans(rank):
     """A loss that is no number on one rank ends the step on all."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     trainer = Trainer(CONFIG, TASK, mesh=mesh)

@@ -72,8 +72,8 @@ def train(parser: argparse.ArgumentParser) -> None:
     are repeated with the plain-torch reference of every op, to compare the losses and, if both runs
     were long enough to measure, the speed.
 
-    With --dp, --cp and --tp, decoders train on several processes, with the losses of one:
-    torchrun --nproc-per-node 4 -m omniattn train --dp 2 --tp 2
+    With --dp, --fsdp, --cp, --ep and --tp, decoders train on several processes, with the losses of
+    one: torchrun --nproc-per-node 4 -m omniattn train --dp 2 --tp 2
     """
     add = parser.add_argument
     add("--data", type=_path, metavar="PATH", help="text file, or folder of text files")
@@ -104,7 +104,21 @@ def train(parser: argparse.ArgumentParser) -> None:
         help="mixup,cutmix,randaugment: augmentations by torchvision, for vit and swin",
     )
     add("--dp", type=_positive, default=1, metavar="N", help="divide batches among N processes")
+    add(
+        "--fsdp",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="divide batches among N processes and parameters among these only, not those of --dp",
+    )
     add("--cp", type=_positive, default=1, metavar="N", help="divide tokens among N processes")
+    add(
+        "--ep",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="divide batches and experts among N processes",
+    )
     add("--tp", type=_positive, default=1, metavar="N", help="divide heads among N processes")
     add("--device", default="cpu", help="cpu (default) or cuda")
     add("--backend", choices=["cpu", "cuda", "reference"], help="force the backend of all ops")

@@ -37,8 +37,8 @@ def on_mesh(args: argparse.Namespace) -> Iterator[DeviceMesh | None]:
     sizes = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name) > 1}
     count, found = math.prod(sizes.values()), int(os.environ.get("WORLD_SIZE", "1"))
     if count != found:
-        given = (
-            " ".join(f"--{name} {size}" for name, size in sizes.items()) or "no --dp, --cp, --tp"
+        given = " ".join(f"--{name} {size}" for name, size in sizes.items()) or (
+            f"no {', '.join(f'--{name}' for name in DIMENSIONS)}"
         )
         raise CommandError(
             f"{given}: the number of processes must be {count} ({launcher(args)} -m omniattn train "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,6 +114,24 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     ]
 
 
+def _norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns the norm () of all gradients together, in float32 or float64.
+
+    Parts of a gradient that is divided among ranks (a DTensor) are added up once for all that are
+    divided over the same mesh.
+    """
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for g in gradients:
+        dtype = torch.promote_types(g.dtype, torch.float32)
+        norms = by_mesh.setdefault(getattr(g, "device_mesh", None), [])
+        norms.append(torch.linalg.vector_norm(g, dtype=dtype))
+    found = []
+    for norms in by_mesh.values():
+        norm: Any = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        found.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return torch.linalg.vector_norm(torch.stack(found)) if len(found) > 1 else found[0]
+
+
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     """Scales all gradients by ``min(1, max_norm / (norm + 1e-6))`` and returns their norm.
@@ -139,12 +158,7 @@ def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
-    norms = [
-        torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
-        for g in gradients
-    ]
-    device = norms[0].device
-    norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]))
+    norm = _norm(gradients)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -11,32 +12,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from omniattn.models.decoders.decoder import Decoder
+from omniattn.modules.experts.expert_parallel import SplitExperts
 from omniattn.training.tasks import Batch, targets_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
 
 # DTensor, fully_shard and what stands on them are imported by runs on a mesh only: 1 s.
 
 T = TypeVar("T")
 
-#: Dimensions of a mesh: parts of the batch, of the tokens, and of heads and hidden channels.
-DIMENSIONS = ("dp", "cp", "tp")
+#: Dimensions of a mesh: parts of the batch, whose ranks have the same parameters ("dp") or parts of
+#: them ("fsdp"); of the tokens; of the batch and the experts; of heads and hidden channels.
+DIMENSIONS = ("dp", "fsdp", "cp", "ep", "tp")
 
 
 class Ranks:
     """Divides a run among the ranks of a mesh, so that its steps are those of one process.
 
-    "dp" and "cp" ranks have parts of the batch and of its tokens, and share the parameters by
-    `fully_shard`; "tp" is `tensor_parallel`.
+    "dp", "fsdp" and "ep" ranks have parts of the batch, "cp" ranks parts of its tokens. Parameters
+    are sharded over all of them by `fully_shard`, but experts not over "ep", which divides them,
+    and with "fsdp" nothing over "dp". "tp" is `tensor_parallel`.
 
     Args:
         mesh: mesh with some of DIMENSIONS, in this order; None for one process.
 
     Attributes:
         replicas, replica: number of parts of a batch, and the number of this rank's.
-        averaged: number of ranks over whose losses gradients are averaged.
-        group: process group of these ranks, None for one.
+        group: process group of the ranks with different tokens, None for one.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
@@ -48,22 +52,42 @@ class Ranks:
             )
         self.mesh = mesh
         self._parts = {name: mesh[name] for name in names} if mesh is not None else {}
-        dp = self._parts.get("dp")
-        self.replicas, self.replica = (1, 0) if dp is None else (dp.size(), dp.get_local_rank())
-        shared = tuple(name for name in ("dp", "cp") if name in names)
-        self.data: DeviceMesh | None = None
-        if mesh is not None and shared:
-            self.data = mesh[shared]._flatten("data") if len(shared) > 1 else mesh[shared[0]]
-        self.averaged = 1 if self.data is None else self.data.size()
+        self.replicas, self.replica = 1, 0
+        for name in ("dp", "fsdp", "ep"):
+            if name in names:
+                size = self._parts[name].size()
+                self.replicas *= size
+                self.replica = self.replica * size + self._parts[name].get_local_rank()
+        self.data = self._joined("dp", "fsdp", "cp", "ep")
         self.group = None if self.data is None else self.data.get_group()
         self.is_first = mesh is None or dist.get_rank() == 0
+
+    def _joined(self, *names: str) -> DeviceMesh | None:
+        """Returns one dimension of all ranks of some dimensions of the mesh, None for one rank."""
+        found = tuple(name for name in names if name in self._parts)
+        if not found or self.mesh is None:
+            return None
+        return self._parts[found[0]] if len(found) == 1 else self.mesh[found]._flatten()
+
+    def _sharding(self, *names: str) -> DeviceMesh | None:
+        """Returns the mesh of `fully_shard` that shards over these dimensions besides dp or fsdp.
+
+        With fsdp it has two dimensions, of which the first one replicates.
+        """
+        if "fsdp" not in self._parts:
+            return self._joined("dp", *names)
+        shard = self._joined("fsdp", *names)
+        if "dp" not in self._parts or self.mesh is None or shard is None:
+            return shard
+        names = ("dp", *(shard.mesh_dim_names or ()))
+        return self.mesh[names]
 
     def require_batch(self, batch: int, accumulate: int, length: int) -> None:
         """Requires examples for each part of a batch, and as many tokens for each rank of cp."""
         if self.mesh is not None and batch < accumulate * self.replicas:
             raise ValueError(
-                "Trainer: batch must be at least accumulate times the ranks of dp, "
-                f"got batch={batch}, accumulate={accumulate}, dp={self.replicas}"
+                "Trainer: batch must be at least accumulate times the ranks that divide it, "
+                f"got batch={batch}, accumulate={accumulate}, {self._sizes('dp', 'fsdp', 'ep')}"
             )
         cp = self._parts.get("cp")
         if cp is not None and length % (2 * cp.size()):
@@ -80,20 +104,44 @@ class Ranks:
         """
         if self.mesh is None:
             return
-        from torch.distributed.fsdp import fully_shard
-
-        from omniattn.distributed import tensor_parallel
+        from omniattn.distributed import expert_parallel, tensor_parallel
 
         if not isinstance(model, Decoder):
             raise NotImplementedError(
                 f"Trainer: mesh must be None except for decoders, got {type(model).__name__}"
             )
+        if "ep" in self._parts:
+            expert_parallel(model, self._parts["ep"])
         if "tp" in self._parts:
             tensor_parallel(model, self._parts["tp"])
         if self.data is not None:
-            for block in model.layers:
-                fully_shard(block, mesh=self.data)
-            fully_shard(model, mesh=self.data)
+            self._shard(model)
+
+    def _shard(self, model: Decoder) -> None:
+        """Shards parameters, and sums their gradients over the ranks with different tokens."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.tensor import Shard
+
+        mesh, own = self._sharding("cp", "ep"), self._sharding("cp")
+        ignored: set[nn.Parameter] = set()
+        for layer in [m for m in model.modules() if isinstance(m, SplitExperts)]:
+            if own is None:
+                ignored |= set(layer.parameters())
+                continue
+            # A rank of ep may have fewer experts than there are ranks to shard over.
+            place = Shard(0 if layer.local % own.size(own.ndim - 1) == 0 else 1)
+            fully_shard(layer, mesh=own, shard_placement_fn=partial(_placed, place))
+        for block in model.layers:
+            fully_shard(block, mesh=mesh, ignored_params=ignored)
+        fully_shard(model, mesh=mesh, ignored_params=ignored)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # The loss of a rank is its share of the whole, so that gradients are sums.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def _sizes(self, *names: str) -> str:
+        return ", ".join(f"{n}={self._parts[n].size()}" for n in names if n in self._parts)
 
     def own(self, parts: list[T]) -> list[T]:
         """Returns this rank's parts of a batch."""
@@ -137,14 +185,14 @@ class Ranks:
     def seed(self, seed: int, step: int = 0) -> None:
         """Seeds torch's generator differently on ranks that have different tokens."""
         if self.data is not None:
-            torch.manual_seed((seed + 1 + self._place + self.averaged * step) % 2**63)
+            torch.manual_seed((seed + 1 + self._place + self.data.size() * step) % 2**63)
 
     def random_states(self) -> dict[str, Tensor]:
         """Returns the states of the generators of all ranks, by their names in a checkpoint."""
         own = torch.get_rng_state()
         if self.data is None:
             return {"rng/cpu": own}
-        states: list[Any] = [None] * self.averaged
+        states: list[Any] = [None] * self.data.size()
         dist.all_gather_object(states, own, group=self.group)
         return {f"rng/cpu{f'/{n}' if n else ''}": state for n, state in enumerate(states)}
 
@@ -162,6 +210,10 @@ class Ranks:
         model.load_state_dict(
             {n: divided(t, own[n]) if n in own else t for n, t in weights.items()}
         )
+
+
+def _placed(placement: Shard, parameter: nn.Parameter) -> Shard:
+    return placement
 
 
 def whole(t: Any) -> Any:

@@ -130,8 +130,9 @@ class Trainer:
         task: task of the model, with its data.
         device: device of the model and the batches.
         backend: backend of all ops, e.g. "reference".
-        mesh: ranks of the run, with dimensions among "dp", "cp" and "tp": batches, tokens and heads
-            are divided among them, and the steps are those of one process. None for one process.
+        mesh: ranks of the run, with dimensions among "dp", "fsdp", "cp", "ep" and "tp", in this
+            order: batches (also by "ep"), tokens, experts and heads are divided among them, and the
+            steps are those of one process. None for one process.
     """
 
     def __init__(
@@ -247,8 +248,7 @@ class Trainer:
                 self.routers.discard()
                 raise FloatingPointError(f"the loss of step {self.step} is {value}")
             total = loss + self.model.auxiliary_loss() + self.routers.loss()
-            scale = share * self.ranks.averaged
-            torch.autograd.backward(total if scale == 1.0 else scale * total)
+            torch.autograd.backward(total if share == 1.0 else share * total)
         self.routers.add(share)
         return value
 
