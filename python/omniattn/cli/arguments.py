@@ -72,8 +72,8 @@ def train(parser: argparse.ArgumentParser) -> None:
     are repeated with the plain-torch reference of every op, to compare the losses and, if both runs
     were long enough to measure, the speed.
 
-    With --dp, --fsdp, --cp, --ep and --tp, decoders train on several processes, with the losses of
-    one: torchrun --nproc-per-node 4 -m omniattn train --dp 2 --tp 2
+    With --pp, --dp, --fsdp, --cp, --ep and --tp, decoders train on several processes, with the
+    losses of one: torchrun --nproc-per-node 4 -m omniattn train --dp 2 --tp 2
     """
     add = parser.add_argument
     add("--data", type=_path, metavar="PATH", help="text file, or folder of text files")
@@ -102,6 +102,13 @@ def train(parser: argparse.ArgumentParser) -> None:
         type=lambda text: tuple(text.split(",")),
         metavar="NAMES",
         help="mixup,cutmix,randaugment: augmentations by torchvision, for vit and swin",
+    )
+    add(
+        "--pp",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="divide layers among N processes, for a pipeline of the parts of --accumulate",
     )
     add("--dp", type=_positive, default=1, metavar="N", help="divide batches among N processes")
     add(

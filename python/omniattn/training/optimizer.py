@@ -114,7 +114,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     ]
 
 
-def _norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+def gradient_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Returns the norm () of all gradients together, in float32 or float64.
 
     Parts of a gradient that is divided among ranks (a DTensor) are added up once for all that are
@@ -130,6 +130,17 @@ def _norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         norm: Any = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
         found.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     return torch.linalg.vector_norm(torch.stack(found)) if len(found) > 1 else found[0]
+
+
+@torch.no_grad()
+def scale_gradients(
+    parameters: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor
+) -> None:
+    """Scales gradients, which have this norm (), by ``min(1, max_norm / (norm + 1e-6))``."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.device))
 
 
 @torch.no_grad()
@@ -155,11 +166,10 @@ def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
     """
     if max_norm != math.inf:
         require_number("clip_gradients", "max_norm", max_norm, 0)
+    parameters = list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
-    norm = _norm(gradients)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient.device))
+    norm = gradient_norm(gradients)
+    scale_gradients(parameters, max_norm, norm)
     return norm

@@ -5,27 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from omniattn.models.decoders.decoder import Decoder
+from omniattn.models.routers import Routers
 from omniattn.modules.experts.expert_parallel import SplitExperts
+from omniattn.training.optimizer import clip_gradients, gradient_norm, scale_gradients
 from omniattn.training.tasks import Batch, targets_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import Shard
 
 # DTensor, fully_shard and what stands on them are imported by runs on a mesh only: 1 s.
 
 T = TypeVar("T")
 
-#: Dimensions of a mesh: parts of the batch, whose ranks have the same parameters ("dp") or parts of
-#: them ("fsdp"); of the tokens; of the batch and the experts; of heads and hidden channels.
-DIMENSIONS = ("dp", "fsdp", "cp", "ep", "tp")
+#: Dimensions of a mesh: of layers; of the batch, whose ranks have the same parameters ("dp") or
+#: parts of them ("fsdp"); of the tokens; of batch and experts; of heads and hidden channels.
+DIMENSIONS = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 
 
 class Ranks:
@@ -33,14 +36,15 @@ class Ranks:
 
     "dp", "fsdp" and "ep" ranks have parts of the batch, "cp" ranks parts of its tokens. Parameters
     are sharded over all of them by `fully_shard`, but experts not over "ep", which divides them,
-    and with "fsdp" nothing over "dp". "tp" is `tensor_parallel`.
+    and with "fsdp" nothing over "dp". "tp" is `tensor_parallel`, "pp" `pipeline_parallel`.
 
     Args:
         mesh: mesh with some of DIMENSIONS, in this order; None for one process.
 
     Attributes:
         replicas, replica: number of parts of a batch, and the number of this rank's.
-        group: process group of the ranks with different tokens, None for one.
+        group: process group of the ranks with the same layers and other tokens, None for one.
+        stage: this rank's stage of a pipeline, after `split`; None without "pp".
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
@@ -60,6 +64,9 @@ class Ranks:
                 self.replica = self.replica * size + self._parts[name].get_local_rank()
         self.data = self._joined("dp", "fsdp", "cp", "ep")
         self.group = None if self.data is None else self.data.get_group()
+        # Ranks with other layers or tokens, whose losses are summed.
+        self._others = self._joined("pp", "dp", "fsdp", "cp", "ep")
+        self.stage: PipelineStage | None = None
         self.is_first = mesh is None or dist.get_rank() == 0
 
     def _joined(self, *names: str) -> DeviceMesh | None:
@@ -89,6 +96,11 @@ class Ranks:
                 "Trainer: batch must be at least accumulate times the ranks that divide it, "
                 f"got batch={batch}, accumulate={accumulate}, {self._sizes('dp', 'fsdp', 'ep')}"
             )
+        if "pp" in self._parts and batch % (accumulate * self.replicas):
+            raise ValueError(
+                "Trainer: the parts of a batch must have the same size with pp, got "
+                f"batch={batch}, accumulate={accumulate}, {self._sizes('pp', 'dp', 'fsdp', 'ep')}"
+            )
         cp = self._parts.get("cp")
         if cp is not None and length % (2 * cp.size()):
             raise ValueError(
@@ -104,7 +116,7 @@ class Ranks:
         """
         if self.mesh is None:
             return
-        from omniattn.distributed import expert_parallel, tensor_parallel
+        from omniattn.distributed import expert_parallel, pipeline_parallel, tensor_parallel
 
         if not isinstance(model, Decoder):
             raise NotImplementedError(
@@ -114,6 +126,8 @@ class Ranks:
             expert_parallel(model, self._parts["ep"])
         if "tp" in self._parts:
             tensor_parallel(model, self._parts["tp"])
+        if "pp" in self._parts:
+            self.stage = pipeline_parallel(model, self._parts["pp"])
         if self.data is not None:
             self._shard(model)
 
@@ -121,6 +135,8 @@ class Ranks:
         """Shards parameters, and sums their gradients over the ranks with different tokens."""
         from torch.distributed.fsdp import FSDPModule, fully_shard
         from torch.distributed.tensor import Shard
+
+        from omniattn.distributed.pipeline import Elsewhere
 
         mesh, own = self._sharding("cp", "ep"), self._sharding("cp")
         ignored: set[nn.Parameter] = set()
@@ -132,7 +148,8 @@ class Ranks:
             place = Shard(0 if layer.local % own.size(own.ndim - 1) == 0 else 1)
             fully_shard(layer, mesh=own, shard_placement_fn=partial(_placed, place))
         for block in model.layers:
-            fully_shard(block, mesh=mesh, ignored_params=ignored)
+            if not isinstance(block, Elsewhere):
+                fully_shard(block, mesh=mesh, ignored_params=ignored)
         fully_shard(model, mesh=mesh, ignored_params=ignored)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -160,14 +177,47 @@ class Ranks:
         with context_parallel(self._parts["cp"], **split):
             yield batch, share * targets_of(batch) / max(1, kept)
 
-    def sum(self, value: float) -> float:
-        """Returns the sum of a number over the ranks with different tokens."""
-        if self.group is None:
-            return value
+    def sums(self, values: dict[str, float]) -> dict[str, float]:
+        """Returns the sums of numbers over the ranks with other tokens or layers."""
+        if self._others is None:
+            return values
+        found: list[Any] = [None] * self._others.size()
+        dist.all_gather_object(found, values, group=self._others.get_group())
+        names = sorted({name for one in found for name in one})
+        return {name: sum(one.get(name, 0.0) for one in found) for name in names}
+
+    def sum_of_stages(self, value: float) -> float:
+        """Returns the sum of a number over the stages of the pipeline."""
         assert self.mesh is not None
         total = torch.tensor(value, dtype=torch.float64, device=self.mesh.device_type)
-        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total, group=self._parts["pp"].get_group())
         return total.item()
+
+    def of_stages(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors of all stages of the pipeline, by name."""
+        if self.stage is None:
+            return own
+        found: list[Any] = [None] * self.stage.num_stages
+        on_cpu = {name: t.detach().cpu() for name, t in own.items()}
+        dist.all_gather_object(found, on_cpu, group=self.stage.group)
+        return {name: t for one in found for name, t in one.items()}
+
+    def join(self, routers: Routers) -> None:
+        """Makes the records of the last step those of the layers of all stages."""
+        if self.stage is not None and cast(Any, self.stage.submod).has_experts:
+            routers.join(self._parts["pp"].get_group())
+
+    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> None:
+        """Limits the norm of the gradients of all stages together."""
+        if self.stage is None:
+            clip_gradients(parameters, max_norm)
+            return
+        model: Any = self.stage.submod
+        repeated = {id(p) for p in model.repeated}
+        gradients = [p.grad for p in parameters if p.grad is not None and id(p) not in repeated]
+        square = gradient_norm(gradients).double().square().item() if gradients else 0.0
+        norm = torch.tensor(self.sum_of_stages(square)).sqrt()
+        scale_gradients(parameters, max_norm, norm)
 
     def any(self, flag: bool) -> bool:
         """Returns True if the flag is True on any rank of the mesh."""
@@ -180,20 +230,20 @@ class Ranks:
     @property
     def _place(self) -> int:
         """Number of this rank among those that draw different random numbers."""
-        return 0 if self.data is None else self.data.get_local_rank()
+        return 0 if self._others is None else self._others.get_local_rank()
 
     def seed(self, seed: int, step: int = 0) -> None:
-        """Seeds torch's generator differently on ranks that have different tokens."""
-        if self.data is not None:
-            torch.manual_seed((seed + 1 + self._place + self.data.size() * step) % 2**63)
+        """Seeds torch's generator differently on ranks with other tokens or layers."""
+        if self._others is not None:
+            torch.manual_seed((seed + 1 + self._place + self._others.size() * step) % 2**63)
 
     def random_states(self) -> dict[str, Tensor]:
         """Returns the states of the generators of all ranks, by their names in a checkpoint."""
         own = torch.get_rng_state()
-        if self.data is None:
+        if self._others is None:
             return {"rng/cpu": own}
-        states: list[Any] = [None] * self.data.size()
-        dist.all_gather_object(states, own, group=self.group)
+        states: list[Any] = [None] * self._others.size()
+        dist.all_gather_object(states, own, group=self._others.get_group())
         return {f"rng/cpu{f'/{n}' if n else ''}": state for n, state in enumerate(states)}
 
     def set_random_state(self, states: Mapping[str, Tensor], seed: int, step: int) -> None:
@@ -205,8 +255,10 @@ class Ranks:
             self.seed(seed, step)
 
     def load(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Loads whole weights."""
+        """Loads whole weights, of which a stage of a pipeline takes its own."""
         own = model.state_dict()
+        if self.stage is not None:
+            weights = {name: t for name, t in weights.items() if name in own}
         model.load_state_dict(
             {n: divided(t, own[n]) if n in own else t for n, t in weights.items()}
         )
