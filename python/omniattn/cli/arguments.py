@@ -127,6 +127,13 @@ def train(parser: argparse.ArgumentParser) -> None:
         help="divide batches and experts among N processes",
     )
     add("--tp", type=_positive, default=1, metavar="N", help="divide heads among N processes")
+    add(
+        "--timeout",
+        type=_positive,
+        default=600,
+        metavar="SECONDS",
+        help="end all processes if one does not answer for so long (default: 600)",
+    )
     add("--device", default="cpu", help="cpu (default) or cuda")
     add("--backend", choices=["cpu", "cuda", "reference"], help="force the backend of all ops")
     add("--out", type=_path, metavar="DIR", help="output folder (default: the next runs/train-N)")

@@ -93,13 +93,13 @@ class DecoderStage(Decoder):
         return [self.embed_tokens.weight] if last else []
 
     def further_losses(self) -> dict[str, float]:
-        """As of a decoder; their sums over the stages are those of the whole model."""
-        kinds = self._kinds()
-        found = super().further_losses().items()
-        return {
-            name: value * (kinds[name] / self._layers_of[name] if kinds[name] else 1.0)
-            for name, value in found
-        }
+        """As of a decoder; all stages have the same names, and the sums over them are those of the
+        whole model."""
+        kinds, found = self._kinds(), super().further_losses()
+        shares = {name: kinds[name] / count for name, count in self._layers_of.items()}
+        if self.config.predictor is not None:
+            shares["mtp"] = 1.0
+        return {name: share * found.get(name, 0.0) for name, share in sorted(shares.items())}
 
     def forward(  # type: ignore[override]
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from omniattn.checks.arguments import shown
 from omniattn.models.decoders.decoder import Decoder
 from omniattn.models.routers import Routers
 from omniattn.modules.experts.expert_parallel import SplitExperts
 from omniattn.training.optimizer import clip_gradients, gradient_norm, scale_gradients
+from omniattn.training.peers import Peers
 from omniattn.training.tasks import Batch, targets_of
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Ranks:
         replicas, replica: number of parts of a batch, and the number of this rank's.
         group: process group of the ranks with the same layers and other tokens, None for one.
         stage: this rank's stage of a pipeline, after `split`; None without "pp".
+        not_finite: ranks with numbers that are not finite in the last call of `sums`.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
@@ -67,7 +70,9 @@ class Ranks:
         # Ranks with other layers or tokens, whose losses are summed.
         self._others = self._joined("pp", "dp", "fsdp", "cp", "ep")
         self.stage: PipelineStage | None = None
+        self.not_finite: list[int] = []
         self.is_first = mesh is None or dist.get_rank() == 0
+        self._peers = None if mesh is None else Peers()
 
     def _joined(self, *names: str) -> DeviceMesh | None:
         """Returns one dimension of all ranks of some dimensions of the mesh, None for one rank."""
@@ -88,6 +93,30 @@ class Ranks:
             return shard
         names = ("dp", *(shard.mesh_dim_names or ()))
         return self.mesh[names]
+
+    def named(self, where: str) -> AbstractContextManager[None]:
+        """Returns a context whose errors name the rank that they come from."""
+        return nullcontext() if self._peers is None else self._peers.named(where)
+
+    def require_same(self, values: Mapping[str, Any]) -> None:
+        """Requires that all ranks have the same values.
+
+        Raises:
+            ValueError: on all ranks.
+        """
+        if self.mesh is None:
+            return
+        own = {name: (repr(value), shown(value)) for name, value in values.items()}
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        for name in dict.fromkeys(name for one in found for name in one):
+            first, *others = (one.get(name, ("", "none")) for one in found)
+            for rank, other in enumerate(others, 1):
+                if other[0] != first[0]:
+                    raise ValueError(
+                        f"Trainer: {name} must be the same on all ranks, "
+                        f"got {first[1]} on rank 0, {other[1]} on rank {rank}"
+                    )
 
     def require_batch(self, batch: int, accumulate: int, length: int) -> None:
         """Requires examples for each part of a batch, and as many tokens for each rank of cp."""
@@ -178,13 +207,18 @@ class Ranks:
             yield batch, share * targets_of(batch) / max(1, kept)
 
     def sums(self, values: dict[str, float]) -> dict[str, float]:
-        """Returns the sums of numbers over the ranks with other tokens or layers."""
-        if self._others is None:
+        """Returns the sums of numbers over the ranks with other tokens or layers.
+
+        All ranks have the same names. `not_finite` becomes the ranks where a number is not finite.
+        """
+        if self._others is None or self.mesh is None:
             return values
-        found: list[Any] = [None] * self._others.size()
-        dist.all_gather_object(found, values, group=self._others.get_group())
-        names = sorted({name for one in found for name in one})
-        return {name: sum(one.get(name, 0.0) for one in found) for name in names}
+        own = torch.tensor([*values.values()], dtype=torch.float64, device=self.mesh.device_type)
+        found = own.new_empty(self._others.size(), len(own))
+        dist.all_gather([*found], own, group=self._others.get_group())
+        places = (~found.isfinite()).any(-1).nonzero().flatten()
+        self.not_finite = self._others.mesh.flatten()[places.cpu()].tolist()
+        return dict(zip(values, found.sum(0).tolist(), strict=True))
 
     def sum_of_stages(self, value: float) -> float:
         """Returns the sum of a number over the stages of the pipeline."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import omniattn
 from omniattn.checks.arguments import require_choice, shown
 from omniattn.models.checkpoint import (
     CheckpointError,
@@ -117,6 +118,17 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return warmup_cosine(step, lr=config.lr, min_lr=config.min_lr, warmup=config.warmup, steps=end)
 
 
+def _same_on_all_ranks(config: TrainConfig, task: Task) -> dict[str, Any]:
+    """Returns the values by which the ranks of a mesh must agree, by name."""
+    model = config.model_config
+    values = {"model": type(model).__qualname__, "data": task.digest}
+    for f in fields(config):
+        if f.name not in ("model", "data"):
+            values[f"config.{f.name}"] = getattr(config, f.name)
+    values |= {f"model.{f.name}": getattr(model, f.name) for f in fields(model)}
+    return values | {"omniattn": omniattn.__version__, "torch": torch.__version__}
+
+
 def loss_of(found: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor:
     """Returns the loss of a model's result, which is the loss or (loss, outputs)."""
     return found[0] if isinstance(found, tuple) else found
@@ -151,11 +163,13 @@ class Trainer:
         if not isinstance(config, TrainConfig):
             raise TypeError(f"Trainer: config must be a TrainConfig, got config={shown(config)}")
         self.config, self.task, self.device = config, task, torch.device(device)
+        self.ranks = Ranks(mesh)
+        with self.ranks.named("the start of the run"):
+            self.ranks.require_same(_same_on_all_ranks(config, task))
         torch.manual_seed(config.seed)
         # Weights are drawn on the CPU, so that every device starts with the same values.
         model = config.model_config
         self.model = replace(model, backend=backend or model.backend).build().to(self.device)
-        self.ranks = Ranks(mesh)
         self.ranks.require_batch(config.batch, config.accumulate, config.length)
         self.ranks.split(self.model)
         self.ranks.seed(config.seed)
@@ -214,7 +228,12 @@ class Trainer:
 
         Raises:
             FloatingPointError: if the loss is not finite; the weights stay unchanged.
+            RankError: another rank of the mesh failed, ended or does not answer; it is named.
         """
+        with self.ranks.named(f"step {self.step}"):
+            return self._step()
+
+    def _step(self) -> float:
         start, c = time.perf_counter(), self.config
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, c)
@@ -301,12 +320,18 @@ class Trainer:
         sums = self.ranks.sums(values)
         if not math.isfinite(sums[_LOSS]):
             self.routers.discard()
-            raise FloatingPointError(f"the loss of step {self.step} is {sums[_LOSS]}")
+            ranks = ", ".join(map(str, self.ranks.not_finite))
+            place = f" on rank {ranks}" if ranks else ""
+            raise FloatingPointError(f"the loss of step {self.step} is {sums[_LOSS]}{place}")
         return sums
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Returns the loss on fixed held-out examples; records it and the metrics in `held_out`."""
+        with self.ranks.named(f"the evaluation at step {self.step}"):
+            return self._evaluate()
+
+    def _evaluate(self) -> float:
         batch = self._on_device(self.task.held_out_batch(2 * self.config.batch))
         self.model.eval()
         metrics: dict[str, float] = {}
@@ -342,6 +367,13 @@ class Trainer:
 
         All ranks call it, and the first one writes. Runs on other meshes can load the file.
         """
+        with self.ranks.named(f"the checkpoint of step {self.step}"):
+            tensors = self._state()
+        if self.ranks.is_first:
+            self._write(path, tensors)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of a checkpoint, on the first rank."""
         tensors = {name: whole(t) for name, t in self.model.state_dict().items()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
@@ -349,9 +381,9 @@ class Trainer:
         tensors = self.ranks.of_stages(tensors)
         for name, value in self.routers.history().items():
             tensors[f"routers/{name}"] = value
-        tensors |= self.ranks.random_states()
-        if not self.ranks.is_first:
-            return
+        return tensors | self.ranks.random_states()
+
+    def _write(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
         config = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         if not isinstance(self.config.model, str):
             config["model"] = None  # it is in the model's metadata
