@@ -35,18 +35,19 @@ def free_port():
         return str(s.getsockname()[1])
 
 
-def run(file, work, ranks):
-    """Runs `work` on all ranks; every process must succeed."""
+def run(file, work, ranks, stdout=None, timeout=120):
+    """Runs `work` on all ranks; every process must succeed within `timeout` seconds."""
     port = free_port()
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     processes = [
         subprocess.Popen(
             [sys.executable, file, work, str(rank), str(ranks), port],
             env=env,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(ranks)
     ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
+    errors = [process.communicate(timeout=timeout)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, "\n".join(errors)
