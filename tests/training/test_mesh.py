@@ -14,7 +14,8 @@ import torch.distributed as dist
 from processes import main, run, start
 from torch.distributed.device_mesh import init_device_mesh
 
-from omniattn.models import PRESETS
+from omniattn.models import PRESETS, BlocksConfig
+from omniattn.modules import Attention, DecoderBlock, MoE, RMSNorm
 from omniattn.training import TrainConfig, Trainer
 from omniattn.training.tasks import LanguageModeling
 
@@ -26,12 +27,23 @@ LLAMA_SIZED = {
     for name in ("llama", "mixtral")
 }
 LLAMA = LLAMA_SIZED["llama"]
-MOE = replace(LLAMA_SIZED["mixtral"], experts=4, top_k=2)
-ODD = replace(MOE, experts=3)
+MIXTRAL = replace(LLAMA_SIZED["mixtral"], experts=4, top_k=2)
+ODD = replace(MIXTRAL, experts=3)
 MLA = {"kv_lora_rank": 8, "qk_nope_dim": 4, "qk_rope_dim": 2, "v_dim": 4}
+VECTORS = BlocksConfig(
+    blocks=(
+        DecoderBlock.Config(
+            Attention.Config(16, 2),
+            MoE.Config.of(16, 24, experts=4, top_k=2, router_grad="default_vector"),
+            RMSNorm.Config(16),
+        ),
+    ),
+    dim=16,
+    num_layers=2,
+)
 STAGED = {
     "llama": replace(LLAMA, tie_embeddings=True),
-    "mixtral": MOE,
+    "mixtral": MIXTRAL,
     "deepseek": replace(PRESETS["deepseek-moe-mtp"], **SIZES, **MLA, expert_dim=12),
 }
 CONFIG = TrainConfig(model=LLAMA, steps=4, batch=5, length=16, warmup=1, clip=0.5)
@@ -75,7 +87,7 @@ def of_meshes(rank, ranks, port):
 def of_experts_and_stages(rank, ranks, port):
     with folder_of(rank, ranks, port) as path:
         for parts, group in itertools.groupby(EXPERTS[ranks], parts_of):
-            compare(replace(CONFIG, model=MOE), list(group), path, parts)
+            compare(replace(CONFIG, model=MIXTRAL), list(group), path, parts)
         staged = replace(CONFIG, batch=8, accumulate=2, recompute=True)
         for name, sizes in STAGES[ranks]:
             compare(replace(staged, model=STAGED[name]), [sizes], path, parts_of(sizes))
@@ -137,6 +149,11 @@ def refuse(ranks):
         (("pp",), replace(CONFIG, accumulate=2), f"batch=5, accumulate=2, pp={ranks}"),
         (("pp",), replace(CONFIG, model=replace(LLAMA, num_layers=3)), "got num_layers=3"),
         (("fsdp",), replace(CONFIG, batch=1), f"got batch=1, accumulate=1, fsdp={ranks}"),
+        (
+            ("fsdp",),
+            replace(CONFIG, model=VECTORS),
+            "router_grad='default_vector' is not supported",
+        ),
         (("ep",), CONFIG, "model must have MoE layers, got Llama without"),
         (("ep",), replace(CONFIG, model=ODD, batch=ranks), f"experts=3, ranks={ranks}"),
         (("tp",), replace(CONFIG, model=replace(LLAMA, num_heads=1, num_kv_heads=1)), "num_heads"),

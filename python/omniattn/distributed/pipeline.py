@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from omniattn.checks.arguments import shown
 from omniattn.models.decoders.decoder import Decoder
@@ -170,7 +171,7 @@ class _Stage(PipelineStage):
         grad = stage.embed_tokens.weight.grad
         if grad is None:  # frozen
             return
-        own: Tensor = getattr(grad, "_local_tensor", grad)
+        own: Tensor = grad.to_local() if isinstance(grad, DTensor) else grad
         other = torch.empty_like(own, memory_format=torch.contiguous_format)
         assert self.group is not None
         peer = dist.get_global_rank(self.group, self.num_stages - 1 if stage.is_first else 0)

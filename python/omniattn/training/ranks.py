@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from omniattn.checks.arguments import shown
 from omniattn.models.decoders.decoder import Decoder
 from omniattn.models.routers import Routers
+from omniattn.modules import MoE
 from omniattn.modules.experts.expert_parallel import SplitExperts
 from omniattn.training.optimizer import clip_gradients, gradient_norm, scale_gradients
 from omniattn.training.peers import Peers
@@ -151,6 +152,14 @@ class Ranks:
             raise NotImplementedError(
                 f"Trainer: mesh must be None except for decoders, got {type(model).__name__}"
             )
+        if self._joined("dp", "fsdp", "cp") is not None:
+            for layer in model.modules():
+                if isinstance(layer, MoE) and layer.config.gate.router_grad == "default_vector":
+                    raise NotImplementedError(
+                        "Trainer: router_grad='default_vector' is not supported with dp, fsdp and "
+                        "cp, as default vectors are means over the tokens of all ranks, "
+                        f"got {self._sizes('dp', 'fsdp', 'cp')}"
+                    )
         if "ep" in self._parts:
             expert_parallel(model, self._parts["ep"])
         if "tp" in self._parts:
