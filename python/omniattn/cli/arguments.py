@@ -258,6 +258,15 @@ def calc(parser: argparse.ArgumentParser) -> None:
     )
     add("--peak", type=_rate, metavar="TFLOPS", help="operations per second, in 10^12")
     add("--bandwidth", type=_rate, metavar="GBS", help="bytes per second, in 10^9")
+    add(
+        "--mesh",
+        type=_mesh,
+        metavar="dp=N,..",
+        help="count what a rank of pp, dp, fsdp, cp, ep, tp stores and sends in a training step of "
+        "--batch sequences on all ranks",
+    )
+    add("--accumulate", type=_positive, default=1, help="parts of a rank's batch (default: 1)")
+    add("--link", type=_rate, metavar="GBS", help="bytes that a rank sends per second, in 10^9")
     add("--patterns", action="store_true", help="count the pairs of sparse patterns")
     add("--json", action="store_true", help="print one JSON object")
     add("--plot", type=_path, metavar="FILE", help="draw the models, for example calc.png")
@@ -413,6 +422,16 @@ def _rate(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be finite and > 0, got {text}")
     return value
+
+
+def _mesh(text: str) -> dict[str, int]:
+    found = {}
+    for part in text.split(","):
+        name, equals, size = part.partition("=")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"must be as dp=8,tp=4, got {text!r}")
+        found[name] = _positive(size)
+    return found
 
 
 def _seed(text: str) -> int:
