@@ -57,6 +57,8 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "state-space models": ("s4", "s4d", "mamba", "mamba2", "log-linear-mamba2", "mamba3"),
     "torch.nn": ("rnn", "lstm", "gru"),
 }
+#: Seconds that a process of `train` waits for another one.
+TIMEOUT = 600
 #: Names of `compare --parts` and `--tasks`.
 PARTS = ("loss", "decode", "recall", "positions", "norms")
 TASKS = ("needle", "associative recall", "multi-hop", "selective copy")
@@ -130,9 +132,9 @@ def train(parser: argparse.ArgumentParser) -> None:
     add(
         "--timeout",
         type=_positive,
-        default=600,
+        default=TIMEOUT,
         metavar="SECONDS",
-        help="end all processes if one does not answer for so long (default: 600)",
+        help=f"end all processes if one does not answer for so long (default: {TIMEOUT})",
     )
     add("--device", default="cpu", help="cpu (default) or cuda")
     add("--backend", choices=["cpu", "cuda", "reference"], help="force the backend of all ops")
