@@ -47,6 +47,22 @@ def test_json_with_ceilings_and_patterns(capsys):
     assert found["patterns"][0]["pairs"] == 64 * 65 // 2
 
 
+def test_a_rank_of_a_mesh(capsys):
+    sizes = ["--context", "8192", "--batch", "64", "--mesh", "fsdp=64,tp=8"]
+    rates = ["--peak", "990", "--bandwidth", "3350", "--link", "50"]
+    assert main(["calc", "llama-3-8b", *sizes, *rates]) == 0
+    out = capsys.readouterr().out
+    assert "rank of a mesh   1 of 512\n  parameters     15,691,840 (15.7 M)\n" in out
+    assert "  sends, tp      14.22 GiB per step\n" in out and "  time, tp       305.351 ms\n" in out
+    assert main(["calc", "llama-3-8b", *sizes[:-1], "tp=3"]) == 1
+    assert (
+        "must divide num_heads of Attention, got num_heads=32, ranks=3" in capsys.readouterr().err
+    )
+    with pytest.raises(SystemExit):
+        main(["calc", "llama-3-8b", "--mesh", "dp"])
+    assert "must be as dp=8,tp=4, got 'dp'" in capsys.readouterr().err
+
+
 def test_patterns_alone(capsys):
     assert main(["calc", "--patterns", "--context", "256"]) == 0
     assert "DetSA" in capsys.readouterr().out

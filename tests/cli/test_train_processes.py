@@ -55,6 +55,7 @@ def test_a_mesh_of_another_number_of_processes_is_refused(tmp_path, text, capsys
     assert main([*options, "--cp", "2"]) == 1
     assert "--cp 2: the number of processes must be 2 (" in capsys.readouterr().err
     assert main(options) == 1
-    assert "no --dp, --cp, --tp: the number of processes must be 1 (python -m" in (
-        capsys.readouterr().err
+    assert (
+        "no --pp, --dp, --fsdp, --cp, --ep, --tp: the number of processes must be 1 (python "
+        in (capsys.readouterr().err)
     )

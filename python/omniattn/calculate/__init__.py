@@ -3,6 +3,7 @@
 from omniattn.calculate.costs import Flops, StepCost, flops, step_cost
 from omniattn.calculate.memory import CacheBytes, ScoreBytes, cache_bytes, kv_bytes, score_bytes
 from omniattn.calculate.pairs import keys_of, pairs
+from omniattn.calculate.parallel import Parallel, parallel
 from omniattn.calculate.parameters import Parameters, param_count, parameters
 from omniattn.calculate.patterns import PatternCount, pattern_counts, selected_pairs
 from omniattn.calculate.roofline import Roofline, decode, prefill, roofline
@@ -14,6 +15,7 @@ __all__ = [
     "CacheBytes",
     "Capacity",
     "Flops",
+    "Parallel",
     "Parameters",
     "PatternCount",
     "ReceptiveField",
@@ -28,6 +30,7 @@ __all__ = [
     "keys_of",
     "kv_bytes",
     "pairs",
+    "parallel",
     "param_count",
     "parameters",
     "pattern_counts",

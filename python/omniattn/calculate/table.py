@@ -178,6 +178,15 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         limit = "no limit" if e["capacity"] is None else f"at most {e['capacity']:,}"
         yield "experts", f"{e['top_k']} of {e['experts']} in {e['layers']} layers"
         yield "  load", f"{e['even']:,.1f} tokens each if even, {limit}"
+    if "mesh" in found:
+        rank = found["mesh"]
+        yield "rank of a mesh", f"1 of {rank['ranks']:,}"
+        yield "  parameters", f"{rank['parameters']:,} ({scaled(rank['parameters'])})"
+        yield "  state", f"{binary(rank['state_bytes'])}, with gradients and AdamW's moments"
+        for kind, size in rank["traffic"].items():
+            yield f"  sends, {kind}", f"{binary(size)} per step"
+        for kind, seconds in rank["seconds"].items():
+            yield f"  time, {kind}", f"{seconds * 1e3:,.3f} ms"
     for name, roof in found.get("roofline", {}).items():
         yield name, f"{roof['seconds'] * 1e3:,.3f} ms, {roof['bound']}-bound"
         yield "  intensity", f"{roof['intensity']:,.1f} FLOP/byte (ridge {roof['ridge']:,.1f})"

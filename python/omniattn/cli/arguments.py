@@ -59,6 +59,8 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "state-space models": ("s4", "s4d", "mamba", "mamba2", "log-linear-mamba2", "mamba3"),
     "torch.nn": ("rnn", "lstm", "gru"),
 }
+#: Seconds that a process of `train` waits for another one.
+TIMEOUT = 600
 #: Names of `compare --parts` and `--tasks`.
 PARTS = ("loss", "decode", "recall", "positions", "norms")
 TASKS = ("needle", "associative recall", "multi-hop", "selective copy")
@@ -74,8 +76,8 @@ def train(parser: argparse.ArgumentParser) -> None:
     are repeated with the plain-torch reference of every op, to compare the losses and, if both runs
     were long enough to measure, the speed.
 
-    With --dp, --cp and --tp, decoders train on several processes, with the losses of one:
-    torchrun --nproc-per-node 4 -m omniattn train --dp 2 --tp 2
+    With --pp, --dp, --fsdp, --cp, --ep and --tp, decoders train on several processes, with the
+    losses of one: torchrun --nproc-per-node 4 -m omniattn train --dp 2 --tp 2
     """
     add = parser.add_argument
     add("--data", type=_path, metavar="PATH", help="text file, or folder of text files")
@@ -105,9 +107,37 @@ def train(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="mixup,cutmix,randaugment: augmentations by torchvision, for vit and swin",
     )
+    add(
+        "--pp",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="divide layers among N processes, for a pipeline of the parts of --accumulate",
+    )
     add("--dp", type=_positive, default=1, metavar="N", help="divide batches among N processes")
+    add(
+        "--fsdp",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="divide batches among N processes and parameters among these only, not those of --dp",
+    )
     add("--cp", type=_positive, default=1, metavar="N", help="divide tokens among N processes")
+    add(
+        "--ep",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="divide batches and experts among N processes",
+    )
     add("--tp", type=_positive, default=1, metavar="N", help="divide heads among N processes")
+    add(
+        "--timeout",
+        type=_positive,
+        default=TIMEOUT,
+        metavar="SECONDS",
+        help=f"end all processes if one does not answer for so long (default: {TIMEOUT})",
+    )
     add("--device", default="cpu", help="cpu (default) or cuda")
     add("--backend", choices=["cpu", "cuda", "reference"], help="force the backend of all ops")
     add("--out", type=_path, metavar="DIR", help="output folder (default: the next runs/train-N)")
@@ -232,6 +262,15 @@ def calc(parser: argparse.ArgumentParser) -> None:
     )
     add("--peak", type=_rate, metavar="TFLOPS", help="operations per second, in 10^12")
     add("--bandwidth", type=_rate, metavar="GBS", help="bytes per second, in 10^9")
+    add(
+        "--mesh",
+        type=_mesh,
+        metavar="dp=N,..",
+        help="count what a rank of pp, dp, fsdp, cp, ep, tp stores and sends in a training step of "
+        "--batch sequences on all ranks",
+    )
+    add("--accumulate", type=_positive, default=1, help="parts of a rank's batch (default: 1)")
+    add("--link", type=_rate, metavar="GBS", help="bytes that a rank sends per second, in 10^9")
     add("--patterns", action="store_true", help="count the pairs of sparse patterns")
     add("--json", action="store_true", help="print one JSON object")
     add("--plot", type=_path, metavar="FILE", help="draw the models, for example calc.png")
@@ -387,6 +426,16 @@ def _rate(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be finite and > 0, got {text}")
     return value
+
+
+def _mesh(text: str) -> dict[str, int]:
+    found = {}
+    for part in text.split(","):
+        name, equals, size = part.partition("=")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"must be as dp=8,tp=4, got {text!r}")
+        found[name] = _positive(size)
+    return found
 
 
 def _seed(text: str) -> int:

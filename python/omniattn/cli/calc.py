@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from omniattn.calculate.parallel import parallel
 from omniattn.calculate.patterns import pattern_counts
 from omniattn.calculate.table import DEFAULT_CONTEXT, binary, report, rows, scaled
 from omniattn.cli.config_file import read_config
@@ -48,7 +49,7 @@ def _report(name: str, args: argparse.Namespace) -> dict[str, Any]:
         found = read_config(Path(path), variable)
         source = found.model_config if isinstance(found, TrainConfig) else found
     try:
-        return report(
+        result = report(
             source,
             args.context,
             batch=args.batch,
@@ -56,8 +57,27 @@ def _report(name: str, args: argparse.Namespace) -> dict[str, Any]:
             dtype=args.dtype,
             **ceilings,
         )
+        if args.mesh is not None:
+            result["mesh"] = _of_mesh(source, result["context"], args)
+        return result
     except (ValueError, NotImplementedError) as error:
         raise CommandError(f"{name}: {error}") from error
+
+
+def _of_mesh(source: str | ModelConfig, context: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the numbers of a rank of a mesh."""
+    timed = args.peak is not None and args.link is not None
+    cost = parallel(
+        source,
+        args.mesh,
+        batch=args.batch,
+        length=context,
+        accumulate=args.accumulate,
+        dtype=args.dtype,
+        peak_flops=args.peak * 1e12 if timed else None,
+        link=args.link * 1e9 if timed else None,
+    )
+    return dict(vars(cost))
 
 
 def _json(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from omniattn.cli.errors import CommandError
+from omniattn.training.peers import Peers, RankError, Watch
 from omniattn.training.ranks import DIMENSIONS
 
 T = TypeVar("T")
@@ -31,14 +33,16 @@ def launcher(args: argparse.Namespace) -> str:
 def on_mesh(args: argparse.Namespace) -> Iterator[DeviceMesh | None]:
     """Yields the mesh of the options, None for one process; only the first rank prints within.
 
+    If a rank fails, ends or does not answer within --timeout, all others end and name it.
+
     Raises:
-        CommandError: the number of processes is another one.
+        CommandError: the number of processes is another one, or another rank failed.
     """
     sizes = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name) > 1}
     count, found = math.prod(sizes.values()), int(os.environ.get("WORLD_SIZE", "1"))
     if count != found:
-        given = (
-            " ".join(f"--{name} {size}" for name, size in sizes.items()) or "no --dp, --cp, --tp"
+        given = " ".join(f"--{name} {size}" for name, size in sizes.items()) or (
+            f"no {', '.join(f'--{name}' for name in DIMENSIONS)}"
         )
         raise CommandError(
             f"{given}: the number of processes must be {count} ({launcher(args)} -m omniattn train "
@@ -51,12 +55,17 @@ def on_mesh(args: argparse.Namespace) -> Iterator[DeviceMesh | None]:
     if kind == "cuda":
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(args.device)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    timeout = timedelta(seconds=args.timeout)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timeout)
+    peers = Peers()
     try:
-        mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        stdout = sys.stdout if dist.get_rank() == 0 else io.StringIO()
-        with contextlib.redirect_stdout(stdout):
-            yield mesh
+        with Watch(peers, "train"), peers.named("the run"):
+            mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            stdout = sys.stdout if dist.get_rank() == 0 else io.StringIO()
+            with contextlib.redirect_stdout(stdout):
+                yield mesh
+    except RankError as error:
+        raise CommandError(f"{error}; --resume continues from the last checkpoint") from error
     finally:
         dist.destroy_process_group()
 

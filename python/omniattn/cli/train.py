@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from omniattn.cli.arguments import TIMEOUT
 from omniattn.cli.config_file import read_config
 from omniattn.cli.device import require_device
 from omniattn.cli.errors import CommandError, require, writing
@@ -99,6 +100,8 @@ def _again(args: argparse.Namespace, out: Path) -> str:
     for name in DIMENSIONS:
         if (size := getattr(args, name)) > 1:
             options += [f"--{name}", str(size)]
+    if args.timeout != TIMEOUT:
+        options += ["--timeout", str(args.timeout)]
     if args.config is not None:
         options += ["--config", ":".join(map(str, args.config))]
     if args.device != "cpu":

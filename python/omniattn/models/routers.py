@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -74,9 +76,21 @@ class Routers:
             dropped = torch.stack([state.dropped for state in states])
             self._parts.append((counts, dropped, share * float(self.loss())))
 
-    def discard(self) -> None:
-        """Forgets the forwards since the last step, such as those of a failed one."""
-        self._parts = []
+    def discard(self, kept: int = 0) -> None:
+        """Forgets the forwards since the last step but the last `kept`, as after a failed one."""
+        self._parts = self._parts[len(self._parts) - kept :]
+
+    def join(self, group: torch.distributed.ProcessGroup) -> None:
+        """Makes the records of the last step those of the layers of all ranks of `group`, which are
+        the stages of a pipeline in this order."""
+        own = (self.loads.pop(), self.dropped.pop(), self.losses.pop()) if self.layers else None
+        found: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(found, own, group=group)
+        loads, dropped, losses = zip(*filter(None, found), strict=True)
+        self.loads.append(torch.cat(loads))
+        self.dropped.append(torch.cat(dropped))
+        shares = [1.0 if self.sum_layers else len(n) / len(self.loads[-1]) for n in loads]
+        self.losses.append(sum(a * b for a, b in zip(losses, shares, strict=True)))
 
     def status(self) -> str:
         """Describes the last step: relative load of the busiest expert, and share dropped."""

@@ -12,6 +12,7 @@ from omniattn.training.optimizer import (
     parameter_groups,
     warmup_cosine,
 )
+from omniattn.training.peers import RankError
 from omniattn.training.probes import linear_probe, nearest_neighbors
 from omniattn.training.recipes import Recipe, recipe_of, task_of
 from omniattn.training.recompute import recompute_blocks
@@ -46,6 +47,7 @@ __all__ = [
     "MaskedLanguageModeling",
     "MaskedShapes",
     "MasterAdamW",
+    "RankError",
     "Recipe",
     "ReplacedTokens",
     "SpanCorruption",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,6 +114,35 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     ]
 
 
+def gradient_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns the norm () of all gradients together, in float32 or float64.
+
+    Parts of a gradient that is divided among ranks (a DTensor) are added up once for all that are
+    divided over the same mesh.
+    """
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for g in gradients:
+        dtype = torch.promote_types(g.dtype, torch.float32)
+        norms = by_mesh.setdefault(getattr(g, "device_mesh", None), [])
+        norms.append(torch.linalg.vector_norm(g, dtype=dtype))
+    found = []
+    for norms in by_mesh.values():
+        norm: Any = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        found.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return torch.linalg.vector_norm(torch.stack(found)) if len(found) > 1 else found[0]
+
+
+@torch.no_grad()
+def scale_gradients(
+    parameters: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor
+) -> None:
+    """Scales gradients, which have this norm (), by ``min(1, max_norm / (norm + 1e-6))``."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.device))
+
+
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     """Scales all gradients by ``min(1, max_norm / (norm + 1e-6))`` and returns their norm.
@@ -136,16 +166,10 @@ def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
     """
     if max_norm != math.inf:
         require_number("clip_gradients", "max_norm", max_norm, 0)
+    parameters = list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
-    norms = [
-        torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
-        for g in gradients
-    ]
-    device = norms[0].device
-    norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]))
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient.device))
+    norm = gradient_norm(gradients)
+    scale_gradients(parameters, max_norm, norm)
     return norm

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import omniattn
 from omniattn.checks.arguments import require_choice, shown
 from omniattn.models.checkpoint import (
     CheckpointError,
@@ -27,6 +28,7 @@ from omniattn.modules.base.layer import check_fields
 from omniattn.suggestions import did_you_mean
 from omniattn.training.augment import Augment
 from omniattn.training.optimizer import clip_gradients, parameter_groups, warmup_cosine
+from omniattn.training.pipeline import Pipeline
 from omniattn.training.ranks import Ranks, divided, whole
 from omniattn.training.recipes import TASKS
 from omniattn.training.recompute import recompute_blocks
@@ -34,6 +36,8 @@ from omniattn.training.tasks import Batch, Digits, Task, targets_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_LOSS = "loss"  # the model's own among all losses
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -114,6 +118,17 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return warmup_cosine(step, lr=config.lr, min_lr=config.min_lr, warmup=config.warmup, steps=end)
 
 
+def _same_on_all_ranks(config: TrainConfig, task: Task) -> dict[str, Any]:
+    """Returns the values by which the ranks of a mesh must agree, by name."""
+    model = config.model_config
+    values = {"model": type(model).__qualname__, "data": task.digest}
+    for f in fields(config):
+        if f.name not in ("model", "data"):
+            values[f"config.{f.name}"] = getattr(config, f.name)
+    values |= {f"model.{f.name}": getattr(model, f.name) for f in fields(model)}
+    return values | {"omniattn": omniattn.__version__, "torch": torch.__version__}
+
+
 def loss_of(found: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor:
     """Returns the loss of a model's result, which is the loss or (loss, outputs)."""
     return found[0] if isinstance(found, tuple) else found
@@ -130,8 +145,10 @@ class Trainer:
         task: task of the model, with its data.
         device: device of the model and the batches.
         backend: backend of all ops, e.g. "reference".
-        mesh: ranks of the run, with dimensions among "dp", "cp" and "tp": batches, tokens and heads
-            are divided among them, and the steps are those of one process. None for one process.
+        mesh: ranks of the run, with dimensions among "pp", "dp", "fsdp", "cp", "ep" and "tp", in
+            this order: layers, batches (also by "ep"), tokens, experts and heads are divided among
+            them, and the steps are those of one process. None for one process. With "pp" the parts
+            of a batch, of which there are `accumulate`, are the microbatches of a pipeline.
     """
 
     def __init__(
@@ -146,14 +163,23 @@ class Trainer:
         if not isinstance(config, TrainConfig):
             raise TypeError(f"Trainer: config must be a TrainConfig, got config={shown(config)}")
         self.config, self.task, self.device = config, task, torch.device(device)
+        self.ranks = Ranks(mesh)
+        with self.ranks.named("the start of the run"):
+            self.ranks.require_same(_same_on_all_ranks(config, task))
         torch.manual_seed(config.seed)
         # Weights are drawn on the CPU, so that every device starts with the same values.
         model = config.model_config
         self.model = replace(model, backend=backend or model.backend).build().to(self.device)
-        self.ranks = Ranks(mesh)
         self.ranks.require_batch(config.batch, config.accumulate, config.length)
         self.ranks.split(self.model)
         self.ranks.seed(config.seed)
+        self.pipeline: Pipeline | None = None
+        if self.ranks.stage is not None:
+            if type(task).metrics is not Task.metrics:
+                raise NotImplementedError(
+                    f"Trainer: pp must be 1 for tasks with metrics, got {type(task).__name__}"
+                )
+            self.pipeline = Pipeline(self.ranks.stage, config.accumulate)
         self.routers = Routers(self.model)
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, config.weight_decay),
@@ -202,64 +228,119 @@ class Trainer:
 
         Raises:
             FloatingPointError: if the loss is not finite; the weights stay unchanged.
+            RankError: another rank of the mesh failed, ended or does not answer; it is named.
         """
+        with self.ranks.named(f"step {self.step}"):
+            return self._step()
+
+    def _step(self) -> float:
         start, c = time.perf_counter(), self.config
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, c)
         self.model.zero_grad()  # optimizer.zero_grad imports torch._dynamo: 4 s at the first step
         parts = self.task.parts(self._batch(), c.accumulate * self.ranks.replicas)
         kept = [targets_of(part) for part in parts]
-        value = 0.0
-        further: dict[str, float] = {}
-        for part, count in self.ranks.own(list(zip(parts, kept, strict=True))):
-            share = count / max(1, sum(kept)) if len(parts) > 1 else 1.0
-            value += self._backward(part, share)
-            for name, loss in self.model.further_losses().items():
-                further[name] = further.get(name, 0.0) + self.ranks.sum(share * loss)
+        own = self.ranks.own(list(zip(parts, kept, strict=True)))
+        if self.pipeline is None:
+            shares = [n / max(1, sum(kept)) if len(parts) > 1 else 1.0 for _, n in own]
+            found = [self._backward(p, n) for (p, _), n in zip(own, shares, strict=True)]
+        else:
+            found = [self._through_stages(self.pipeline, [part for part, _ in own], sum(kept))]
+        sums = {name: sum(values[name] for values in found) for name in found[0]}
+        value = sums.pop(_LOSS)
         parameters = list(self.model.parameters())
-        for limited in [[p] for p in parameters] if c.clip_each else [parameters]:
-            clip_gradients(limited, c.clip)
+        if c.clip_each:
+            for parameter in parameters:
+                clip_gradients([parameter], c.clip)
+        else:
+            self.ranks.clip(parameters, c.clip)
         done = self.step / max(1, c.steps if c.decay_steps is None else c.decay_steps)
         self.model.before_step(done)
         self.optimizer.step()
         self.model.after_step(done)
         self.routers.step(self.ranks.group)
+        self.ranks.join(self.routers)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.step += 1
         self.losses.append(value)
-        for name, loss in further.items():
+        for name, loss in sums.items():
             self.further.setdefault(name, []).append(loss)
         self.seconds.append(time.perf_counter() - start)
         return value
 
-    def _backward(self, batch: Batch, share: float) -> float:
+    def _backward(self, batch: Batch, share: float) -> dict[str, float]:
         """Adds the gradient of a part, times its share of the batch.
 
-        Returns the loss times the share, summed over the ranks.
+        Returns the losses times the share, summed over the ranks.
         """
         recompute = recompute_blocks(self.model) if self.config.recompute else nullcontext()
         with self.ranks.tokens(self._on_device(batch), share) as (own, share):
             with self._autocast(), recompute:
                 loss = loss_of(self.model(*own))
-            value = self.ranks.sum(share * loss.item())
-            if not math.isfinite(value):
-                self.routers.discard()
-                raise FloatingPointError(f"the loss of step {self.step} is {value}")
+            further = self.model.further_losses() | {_LOSS: loss.item()}
+            values = self._finite({name: share * value for name, value in further.items()})
             total = loss + self.model.auxiliary_loss() + self.routers.loss()
-            scale = share * self.ranks.averaged
-            torch.autograd.backward(total if scale == 1.0 else scale * total)
+            torch.autograd.backward(total if share == 1.0 else share * total)
         self.routers.add(share)
-        return value
+        return values
+
+    def _through_stages(
+        self, pipeline: Pipeline, parts: list[Batch], targets: int
+    ) -> dict[str, float]:
+        """Adds the gradients of all parts of this rank, of a batch with this number of targets.
+
+        Returns the losses times the shares of the batch, summed over the ranks.
+        """
+        seen: list[dict[str, float]] = []
+
+        def count(module: Any, given: Any, options: dict[str, Any], output: Any) -> None:
+            share = options["share"].item()
+            self.routers.add(share)
+            seen.append({name: share * x for name, x in self.model.further_losses().items()})
+
+        batch = self._on_device(tuple(map(torch.cat, zip(*parts, strict=True))))
+        recompute = recompute_blocks(self.model) if self.config.recompute else nullcontext()
+        hook = self.model.register_forward_hook(count, with_kwargs=True)
+        try:
+            with self.ranks.tokens(batch, 1.0) as (own, _), self._autocast(), recompute:
+                counts = [targets_of((t,)) for t in own[-1].chunk(len(parts))]
+                shares = torch.tensor(counts, device=self.device) / max(1, targets)
+                loss = pipeline.step(own, shares)
+        finally:
+            hook.remove()
+        # The first step has one forward more, of which torch takes the shapes.
+        self.routers.discard(kept=len(parts))
+        further = seen[-len(parts) :]
+        sums = {name: sum(values[name] for values in further) for name in further[0]}
+        return self._finite(sums | {_LOSS: loss})
+
+    def _finite(self, values: dict[str, float]) -> dict[str, float]:
+        """Returns the sums of losses over the ranks; requires that the model's loss is finite."""
+        sums = self.ranks.sums(values)
+        if not math.isfinite(sums[_LOSS]):
+            self.routers.discard()
+            ranks = ", ".join(map(str, self.ranks.not_finite))
+            place = f" on rank {ranks}" if ranks else ""
+            raise FloatingPointError(f"the loss of step {self.step} is {sums[_LOSS]}{place}")
+        return sums
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Returns the loss on fixed held-out examples; records it and the metrics in `held_out`."""
+        with self.ranks.named(f"the evaluation at step {self.step}"):
+            return self._evaluate()
+
+    def _evaluate(self) -> float:
         batch = self._on_device(self.task.held_out_batch(2 * self.config.batch))
         self.model.eval()
+        metrics: dict[str, float] = {}
         with self._autocast():
-            loss: float = loss_of(self.model(*batch)).item()
-            metrics = self.task.metrics(self.model, batch)
+            if self.pipeline is None:
+                loss: float = loss_of(self.model(*batch)).item()
+                metrics = self.task.metrics(self.model, batch)
+            else:
+                loss = self.ranks.sum_of_stages(self.pipeline.loss(batch))
         self.model.train()
         self.held_out.append({"step": self.step, "loss": loss, **metrics})
         return loss
@@ -269,6 +350,7 @@ class Trainer:
         if self.ranks.mesh is None:
             return self.model
         weights = {name: whole(t) for name, t in self.model.state_dict().items()}
+        weights = self.ranks.of_stages(weights)
         model = self.model.config.build(device="meta")
         model.load_state_dict(weights, assign=True)
         return model.train(self.model.training)
@@ -285,15 +367,23 @@ class Trainer:
 
         All ranks call it, and the first one writes. Runs on other meshes can load the file.
         """
+        with self.ranks.named(f"the checkpoint of step {self.step}"):
+            tensors = self._state()
+        if self.ranks.is_first:
+            self._write(path, tensors)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of a checkpoint, on the first rank."""
         tensors = {name: whole(t) for name, t in self.model.state_dict().items()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
                 tensors[f"optimizer/{key}/{name}"] = whole(value)
+        tensors = self.ranks.of_stages(tensors)
         for name, value in self.routers.history().items():
             tensors[f"routers/{name}"] = value
-        tensors |= self.ranks.random_states()
-        if not self.ranks.is_first:
-            return
+        return tensors | self.ranks.random_states()
+
+    def _write(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
         config = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         if not isinstance(self.config.model, str):
             config["model"] = None  # it is in the model's metadata
@@ -330,6 +420,8 @@ class Trainer:
             kind, _, rest = name.partition("/")
             if kind == "optimizer":
                 key, _, parameter = rest.partition("/")
+                if parameter not in parameters and self.pipeline is not None:
+                    continue  # of another stage
                 like = parameters[parameter]
                 self.optimizer.state[like][key] = divided(tensor.to(self.device), like)
             elif kind == "routers":

@@ -81,7 +81,7 @@ def test_parameters_have_the_shapes_of_fla():
 @pytest.mark.parametrize("decay", ["both", "values", "none"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_formula_of_kalmanet(gated, decay):
-    """That of its layer in fla: heads of 4, ridges of 0.02 times the norms of H."""
+    """The parameters of its layer in fla give fla's results: heads of 4, ridges of 0.02 |H|."""
     torch.manual_seed(0)
     options = {} if gated else {"weighted": False, "mixed": False, "gate": None}
     layer = GatedKalmaNet(DIM, 2, decay=decay, **options, init_std=0.5, dtype=torch.float64)

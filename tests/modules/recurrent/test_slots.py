@@ -123,7 +123,7 @@ def test_cyclic_flow_attention(name):
 
 
 def test_parameters_of_cyfa_have_the_shapes_of_fla():
-    """Those of its layer with hidden_size=12, head_dim=6, num_heads=2, num_slots=6."""
+    """Names and shapes of fla's layer with hidden_size=12, head_dim=6, num_heads=2, num_slots=6."""
     layer = CyclicFlowAttention(12, 2, num_slots=5)
     shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
     assert shapes["b_proj.bias"] == shapes["d_proj.bias"] == shapes["A_log"] == (2,)

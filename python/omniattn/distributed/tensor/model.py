@@ -18,6 +18,7 @@ from omniattn.distributed.tensor.styles import TOKENS, Around, RandomPerRank, Sp
 from omniattn.distributed.tensor.vocabulary import vocabulary_parallel_cross_entropy
 from omniattn.models.decoders.decoder import Decoder
 from omniattn.modules import DecoderBlock, Dropout
+from omniattn.modules.experts.expert_parallel import SplitExperts
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -34,7 +35,7 @@ def tensor_parallel(model: M, mesh: DeviceMesh, sequence_parallel: bool = False)
     Parameters become DTensors, with their names and shapes: torch's optimizers, `fully_shard` over
     another dimension of the mesh, `get_model_state_dict` and distributed checkpoints take them as
     they are. Mixture-of-experts layers are stored and computed whole on each rank, except their
-    shared experts.
+    shared experts; `expert_parallel`, before this, divides them over another dimension.
 
     Args:
         model: a Decoder whose mixers are Attention, MultiHeadLatentAttention, DeltaNet,
@@ -69,12 +70,13 @@ def tensor_parallel(model: M, mesh: DeviceMesh, sequence_parallel: bool = False)
         raise TypeError(f"{OP}: mesh must be a DeviceMesh, got mesh={shown(mesh)}")
     if mesh.ndim != 1:
         raise ValueError(f"{OP}: mesh must have one dimension, as mesh['tp'], got mesh={mesh}")
-    for name, p in model.named_parameters():
-        if isinstance(p, DTensor):
-            raise ValueError(
-                f"{OP}: model must have whole parameters, as before fully_shard and another {OP}, "
-                f"got a DTensor {name}"
-            )
+    for path, module in model.named_modules():
+        for name, p in module.named_parameters(path, recurse=False):
+            if isinstance(p, DTensor) and not isinstance(module, SplitExperts):
+                raise ValueError(
+                    f"{OP}: model must have whole parameters, as before fully_shard and another "
+                    f"{OP}, got a DTensor {name}"
+                )
     if isinstance(model, Decoder):
         _Splitter(model, mesh, sequence_parallel).run()
         return model
@@ -184,6 +186,8 @@ class _Splitter:
         With `sequence_parallel` the module reads this rank's tokens, so that gradients of whole
         parameters are summed.
         """
+        if isinstance(module, SplitExperts):
+            return {}  # equal on all ranks, and it reads its parts itself
         if module in self.splits:
             style = SplitLayer(self.splits[module], sequence_parallel)
             parallelize_module(module, self.mesh, style)

@@ -288,23 +288,44 @@ class Decoder(Model, Stateful):
                 f"got positions.shape={tuple(positions.shape)}, T={tokens.shape[-1]}"
             )
         rope = None if self.rotary is None else self.rotary(positions)
-        x, residual = self.embed_tokens(tokens), None
+        x = sequences.restored(self._embedded(tokens, positions))
+        shared = {"embeddings": x, "tokens": tokens}
+        given: dict[str, Any] = {"rope": rope, "mask": mask, "shared": shared}
+        scored = self._scored(score_mod)
+        return self._normed(*self._through(self.layers, x, None, given, scored, state))
+
+    def _embedded(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the input (B, T, dim) of the first block."""
+        x: torch.Tensor = self.embed_tokens(tokens)
         if self.embed_positions is not None:
             x = self.embed_positions(x, positions)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
-        x = sequences.restored(self.dropout(x))
+        y: torch.Tensor = self.dropout(x)
+        return y
+
+    def _through(
+        self,
+        layers: Iterable[nn.Module],
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        given: dict[str, Any],
+        scored: dict[str, Any],
+        state: list[State] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Runs blocks, those with scores with the arguments `scored`."""
         recompute = self.config.gradient_checkpointing and state is None and torch.is_grad_enabled()
-        shared = {"embeddings": x, "tokens": tokens}
-        given: dict[str, Any] = {"rope": rope, "mask": mask, "shared": shared}
-        scored = self._scored(score_mod)
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(layers):
             more = given | scored if _takes_score_mod(layer) else given
             if recompute:
                 x, residual = checkpoint(layer, x, residual, **more, use_reentrant=False)
             else:
                 own = None if state is None else state[i]
                 x, residual = layer(x, residual, state=own, **more)
+        return x, residual
+
+    def _normed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Returns the input of the head."""
         if self.collapse is not None:
             x = self.collapse(x)
         y: torch.Tensor = self.norm(x) if residual is None else self.norm(x, residual)[0]

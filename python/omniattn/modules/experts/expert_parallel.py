@@ -12,37 +12,27 @@ from omniattn import functional
 from omniattn.functional.routing import Routing
 from omniattn.modules.experts.experts import DefaultVectors, Experts
 
-__all__ = ["ExpertParallel"]
+__all__ = ["ExpertParallel", "SplitExperts"]
 
 
-class ExpertParallel(DefaultVectors):
-    """Distributes the experts of a :class:`omniattn.modules.MoE` over ranks, E / ranks on each.
+class ExpertsOverRanks(DefaultVectors):
+    """Sends rows to the ranks of their experts, and the results back.
 
-    Every rank routes its own tokens. Rows are sent to the ranks of their experts and the results
-    back (two all-to-alls in the forward, two in the backward pass), where they are weighted and
-    summed in the order of the slots. Outputs and gradients equal those of the single-process layer
-    up to rounding: gradients of an expert's weights, and the mean that updates its default vector,
-    include the tokens of all ranks. Every rank stores all default vectors. Usage:
-
-    ``layer.experts = ExpertParallel(layer.experts, group)``
-
-    Args:
-        experts: all experts of the layer, equal on all ranks; rank r keeps E / ranks of them, from
-            expert r E / ranks.
-        group: process group, None for the default group. If a rank dies, the collective raises
-            RuntimeError on the others after the group's timeout.
-
-    Shape:
-        x (..., dim), Routing of (..., k) over all E experts -> (..., dim). Ranks can have different
-        numbers of tokens, or none.
-
-    Reference:
-        Lepikhin et al., "GShard", 2020, arXiv 2006.16668.
+    Attributes:
+        group: process group, None for the default group.
+        local: number of experts of a rank.
+        own: the experts of this rank.
     """
 
-    def __init__(self, experts: Experts, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__()
-        self.config = experts.config
+    group: dist.ProcessGroup | None
+    local: int
+
+    def divide(self, group: dist.ProcessGroup | None) -> None:
+        """Gives this rank its experts.
+
+        Raises:
+            ValueError: the number of experts is not a multiple of the number of ranks.
+        """
         self.group = group
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         if self.config.experts % ranks != 0:
@@ -52,17 +42,10 @@ class ExpertParallel(DefaultVectors):
             )
         self.local = self.config.experts // ranks
         self.own = slice(rank * self.local, (rank + 1) * self.local)
-        self.experts = experts
-        for name, parameter in list(experts.named_parameters()):
-            part = nn.Parameter(parameter.detach()[self.own].clone(), parameter.requires_grad)
-            setattr(experts, name, part)
-        self.register_buffer("default_vectors", experts.default_vectors)
-        experts.default_vectors = None
 
-    def reset_parameters(self) -> None:
-        """Zeroes the default vectors; the experts reset their own parameters."""
-        if self.default_vectors is not None:
-            nn.init.zeros_(self.default_vectors)
+    def compute(self, rows: Tensor, routing: Routing) -> Tensor:
+        """Returns what this rank's experts, numbered from 0, make of the rows (N, dim)."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Computes the weighted sum of the chosen experts of all ranks."""
@@ -94,7 +77,7 @@ class ExpertParallel(DefaultVectors):
         expert = torch.arange(self.local, device=x.device).repeat(len(received))
         expert = expert.repeat_interleave(received.flatten())[:, None]
         one = torch.ones_like(expert, dtype=routing.weights.dtype)
-        results = self.experts(arrived, Routing(expert, one, one))
+        results = self.compute(arrived, Routing(expert, one, one))
         back = _AllToAll.apply(results, *reversed(splits), self.group)
 
         slots = back.new_zeros(chosen.numel(), x.shape[-1], dtype=routing.weights.dtype)
@@ -107,6 +90,59 @@ class ExpertParallel(DefaultVectors):
     def gather(self, vectors: Tensor, own: Tensor) -> None:
         """Gathers the vectors of all ranks."""
         dist.all_gather_into_tensor(vectors, own, group=self.group)
+
+
+class ExpertParallel(ExpertsOverRanks):
+    """Distributes the experts of a :class:`omniattn.modules.MoE` over ranks, E / ranks on each.
+
+    Every rank routes its own tokens. Rows are sent to the ranks of their experts and the results
+    back (two all-to-alls in the forward, two in the backward pass), where they are weighted and
+    summed in the order of the slots. Outputs and gradients equal those of the single-process layer
+    up to rounding: gradients of an expert's weights, and the mean that updates its default vector,
+    include the tokens of all ranks. Every rank stores all default vectors. Usage:
+
+    ``layer.experts = ExpertParallel(layer.experts, group)``
+
+    Args:
+        experts: all experts of the layer, equal on all ranks; rank r keeps E / ranks of them, from
+            expert r E / ranks.
+        group: process group, None for the default group. If a rank dies, the collective raises
+            RuntimeError on the others after the group's timeout.
+
+    Shape:
+        x (..., dim), Routing of (..., k) over all E experts -> (..., dim). Ranks can have different
+        numbers of tokens, or none.
+
+    Reference:
+        Lepikhin et al., "GShard", 2020, arXiv 2006.16668.
+    """
+
+    def __init__(self, experts: Experts, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.config = experts.config
+        self.divide(group)
+        self.experts = experts
+        for name, parameter in list(experts.named_parameters()):
+            part = nn.Parameter(parameter.detach()[self.own].clone(), parameter.requires_grad)
+            setattr(experts, name, part)
+        self.register_buffer("default_vectors", experts.default_vectors)
+        experts.default_vectors = None
+
+    def reset_parameters(self) -> None:
+        """Zeroes the default vectors; the experts reset their own parameters."""
+        if self.default_vectors is not None:
+            nn.init.zeros_(self.default_vectors)
+
+    def compute(self, rows: Tensor, routing: Routing) -> Tensor:
+        y: Tensor = self.experts(rows, routing)
+        return y
+
+
+class SplitExperts(ExpertsOverRanks, Experts):
+    """Experts of `omniattn.distributed.expert_parallel`, which read parts of stacked weights."""
+
+    def compute(self, rows: Tensor, routing: Routing) -> Tensor:
+        return self._run(rows, routing.experts, routing.weights)
 
 
 class _AllToAll(torch.autograd.Function):
