@@ -84,8 +84,8 @@ def gated_kalmanet(
     initial_state: tuple[Tensor, Tensor] | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """o_t = scale U_t^T (q_t + alpha_t (x_t - q_t)), (H_t + ridge_ratio |H_t| I) x_t = q_t,
-    H_t = exp(gk_t) H_{t-1} + k_t k_t^T and U_t = exp(g_t) U_{t-1} + k_t v_t^T.
+    """``o_t = scale U_t^T (q_t + alpha_t (x_t - q_t))``, ``(H_t + ridge_ratio |H_t| I) x_t = q_t``,
+    ``H_t = exp(gk_t) H_{t-1} + k_t k_t^T`` and ``U_t = exp(g_t) U_{t-1} + k_t v_t^T``.
 
     The solutions are exact, whatever `max_iterations` is; x_t is q_t where H_t is 0.
     """

@@ -67,7 +67,7 @@ def titans_mlp(
     position: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State]:
-    """o = M(scale q) of an MLP with weights M that move by S = eta S - theta grad |N(k) - v|^2."""
+    """``o = M(scale q)``, whose weights move by ``S = eta S - theta grad |N(k) - v|^2``."""
     theta = widen(theta)
     keep = torch.zeros_like(theta) if eta is None else widen(eta)
     gate = None if alpha is None else 1 - widen(alpha)
