@@ -282,6 +282,11 @@ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row, OMNIAT
   emulator::collective(~0u, "ldmatrix.trans", &slot, load_matrices<true>, where);
 }
 
+inline void store_16(void* global, const uint4& x, OMNIATTN_HERE) {
+  emulator::require_global_16(global, "st.global.v4", where);
+  *static_cast<uint4*>(global) = x;
+}
+
 __forceinline__ void cp_async_16(void* shared, const void* global, bool valid = true,
                                  OMNIATTN_HERE) {
   emulator::copy_async(shared, global, valid, where);
