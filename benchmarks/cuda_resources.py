@@ -54,6 +54,7 @@ class Tile(NamedTuple):
     products: int
     most: int
     copies: int = 0  # of a loop, if a loop makes them
+    product: str = "HMMA"
 
 
 TILES = {
@@ -67,6 +68,10 @@ TILES = {
     r"attention_dkdv_mma_kernel<\w+, 128>": Tile(96, 450),
     r"attention_dkdv_mma_kernel<\w+, 256>": Tile(160, 800, copies=8),
     r"moe_\w+_kernel<gpu::GemmByMma<.*": Tile(64, 350),
+    # Four steps of a vector of channels: 40 instructions per 128 bytes of y are 640.
+    r"causal_conv_forward_vector_kernel<.*": Tile(4, 600, product="STG.E.128"),
+    r"causal_conv_slope_vector_kernel<.*": Tile(8, 850, product="STG.E.128"),
+    r"causal_conv_dx_vector_kernel<.*": Tile(4, 500, product="STG.E.128"),
 }
 #: Functions of the CUDA runtime that a launcher may call. None of them synchronises or allocates,
 #: so that CUDA graphs can capture the launch.
@@ -100,8 +105,9 @@ def heading() -> str:
     return f"""# Registers and memory of each CUDA kernel
 
 Registers per thread / bytes of static shared memory per block / bytes of stack per thread and, for
-kernels of tensor cores, instructions per HMMA of a plain tile. The checksum after a file's name
-covers its code and all that it includes. Written by `python benchmarks/cuda_resources.py`
+kernels in the summary's second table, instructions and products of a plain tile. The checksum
+after a file's name covers its code and all that it includes. Written by
+`python benchmarks/cuda_resources.py`
 with nvcc {release()}; summary: [docs/cuda_resources.md](../../docs/cuda_resources.md).
 """
 
@@ -115,7 +121,8 @@ def summary(sections: dict[str, Section]) -> str:
         for kernel, cells in section.rows.items():
             if (limit := match(TILES, kernel)) and "bf16" in kernel:
                 counts = " | ".join(str(cell.instructions) for cell in cells)
-                tiles.append(f"| `{kernel}` | {limit.products} | {limit.most} | {counts} |")
+                work = f"{limit.products} {limit.product}"
+                tiles.append(f"| `{kernel}` | {work} | {limit.most} | {counts} |")
     lines = []
     for folder, rows in folders.items():
         columns = [[tuple(cell[:3]) for cell in column] for column in zip(*rows, strict=True)]
@@ -148,9 +155,10 @@ Tiles lie in dynamic shared memory. A struct next to each kernel defines their s
 
 Instructions that a warp executes for a tile of which all pairs are visible, without terms and
 dropout, with the copy of the next tile: the shortest way through the loop's machine code that
-passes all products (HMMA), copies and exponentials.
+passes all products (HMMA), copies and exponentials. Loops without products are counted by their
+stores of 16 bytes per thread (STG.E.128).
 
-| kernel | HMMA | limit | {" | ".join(ARCHS)} |
+| kernel | work | limit | {" | ".join(ARCHS)} |
 |---|---|---|{"---|" * len(ARCHS)}
 {chr(10).join(tiles)}
 """
@@ -243,7 +251,7 @@ def defects(kernel: str, cell: Cell, code: machine_code.Code, tile: Tile | None)
             found.append(f"{cell.products} products in a tile, expected {tile.products}")
         if cell.instructions > tile.most:
             found.append(f"{cell.instructions} instructions for a tile, at most {tile.most}")
-        if (work := code.tile(tile.copies)) and work.local:
+        if (work := code.tile(*tile[2:])) and work.local:
             found.append(f"{work.local} accesses to local memory in a plain tile")
     elif cell.products:
         found.append("no limit in TILES for a kernel of tensor cores")
@@ -267,7 +275,7 @@ def measured(source: Path) -> Rows:
         rows[kernel] = []
         for arch in ARCHS:
             cell = found[arch][name]
-            if work := code[arch][name].tile(tile.copies if tile else 0):
+            if work := code[arch][name].tile(*tile[2:]) if tile else code[arch][name].tile():
                 cell = cell._replace(instructions=work.instructions, products=work.products)
             rows[kernel].append(cell)
             these = defects(kernel, cell, code[arch][name], tile)

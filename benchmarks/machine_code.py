@@ -56,7 +56,7 @@ class Work(NamedTuple):
     """Instructions that a warp executes for a tile, and how many of them are products."""
 
     instructions: int
-    products: int  # HMMA
+    products: int
     local: int  # accesses to local memory
 
 
@@ -121,8 +121,9 @@ class Code:
                         todo += before[m]
         return sorted(found.items(), key=lambda loop: len(loop[1]))
 
-    def count(self, block: int, base: str) -> int:
-        return sum(i.base == base for i in self.blocks[block])
+    def count(self, block: int, name: str) -> int:
+        """Number of instructions with a name, or with its first part."""
+        return sum(name in (i.base, i.name) for i in self.blocks[block])
 
     def split_stores(self) -> int:
         """Number of stores of 16-byte pieces, one after the other, that are made of narrower parts.
@@ -150,9 +151,10 @@ class Code:
         inside = set().union(*(body for _, body in self.loops)) if self.loops else set()
         return sum(self.count(n, base) for n in inside for base in ("LDL", "STL"))
 
-    def tile(self, copies: int = 0) -> Work | None:
+    def tile(self, copies: int = 0, product: str = "HMMA") -> Work | None:
         """Counts the instructions of a plain tile: the shortest way through the innermost loop with
         products that computes all of them, copies all operands and takes all exponentials.
+        `product` is their name.
 
         Loops within it are of other tiles, except those that copy (LDGSTS): each is executed until
         it has made `copies` of them.
@@ -160,14 +162,14 @@ class Code:
         ways: dict[frozenset[int], Way] = {}
         for head, body in self.loops:
             inner = any(known <= body for known in ways)
-            if not inner and any(self.count(n, "HMMA") for n in body):
-                ways[frozenset(body)] = self._longest(head, body, copies)
+            if not inner and any(self.count(n, product) for n in body):
+                ways[frozenset(body)] = self._best(head, body, copies, product)
         if not ways:
             return None
         products, _, _, instructions, local = max(ways.values())
         return Work(-instructions, products, -local)
 
-    def _longest(self, head: int, body: set[int], copies: int) -> Way:
+    def _best(self, head: int, body: set[int], copies: int, product: str) -> Way:
         """Returns the best way through a loop."""
         inner = [b for h, b in self.loops if b < body and h != head]
         copied = [(b, sum(self.count(n, "LDGSTS") for n in b)) for b in inner]
@@ -181,7 +183,7 @@ class Code:
             if ways:
                 then, k = max(ways), times.get(n, 1)
                 best[n] = (
-                    then[0] + self.count(n, "HMMA"),
+                    then[0] + self.count(n, product),
                     then[1] + self.count(n, "LDGSTS") * k,
                     then[2] + sum(i.name == "MUFU.EX2" for i in self.blocks[n]),
                     then[3] - len(self.blocks[n]) * k,

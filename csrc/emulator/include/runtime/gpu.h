@@ -37,6 +37,7 @@ template <class T>
 inline T __ldg(const T* p) {
   return *p;
 }
+inline float __fdividef(float x, float y) { return x / y; }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline int __popc(uint32_t x) { return std::popcount(x); }
