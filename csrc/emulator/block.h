@@ -113,6 +113,8 @@ void collective(uint32_t mask, const char* operation, void* slot, void (*compute
 
 // Fails unless the 16 bytes are in shared memory and aligned.
 void require_shared_16(const void* address, const char* operation, const Location& where);
+// Fails unless the 16 bytes are in global memory and aligned.
+void require_global_16(const void* address, const char* operation, const Location& where);
 
 // cp.async: the target is poisoned from the issue of the copy until the wait for its group.
 void copy_async(void* shared, const void* global, bool valid, const Location& where);

@@ -15,11 +15,18 @@ void require_shared_16(const void* address, const char* operation, const Locatio
   }
 }
 
+void require_global_16(const void* address, const char* operation, const Location& where) {
+  if (block().shared.find(address, 1) != nullptr) {
+    fail(text(operation, " at ", position(where), ": the address is in shared memory"));
+  }
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) {
+    fail(text(operation, " at ", position(where), ": the global address must be 16-byte aligned"));
+  }
+}
+
 void copy_async(void* shared, const void* global, bool valid, const Location& where) {
   require_shared_16(shared, "cp.async", where);
-  if (reinterpret_cast<uintptr_t>(global) % 16 != 0) {
-    fail(text("cp.async at ", position(where), ": the global address must be 16-byte aligned"));
-  }
+  require_global_16(global, "cp.async", where);
   Thread& t = *block().current;
   const auto overlaps = [&](const std::vector<AsyncCopy>& copies) {
     return std::any_of(copies.begin(), copies.end(),

@@ -95,6 +95,14 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
                : "memory");
 }
 
+// Stores 16 bytes to global memory in one instruction. An assignment of a uint4 that was packed
+// from narrower values becomes four instructions.
+__device__ __forceinline__ void store_16(void* global, const uint4& x) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(global)),
+               "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
 // Copies 16 bytes from global to shared memory, or writes zeros if not `valid` (even then the
 // address must be legal).
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid = true) {

@@ -29,6 +29,12 @@ concept GemmOperand = requires(const X& x, int i, int64_t k) {
   bool(x.along_k());
   *x.data;  // any readable address
 };
+// An operand that is contiguous along i.
+template <class X>
+concept GemmOperandAcross = GemmOperand<X> && requires(const X& x) {
+  bool(x.has_step());  // true if adjacent k are step() elements apart
+  int64_t(x.step());
+};
 
 // Splits each row of a tile among `lanes` threads, which take W adjacent elements at a time.
 template <int W, class F>

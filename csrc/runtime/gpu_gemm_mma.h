@@ -20,7 +20,10 @@ struct GemmByMma {
     T a[kRows * kDepth], b[kGemmColumns * kDepth];
   };
   union Shared {
-    Stage stages[2];
+    struct {
+      Stage stages[2];
+      const T* rows[2][128];  // first elements of the operands' indices, if along k
+    };
     float sums[kRows * kGemmStride];
   };
 
@@ -28,25 +31,54 @@ struct GemmByMma {
   template <bool kAlongK>
   using Copy = SharedRows<T, kAlongK ? kDepth : 128>;
 
-  // View of an operand from k on, as the rows of its copy.
-  template <bool kAlongK, class Operand>
-  struct Source {
-    const Operand& operand;
-    int64_t k;
-    const T* data;
-
-    __device__ __forceinline__ bool has(int row, int c) const {
-      return kAlongK ? operand.has(row, k + c) : operand.has(c, k + row);
+  // An index that exists, for i. What is computed for an index that does not exist is not used.
+  template <GemmOperand Operand>
+  static __device__ __forceinline__ int existing(const Operand& from, int i) {
+    return from.has(i, 0) ? i : 0;
+  }
+  // Starts the copy of kDepth steps of k, for operands along k. Steps past the end are zeros.
+  template <GemmOperand Operand>
+  static __device__ __forceinline__ void load_along(const Operand& from, const T* const* rows,
+                                                    int64_t k, T* to) {
+    constexpr int kPieces = kDepth / 8;
+    const int first = static_cast<int>(threadIdx.x) / kPieces;
+    const int c = static_cast<int>(threadIdx.x) % kPieces;
+    const bool valid = from.has(0, k + 8 * c);
+    const int64_t at = valid ? k + 8 * c : 0;
+#pragma unroll
+    for (int r = 0; r < 128; r += kGemmThreads / kPieces) {
+      cp_async_16(to + Copy<true>::offset(first + r, c), rows[first + r] + at, valid);
     }
-    __device__ __forceinline__ const T* at(int row, int c) const {
-      return kAlongK ? operand.at(row, k + c) : operand.at(c, k + row);
+  }
+  // The same for operands across k.
+  template <GemmOperandAcross Operand>
+  static __device__ __forceinline__ void load_across(const Operand& from, int64_t k, T* to) {
+    constexpr int kPieces = 128 / 8, kStep = kGemmThreads / kPieces;
+    const int first = static_cast<int>(threadIdx.x) / kPieces;
+    const int c = static_cast<int>(threadIdx.x) % kPieces;
+    const int i = existing(from, 8 * c);
+    if (from.has(0, k + kDepth - 1) && from.has_step()) {
+      const T* at = from.at(i, k + first);
+#pragma unroll
+      for (int r = 0; r < kDepth; r += kStep, at += kStep * from.step()) {
+        cp_async_16(to + Copy<false>::offset(first + r, c), at);
+      }
+    } else {
+#pragma unroll 1  // for registers
+      for (int r = first; r < kDepth; r += kStep) {
+        const bool valid = from.has(0, k + r);
+        cp_async_16(to + Copy<false>::offset(r, c), from.at(i, valid ? k + r : k), valid);
+      }
     }
-  };
+  }
   template <bool kAlongK, class Operand>
-  static __device__ __forceinline__ void load_stage(const Operand& from, int64_t k, T* to) {
-    constexpr int kRowCount = kAlongK ? 128 : kDepth;
-    Copy<kAlongK>{to}.template load<kRowCount, kGemmThreads>(
-        Source<kAlongK, Operand>{from, k, from.data});
+  static __device__ __forceinline__ void load(const Operand& from, const T* const* rows, int64_t k,
+                                              T* to) {
+    if constexpr (kAlongK) {
+      load_along(from, rows, k, to);
+    } else {
+      load_across(from, k, to);
+    }
   }
 
   // A lane's offset for pieces 2 n and 2 n + 1 is its offset for pieces 0 and 1, xor 16 n. opaque()
@@ -92,11 +124,18 @@ struct GemmByMma {
     for (int m = 0; m < 4; ++m) clear(acc[m]);
     const auto load = [&](int64_t from) {
       Stage& stage = shared.stages[from / kDepth % 2];
-      load_stage<kAAlongK>(a, from, stage.a);
-      load_stage<kBAlongK>(b, from, stage.b);
+      GemmByMma::load<kAAlongK>(a, shared.rows[0], from, stage.a);
+      GemmByMma::load<kBAlongK>(b, shared.rows[1], from, stage.b);
       cp_async_commit();
     };
-    if (k > 0) load(0);
+    if (k > 0) {
+      const int i = static_cast<int>(threadIdx.x);
+      static_assert(kGemmThreads == 2 * 128);
+      if (kAAlongK && i < 128) shared.rows[0][i] = a.at(existing(a, i), 0);
+      if (kBAlongK && i >= 128) shared.rows[1][i - 128] = b.at(existing(b, i - 128), 0);
+      if (kAAlongK || kBAlongK) __syncthreads();
+      load(0);
+    }
     for (int64_t from = 0; from < k; from += kDepth) {
       cp_async_wait<0>();
       __syncthreads();  // this stage has arrived, and all threads have read the other one

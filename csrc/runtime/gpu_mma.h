@@ -9,15 +9,6 @@ namespace omniattn::gpu {
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / 32; }
 
-template <class T>
-struct StridedRows {
-  const T* data;
-  int64_t stride, count, width;
-
-  __device__ __forceinline__ bool has(int r, int c) const { return r < count && c < width; }
-  __device__ __forceinline__ const T* at(int r, int c) const { return data + r * stride + c; }
-};
-
 // Rows of kD elements in shared memory. Piece c (16 bytes) of row r is stored at place c ^ r % 8,
 // so that the 8 rows that ldmatrix reads at once are in different banks.
 template <class T, int kD>
@@ -28,24 +19,30 @@ struct SharedRows {
     return row * kD + 8 * (c ^ row % 8);
   }
 
-  // Starts the copy of kRows rows by kThreads threads. Elements c to c + 7 of row r come from
-  // from.at(r, c); they are zeros if from.has(r, c) is false, where from.data is any readable
-  // address. The loop is not unrolled: the addresses would take the registers of the products.
-  template <int kRows, int kThreads, class Source>
-  __device__ __forceinline__ void load(const Source& from) const {
-    constexpr int kPieces = kD / 8;
-#pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * kPieces; i += kThreads) {
-      const int r = i / kPieces, c = i % kPieces;
-      const bool valid = from.has(r, 8 * c);
-      cp_async_16(data + offset(r, c), valid ? from.at(r, 8 * c) : from.data, valid);
-    }
-  }
-  // Starts the copy of the first `count` rows of `from`, `width` elements each.
+  // Starts the copy of kRows rows by kThreads threads, of which the first `count` rows of `from`
+  // and `width` elements of each exist; the others are zeros. Each thread steps from row to row of
+  // one column, which takes a few instructions per copy where all rows exist.
   template <int kRows, int kThreads>
   __device__ __forceinline__ void load(const T* from, int64_t stride, int64_t count,
                                        int64_t width) const {
-    load<kRows, kThreads>(StridedRows<T>{from, stride, count, width});
+    constexpr int kPieces = kD / 8, kStep = kThreads / kPieces;
+    static_assert(kThreads % kPieces == 0 && kRows % kStep == 0);
+    const int first = static_cast<int>(threadIdx.x) / kPieces;
+    const int c = static_cast<int>(threadIdx.x) % kPieces;
+    const bool valid = 8 * c < width;
+    if (count >= kRows) {
+      const T* at = from + first * stride + (valid ? 8 * c : 0);
+#pragma unroll(kD > 128 ? 2 : 8)  // the products of wide rows need the registers
+      for (int r = 0; r < kRows; r += kStep, at += kStep * stride) {
+        cp_async_16(data + offset(first + r, c), at, valid);
+      }
+    } else {
+#pragma unroll 1
+      for (int r = first; r < kRows; r += kStep) {
+        const bool has = valid && r < count;
+        cp_async_16(data + offset(r, c), has ? from + r * stride + 8 * c : from, has);
+      }
+    }
   }
 };
 

@@ -34,7 +34,7 @@ struct Pieces {
   uint4 v[kCount];
 };
 
-// Loads and stores take one instruction per 16 bytes of a Pack, or one if W is 1.
+// Loads and stores of global memory take one instruction per 16 bytes of a Pack, or one if W is 1.
 template <int W, class T>
 __device__ __forceinline__ Pack<T, W> load(const T* p) {
   if constexpr (W == 1) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void store(T* p, const Pack<T, W>& x) {
     using Parts = Pieces<T, W>;
     const auto pieces = __builtin_bit_cast(Parts, x);
 #pragma unroll
-    for (int i = 0; i < pieces.kCount; ++i) reinterpret_cast<uint4*>(p)[i] = pieces.v[i];
+    for (int i = 0; i < pieces.kCount; ++i) store_16(reinterpret_cast<uint4*>(p) + i, pieces.v[i]);
   }
 }
 
@@ -157,8 +157,10 @@ struct ColumnSums {
   }
   __device__ __forceinline__ void store(int64_t i, int k) const {
     if (k == kKept || partial == nullptr) return;
+    Pack<C, W> sums;
 #pragma unroll
-    for (int j = 0; j < W; ++j) partial[i + j] = kept[k][j];
+    for (int j = 0; j < W; ++j) sums.v[j] = kept[k][j];
+    gpu::store(partial + i, sums);
   }
 };
 

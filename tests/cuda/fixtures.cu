@@ -146,6 +146,17 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
+    vector_store_kernel(const float* in, float* out, bool broken) {
+  struct Four {
+    float v[4];
+  };
+  const int t = 4 * threadIdx.x;
+  if (t >= kThreads) return;
+  const auto x = __builtin_bit_cast(uint4, Four{in[t], in[t + 1], in[t + 2], in[t + 3]});
+  gpu::store_16(out + t + (broken ? 1 : 0), x);  // at: unaligned store
+}
+
+__global__ void __launch_bounds__(kThreads)
     uninitialised_kernel(const float* in, float* out, bool broken) {
   GPU_SHARED(float, buffer, kThreads);
   const int t = threadIdx.x;
@@ -190,6 +201,7 @@ constexpr Fixture kFixtures[] = {
     {"early_exit", early_exit_kernel},
     {"shuffle", shuffle_kernel},
     {"pending_copy", pending_copy_kernel},
+    {"vector_store", vector_store_kernel},
     {"uninitialised", uninitialised_kernel},
     {"many_readers", many_readers_kernel, kManyThreads},
 };

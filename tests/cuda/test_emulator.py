@@ -31,6 +31,7 @@ MISTAKES = {
     "early exit": ("early_exit", "deadlock", ["value", "race"]),
     "divergent shuffle": ("shuffle", "deadlock", ["value", "race"]),
     "pending copy": ("pending_copy", "is pending when the kernel ends", ["value", "race"]),
+    "unaligned store": ("vector_store", "must be 16-byte aligned", ["value", "race"]),
     "uninitialised": ("uninitialised", "uninitialised", ["race"]),
     "forgotten reader": ("many_readers", "race on shared memory", ["race"]),
 }

@@ -28,7 +28,9 @@ PROPERTIES = (
     *("expanded_gradient", "gradcheck", "opcheck", "compiled", "exported", "checkpointed"),
     *("autocast", "transforms"),
 )
-FIXTURES = ("reverse", "pipeline", "exchange", "handover", "shuffle", "pending_copy")
+FIXTURES = (
+    *("reverse", "pipeline", "exchange", "handover", "shuffle", "pending_copy", "vector_store"),
+)
 #: Calls whose values only the GPU knows to be out of range.
 OUT_OF_RANGE = {
     "apply_rotary, qk_norm_rotary: positions must be in": """

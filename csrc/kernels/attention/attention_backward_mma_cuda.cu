@@ -19,12 +19,13 @@ bool takes_mma_path(const AttentionBackwardParams& params) {
 
 Status launch_attention_gradients_mma(const AttentionBackwardParams& params, Stream stream) {
   const AttentionProblem& p = params.problem;
+  const PlainScore score = plain_score(p);
   dispatch_mma(p, [&]<class T, int kD>(T, Head<kD>) {
     GPU_LAUNCH((attention_dq_mma_kernel<T, kD>), item_grid(dq_items<kD>(p)), Workers::kThreads,
-               (sizeof(DqShared<T, kD>)), stream, params);
+               (sizeof(DqShared<T, kD>)), stream, params, score);
     if (p.tk == 0) return;
     GPU_LAUNCH((attention_dkdv_mma_kernel<T, kD>), item_grid(dkdv_items(p)), Workers::kThreads,
-               (sizeof(DkdvShared<T, kD>)), stream, params);
+               (sizeof(DkdvShared<T, kD>)), stream, params, score);
   });
   return launch_status();
 }

@@ -61,6 +61,25 @@ __device__ __forceinline__ void gradients(const AttentionProblem& p, const Tile&
   }
 }
 
+// Converts this lane's pairs of a plain tile, all visible: s from q.k to the weight of v, dp from
+// dP to the gradient of q.k. stats(half, i) are those of the query of element i of row g + 8 half.
+template <int N, class F>
+__device__ __forceinline__ void plain_gradients(const PlainScore& score, float (&s)[N][4],
+                                                float (&dp)[N][4], const F& stats) {
+  const float factor = score.pre * score.unit;
+#pragma unroll
+  for (int i = 0; i < 2 * N; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowStats<float>& query = stats(half, i);
+      float& x = s[i / 2][2 * half + i % 2];
+      float& y = dp[i / 2][2 * half + i % 2];
+      x = exp2_approx(factor * x - query.shift);
+      y = x * (y - query.delta);
+    }
+  }
+}
+
 // Calls f(x, y, half, i) for parts of 8 elements of this lane in both results; i is the column
 // number of a part's first element.
 template <int N, class F>

@@ -175,7 +175,7 @@ __device__ __forceinline__ void store_dkdv(const AttentionBackwardParams& params
 
 template <class T, int kD>
 __device__ __forceinline__ void work_dkdv(const AttentionBackwardParams& params,
-                                          DkdvShared<T, kD>& shared) {
+                                          const PlainScore& score, DkdvShared<T, kD>& shared) {
   constexpr int N = kQueries / 8, C = kDkdvColumns / 8;
   using RowsD = SharedRows<T, kD>;
   const AttentionProblem& p = params.problem;
@@ -202,7 +202,13 @@ __device__ __forceinline__ void work_dkdv(const AttentionBackwardParams& params,
       float s[N][4], dp[N][4];
       multiply_rows(s, RowsD{shared.k}, first, RowsD{shared.q[stage]});
       multiply_rows(dp, RowsD{shared.v}, first, RowsD{shared.grad_out[stage]});
-      gradients_of_keys(p, plan, first, shared.slots, s, dp);
+      if (score.plain && !plan.tile.masked) {
+        plain_gradients(score, s, dp, [&](int, int e) -> const RowStats<float>& {
+          return plan.stats[column(e)];
+        });
+      } else {
+        gradients_of_keys(p, plan, first, shared.slots, s, dp);
+      }
       multiply_sum(dv, as_left<T>(s), RowsD{shared.grad_out[stage]}, from);
       multiply_sum(dk, as_left<T>(dp), RowsD{shared.q[stage]}, from);
     }
@@ -215,12 +221,13 @@ __device__ __forceinline__ void work_dkdv(const AttentionBackwardParams& params,
 
 template <class T, int kD>
 __global__ void __launch_bounds__(Workers::kThreads, 1)
-    attention_dkdv_mma_kernel(const __grid_constant__ AttentionBackwardParams params) {
+    attention_dkdv_mma_kernel(const __grid_constant__ AttentionBackwardParams params,
+                              const __grid_constant__ PlainScore score) {
   auto& shared = *dynamic_shared<DkdvShared<T, kD>>();
   if (Workers::plans()) {
     plan_dkdv(params, shared);
   } else {
-    work_dkdv(params, shared);
+    work_dkdv(params, score, shared);
   }
 }
 

@@ -138,7 +138,7 @@ __device__ __forceinline__ void store_dq(const AttentionBackwardParams& params, 
 
 template <class T, int kD>
 __device__ __forceinline__ void work_dq(const AttentionBackwardParams& params,
-                                        DqShared<T, kD>& shared) {
+                                        const PlainScore& score, DqShared<T, kD>& shared) {
   constexpr int N = kKeys<kD> / 8;
   using RowsD = SharedRows<T, kD>;
   const AttentionProblem& p = params.problem;
@@ -166,7 +166,12 @@ __device__ __forceinline__ void work_dq(const AttentionBackwardParams& params,
       float s[N][4], dp[N][4];
       multiply_rows(s, RowsD{shared.q}, first, RowsD{shared.k[stage]});
       multiply_rows(dp, RowsD{shared.grad_out}, first, RowsD{shared.v[stage]});
-      gradients_of_queries<kD>(p, plan, first, stats, shared.slots, s, dp);
+      if (score.plain && !plan.tile.masked) {
+        plain_gradients(score, s, dp,
+                        [&](int half, int) -> const RowStats<float>& { return stats[half]; });
+      } else {
+        gradients_of_queries<kD>(p, plan, first, stats, shared.slots, s, dp);
+      }
       multiply_sum(dq, as_left<T>(dp), RowsD{shared.k[stage]}, from);
     }
     const Tile end = shared.plans[slot].tile;
@@ -178,12 +183,13 @@ __device__ __forceinline__ void work_dq(const AttentionBackwardParams& params,
 
 template <class T, int kD>
 __global__ void __launch_bounds__(Workers::kThreads, 1)
-    attention_dq_mma_kernel(const __grid_constant__ AttentionBackwardParams params) {
+    attention_dq_mma_kernel(const __grid_constant__ AttentionBackwardParams params,
+                            const __grid_constant__ PlainScore score) {
   auto& shared = *dynamic_shared<DqShared<T, kD>>();
   if (Workers::plans()) {
     plan_dq<kD>(params.problem, shared);
   } else {
-    work_dq(params, shared);
+    work_dq(params, score, shared);
   }
 }
 

@@ -131,8 +131,40 @@ __device__ __forceinline__ void softmax_tile(const AttentionProblem& p, const Pl
   }
 }
 
+// softmax_tile of logits score.pre s, where score.pre > 0, all visible and kept.
+template <int N, int C>
+__device__ __forceinline__ void plain_softmax_tile(const PlainScore& score, float (&s)[N][4],
+                                                   Rows<C>& rows) {
+  const float pre = score.pre, unit = score.unit;
+  const auto larger = [](float a, float b) { return max(a, b); };
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float top = s[0][2 * half];
+#pragma unroll
+    for (int i = 1; i < 2 * N; ++i) top = max(top, s[i / 2][2 * half + i % 2]);
+    top = max(rows.m[half], pre * reduce_row(top, larger));
+    const float shift = softmax_shift(top) * unit;
+    const float alpha = exp2_approx(rows.m[half] * unit - shift);
+    float sum = alpha * rows.l[half];
+#pragma unroll
+    for (int i = 0; i < 2 * N; ++i) {
+      float& x = s[i / 2][2 * half + i % 2];
+      x = exp2_approx(pre * unit * x - shift);
+      sum += x;
+    }
+    rows.m[half] = top;
+    rows.l[half] = sum;
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      rows.o[c][2 * half] *= alpha;
+      rows.o[c][2 * half + 1] *= alpha;
+    }
+  }
+}
+
 template <class T, int kD, class Shared>
-__device__ __forceinline__ void work_items(const AttentionForwardParams& params, Shared& shared) {
+__device__ __forceinline__ void work_items(const AttentionForwardParams& params,
+                                           const PlainScore& score, Shared& shared) {
   constexpr int N = kKeys<kD> / 8;
   const AttentionProblem& p = params.problem;
   const SharedRows<T, kD> q_rows{shared.q};
@@ -170,7 +202,11 @@ __device__ __forceinline__ void work_items(const AttentionForwardParams& params,
       load_keys(shared.plans[slot], stage ^ 1);
       float x[N][4];
       multiply_rows(x, q_rows, first, SharedRows<T, kD>{shared.k[stage]});
-      softmax_tile(p, plan, first, shared.slots, x, rows);
+      if (score.plain && score.pre > 0 && !plan.tile.masked) {
+        plain_softmax_tile(score, x, rows);
+      } else {
+        softmax_tile(p, plan, first, shared.slots, x, rows);
+      }
       const LeftOperand<N> weights = as_left<T>(x);
       cp_async_wait<2>();
       Workers::workers_meet();  // V has arrived
@@ -197,12 +233,13 @@ __device__ __forceinline__ void work_items(const AttentionForwardParams& params,
 
 template <class T, int kD>
 __global__ void __launch_bounds__(Workers::kThreads, 1)
-    attention_forward_mma_kernel(const __grid_constant__ AttentionForwardParams params) {
+    attention_forward_mma_kernel(const __grid_constant__ AttentionForwardParams params,
+                                 const __grid_constant__ PlainScore score) {
   auto& shared = *dynamic_shared<ForwardShared<T, kD>>();
   if (Workers::plans()) {
     plan_items(params.problem, shared);
   } else {
-    work_items<T, kD>(params, shared);
+    work_items<T, kD>(params, score, shared);
   }
 }
 
@@ -222,7 +259,8 @@ bool takes_mma_path(const AttentionProblem& p) {
 Status launch_attention_mma(const AttentionForwardParams& params, Stream stream) {
   dispatch_mma(params.problem, [&]<class T, int kD>(T, Head<kD>) {
     GPU_LAUNCH((attention_forward_mma_kernel<T, kD>), item_grid(item_count(params.problem)),
-               Workers::kThreads, (sizeof(ForwardShared<T, kD>)), stream, params);
+               Workers::kThreads, (sizeof(ForwardShared<T, kD>)), stream, params,
+               plain_score(params.problem));
   });
   return launch_status();
 }

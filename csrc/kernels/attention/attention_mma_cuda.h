@@ -121,6 +121,17 @@ __device__ __forceinline__ float reduce_row(float x, const F& f) {
   return f(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+// The score of a call whose weights are 2^(unit (pre q.k - shift)), none dropped. Kernels have it
+// as a parameter: constants take no registers.
+struct PlainScore {
+  bool plain;  // false: other weights; the numbers are not used
+  float pre, unit;
+};
+inline PlainScore plain_score(const AttentionProblem& p) {
+  const bool plain = is_plain(p.terms) && is_softmax(p.score) && p.dropout.threshold == 0;
+  return {plain, static_cast<float>(p.score.pre), exponent_factor<float>(p.score)};
+}
+
 __device__ __forceinline__ bool bit(uint64_t word, int n) { return (word >> n & 1) != 0; }
 
 // Plans.

@@ -51,6 +51,8 @@ struct RowColumns : RowView<T> {
   __device__ __forceinline__ const T* at(int i, int64_t k) const {
     return this->row(first_row + k) + first + i;
   }
+  __device__ __forceinline__ bool has_step() const { return this->tokens == nullptr; }
+  __device__ __forceinline__ int64_t step() const { return this->stride; }
 };
 
 // Columns of a matrix in a tile: `run` (a power of 2) columns from `first` on and `run` columns
@@ -85,6 +87,8 @@ struct MatrixColumns {
   __device__ __forceinline__ const T* at(int i, int64_t depth) const {
     return data + depth * k_stride + columns[i] * n_stride;
   }
+  static __device__ __forceinline__ bool has_step() { return true; }
+  __device__ __forceinline__ int64_t step() const { return k_stride; }
 };
 
 // Features of h per tile of pre.

@@ -128,11 +128,14 @@ __global__ void __launch_bounds__(32 * kWarps)
     turn_head<W>(p.rope, token, C(-1), grad, [&](int64_t i, const C(&g)[W]) {
       gpu::load_wide<W>(x + i, v);
       load_scale<W, T>(p.weight, p.offset, i, scale);
+      if (sums != nullptr) {
+        auto sum = gpu::load<W>(sums + i);
 #pragma unroll
-      for (int j = 0; j < W; ++j) {
-        if (sums != nullptr) sums[i + j] += g[j] * (v[j] * rstd);
-        v[j] = (g[j] * scale[j] - v[j] * slope) * rstd;
+        for (int j = 0; j < W; ++j) sum.v[j] += g[j] * (v[j] * rstd);
+        gpu::store(sums + i, sum);
       }
+#pragma unroll
+      for (int j = 0; j < W; ++j) v[j] = (g[j] * scale[j] - v[j] * slope) * rstd;
       gpu::store_narrow<W>(v, dx + i);
     });
   }

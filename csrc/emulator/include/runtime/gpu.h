@@ -37,6 +37,7 @@ template <class T>
 inline T __ldg(const T* p) {
   return *p;
 }
+inline float __fdividef(float x, float y) { return x / y; }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline int __popc(uint32_t x) { return std::popcount(x); }
@@ -280,6 +281,11 @@ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row, OMNIAT
   emulator::touch(row, 16, false);
   MatrixRow slot{r, static_cast<const uint16_t*>(row)};
   emulator::collective(~0u, "ldmatrix.trans", &slot, load_matrices<true>, where);
+}
+
+inline void store_16(void* global, const uint4& x, OMNIATTN_HERE) {
+  emulator::require_global_16(global, "st.global.v4", where);
+  *static_cast<uint4*>(global) = x;
 }
 
 __forceinline__ void cp_async_16(void* shared, const void* global, bool valid = true,

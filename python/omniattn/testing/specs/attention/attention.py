@@ -79,6 +79,7 @@ ATTENTION = OpSpec(
         qkv("DnotDv", 1, 65, 65, 2, 2, 24, 40, causal=True),
         qkv("wide", 1, 40, 70, 2, 1, 136, 256, causal=True),
         qkv("widest", 1, 20, 33, 1, 1, 264),
+        qkv("wideplain", 1, 64, 64, 2, 1, 192, 160),
         qkv("decode", 2, 1, 1000, 8, 2, 64, return_lse=True),
         qkv("latents", 1, 3, 300, 24, 1, 24, 16, ("sinks",), causal=True, return_lse=True),
         qkv("scale+softcap", 1, 64, 80, 2, 2, 32, scale=0.3, softcap=4.0),
