@@ -26,10 +26,11 @@ OMNIATTN_INLINE Terms<Vec<C>> terms(Vec<C> x, Vec<C> y, Vec<C> beta) {
   } else {
     // Divides by the larger of the two, so that no logarithm takes 0, and small divergences keep
     // their digits.
-    const V most = max(x, y), larger = exp(most), rest = C(1) - beta;
-    const V gap = select(most == V(-__builtin_inff()), zero, min(x, y) - most);
+    const auto student_leads = x >= y;  // not max and min, which would drop NaN
+    const V most = select(student_leads, x, y), least = select(student_leads, y, x);
+    const V larger = exp(most), rest = C(1) - beta;
+    const V gap = select(x == y, zero, least - most);
     const V ratio = exp(gap), smaller = larger * ratio;
-    const auto student_leads = x >= y;
     const V q = select(student_leads, larger, smaller), p = select(student_leads, smaller, larger);
     const V less = select(student_leads, beta, rest) * (ratio - C(1)), mixed = less + C(1);
     const V lost = less - (mixed - C(1));  // digits
