@@ -8,8 +8,8 @@
 //
 // Functions have the shapes, dtypes and defaults of their namesakes in `omniattn.functional`, where
 // they are documented. They have first derivatives; the second raise an error. Errors are
-// std::runtime_error or its c10::Error. `omniattn::call` runs the other ops of the library by their
-// schemas.
+// std::runtime_error or c10::Error, which is a std::exception only. `omniattn::call` runs the other
+// ops of the library by their schemas.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -72,6 +72,21 @@ class Op {
       const auto argument = given.substr(given.rfind("grad_", 0) == 0 ? 5 : 1);
       gives_.push_back(place(arguments_, argument).value_or(arguments_.size()));
     }
+  }
+
+  // Requires one value for each argument of the schema; undefined tensors become None where it is
+  // allowed, as for the bias of a torch::nn::Linear without one.
+  Values checked(Values values) const {
+    const auto& expected = forward_.schema().arguments();
+    TORCH_CHECK(values.size() == expected.size(), "omniattn::call: ", name_, " takes ",
+                expected.size(), " arguments, got ", values.size());
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (!values[i].isTensor() || values[i].toTensor().defined()) continue;
+      TORCH_CHECK(expected[i].type()->kind() == c10::TypeKind::OptionalType,
+                  "omniattn::call: ", arguments_[i], " of ", name_, " is an undefined tensor");
+      values[i] = {};
+    }
+    return values;
   }
 
   Tensors run(Values values) const {
@@ -249,7 +264,7 @@ struct Differentiable : torch::autograd::Function<Differentiable> {
 
 // Runs an op with all arguments of its schema, and returns all outputs, those for the backward too.
 // Lists that the schema calls optional must be given, empty if need be.
-inline Tensors call(const std::string& name, const Values& arguments, const Names& renamed = {}) {
+inline Tensors call(const std::string& name, const Values& given, const Names& renamed = {}) {
   static std::map<std::string, detail::Op> ops;
   static std::mutex mutex;
   const detail::Op* op;
@@ -257,6 +272,7 @@ inline Tensors call(const std::string& name, const Values& arguments, const Name
     const std::lock_guard<std::mutex> guard(mutex);
     op = &ops.try_emplace(name, name, renamed).first->second;
   }
+  const Values arguments = op->checked(given);
   Tensors tensors;
   bool needed = false;
   for (const auto& value : arguments) {
@@ -284,7 +300,16 @@ inline Tensor layer_norm(const Tensor& x, const OptionalTensor& weight = {},
 }
 
 // Functions of the gate of a gated linear unit.
-enum class Activation : int64_t { identity, relu, silu, gelu, gelu_tanh, sigmoid, quick_gelu };
+enum class Activation : int64_t {
+  identity,
+  relu,
+  silu,
+  gelu,
+  gelu_tanh,
+  sigmoid,
+  quick_gelu,
+  relu_squared
+};
 
 // activation(gate) * up; without up, gate holds both halves.
 inline Tensor gated(const Tensor& gate, const OptionalTensor& up, Activation activation) {

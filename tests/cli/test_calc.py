@@ -58,9 +58,10 @@ def test_a_rank_of_a_mesh(capsys):
     assert (
         "must divide num_heads of Attention, got num_heads=32, ranks=3" in capsys.readouterr().err
     )
-    with pytest.raises(SystemExit):
-        main(["calc", "llama-3-8b", "--mesh", "dp"])
-    assert "must be as dp=8,tp=4, got 'dp'" in capsys.readouterr().err
+    for mesh in ("dp", "dp=2,dp=2"):
+        with pytest.raises(SystemExit):
+            main(["calc", "llama-3-8b", "--mesh", mesh])
+        assert f"must be as dp=8,tp=4, got {mesh!r}" in capsys.readouterr().err
 
 
 def test_patterns_alone(capsys):

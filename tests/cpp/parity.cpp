@@ -1,5 +1,6 @@
 // Runs functions of omniattn.h on tensors of a file, and saves results and gradients:
-// parity KERNELS INPUTS OUTPUTS, each a dictionary written by torch.save.
+// parity KERNELS INPUTS OUTPUTS, each a dictionary written by torch.save. Without files, prints the
+// errors of calls that are refused.
 #include <omniattn.h>
 #include <torch/torch.h>
 
@@ -15,6 +16,12 @@ namespace {
 const std::map<std::string, std::function<Tensor(const Inputs&)>> kFunctions{
     {"linear",
      [](const Inputs& t) { return omniattn::linear(t.at("x"), t.at("weight"), t.at("bias")); }},
+    {"linear_without_bias",
+     [](const Inputs& t) { return omniattn::linear(t.at("x"), t.at("weight"), Tensor()); }},
+    {"relu_squared",
+     [](const Inputs& t) {
+       return omniattn::gated(t.at("gate"), t.at("up"), omniattn::Activation::relu_squared);
+     }},
     {"rms_norm", [](const Inputs& t) { return omniattn::rms_norm(t.at("x"), t.at("weight")); }},
     {"layer_norm",
      [](const Inputs& t) { return omniattn::layer_norm(t.at("x"), t.at("weight"), t.at("bias")); }},
@@ -67,10 +74,32 @@ std::vector<char> read(const char* path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
+void print_errors() {
+  const auto x = torch::ones({2, 3}), gradient = torch::ones({2, 3}).requires_grad_();
+  const std::function<void()> calls[]{
+      [&] { omniattn::rms_norm(Tensor()); },
+      [&] { omniattn::linear(gradient, Tensor()); },
+      [&] { omniattn::call("norm", {x}); },
+      [&] { omniattn::call("nothing", {x}); },
+  };
+  for (const auto& call : calls) {
+    try {
+      call();
+      std::cout << "no error\n";
+    } catch (const c10::Error& error) {
+      std::cout << error.what_without_backtrace() << '\n';
+    }
+  }
+}
+
 }  // namespace
 
-int main(int, char** paths) {
+int main(int count, char** paths) {
   omniattn::load(paths[1]);
+  if (count == 2) {
+    print_errors();
+    return 0;
+  }
   c10::Dict<c10::IValue, c10::IValue> results(c10::StringType::get(), c10::TensorType::get());
   for (const auto& entry : torch::pickle_load(read(paths[2])).toGenericDict()) {
     Inputs inputs;

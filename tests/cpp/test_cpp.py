@@ -65,6 +65,8 @@ def inputs(dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
     scan |= {"delta_bias": torch.randn(3).to(wide)}
     return {
         "linear": {"x": r(2, 3, 4), "weight": r(5, 4), "bias": r(5)},
+        "linear_without_bias": {"x": r(2, 3, 4), "weight": r(5, 4)},
+        "relu_squared": {"gate": r(2, 3, 4), "up": r(2, 3, 4)},
         "rms_norm": {"x": r(2, 3, 4), "weight": r(4)},
         "layer_norm": {"x": r(2, 3, 4), "weight": r(4), "bias": r(4)},
         "swiglu": {"gate": r(2, 3, 4), "up": r(2, 3, 4)},
@@ -83,6 +85,8 @@ def inputs(dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
 
 FUNCTIONS = {
     "linear": lambda **t: F.linear(**t, backend="cpu"),
+    "linear_without_bias": lambda **t: F.linear(**t, backend="cpu"),
+    "relu_squared": lambda gate, up: torch.ops.omniattn.glu(gate, up, 7, []),
     "rms_norm": F.rms_norm,
     "layer_norm": F.layer_norm,
     "swiglu": F.swiglu,
@@ -124,3 +128,14 @@ def test_results_and_gradients_are_those_of_python(program, dtype, tmp_path):
                 torch.testing.assert_close(found[key], t, rtol=0, atol=atol)
             else:
                 assert torch.equal(found[key], t), key
+
+
+def test_errors_name_the_argument(program):
+    run = subprocess.run([program, kernels()], check=True, capture_output=True, text=True)
+    assert run.stdout.splitlines() == [
+        "omniattn::call: x of norm is an undefined tensor",
+        "omniattn::call: weight of linear is an undefined tensor",
+        "omniattn::call: norm takes 7 arguments, got 1",
+        "omniattn::call: there is no op nothing_raw: load its library by omniattn::load, or call "
+        "it through the dispatcher",
+    ]

@@ -4,10 +4,11 @@ Every single tensor argument of every op, and all together: `mapped` in test_spe
 """
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
-from torch.func import grad, jacfwd, jacrev, vmap
+from torch.func import grad, jacfwd, jacrev, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omniattn import functional as F
@@ -91,6 +92,29 @@ def test_jacobians():
         want = torch.autograd.functional.jacobian(function, x)
         torch.testing.assert_close(jacrev(function)(x), want)
         torch.testing.assert_close(jacfwd(function)(x), want)
+
+
+def test_second_derivatives_by_vjp_alone():
+    """torch.func.vjp returns a function that differentiates once its level has ended."""
+    x, up, weight, u = torch.randn(4, 5, dtype=torch.float64)
+    weight.requires_grad_()
+
+    def loss(x, **options):
+        y = F.swiglu(F.rms_norm(x, weight, **options), up, **options)
+        return y.sin().sum()
+
+    of_ops, expected = (partial(loss, backend=b) for b in (None, "reference"))
+    wanted = jacrev(grad(expected))(x)
+    torch.testing.assert_close(jacrev(grad(of_ops))(x), wanted)
+    (found, by_weight), (want, want_by_weight) = (
+        (hvp := vjp(grad(f), x)[1](u)[0], torch.autograd.grad(hvp.sum(), weight)[0])
+        for f in (of_ops, expected)
+    )
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(by_weight, want_by_weight)
+    product = vjp(grad(lambda x: of_ops(x).square()), x)[1]
+    reference = vjp(grad(lambda x: expected(x).square()), x)[1]
+    torch.testing.assert_close(*(jacrev(lambda u, f=f: f(u)[0])(u) for f in (product, reference)))
 
 
 @pytest.mark.parametrize("batch", [1, 2])

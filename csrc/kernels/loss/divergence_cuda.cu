@@ -34,10 +34,10 @@ __device__ __forceinline__ Terms<C> terms(C x, C y, C beta) {
     const bool student_leads = x >= y;
     const C most = student_leads ? x : y, least = student_leads ? y : x;
     const C larger = softmax_exp(most), rest = 1 - beta;
-    const C gap = most == C(-INFINITY) ? C(0) : least - most, ratio = softmax_exp(gap);
+    const C gap = x == y ? C(0) : least - most, ratio = softmax_exp(gap);
     const C q = student_leads ? larger : larger * ratio,
             p = student_leads ? larger * ratio : larger;
-    const C ln_mixed = log1p((student_leads ? beta : rest) * (ratio - 1));
+    const C ln_mixed = log1p((student_leads ? beta : rest) * expm1(gap));
     const C a = q == 0 ? C(0) : rest * q * ((student_leads ? C(0) : gap) - ln_mixed);
     return {a + (p == 0 ? C(0) : beta * p * ((student_leads ? gap : C(0)) - ln_mixed)), a, q};
   }

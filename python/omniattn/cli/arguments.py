@@ -429,10 +429,10 @@ def _rate(text: str) -> float:
 
 
 def _mesh(text: str) -> dict[str, int]:
-    found = {}
+    found: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.partition("=")
-        if not equals:
+        if not equals or name in found:
             raise argparse.ArgumentTypeError(f"must be as dp=8,tp=4, got {text!r}")
         found[name] = _positive(size)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -80,13 +81,27 @@ class Routers:
         """Forgets the forwards since the last step but the last `kept`, as after a failed one."""
         self._parts = self._parts[len(self._parts) - kept :]
 
-    def join(self, group: torch.distributed.ProcessGroup) -> None:
-        """Makes the records of the last step those of the layers of all ranks of `group`, which are
-        the stages of a pipeline in this order."""
+    def _popped(self, group: torch.distributed.ProcessGroup) -> Iterator[tuple[Any, ...]]:
+        """Removes the records of the last step, and returns loads, dropped and losses of the ranks
+        of `group` that have layers."""
         own = (self.loads.pop(), self.dropped.pop(), self.losses.pop()) if self.layers else None
         found: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(found, own, group=group)
-        loads, dropped, losses = zip(*filter(None, found), strict=True)
+        return zip(*filter(None, found), strict=True)
+
+    def sum(self, group: torch.distributed.ProcessGroup) -> None:
+        """Makes the records of the last step their sums over the ranks of `group`, which have the
+        same layers and shares of the loss that add up to 1, as passed to `add`."""
+        if self.layers:
+            loads, dropped, losses = self._popped(group)
+            self.loads.append(torch.stack(loads).sum(0))
+            self.dropped.append(torch.stack(dropped).sum(0))
+            self.losses.append(sum(losses))
+
+    def join(self, group: torch.distributed.ProcessGroup) -> None:
+        """Makes the records of the last step those of the layers of all ranks of `group`, which are
+        the stages of a pipeline in this order."""
+        loads, dropped, losses = self._popped(group)
         self.loads.append(torch.cat(loads))
         self.dropped.append(torch.cat(dropped))
         shares = [1.0 if self.sum_layers else len(n) / len(self.loads[-1]) for n in loads]

@@ -246,7 +246,9 @@ class Ranks:
         return {name: t for one in found for name, t in one.items()}
 
     def join(self, routers: Routers) -> None:
-        """Makes the records of the last step those of the layers of all stages."""
+        """Makes the records of the last step those of all tokens and of all stages."""
+        if self.group is not None:
+            routers.sum(self.group)
         if self.stage is not None and cast(Any, self.stage.submod).has_experts:
             routers.join(self._parts["pp"].get_group())
 

@@ -53,6 +53,27 @@ def test_divergences_of_extreme_logits(beta):
     assert grad[[0, 1, 3]].isfinite().all() and grad[0, 1::2].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("log_probs", [False, True])
+@pytest.mark.parametrize("model", ["student", "teacher"])
+@pytest.mark.parametrize(("beta", "other"), [(0, 0), (0.3, 0), (0.3, -torch.inf), (1, 0)])
+def test_nan_of_one_class_reaches_the_divergence(beta, other, model, log_probs):
+    """Between 0 and 1 also where the other model excludes the class."""
+    inputs = {n: torch.zeros(1, 19) for n in ("student", "teacher")}
+    for name, logits in inputs.items():
+        logits[0, 17] = torch.nan if name == model else other
+    assert jsd(**inputs, beta=beta, log_probs=log_probs).isnan()
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_small_divergences_keep_their_digits(beta):
+    """Losses of 1e-7 are the rest of terms of 1e-4 for each class."""
+    student, change = (t.detach().double() for t in random_tensors((20, 1000), (20, 1000)))
+    student, teacher = student.float(), (student + 1e-3 * change).float()
+    found = jsd(student, teacher, beta=beta, reduction="none").double()
+    wanted = reference.jsd(student.double(), teacher.double(), beta=beta, reduction="none")
+    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=0)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_many_chunks_of_divergences_equal_the_reference(reduction):
     """A vocabulary of 2^22 leaves room for 2 tokens at a time."""

@@ -316,8 +316,10 @@ class DifferentiableOp(Op):
             tensors, lengths = _one_by_one(self._inputs(args), lists)
             flags, _ = _one_by_one(needs, lists)
             wanted = [t for t, flag in zip(tensors, flags, strict=True) if flag]
-            if not pairs or not wanted:
+            if not wanted or all(g is None for g in grads):
                 return [None] * len(needs)
+            if not pairs or not all(t.requires_grad for t in wanted):
+                return self._of_ended_level(args, needs, grads)
             found = torch.autograd.grad(
                 [o for o, _ in pairs],
                 wanted,
@@ -327,6 +329,31 @@ class DifferentiableOp(Op):
             )
         grads_found = iter(found)
         return self.plan.group([next(grads_found) if flag else None for flag in flags], lengths)
+
+    def _of_ended_level(
+        self, args: Arguments, needs: Sequence[Any], grads: Sequence[Tensor | None]
+    ) -> Any:
+        """Returns the gradients where saved values need none any more: those of a function of
+        torch.func.vjp, once its level has ended."""
+        lists = len(self.tensor_lists)
+        tensors, lengths = _one_by_one(self._inputs(args), lists)
+        flags, _ = _one_by_one(needs, lists)
+
+        def outputs_of(wanted: list[Tensor]) -> tuple[Tensor, ...]:
+            given = iter(wanted)
+            flat = [next(given) if f else t for f, t in zip(flags, tensors, strict=True)]
+            inputs = self._spread((*self.plan.group(flat, lengths), None))
+            filled = (a if t is None else t for a, t in zip(args, inputs, strict=True))
+            outputs = self.formula(*filled)
+            return outputs if isinstance(outputs, tuple) else (outputs,)
+
+        wanted = [t for t, flag in zip(tensors, flags, strict=True) if flag]
+        pulled: Any = torch.func.vjp(outputs_of, wanted)  # typed as of three values, too
+        outputs, pull = pulled
+        pairs = zip(outputs, grads, strict=False)
+        (found,) = pull(tuple(torch.zeros_like(o) if g is None else g for o, g in pairs))
+        rest = iter(found)
+        return self.plan.group([next(rest) if flag else None for flag in flags], lengths)
 
 
 def _one_by_one(values: Sequence[Any], lists: int) -> tuple[list[Any], list[int]]:
