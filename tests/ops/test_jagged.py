@@ -308,6 +308,8 @@ def test_recurrences_of_each_sequence_alone(name):
     ):
 
         def alone(t, n=n):
+            if isinstance(t, tuple):  # a state, with an entry for each sequence
+                return tuple(part[n : n + 1] for part in t)
             return t.unbind()[n][None] if isinstance(t, torch.Tensor) and t.is_nested else t
 
         named = {key: alone(t) for key, t in options.items()}

@@ -37,7 +37,7 @@ def test_weight_decay_reaches_weights_of_layers_only(name):
     assert decayed | others == set(names.values()) and not decayed & others
     last = {name.rpartition(".")[2] for name in decayed}
     factors = {"g_weight", "b_weight", "recurrent", "C", "up_proj", "down_proj", "gate_up_proj"}
-    factors |= {"alpha_weight", "learnable_ttt_lr_weight", "conv_weight"}
+    factors |= {"alpha_weight", "learnable_ttt_lr_weight", "conv_weight", "readout"}
     assert last <= {"weight"} | factors
     assert not any("norm" in name or "embed_tokens" in name for name in decayed)
 

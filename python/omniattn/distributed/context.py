@@ -56,7 +56,7 @@ TOKEN_WISE = frozenset(
 
 
 class ContextParallel(Region):
-    """What `context_parallel` yields: the calls within it, and the parts of tensors."""
+    """Result of `context_parallel`: the calls within it, and the parts of tensors."""
 
     def __init__(self, layout: Layout, method: str, cu_seqlens: Tensor | None) -> None:
         self.layout, self.method = layout, method

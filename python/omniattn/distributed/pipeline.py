@@ -40,7 +40,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 class DecoderStage(Decoder):
-    """What `pipeline_parallel` makes of a decoder: it has some of the layers.
+    """Decoder with some of the layers, made by `pipeline_parallel`.
 
     Attributes:
         own: numbers of these layers.

@@ -1,4 +1,4 @@
-"""Which rank ended a run: if one fails or hangs, the others name it."""
+"""Watches the ranks of a run: if one fails or hangs, the others name it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RankError(RuntimeError):
 
 
 class Peers:
-    """What the ranks of the default process group tell each other by its store.
+    """Messages of the ranks of the default process group, in its store.
 
     Attributes:
         grace: seconds in which the ranks that wait in vain must say so, after the first that does.

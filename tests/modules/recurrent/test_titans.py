@@ -136,7 +136,7 @@ def test_the_layer_of_a_deep_memory(depth):
 
 
 def test_a_deep_memory_learns_a_key():
-    """Its output approaches the value that it sees again and again."""
+    """The output approaches a value that comes again and again."""
     layer = TitansMLP(8, 1, conv_size=0, mini_batch_size=4, max_step=0.5)
     with torch.no_grad():
         for name, value in (("theta", 50.0), ("alpha", -50.0), ("eta", 0.0)):

@@ -146,7 +146,7 @@ def test_errors(name):
 
 
 def test_torch_func_has_gradients_of_orthogonal_steps():
-    """It forbids the hooks with which autograd saves memory."""
+    """torch.func forbids the hooks with which autograd saves memory."""
 
     def loss(k):
         rows = (Q, k, *ROWS[2:])

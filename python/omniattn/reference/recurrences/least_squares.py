@@ -91,7 +91,7 @@ def gated_kalmanet(
     """
     heads, width = q.shape[2:]
     factor = max(1, width) ** -0.5 if scale is None else scale
-    zeros = torch.zeros_like(q[..., 0])
+    zeros = q.new_zeros(q.shape[:-1])
     decays = (zeros if g is None else g, zeros if gk is None else gk)
     rows = (q, k, v, *decays, zeros + 1 if alpha is None else alpha)
 
