@@ -23,10 +23,9 @@ struct GemmFinished {
     for_row_parts<kWidth>(rows, kGemmColumns, kGemmColumns / kWidth, [&](int r, int c) {
       if (!columns.has(c)) return;
       const auto from = load<kWidth>(product.row(product.first + r) + columns[c]);
-      Pack<C, kWidth> to;
+      C* const to = shared.sums + r * kGemmStride + c;
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) to.v[j] = from[j];
-      store(shared.sums + r * kGemmStride + c, to);
+      for (int j = 0; j < kWidth; ++j) to[j] = from[j];
     });
     __syncthreads();
   }
