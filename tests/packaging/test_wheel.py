@@ -46,8 +46,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
-    """The wheel of this tree as releases build it, with both libraries; its objects are left in build/wheel. With the
-    warnings and the GPU architectures of the editable build, so that ccache has its objects."""
+    """The wheel of this tree as releases build it, with both libraries; its objects are left in
+    build/wheel. With the warnings and the GPU architectures of the editable build, so that ccache
+    has its objects."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel"
     cuda = "ON" if shutil.which("nvcc") else "OFF"
