@@ -19,7 +19,10 @@ class SoftmaxLayer(Layer):
     """Base class of layers whose cache has the keys and values of all tokens."""
 
     q_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
     rotary: RotaryEmbedding
+    qk_norm: bool = False
     window_size: int | None = None
 
     def _project(
@@ -38,6 +41,20 @@ class SoftmaxLayer(Layer):
         """Returns the heads (B, T, H, D) of queries, keys and values."""
         layers = self.q_proj, self.k_proj, self.v_proj
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
+        return q, k, v
+
+    def _norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalises the heads of q and k if the layer does so."""
+        return (self.q_norm(q), self.k_norm(k)) if self.qk_norm else (q, k)
+
+    def _queries_and_seen(
+        self, x: Tensor, attention_mask: Tensor | None, cu: Tensor | None, cache: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns rotated queries, and all keys and values that they see."""
+        q, k, v = self._qkv(x)
+        q, k = self._placed(*self._norm_heads(q, k), attention_mask, cu, cache)
+        if cache is not None:
+            k, v = self._cached(k, v, x.shape[1], cache)
         return q, k, v
 
     def _placed(
@@ -144,14 +161,9 @@ class Attention(SoftmaxLayer):
         **kwargs: Any,
     ) -> Result:
         """Returns y, None and the cache; `cu_seqlens` are the boundaries of packed sequences."""
-        _, tokens = self._checked(hidden_states, attention_mask)
+        self._checked(hidden_states, attention_mask)
         cu = kwargs.get("cu_seqlens")
-        q, k, v = self._qkv(hidden_states)
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self._placed(q, k, attention_mask, cu, past_key_values)
-        if past_key_values is not None:
-            k, v = self._cached(k, v, tokens, past_key_values)
+        q, k, v = self._queries_and_seen(hidden_states, attention_mask, cu, past_key_values)
         y = self.o_proj(self._attend(q, k, v, attention_mask, cu, self.window_size).flatten(-2))
         return y, None, past_key_values
 
@@ -181,41 +193,40 @@ class Parallax(Attention):
         if qk_norm:
             self.r_norm = RMSNorm(self.head_dim, dtype=torch.float32)
 
-    def forward(
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns both queries of each head as heads (B, T, 2 H, D) of one tensor, k and v."""
+        q, k, v = super()._qkv(x)
+        return torch.cat((q, self.r_proj(x).unflatten(-1, (-1, self.head_dim))), 2), k, v
+
+    def _norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.qk_norm:
+            return q, k
+        q, r = q.chunk(2, 2)
+        return torch.cat((self.q_norm(q), self.r_norm(r)), 2), self.k_norm(k)
+
+    def _attend(
         self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        output_attentions: bool = False,
-        use_cache: bool = False,
-        **kwargs: Any,
-    ) -> Result:
-        """Returns y, None and the cache; `cu_seqlens` are the boundaries of packed sequences."""
-        batch, tokens = self._checked(hidden_states, attention_mask)
-        cu = kwargs.get("cu_seqlens")
-        q, k, v = self._qkv(hidden_states)
-        r = self.r_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        if self.qk_norm:
-            q, r, k = self.q_norm(q), self.r_norm(r), self.k_norm(k)
-        both = torch.cat((q, r), 2)
-        both, k = self._placed(both, k, attention_mask, cu, past_key_values)
-        q, r = both.chunk(2, 2)
-        if past_key_values is not None:
-            k, v = self._cached(k, v, tokens, past_key_values)
-        left = -1 if self.window_size is None else self.window_size - 1
-        options: dict[str, Any] = {"window_size": (left, 0)}
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        cu: Tensor | None,
+        window: int | None,
+    ) -> Tensor:
+        q, r = q.chunk(2, 2)
+        options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
         with errors_of("Parallax"):
-            if attention_mask is None or cu is not None:
-                o = functional.parallax_attention(q, r, k, v, cu_seqlens=cu, **options)
-            else:  # sequences without their padding, which is at the left
-                o = torch.zeros_like(q)
-                kept = attention_mask[:, -k.shape[1] :].bool()
-                for n in range(batch):
-                    keys, queries = kept[n].nonzero()[:, 0], kept[n, -tokens:].nonzero()[:, 0]
-                    row = functional.parallax_attention(
-                        *(t[n, queries][None] for t in (q, r)),
-                        *(t[n, keys][None] for t in (k, v)),
-                        **options,
-                    )
-                    o = o.index_put((torch.tensor(n, device=o.device), queries), row[0])
-        return self.o_proj(o.flatten(-2)), None, past_key_values
+            if mask is None or cu is not None:
+                return functional.parallax_attention(q, r, k, v, cu_seqlens=cu, **options)
+            o = torch.zeros_like(q)
+            kept = mask[:, -k.shape[1] :].bool()
+            for n in range(len(q)):  # sequences without their padding, which is at the left
+                keys = kept[n].nonzero()[:, 0]
+                queries = kept[n, -q.shape[1] :].nonzero()[:, 0]
+                row = functional.parallax_attention(
+                    *(t[n, queries][None] for t in (q, r)),
+                    *(t[n, keys][None] for t in (k, v)),
+                    **options,
+                )
+                o = o.index_put((torch.tensor(n, device=o.device), queries), row[0])
+        return o

@@ -155,14 +155,9 @@ class MoBA(SoftmaxLayer):
         **kwargs: Any,
     ) -> Result:
         """Returns y, None and the cache; `cu_seqlens` are the boundaries of packed sequences."""
-        _, tokens = self._checked(hidden_states, attention_mask)
+        self._checked(hidden_states, attention_mask)
         cu = kwargs.get("cu_seqlens")
-        q, k, v = self._qkv(hidden_states)
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self._placed(q, k, attention_mask, cu, past_key_values)
-        if past_key_values is not None:
-            k, v = self._cached(k, v, tokens, past_key_values)
+        q, k, v = self._queries_and_seen(hidden_states, attention_mask, cu, past_key_values)
         o = self._blocks(q, k, v, None if cu is not None else attention_mask, cu)
         if self.use_output_gate:
             o = self.o_norm(o, self.g_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
