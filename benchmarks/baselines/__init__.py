@@ -26,5 +26,5 @@ BASELINES: Mapping[str, Mapping[str, Function]] = {
     "dropout": {"eager": reference.dropout},
     "uniform_like": {"eager": reference.uniform_like},
 }
-#: Baselines on a GPU; gpu_steps/peers.py has those of other libraries.
+#: Baselines on a GPU; gpu_steps/peers.py has the baselines from other libraries.
 ON_GPU: Mapping[str, Mapping[str, Function]] = BASELINES | attention.ON_GPU

@@ -1,4 +1,4 @@
-"""Sizes at which benchmarks/gpu.py times each op: those of real models."""
+"""Sizes at which benchmarks/gpu.py times each op, taken from real models."""
 
 from __future__ import annotations
 

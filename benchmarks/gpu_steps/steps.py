@@ -44,7 +44,7 @@ CHECKED = (
 #: Maximum sizes of the comparison with fp64 on the CPU, before a provider is timed.
 LONGEST_CHECK = {"B": 2, "T": 320, "Tq": 320, "Tk": 320, "M": 64, "V": 5003, "K": 512}
 SHORT_CHECK = LONGEST_CHECK | {"T": 96, "Tq": 96, "Tk": 96, "H": 2, "G": 2, "Hv": 2}
-#: Error that baselines may have on a GPU: those of other libraries multiply states in 16 bits.
+#: Error that baselines may have on a GPU, where other libraries multiply states in 16 bits.
 TOLERANCE = 2e-2
 COMPILED = ("compiled", "flex")
 TOOL_SECONDS = 180.0

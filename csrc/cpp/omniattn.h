@@ -36,7 +36,7 @@ using Tensors = std::vector<Tensor>;
 using Values = std::vector<c10::IValue>;
 using Names = std::map<std::string, std::string>;
 
-// Loads a library of kernels. That of the CPU has the schemas of all ops and comes first.
+// Loads a library of kernels. The CPU library has the schemas of all ops and comes first.
 inline void load(const std::string& path) {
   TORCH_CHECK(dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL), "omniattn::load: ", dlerror());
 }
@@ -59,7 +59,7 @@ inline c10::IValue value_of(const Tensor& t) {
 // `d<argument>` or `grad_<argument>`.
 class Op {
  public:
-  // `renamed` maps names of the backward to those of the op; an unnamed output is `y`.
+  // `renamed` maps names of the backward to names of the op; an unnamed output is `y`.
   Op(const std::string& name, const Names& renamed)
       : name_(name), forward_(find(name + "_raw")), backward_(find(name + "_backward")) {
     for (const auto& a : forward_.schema().arguments()) arguments_.push_back(a.name());

@@ -20,7 +20,7 @@ class NoGrad {
 };
 
 // Arguments of an op of torch, then its results. A schema may have more arguments than are given,
-// as those of later releases: they are 0, which is None, false and 0.
+// as in later releases of torch: they are 0, which is None, false and 0.
 using TorchStack = std::array<StableIValue, 32>;
 
 // Calls an op of torch. The stable ABI has no arguments of the type Scalar. Each tensor among the

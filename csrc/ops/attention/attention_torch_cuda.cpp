@@ -72,7 +72,7 @@ constexpr Condition<Call> kFlash[] = {
      [](const Call& c) { return c.problem.batch <= 65535 && c.problem.hq <= 65535; }},
 };
 
-// Besides those of flash. cuDNN aligns a causal mask to the first key.
+// Conditions besides flash's. cuDNN aligns a causal mask to the first key.
 constexpr Condition<Call> kCudnn[] = {
     {"the compute capability is not 9 or 10",
      [](const Call&) {

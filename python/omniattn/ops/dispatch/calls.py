@@ -31,7 +31,7 @@ def why_not_compiled() -> str | None:
 
 def _load() -> Any:
     """Returns the module for this Python and this version of torch, or None."""
-    path = None if why_not_compiled() else library.find(_FILE)
+    path = library.find(_FILE) if config.COMPILED_CALLS else None
     if path is None:
         return None
     spec = importlib.util.spec_from_file_location(f"omniattn.{path.name.partition('.')[0]}", path)
