@@ -1,183 +1,40 @@
 // The Python module omniattn._calls: calls of ops without the Python that surrounds them elsewhere.
 //
 // A call of a native op through torch._C._dispatch_call_boxed takes 1.3 us more than the same call
-// from C++, and the conditions of `is_plain` and of `DifferentiableOp.attempt` cost 1 us in Python.
-// Small norms and gates take 2 us in all, so that a training or decoding step of a small model
-// spends a third of its time there. Unlike the libraries of ops, this module depends on the
-// versions of Python and torch: its file is named after both, and without it the same calls are
-// made in Python.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+// from C++, the conditions of `is_plain` and of `DifferentiableOp.attempt` cost 1 us in Python, and
+// an autograd.Function in Python 10 us and more. Small norms and gates take 2 us in all, so that a
+// training or decoding step of a small model spends a third of its time there. Unlike the libraries
+// of ops, this module depends on the versions of Python and torch: its file is named after both,
+// and without it the same calls are made in Python.
+#include "gradients.h"
+#include "values.h"
+
 #include <structmember.h>
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/linear.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 
-#include <memory>
-#include <optional>
 #include <string>
-#include <vector>
 
 namespace {
 
-using torch::jit::Stack;
+using namespace omniattn::calls;
 
-// Kept for the life of the process.
-PyTypeObject* parameter_class;  // torch.nn.Parameter
-PyTypeObject* call_class;
+PyTypeObject* call_class;  // kept for the life of the process
 
-bool is_tensor(PyObject* value) {
-  return Py_TYPE(value) == reinterpret_cast<PyTypeObject*>(THPVariableClass) ||
-         Py_TYPE(value) == parameter_class;
-}
-
-// Releases the interpreter lock while kernels run.
-class WithoutLock {
- public:
-  WithoutLock() : thread_(PyEval_SaveThread()) {}
-  ~WithoutLock() { PyEval_RestoreThread(thread_); }
-  WithoutLock(const WithoutLock&) = delete;
-  WithoutLock& operator=(const WithoutLock&) = delete;
-
- private:
-  PyThreadState* thread_;
-};
-
-// Kind of a parameter or, for lists, of its elements.
-enum class Kind { tensor, integer, number, boolean };
-
-struct Parameter {
-  Kind kind;
-  bool is_list;
-  bool is_optional;
-};
-
-std::optional<Kind> kind_of(const c10::Type& type) {
-  switch (type.kind()) {
-    case c10::TypeKind::TensorType:
-      return Kind::tensor;
-    case c10::TypeKind::IntType:
-      return Kind::integer;
-    case c10::TypeKind::FloatType:
-      return Kind::number;
-    case c10::TypeKind::BoolType:
-      return Kind::boolean;
-    default:
-      return std::nullopt;
-  }
-}
-
-std::optional<Parameter> parameter_of(c10::TypePtr type) {
-  Parameter parameter{};
-  if (type->kind() == c10::TypeKind::OptionalType) {
-    parameter.is_optional = true;
-    type = type->expectRef<c10::OptionalType>().getElementType();
-  }
-  if (type->kind() == c10::TypeKind::ListType) {
-    parameter.is_list = true;
-    type = type->expectRef<c10::ListType>().getElementType();
-  }
-  const auto kind = kind_of(*type);
-  if (!kind) return std::nullopt;
-  parameter.kind = *kind;
-  return parameter;
-}
-
-// Reads a number of exactly Python's own class; symbols of traces and numpy's numbers are left to
-// torch.
-bool read(PyObject* value, int64_t& number) {
-  if (!PyLong_CheckExact(value)) return false;
-  int overflow = 0;
-  number = PyLong_AsLongLongAndOverflow(value, &overflow);
-  return overflow == 0;
-}
-
-bool read(PyObject* value, double& number) {
-  if (!PyFloat_CheckExact(value)) return false;
-  number = PyFloat_AS_DOUBLE(value);
-  return true;
-}
-
-bool read(PyObject* value, bool& flag) {
-  flag = value == Py_True;
-  return PyBool_Check(value);
-}
-
-bool read(PyObject* value, at::Tensor& tensor) {
-  if (!is_tensor(value)) return false;
-  tensor = THPVariable_Unpack(value);
-  return true;
-}
-
-template <class T>
-bool push_one(PyObject* value, Stack& stack) {
-  T found{};
-  if (!read(value, found)) return false;
-  stack.emplace_back(std::move(found));
-  return true;
-}
-
-template <class T>
-bool push_list(PyObject* value, Stack& stack) {
-  if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) return false;
-  c10::List<T> list;
-  list.reserve(PySequence_Fast_GET_SIZE(value));
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
-    T found{};
-    if (!read(PySequence_Fast_GET_ITEM(value, i), found)) return false;
-    list.push_back(std::move(found));
-  }
-  stack.emplace_back(std::move(list));
-  return true;
-}
-
-template <class T>
-bool push(PyObject* value, bool is_list, Stack& stack) {
-  return is_list ? push_list<T>(value, stack) : push_one<T>(value, stack);
-}
-
-bool push(PyObject* value, const Parameter& parameter, Stack& stack) {
-  if (value == Py_None) {
-    if (parameter.is_optional) stack.emplace_back();
-    return parameter.is_optional;
-  }
-  switch (parameter.kind) {
-    case Kind::tensor:
-      return push<at::Tensor>(value, parameter.is_list, stack);
-    case Kind::integer:
-      return push<int64_t>(value, parameter.is_list, stack);
-    case Kind::number:
-      return push<double>(value, parameter.is_list, stack);
-    case Kind::boolean:
-      return push<bool>(value, parameter.is_list, stack);
-  }
-  return false;
-}
-
-PyObject* tuple_of(Stack&& outputs, size_t count) {
-  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(count));
-  for (size_t i = 0; tuple && i < count; ++i) {
-    PyObject* output = THPVariable_Wrap(std::move(outputs[i]).toTensor());
-    if (!output)
-      Py_CLEAR(tuple);
-    else
-      PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), output);
-  }
-  return tuple;
-}
+// Calls make an op without gradients; records make it with them; attempts do either.
+enum class Mode { call, attempt, record };
 
 // A native op that takes its arguments by position. Calls that it does not know how to convert go
 // to `other`, which takes all that torch does.
 struct Call {
+  Mode mode;
   c10::OperatorHandle op;
   std::vector<Parameter> parameters;
   size_t outputs;  // leading outputs that a call returns: all, or those that are not private
+  const Recorded* recorded = nullptr;
 
   bool read_arguments(PyObject* const* args, size_t count, Stack& stack) const {
     if (count != parameters.size()) return false;
@@ -193,9 +50,26 @@ struct Call {
       WithoutLock guard;
       op.callBoxed(stack);
     }
-    if (outputs == 1) return THPVariable_Wrap(std::move(stack.front()).toTensor());
-    return tuple_of(std::move(stack), outputs);
+    return wrapped([&](size_t i) { return std::move(stack[i]).toTensor(); });
     END_HANDLE_TH_ERRORS
+  }
+
+  PyObject* run_recorded(Stack&& stack) const {
+    HANDLE_TH_ERRORS
+    Tensors found;
+    {
+      WithoutLock guard;
+      found = recorded->call(std::move(stack));
+    }
+    return wrapped([&](size_t i) { return std::move(found[i]); });
+    END_HANDLE_TH_ERRORS
+  }
+
+ private:
+  template <class F>
+  PyObject* wrapped(F output) const {
+    if (outputs == 1) return THPVariable_Wrap(output(0));
+    return tuple_of(outputs, [&](size_t i) { return THPVariable_Wrap(output(i)); });
   }
 };
 
@@ -213,32 +87,36 @@ bool any_requires_grad(const Stack& stack) {
 
 bool is_traced() { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer); }
 
-// Python objects of a call. `attempt` has the meaning of DifferentiableOp.attempt.
+// Python objects of a call.
 struct CallObject {
   PyObject_HEAD vectorcallfunc vectorcall;
   Call* call;
   PyObject* other;
-  bool attempt;
 };
 
-PyObject* vectorcall(PyObject* self, PyObject* const* args, size_t flags, PyObject* names) {
-  const auto* object = reinterpret_cast<CallObject*>(self);
-  Stack stack;
-  const bool known = !names && object->call->read_arguments(args, PyVectorcall_NARGS(flags), stack);
-  if (!object->attempt) {
-    if (!known) return PyObject_Vectorcall(object->other, args, flags, names);
-    return object->call->run(std::move(stack));
-  }
-  const bool is_direct =
-      known && !is_traced() && !(c10::GradMode::is_enabled() && any_requires_grad(stack));
-  if (!is_direct) return PyObject_Vectorcall(object->other, args, flags, names);
-  PyObject* result = object->call->run(std::move(stack));
+// DifferentiableOp.attempt: returns None if the op refuses an argument.
+PyObject* attempted(PyObject* result) {
   if (!result &&
       (PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_TypeError))) {
     PyErr_Clear();
     Py_RETURN_NONE;
   }
   return result;
+}
+
+PyObject* vectorcall(PyObject* self, PyObject* const* args, size_t flags, PyObject* names) {
+  const auto* object = reinterpret_cast<CallObject*>(self);
+  const Call& call = *object->call;
+  Stack stack;
+  const bool known = !names && call.read_arguments(args, PyVectorcall_NARGS(flags), stack);
+  if (known && call.mode == Mode::call) return call.run(std::move(stack));
+  if (known && !is_traced()) {
+    if (call.mode == Mode::record) return call.run_recorded(std::move(stack));
+    const bool records = c10::GradMode::is_enabled() && any_requires_grad(stack);
+    if (!records) return attempted(call.run(std::move(stack)));
+    if (call.recorded) return attempted(call.run_recorded(std::move(stack)));
+  }
+  return PyObject_Vectorcall(object->other, args, flags, names);
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
@@ -280,40 +158,137 @@ PyTypeObject* new_call_type() {
   return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
 }
 
-// Returns `other` for ops with arguments or outputs of further kinds.
-PyObject* make_call(PyObject* args, bool attempt) {
-  const char* name = nullptr;
-  Py_ssize_t outputs = 0;
-  PyObject* other = nullptr;
-  if (!PyArg_ParseTuple(args, "snO", &name, &outputs, &other)) return nullptr;
-  HANDLE_TH_ERRORS
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+// Parameters of an op; nothing if its arguments or outputs have further kinds.
+std::optional<std::vector<Parameter>> parameters_of(const c10::FunctionSchema& schema) {
   std::vector<Parameter> parameters;
-  for (const auto& argument : op.schema().arguments()) {
+  for (const auto& argument : schema.arguments()) {
     const auto parameter = parameter_of(argument.type());
-    if (!parameter) return Py_NewRef(other);
+    if (!parameter) return std::nullopt;
     parameters.push_back(*parameter);
   }
-  for (const auto& output : op.schema().returns()) {
-    if (output.type()->kind() != c10::TypeKind::TensorType) return Py_NewRef(other);
+  for (const auto& output : schema.returns()) {
+    if (output.type()->kind() != c10::TypeKind::TensorType) return std::nullopt;
   }
-  const auto all = op.schema().returns().size();
-  auto call = std::make_unique<Call>(
-      Call{op, std::move(parameters), outputs ? static_cast<size_t>(outputs) : all});
+  return parameters;
+}
+
+// Makes the Python object of a call, or returns `other` for ops of further kinds.
+PyObject* make_call(Mode mode, const char* name, size_t outputs, PyObject* other,
+                    const Recorded* recorded = nullptr) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  auto parameters = parameters_of(op.schema());
+  if (!parameters) return Py_NewRef(other);
+  if (outputs == 0) outputs = op.schema().returns().size();
+  auto call = std::make_unique<Call>(Call{mode, op, std::move(*parameters), outputs, recorded});
   auto* object = PyObject_GC_New(CallObject, call_class);
   if (!object) return nullptr;
   object->vectorcall = vectorcall;
   object->call = call.release();
   object->other = Py_NewRef(other);
-  object->attempt = attempt;
   PyObject_GC_Track(object);
   return reinterpret_cast<PyObject*>(object);
+}
+
+PyObject* op_call(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char* name = nullptr;
+  PyObject* other = nullptr;
+  if (!PyArg_ParseTuple(args, "sO", &name, &other)) return nullptr;
+  return make_call(Mode::call, name, 0, other);
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* op_call(PyObject*, PyObject* args) { return make_call(args, false); }
+PyObject* op_attempt(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char* name = nullptr;
+  Py_ssize_t outputs = 0;
+  PyObject *other = nullptr, *record = nullptr;
+  if (!PyArg_ParseTuple(args, "snOO", &name, &outputs, &other, &record)) return nullptr;
+  const bool records = Py_TYPE(record) == call_class;
+  return make_call(Mode::attempt, name, outputs, other,
+                   records ? reinterpret_cast<CallObject*>(record)->call->recorded : nullptr);
+  END_HANDLE_TH_ERRORS
+}
 
-PyObject* op_attempt(PyObject*, PyObject* args) { return make_call(args, true); }
+// Reads a tuple of indices.
+std::vector<size_t> places_in(PyObject* tuple) {
+  std::vector<size_t> places;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    places.push_back(PyLong_AsSize_t(PyTuple_GET_ITEM(tuple, i)));
+  }
+  return places;
+}
+
+// `take` counts on: None, all flags, saved tensors, lists, other values, flags, gradients.
+// Returns nothing for a backward that takes lists of tensors or of flags, which Python reads.
+std::optional<BackwardPlan> backward_of(const Recorded& call,
+                                        const std::vector<Parameter>& parameters, const char* name,
+                                        const std::vector<size_t>& take, PyObject* gives) {
+  using Source = BackwardPlan::Source;
+  BackwardPlan plan{c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), {}, {}};
+  const auto taken = parameters_of(plan.op.schema());
+  if (!taken || taken->size() != take.size() || !call.lists.empty()) return std::nullopt;
+  const size_t saved = 2, kept = saved + call.saved.size(), flags = kept + call.kept.size(),
+               grads = flags + call.inputs.size();
+  for (size_t i = 0; i < take.size(); ++i) {
+    const auto place = take[i];
+    if (place == 1) return std::nullopt;
+    auto [kind, is_list, is_optional] = (*taken)[i];
+    BackwardPlan::Argument argument{Source::nothing, 0};
+    Parameter given{Kind::tensor, false, false};
+    if (place >= grads) {
+      argument = {Source::grad, place - grads};
+    } else if (place >= flags) {
+      argument = {Source::flag, place - flags};
+      given.kind = Kind::boolean;
+    } else if (place >= kept) {
+      argument = {Source::kept, place - kept};
+      given = parameters[call.kept[argument.place]];
+    } else if (place >= saved) {
+      argument = {Source::saved, place - saved};
+    } else if (is_optional) {
+      given = {kind, is_list, true};
+    }
+    if (given.kind != kind || given.is_list != is_list) return std::nullopt;
+    plan.arguments.push_back(argument);
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(gives); ++i) {
+    plan.gives.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(gives, i)));
+  }
+  return plan;
+}
+
+PyObject* op_record(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char *name = nullptr, *backward = nullptr;
+  Py_ssize_t outputs = 0;
+  PyObject *other = nullptr, *owner = nullptr, *saved = nullptr, *kept = nullptr, *take = nullptr,
+           *gives = nullptr;
+  if (!PyArg_ParseTuple(args, "snOOO!O!zO!O!", &name, &outputs, &other, &owner, &PyTuple_Type,
+                        &saved, &PyTuple_Type, &kept, &backward, &PyTuple_Type, &take,
+                        &PyTuple_Type, &gives)) {
+    return nullptr;
+  }
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  const auto parameters = parameters_of(op.schema());
+  if (!parameters) return Py_NewRef(other);
+  auto call = std::make_unique<Recorded>(Recorded{op,
+                                                  Py_NewRef(owner),
+                                                  static_cast<size_t>(outputs),
+                                                  {},
+                                                  {},
+                                                  places_in(saved),
+                                                  places_in(kept),
+                                                  std::nullopt});
+  for (size_t i = 0; i < parameters->size(); ++i) {
+    const auto [kind, is_list, is_optional] = (*parameters)[i];
+    if (kind == Kind::tensor) (is_list ? call->lists : call->inputs).push_back(i);
+  }
+  if (backward) call->backward = backward_of(*call, *parameters, backward, places_in(take), gives);
+  if (PyErr_Occurred()) return nullptr;
+  return make_call(Mode::record, name, static_cast<size_t>(outputs), other, call.release());
+  END_HANDLE_TH_ERRORS
+}
 
 PyObject* are_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -364,13 +339,14 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyMethodDef methods[] = {
     {"op_call", op_call, METH_VARARGS,
-     "op_call(name, outputs, other): the op `name`, returning its leading `outputs`, or all for 0; "
-     "other calls, such "
-     "as with tensors of further classes, go to `other`."},
+     "op_call(name, other): the op `name`; calls of further kinds, such as with tensors of further "
+     "classes, go to `other`."},
+    {"op_record", op_record, METH_VARARGS,
+     "op_record(name, outputs, other, owner, saved, kept, backward, take, gives): as op_call, with "
+     "gradients, returning the leading `outputs`."},
     {"op_attempt", op_attempt, METH_VARARGS,
-     "op_attempt(name, outputs, other): as op_call, for tensors without gradients outside of "
-     "traces; returns None if "
-     "the op refuses an argument."},
+     "op_attempt(name, outputs, other, record): as op_call, returning the leading `outputs`, or "
+     "all for 0, and None if the op refuses an argument; with gradients it is `record`."},
     {"are_plain", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(are_plain)),
      METH_FASTCALL,
      "are_plain(x, *others): the part of `is_plain` that depends on the tensors and on modes of "

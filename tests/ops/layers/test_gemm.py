@@ -34,10 +34,10 @@ def test_both_kernels_agree(dtype):
 
 def test_free_choice_follows_the_table(monkeypatch):
     x, weight, _ = inputs(torch.float32)
-    for native, expected in ((True, "_EagerOp"), (False, "MmBackward")):
+    for native in (True, False):
         rule = next(r for r in gemm_choice.RULES if r.native is native)
         monkeypatch.setitem(gemm_choice.CHOICE, torch.float32, rule)
-        assert expected in type(linear(x, weight).grad_fn).__name__.replace("T", "")
+        assert ("MmBackward" in linear(x, weight).grad_fn.name()) is not native
     assert len(gemm_choice.describe()) == len(DTYPES)
 
 

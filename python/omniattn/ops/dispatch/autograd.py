@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -30,7 +30,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from omniattn.ops.dispatch.backward import Backward, BackwardOp, Plan, private_op
-from omniattn.ops.dispatch.calls import compiled_attempt
+from omniattn.ops.dispatch.calls import compiled_attempt, compiled_record
 from omniattn.ops.dispatch.compile import assume_constant_result
 from omniattn.ops.dispatch.library import register_fake
 from omniattn.ops.dispatch.names import Rules, Schema, call_by_name, outputs_like, picker
@@ -143,6 +143,8 @@ class DifferentiableOp(Op):
     #: Calls the op with tensors for which `is_plain` holds, before any other check. Returns None if
     #: the op refuses an argument: the caller's checks then name it.
     attempt: Callable[..., Any]
+    #: Calls the op with tensors of which one needs its gradient.
+    record: Callable[..., Any]
 
     def __init__(
         self,
@@ -162,6 +164,7 @@ class DifferentiableOp(Op):
     ) -> None:
         super().__init__(name, fakes=fakes, formula=formula, fold=fold)
         self.raw = private_op(f"{name}_raw")
+        self.record = self._record
         self.inference: Callable[..., Any] | None = None
         self.unsaved = unsaved
         self.higher_derivatives = higher_derivatives
@@ -191,8 +194,16 @@ class DifferentiableOp(Op):
             self.inference = private_op(f"{name}_only")
             register_fake(f"{name}_only")(lambda *args: self._public(self.fake(*args)))
         direct = f"{name}_raw" if self.inference is None else f"{name}_only"
-        outputs = 0 if self.inference else len(self.schema.outputs) - self.private_outputs
-        self.attempt = compiled_attempt(direct, outputs, self._attempt)
+        outputs = len(self.schema.outputs) - self.private_outputs
+        if self.unsaved is None:
+            plan = self.plan
+            self.record = compiled_record(
+                *(f"{name}_raw", outputs, self._record, self),
+                *(plan.saved_places, plan.kept_places, (plan.native, plan.take, plan.gives)),
+            )
+        self.attempt = compiled_attempt(
+            direct, 0 if self.inference else outputs, self._attempt, self.record
+        )
 
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             # torch.library requires lists for list arguments, even empty ones.
@@ -239,16 +250,22 @@ class DifferentiableOp(Op):
         if is_tracing():
             return self._public(self._traced(args))
         if is_grad_enabled():
-            tensors = self._tensors(args)
-            for i in self.tensor_lists:
-                tensors += tuple(args[i])
-            for t in tensors:
+            for t in self._flat_tensors(args):
                 if t is not None and t.requires_grad:
-                    return _apply_eager(self, args, *tensors)
+                    return self.record(*args)
         if self.inference is not None:
             return self.inference(*args)
         output = self.raw(*args)
         return output if self.public is None else output[self.public]
+
+    def _flat_tensors(self, args: Arguments) -> Arguments:
+        tensors = self._tensors(args)
+        for i in self.tensor_lists:
+            tensors += tuple(args[i])
+        return tensors
+
+    def _record(self, *args: Any) -> Any:
+        return _apply_eager(self, args, *self._flat_tensors(args))
 
     def _derived_in_graph(self, asked: str, args: Arguments) -> Any:
         """A call inside a derivative of torch.func inside a graph, where a registered op has no
@@ -282,6 +299,27 @@ class DifferentiableOp(Op):
         if self.unsaved is not None:
             unsaved = call_by_name(self.unsaved, self.schema.by_name(args, {}))
         self.plan.remember(ctx, args, output, unsaved)
+
+    def gradients_of_call(
+        self,
+        saved: Sequence[Tensor | None],
+        kept: Sequence[Any],
+        lengths: Sequence[int],
+        needs: Sequence[bool],
+        grads: Sequence[Tensor | None],
+    ) -> Sequence[Tensor | None]:
+        """Returns the gradients of the tensors of a compiled call, one by one (csrc/calls)."""
+        return self._flat_gradients(_Context(saved, kept, lengths), needs, grads)
+
+    def _flat_gradients(
+        self, ctx: Any, needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        if not self.tensor_lists:
+            return self._gradients(ctx, needs, grads)
+        found = self._gradients(ctx, self.plan.group(needs, ctx.lengths), grads)
+        single = len(found) - len(ctx.lengths)
+        lists = (each or [None] * n for each, n in zip(found[single:], ctx.lengths, strict=True))
+        return [*found[:single], *chain.from_iterable(lists)]
 
     def _gradients(self, ctx: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]) -> Any:
         """Returns the gradients; differentiable if grad mode is on (create_graph=True)."""
@@ -363,8 +401,16 @@ def _one_by_one(values: Sequence[Any], lists: int) -> tuple[list[Any], list[int]
     return [*values[:single], *chain.from_iterable(rest)], [len(each) for each in rest]
 
 
+class _Context(NamedTuple):
+    """Values that a compiled call has saved, named as in the contexts of autograd."""
+
+    saved_tensors: Sequence[Tensor | None]
+    kept: Sequence[Any]
+    lengths: Sequence[int]
+
+
 class _EagerOp(torch.autograd.Function):
-    """Eager calls with gradients.
+    """Eager calls with gradients, where they are not compiled.
 
     Tensors are passed one by one so that autograd sees them, and all arguments as one tuple, since
     each argument that autograd inspects costs 0.2 us.
@@ -380,13 +426,7 @@ class _EagerOp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         op: DifferentiableOp = ctx.op
-        needs = ctx.needs_input_grad[2:]
-        if not op.tensor_lists:
-            return None, None, *op._gradients(ctx, needs, grads)
-        found = op._gradients(ctx, op.plan.group(needs, ctx.lengths), grads)
-        single = len(found) - len(ctx.lengths)
-        lists = (each or [None] * n for each, n in zip(found[single:], ctx.lengths, strict=True))
-        return None, None, *found[:single], *chain.from_iterable(lists)
+        return None, None, *op._flat_gradients(ctx, ctx.needs_input_grad[2:], grads)
 
 
 # Function.apply without unwrapping dead functorch tensors, which took 1 us of a call.

@@ -48,6 +48,7 @@ class BackwardOp:
 
     def __init__(self, name: str, *, fakes: Rules | None = None, fold: Fold | None = None) -> None:
         schema = Schema(name)
+        self.name = name
         self.call = private_op(name)
         #: Names of the arguments and outputs, as in the forward op.
         self.takes, self.gives, self.optional = schema.required, schema.outputs, schema.optional
@@ -101,11 +102,19 @@ class Plan:
         ]
         self.places = {name: place for place, name in enumerate(self.readable)}
         values = (*schema.arguments, *schema.outputs)
-        self._pick_saved = picker([values.index(n) for n in self.saved])
-        self._pick_kept = picker([values.index(n) for n in kept])
+        #: Places of the saved tensors and of the other saved values in (*arguments, *outputs).
+        self.saved_places = tuple(values.index(n) for n in self.saved)
+        self.kept_places = tuple(values.index(n) for n in kept)
+        #: Name of the op that computes first derivatives without Python, or None; places in
+        #: `readable` of the values that it or `backward` takes; and for each input its output.
+        self.native = op.name if op is not None and backward is None else None
+        self.take = tuple(self._place(n, op) for n in takes)
+        self.gives = () if op is None else _gives(self.inputs, op)
+        self._pick_saved = picker(self.saved_places)
+        self._pick_kept = picker(self.kept_places)
         self._pick_lists = picker([values.index(n) for n in schema.tensor_lists])
-        self._take = picker([self._place(n, op) for n in takes])
-        self._find = _by_inputs(self.inputs, backward, op)
+        self._take = picker(self.take)
+        self._find = self._by_inputs(backward, op)
 
     def _place(self, name: str, op: BackwardOp | None) -> int:
         if name not in self.places and op is not None and name in op.optional:
@@ -143,6 +152,18 @@ class Plan:
         found = self._find(*self._take(read))
         return [grad if need else None for grad, need in zip(found, needs, strict=True)]
 
+    def _by_inputs(
+        self, backward: Backward | None, op: BackwardOp | None
+    ) -> Callable[..., Iterable[Any]]:
+        """Returns a function that computes the gradients of `inputs`, None if missing."""
+        if backward is not None:
+            return lambda *values: map(backward(*values).get, self.inputs)
+        assert op is not None
+        call, pick = op.call, picker(self.gives)
+        if len(op.gives) == 1:
+            return lambda *values: pick((call(*values), None))
+        return lambda *values: pick((*call(*values), None))
+
     def arguments(self, read: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the arguments of the op, for its formula."""
         values = dict(zip(self.readable, read, strict=False))  # calls lack private gradients
@@ -167,15 +188,7 @@ def _names_taken(backward: Backward | None, op: BackwardOp | None) -> list[str]:
     return names
 
 
-def _by_inputs(
-    inputs: Sequence[str], backward: Backward | None, op: BackwardOp | None
-) -> Callable[..., Iterable[Any]]:
-    """Returns a function that computes the gradients in the order of `inputs`, None if missing."""
-    if backward is not None:
-        return lambda *values: map(backward(*values).get, inputs)
-    assert op is not None
-    call, gives = op.call, [name.removeprefix("d") for name in op.gives]
-    pick = picker([gives.index(n) if n in gives else -1 for n in inputs])
-    if len(gives) == 1:
-        return lambda *values: pick((call(*values), None))
-    return lambda *values: pick((*call(*values), None))
+def _gives(inputs: Sequence[str], op: BackwardOp) -> tuple[int, ...]:
+    """Returns for each input the output of `op` that is its gradient, -1 if there is none."""
+    gives = [name.removeprefix("d") for name in op.gives]
+    return tuple(gives.index(n) if n in gives else -1 for n in inputs)

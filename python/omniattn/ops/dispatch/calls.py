@@ -17,7 +17,13 @@ import torch
 from omniattn import config
 from omniattn.ops.dispatch import library
 
-__all__ = ["compiled", "compiled_attempt", "compiled_call", "why_not_compiled"]
+__all__ = [
+    "compiled",
+    "compiled_attempt",
+    "compiled_call",
+    "compiled_record",
+    "why_not_compiled",
+]
 
 _FILE = f"_calls_{torch.__version__.partition('+')[0].replace('.', '_')}{EXTENSION_SUFFIXES[0]}"
 
@@ -47,10 +53,39 @@ compiled = _load()
 
 def compiled_call(name: str, other: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the compiled call of an op, or `other`, which makes it in Python."""
-    return other if compiled is None else compiled.op_call(f"omniattn::{name}", 0, other)
+    return other if compiled is None else compiled.op_call(f"omniattn::{name}", other)
 
 
-def compiled_attempt(name: str, outputs: int, other: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_attempt(
+    name: str, outputs: int, other: Callable[..., Any], record: Callable[..., Any]
+) -> Callable[..., Any]:
     """Returns the compiled `DifferentiableOp.attempt` of an op that returns its leading `outputs`
-    (all for 0) and needs no gradient; or `other`, which takes further calls."""
-    return other if compiled is None else compiled.op_attempt(f"omniattn::{name}", outputs, other)
+    (all for 0), with gradients that of `record`; or `other`, which takes further calls."""
+    if compiled is None:
+        return other
+    return compiled.op_attempt(f"omniattn::{name}", outputs, other, record)
+
+
+def compiled_record(
+    name: str,
+    outputs: int,
+    other: Callable[..., Any],
+    owner: object,
+    saved: tuple[int, ...],
+    kept: tuple[int, ...],
+    backward: tuple[str | None, tuple[int, ...], tuple[int, ...]],
+) -> Callable[..., Any]:
+    """Returns the compiled call with gradients of an op that returns its leading `outputs`, or
+    `other`.
+
+    It saves the values `saved` and `kept` of (*arguments, *outputs). `backward` is the name of the
+    op for first derivatives (None to ask `owner.gradients_of_call`), the places of its arguments
+    (`Plan.readable`), and for each tensor among the arguments the output that is its gradient.
+    """
+    if compiled is None:
+        return other
+    op, take, gives = backward
+    op = None if op is None else f"omniattn::{op}"
+    return compiled.op_record(
+        f"omniattn::{name}", outputs, other, owner, saved, kept, op, take, gives
+    )
