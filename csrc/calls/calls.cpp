@@ -11,10 +11,12 @@
 
 #include <structmember.h>
 
+#include <ATen/Context.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/linear.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/DynamicTypes.h>
 
 #include <string>
 
@@ -290,18 +292,25 @@ PyObject* op_record(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+// True if the calling thread is in no mode of torch that wants to see a call.
+bool no_mode_is_active() {
+  return !at::autocast::is_autocast_enabled(at::kCPU) &&
+         at::impl::PythonTorchFunctionTLS::stack_len() == 0 &&
+         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+bool is_plain_tensor(PyObject* value) {
+  if (!is_tensor(value)) return false;
+  const at::Tensor& t = THPVariable_Unpack(value);
+  return t.is_cpu() && !t.is_nested();
+}
+
 PyObject* are_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  if (at::autocast::is_autocast_enabled(at::kCPU) ||
-      at::impl::PythonTorchFunctionTLS::stack_len() > 0 ||
-      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
-    Py_RETURN_FALSE;
-  }
+  if (!no_mode_is_active()) Py_RETURN_FALSE;
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (args[i] == Py_None && i > 0) continue;
-    if (!is_tensor(args[i])) Py_RETURN_FALSE;
-    const at::Tensor& t = THPVariable_Unpack(args[i]);
-    if (!t.is_cpu() || t.is_nested()) Py_RETURN_FALSE;
+    if (!is_plain_tensor(args[i])) Py_RETURN_FALSE;
   }
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
@@ -314,18 +323,61 @@ bool is_strided(PyObject* value, int64_t dim) {
   return t.layout() == at::kStrided && t.dim() == dim;
 }
 
+// Ranges of `Crossings.ranges` (gemm_choice.py) in which this package's kernel is faster.
+struct Ranges {
+  int64_t least, most, first_row, last_row, smallest;
+};
+
+// Reads the ranges of a dtype; nothing if there are none, with or without a Python error.
+std::optional<Ranges> ranges_of(PyObject* choice, at::ScalarType dtype) {
+  PyObject* key = reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype));
+  PyObject* found = PyDict_Check(choice) ? PyDict_GetItemWithError(choice, key) : nullptr;
+  const Owned numbers(found ? PyObject_GetAttrString(found, "ranges") : nullptr);
+  int64_t read[5];
+  if (!numbers || !PyTuple_Check(numbers.get()) || PyTuple_GET_SIZE(numbers.get()) != 5) {
+    return std::nullopt;
+  }
+  for (int i = 0; i < 5; ++i) read[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(numbers.get(), i));
+  return Ranges{read[0], read[1], read[2], read[3], read[4]};
+}
+
+// True if `native_is_faster` (gemm_choice.py) would be False without further settings of omniattn.
+bool torch_is_faster(const at::Tensor& x, const at::Tensor& weight, const Ranges& ranges) {
+  const auto dtype = x.scalar_type();
+  if (dtype == at::kBFloat16 && x.size(-1) % 2 == 1) return false;
+  if (dtype == at::kFloat &&
+      at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL) ==
+          at::Float32Precision::TF32) {
+    return false;
+  }
+  const double products = static_cast<double>(x.numel()) * static_cast<double>(weight.size(0));
+  const bool in_range = ranges.least <= products && products <= ranges.most;
+  if (c10::GradMode::is_enabled() && (x.requires_grad() || weight.requires_grad())) {
+    return !in_range;
+  }
+  if (weight.numel() < ranges.smallest) return true;
+  const auto rows = x.numel() / std::max<int64_t>(1, x.size(-1));
+  return !in_range && !(ranges.first_row <= rows && rows <= ranges.last_row);
+}
+
 PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   // torch's linear takes a vector as weight, and broadcasts the bias.
-  const bool has_bias = count == 3 && args[2] != Py_None;
-  if (count != 3 || !is_tensor(args[0]) || !is_strided(args[1], 2) ||
-      (has_bias && !is_strided(args[2], 1))) {
+  const bool has_bias = count > 2 && args[2] != Py_None;
+  if (count != 4 || !no_mode_is_active() || is_traced() || !is_plain_tensor(args[0]) ||
+      !is_plain_tensor(args[1]) || !is_strided(args[1], 2) ||
+      (has_bias && !(is_plain_tensor(args[2]) && is_strided(args[2], 1)))) {
     Py_RETURN_NONE;
   }
   const at::Tensor x = THPVariable_Unpack(args[0]), weight = THPVariable_Unpack(args[1]);
   const std::optional<at::Tensor> bias =
       has_bias ? std::optional(THPVariable_Unpack(args[2])) : std::nullopt;
-  if (x.layout() != at::kStrided || (bias && bias->size(0) != weight.size(0))) Py_RETURN_NONE;
+  if (x.layout() != at::kStrided || x.dim() == 0 || (bias && bias->size(0) != weight.size(0))) {
+    Py_RETURN_NONE;
+  }
+  const auto ranges = ranges_of(args[3], x.scalar_type());
+  if (PyErr_Occurred()) return nullptr;
+  if (!ranges || !torch_is_faster(x, weight, *ranges)) Py_RETURN_NONE;
   at::Tensor y;
   try {
     WithoutLock guard;
@@ -352,8 +404,8 @@ PyMethodDef methods[] = {
      "are_plain(x, *others): the part of `is_plain` that depends on the tensors and on modes of "
      "torch."},
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(linear)), METH_FASTCALL,
-     "linear(x, weight, bias): torch's linear of plain tensors; None if it refuses them or would "
-     "broadcast."},
+     "linear(x, weight, bias, choice): torch's linear of plain tensors; None if it refuses them, "
+     "would broadcast or is slower, by the ranges of `choice`."},
     {nullptr, nullptr, 0, nullptr},
 };
 

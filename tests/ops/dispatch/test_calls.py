@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.overrides import BaseTorchFunctionMode
 from omniattn import functional as F
 from omniattn.ops import norm
 from omniattn.ops.attention import attention
-from omniattn.ops.dispatch import backward, calls, plain
+from omniattn.ops.dispatch import backward, calls, gemm_choice, plain
 from omniattn.ops.recurrence import recurrence
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
@@ -224,6 +225,10 @@ def test_threads_run_at_a_time():
         assert all(torch.equal(y, expected) for y in found)
 
 
+NEVER = {d: gemm_choice.RULES[-1] for d in gemm_choice.RULES[-1].dtypes}
+
+
+@needs_compiled
 @pytest.mark.parametrize(
     "given",
     [
@@ -239,12 +244,38 @@ def test_threads_run_at_a_time():
 )
 def test_linear_of_torch_is_refused_alike(given):
     x, weight, bias = (*given, None)[:3]
-    results = []
-    for linear in (F.layers.gemm._torch_linear, F.layers.gemm.torch_linear):
-        results.append(linear(x, weight, bias))
+    results = [F.layers.gemm._torch_linear(x, weight, bias) if x.ndim else None]
+    results.append(calls.compiled.linear(x, weight, bias, NEVER))
     assert (results[0] is None) == (results[1] is None)
     if results[0] is not None:
         assert torch.equal(*results)
+
+
+def choices():
+    yield from ((rule.native, rule) for rule in (gemm_choice.RULES[0], gemm_choice.RULES[-1]))
+    for least, most, rows, smallest in product((0, 40), (1 << 62, 100), ((1, 0), (2, 4)), (0, 30)):
+        yield None, gemm_choice.Crossings(least, most, rows, "here", smallest)
+
+
+@needs_compiled
+@pytest.mark.parametrize("choice", [choice for _, choice in choices()], ids=str)
+def test_linear_goes_to_torch_where_the_choice_says_so(choice, monkeypatch):
+    weights = [torch.randn(n, 4, requires_grad=grad) for n in (3, 8) for grad in (False, True)]
+    for dtype, rows, weight in product(
+        (torch.float32, torch.bfloat16, torch.float64), (0, 1, 3, 9), weights
+    ):
+        monkeypatch.setitem(gemm_choice.CHOICE, dtype, choice)
+        x, w = torch.randn(rows, 4, dtype=dtype), weight.detach().to(dtype)
+        w.requires_grad_(weight.requires_grad)
+        found = calls.compiled.linear(x, w, None, gemm_choice.CHOICE)
+        assert (found is None) == gemm_choice.native_is_faster(x, w)
+    odd = torch.randn(3, 5, dtype=torch.bfloat16)
+    assert calls.compiled.linear(odd, odd, None, NEVER) is None
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert calls.compiled.linear(X, X, None, NEVER) is None
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 PROGRAM = """

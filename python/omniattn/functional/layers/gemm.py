@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from omniattn import config
 from omniattn.checks.arguments import (
     autocast_linear,
     has_own_ops,
@@ -18,7 +19,7 @@ from omniattn.checks.jagged import token_wise
 from omniattn.ops import gemm as ops
 from omniattn.ops.dispatch.calls import compiled
 from omniattn.ops.dispatch.gemm_choice import CHOICE, native_is_faster
-from omniattn.ops.dispatch.plain import is_plain
+from omniattn.ops.dispatch.plain import is_eager, is_plain
 from omniattn.ops.dispatch.precision import split_bf16_of
 
 __all__ = ["linear"]
@@ -65,7 +66,7 @@ def linear(
         >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 5.0], [0.0, 1.0]]))
         tensor([13.,  2.])
     """
-    if backend is None and weight is not None and is_plain(x, weight, bias):
+    if backend is None and is_eager():
         y = _attempt(x, weight, bias)
         if y is not None:
             return y
@@ -96,13 +97,17 @@ def linear(
 def _attempt(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Computes y of plain tensors by the faster kernel, or returns None if it refuses one of them:
     the checks of `linear` then name it."""
-    if x.dtype not in CHOICE or x.ndim == 0:
+    if compiled is not None and config.FP32_PIECES == 0 and not config.BATCH_INVARIANT:
+        y: Tensor | None = compiled.linear(x, weight, bias, CHOICE)
+        if y is not None:
+            return y
+    if weight is None or not is_plain(x, weight, bias) or x.dtype not in CHOICE or x.ndim == 0:
         return None
     split_bf16 = split_bf16_of(x)
     if native_is_faster(x, weight, split_bf16):
-        y: Tensor | None = ops.linear.attempt(x, weight, bias, split_bf16)
+        y = ops.linear.attempt(x, weight, bias, split_bf16)
         return y
-    return torch_linear(x, weight, bias)
+    return _torch_linear(x, weight, bias)
 
 
 def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -115,6 +120,3 @@ def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | No
         return torch.nn.functional.linear(x, weight, bias)
     except RuntimeError:
         return None
-
-
-torch_linear = _torch_linear if compiled is None else compiled.linear

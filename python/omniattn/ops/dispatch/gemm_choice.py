@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ _AVX512, _AVX512_BF16 = 2, 3  # AVX2 is 1
 #: File with the records of CPU families.
 RECORDS = Path(__file__).with_name("gemm_crossings.json")
 
+#: Number of multiply-adds that no product reaches.
+UNBOUNDED = 1 << 62
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -44,6 +48,11 @@ class Rule:
     applies: Callable[[int, bool], bool]
     native: bool
     measured: str
+
+    @cached_property
+    def ranges(self) -> tuple[int, int, int, int, int]:
+        """As `Crossings.ranges`."""
+        return (0, UNBOUNDED, 1, UNBOUNDED, 0) if self.native else (1, 0, 1, 0, 0)
 
     @property
     def products(self) -> str:
@@ -102,10 +111,6 @@ def _mkl_at_its_best() -> bool:
     return cpuinfo().get("vendor_id") == "GenuineIntel" and torch.backends.mkl.is_available()
 
 
-#: Number of multiply-adds that no product reaches.
-UNBOUNDED = 1 << 62
-
-
 @dataclass(frozen=True)
 class Crossings:
     """Ranges in which this package's kernel is faster than torch's.
@@ -119,6 +124,11 @@ class Crossings:
     rows: tuple[int, int]
     condition: str
     smallest: int = 0
+
+    @cached_property
+    def ranges(self) -> tuple[int, int, int, int, int]:
+        """The numbers (least, most, *rows, smallest), for compiled calls (csrc/calls)."""
+        return (self.least, self.most, *self.rows, self.smallest)
 
     @property
     def native(self) -> bool:

@@ -15,7 +15,15 @@ from torch.overrides import has_torch_function
 from omniattn.ops.dispatch.calls import compiled
 from omniattn.ops.dispatch.ranks import ACTIVE
 
-__all__ = ["PLAIN", "any_dual", "are_alike", "is_plain", "is_transformed", "may_need_gradient"]
+__all__ = [
+    "PLAIN",
+    "any_dual",
+    "are_alike",
+    "is_eager",
+    "is_plain",
+    "is_transformed",
+    "may_need_gradient",
+]
 
 #: Classes whose tensors always have values; checked first, since isinstance costs 0.1 us a class.
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -37,18 +45,18 @@ def is_transformed(*args: Any) -> bool:
     )
 
 
+def is_eager() -> bool:
+    """True in a call outside of compilation, forward mode and split sequences."""
+    return not is_compiling() and forward_ad._current_level < 0 and ACTIVE.region is None
+
+
 def is_plain(x: Tensor | None, *others: Tensor | None) -> bool:
     """True for tensors of torch's own classes on the CPU in an eager call without autocast, modes,
     transforms and split sequences.
 
     Native ops check all else that their memory accesses depend on.
     """
-    return (
-        not is_compiling()
-        and forward_ad._current_level < 0
-        and ACTIVE.region is None
-        and _are_plain(x, *others)
-    )
+    return is_eager() and _are_plain(x, *others)
 
 
 def _are_plain_in_python(x: Tensor | None, *others: Tensor | None) -> bool:
