@@ -341,7 +341,8 @@ std::optional<Ranges> ranges_of(PyObject* choice, at::ScalarType dtype) {
   return Ranges{read[0], read[1], read[2], read[3], read[4]};
 }
 
-// True if `native_is_faster` (gemm_choice.py) would be False without further settings of omniattn.
+// True if `native_is_faster` (gemm_choice.py) is False where omniattn's own settings are the
+// defaults.
 bool torch_is_faster(const at::Tensor& x, const at::Tensor& weight, const Ranges& ranges) {
   const auto dtype = x.scalar_type();
   if (dtype == at::kBFloat16 && x.size(-1) % 2 == 1) return false;
@@ -364,7 +365,9 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   // torch's linear takes a vector as weight, and broadcasts the bias.
   const bool has_bias = count > 2 && args[2] != Py_None;
-  if (count != 4 || !no_mode_is_active() || is_traced() || !is_plain_tensor(args[0]) ||
+  int64_t pieces = 0;
+  if (count != 6 || !read(args[4], pieces) || pieces != 0 || args[5] != Py_False ||
+      !no_mode_is_active() || is_traced() || !is_plain_tensor(args[0]) ||
       !is_plain_tensor(args[1]) || !is_strided(args[1], 2) ||
       (has_bias && !(is_plain_tensor(args[2]) && is_strided(args[2], 1)))) {
     Py_RETURN_NONE;
@@ -404,8 +407,9 @@ PyMethodDef methods[] = {
      "are_plain(x, *others): the part of `is_plain` that depends on the tensors and on modes of "
      "torch."},
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(linear)), METH_FASTCALL,
-     "linear(x, weight, bias, choice): torch's linear of plain tensors; None if it refuses them, "
-     "would broadcast or is slower, by the ranges of `choice`."},
+     "linear(x, weight, bias, choice, pieces, invariant): torch's linear of plain tensors; None if "
+     "it refuses them, would broadcast or is slower, by the ranges of `choice`, and with the "
+     "settings config.FP32_PIECES and config.BATCH_INVARIANT, for which it is not used."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -245,7 +245,7 @@ NEVER = {d: gemm_choice.RULES[-1] for d in gemm_choice.RULES[-1].dtypes}
 def test_linear_of_torch_is_refused_alike(given):
     x, weight, bias = (*given, None)[:3]
     results = [F.layers.gemm._torch_linear(x, weight, bias) if x.ndim else None]
-    results.append(calls.compiled.linear(x, weight, bias, NEVER))
+    results.append(calls.compiled.linear(x, weight, bias, NEVER, 0, False))
     assert (results[0] is None) == (results[1] is None)
     if results[0] is not None:
         assert torch.equal(*results)
@@ -267,13 +267,15 @@ def test_linear_goes_to_torch_where_the_choice_says_so(choice, monkeypatch):
         monkeypatch.setitem(gemm_choice.CHOICE, dtype, choice)
         x, w = torch.randn(rows, 4, dtype=dtype), weight.detach().to(dtype)
         w.requires_grad_(weight.requires_grad)
-        found = calls.compiled.linear(x, w, None, gemm_choice.CHOICE)
+        found = calls.compiled.linear(x, w, None, gemm_choice.CHOICE, 0, False)
         assert (found is None) == gemm_choice.native_is_faster(x, w)
+    for settings in ((3, False), (False, False), (0, True)):
+        assert calls.compiled.linear(X, X, None, NEVER, *settings) is None
     odd = torch.randn(3, 5, dtype=torch.bfloat16)
-    assert calls.compiled.linear(odd, odd, None, NEVER) is None
+    assert calls.compiled.linear(odd, odd, None, NEVER, 0, False) is None
     torch.set_float32_matmul_precision("high")
     try:
-        assert calls.compiled.linear(X, X, None, NEVER) is None
+        assert calls.compiled.linear(X, X, None, NEVER, 0, False) is None
     finally:
         torch.set_float32_matmul_precision("highest")
 

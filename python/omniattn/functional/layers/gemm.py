@@ -97,8 +97,9 @@ def linear(
 def _attempt(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Computes y of plain tensors by the faster kernel, or returns None if it refuses one of them:
     the checks of `linear` then name it."""
-    if compiled is not None and config.FP32_PIECES == 0 and not config.BATCH_INVARIANT:
-        y: Tensor | None = compiled.linear(x, weight, bias, CHOICE)
+    if compiled is not None:
+        settings = (config.FP32_PIECES, config.BATCH_INVARIANT)
+        y: Tensor | None = compiled.linear(x, weight, bias, CHOICE, *settings)
         if y is not None:
             return y
     if weight is None or not is_plain(x, weight, bias) or x.dtype not in CHOICE or x.ndim == 0:
