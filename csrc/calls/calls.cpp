@@ -160,7 +160,7 @@ PyTypeObject* new_call_type() {
   return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
 }
 
-// Parameters of an op; nothing if its arguments or outputs have further kinds.
+// Parameters of an op; nothing if one has a further kind.
 std::optional<std::vector<Parameter>> parameters_of(const c10::FunctionSchema& schema) {
   std::vector<Parameter> parameters;
   for (const auto& argument : schema.arguments()) {
@@ -168,10 +168,14 @@ std::optional<std::vector<Parameter>> parameters_of(const c10::FunctionSchema& s
     if (!parameter) return std::nullopt;
     parameters.push_back(*parameter);
   }
-  for (const auto& output : schema.returns()) {
-    if (output.type()->kind() != c10::TypeKind::TensorType) return std::nullopt;
-  }
   return parameters;
+}
+
+bool returns_tensors(const c10::FunctionSchema& schema) {
+  const auto& returns = schema.returns();
+  return std::all_of(returns.begin(), returns.end(), [](const auto& output) {
+    return output.type()->kind() == c10::TypeKind::TensorType;
+  });
 }
 
 // Makes the Python object of a call, or returns `other` for ops of further kinds.
@@ -179,7 +183,7 @@ PyObject* make_call(Mode mode, const char* name, size_t outputs, PyObject* other
                     const Recorded* recorded = nullptr) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
   auto parameters = parameters_of(op.schema());
-  if (!parameters) return Py_NewRef(other);
+  if (!parameters || !returns_tensors(op.schema())) return Py_NewRef(other);
   if (outputs == 0) outputs = op.schema().returns().size();
   auto call = std::make_unique<Call>(Call{mode, op, std::move(*parameters), outputs, recorded});
   auto* object = PyObject_GC_New(CallObject, call_class);
@@ -222,36 +226,44 @@ std::vector<size_t> places_in(PyObject* tuple) {
 }
 
 // `take` counts on: None, all flags, saved tensors, lists, other values, flags, gradients.
-// Returns nothing for a backward that takes lists of tensors or of flags, which Python reads.
+// Returns nothing for a backward that takes all flags or values of another kind than its own.
 std::optional<BackwardPlan> backward_of(const Recorded& call,
                                         const std::vector<Parameter>& parameters, const char* name,
                                         const std::vector<size_t>& take, PyObject* gives) {
   using Source = BackwardPlan::Source;
   BackwardPlan plan{c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), {}, {}};
   const auto taken = parameters_of(plan.op.schema());
-  if (!taken || taken->size() != take.size() || !call.lists.empty()) return std::nullopt;
-  const size_t saved = 2, kept = saved + call.saved.size(), flags = kept + call.kept.size(),
-               grads = flags + call.inputs.size();
+  if (!taken || taken->size() != take.size()) return std::nullopt;
+  const size_t saved = 2, lists = saved + call.saved.size(), kept = lists + call.lists.size(),
+               flags = kept + call.kept.size(), list_flags = flags + call.inputs.size(),
+               grads = list_flags + call.lists.size();
   for (size_t i = 0; i < take.size(); ++i) {
     const auto place = take[i];
-    if (place == 1) return std::nullopt;
-    auto [kind, is_list, is_optional] = (*taken)[i];
-    BackwardPlan::Argument argument{Source::nothing, 0};
-    Parameter given{Kind::tensor, false, false};
-    if (place >= grads) {
-      argument = {Source::grad, place - grads};
-    } else if (place >= flags) {
-      argument = {Source::flag, place - flags};
-      given.kind = Kind::boolean;
-    } else if (place >= kept) {
-      argument = {Source::kept, place - kept};
+    const Parameter wanted = (*taken)[i];
+    BackwardPlan::Argument argument{Source::nothing, 0, wanted};
+    Parameter given = wanted;
+    if (place == 0) {
+      if (!wanted.is_optional) return std::nullopt;
+    } else if (place < saved) {
+      return std::nullopt;
+    } else if (place < lists) {
+      argument = {Source::saved, place - saved, wanted};
+      given = {Kind::tensor, false, false};
+    } else if (place < kept || (place >= list_flags && place < grads)) {
+      argument.source = Source::empty_list;
+      given.is_list = true;
+    } else if (place < flags) {
+      argument = {Source::kept, place - kept, wanted};
       given = parameters[call.kept[argument.place]];
-    } else if (place >= saved) {
-      argument = {Source::saved, place - saved};
-    } else if (is_optional) {
-      given = {kind, is_list, true};
+    } else if (place < list_flags) {
+      argument = {Source::flag, place - flags, wanted};
+      given = {Kind::boolean, false, false};
+    } else {
+      argument = {Source::grad, place - grads, wanted};
+      given = {Kind::tensor, false, false};
+      if (!wanted.is_optional && argument.place >= call.outputs) return std::nullopt;
     }
-    if (given.kind != kind || given.is_list != is_list) return std::nullopt;
+    if (given.kind != wanted.kind || given.is_list != wanted.is_list) return std::nullopt;
     plan.arguments.push_back(argument);
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(gives); ++i) {

@@ -18,12 +18,14 @@ namespace omniattn::calls {
 
 using Tensors = torch::autograd::variable_list;
 
-// Backward op and where its arguments come from.
+// Backward op and where its arguments come from. It computes the gradients of calls whose lists of
+// tensors are empty, once all gradients that it requires are given.
 struct BackwardPlan {
-  enum class Source { nothing, saved, kept, flag, grad };
+  enum class Source { nothing, saved, kept, empty_list, flag, grad };
   struct Argument {
     Source source;
     size_t place;
+    Parameter parameter;
   };
   c10::OperatorHandle op;
   std::vector<Argument> arguments;
@@ -60,6 +62,31 @@ inline c10::IValue value_of(const at::Tensor& t) {
   return t.defined() ? c10::IValue(t) : c10::IValue();
 }
 
+inline bool is_native(const Recorded& call, const std::vector<int64_t>& lengths,
+                      const Tensors& grads) {
+  if (!call.backward || c10::GradMode::is_enabled()) return false;
+  if (std::any_of(lengths.begin(), lengths.end(), [](auto n) { return n > 0; })) return false;
+  const auto& arguments = call.backward->arguments;
+  return std::all_of(arguments.begin(), arguments.end(), [&](const auto& a) {
+    return a.source != BackwardPlan::Source::grad || a.parameter.is_optional ||
+           grads[a.place].defined();
+  });
+}
+
+inline c10::IValue empty_list(Kind kind) {
+  switch (kind) {
+    case Kind::tensor:
+      return c10::List<at::Tensor>();
+    case Kind::integer:
+      return c10::List<int64_t>();
+    case Kind::number:
+      return c10::List<double>();
+    case Kind::boolean:
+      return c10::List<bool>();
+  }
+  return {};
+}
+
 // `needs` has a flag for each input, and for each element of the lists; and so has the result.
 inline Tensors native_gradients(const Recorded& call, const Tensors& saved,
                                 const std::vector<c10::IValue>& kept,
@@ -67,7 +94,7 @@ inline Tensors native_gradients(const Recorded& call, const Tensors& saved,
   using Source = BackwardPlan::Source;
   Stack stack;
   stack.reserve(call.backward->arguments.size());
-  for (const auto& [source, place] : call.backward->arguments) {
+  for (const auto& [source, place, parameter] : call.backward->arguments) {
     switch (source) {
       case Source::nothing:
         stack.emplace_back();
@@ -77,6 +104,9 @@ inline Tensors native_gradients(const Recorded& call, const Tensors& saved,
         break;
       case Source::kept:
         stack.push_back(kept[place]);
+        break;
+      case Source::empty_list:
+        stack.push_back(empty_list(parameter.kind));
         break;
       case Source::flag:
         stack.emplace_back(static_cast<bool>(needs[place]));
@@ -186,7 +216,7 @@ struct OpCall : torch::autograd::Function<OpCall> {
     if (any_defined(grads)) {
       const auto kept = values->elements()[0].toTupleRef().elements().vec();
       const auto saved = ctx->get_saved_variables();
-      found = call.backward && !c10::GradMode::is_enabled()
+      found = is_native(call, lengths, grads)
                   ? native_gradients(call, saved, kept, needs, grads)
                   : python_gradients(call, saved, kept, lengths, needs, grads);
     }

@@ -95,10 +95,10 @@ inline std::optional<Parameter> parameter_of(c10::TypePtr type) {
   return parameter;
 }
 
-// Reads a number of exactly Python's own class; symbols of traces and numpy's numbers are left to
-// torch.
+// Reads a number of Python's own class, or an enumerator; symbols of traces and numpy's numbers are
+// left to torch.
 inline bool read(PyObject* value, int64_t& number) {
-  if (!PyLong_CheckExact(value)) return false;
+  if (!PyLong_Check(value) || PyBool_Check(value)) return false;
   int overflow = 0;
   number = PyLong_AsLongLongAndOverflow(value, &overflow);
   return overflow == 0;

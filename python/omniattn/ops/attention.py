@@ -166,6 +166,7 @@ attention = DifferentiableOp(
     fakes={"out": _out, "lse": _rows, "lse_tail": _rows},
     private=("lse_tail",),
     backward=_backward,
+    direct=_backward_op.of(wanted="aux_grad"),
     formula=_formula,
     fold=Fold(("q", "k", "v"), when=_alone),
 )

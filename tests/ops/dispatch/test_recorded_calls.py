@@ -75,19 +75,31 @@ def test_results_and_gradients_are_those_of_python(name):
             assert (a is None and b is None) or torch.equal(a, b)
 
 
-def test_gradients_of_lists_are_those_of_python():
-    found = []
-    for record in (attention._record, attention.record):
-        leaf = BIAS.clone().requires_grad_()
-        q, k, v = (t.clone().requires_grad_() for t in HEADS)
-        original, attention.record = attention.record, record
-        try:
-            y = F.attention(q, k, v, causal=True, bias=leaf)
-        finally:
-            attention.record = original
-        found.append(torch.autograd.grad(y.sin().sum(), (q, k, v, leaf)))
-    for a, b in zip(*found, strict=True):
+@pytest.mark.parametrize(
+    ("use", "enters_python"),
+    [
+        (lambda q, k: F.attention(q, k, q, causal=True), False),
+        (lambda q, k: F.attention(q, k, q, return_lse=True)[1], True),  # out has no gradient
+        (lambda q, k: F.attention(q, k, q, bias=BIAS), True),
+        (lambda q, k: F.attention(q, k, q, bias=k[:1, :, 0] @ k[:1, :, 1].mT), True),
+    ],
+    ids=["plain", "lse", "bias", "gradient of bias"],
+)
+def test_attention(monkeypatch, use, enters_python):
+    def gradients():
+        q, k = (t.clone().requires_grad_() for t in HEADS[:2])
+        return torch.autograd.grad(use(q, k).sin().sum(), (q, k))
+
+    asked, ask = [], attention.gradients_of_call
+    monkeypatch.setattr(attention, "gradients_of_call", lambda *a: asked.append(a) or ask(*a))
+    found = gradients()
+    assert bool(asked) is enters_python
+    monkeypatch.setattr(attention, "attempt", attention._attempt)
+    monkeypatch.setattr(attention, "record", attention._record)
+    asked.clear()
+    for a, b in zip(gradients(), found, strict=True):
         assert torch.equal(a, b)
+    assert not asked
 
 
 def test_second_derivatives():

@@ -127,6 +127,8 @@ class DifferentiableOp(Op):
             None; gradients that are not needed may be omitted. None to use the gradients of
             `backward_op`.
         backward_op: default `<name>_backward` if `backward` is not given either.
+        direct: op that is all of `backward` if the lists of tensors are empty and the gradients
+            that it requires are given; compiled calls then stay out of Python.
         unsaved: function of named arguments that returns the names of values which the backward of
             this call does not need.
         formula: see Op; returns the same outputs as a call.
@@ -154,6 +156,7 @@ class DifferentiableOp(Op):
         private: tuple[str, ...] = (),
         backward: Backward | None = None,
         backward_op: BackwardOp | None = None,
+        direct: BackwardOp | None = None,
         unsaved: Callable[..., Sequence[str]] | None = None,
         formula: Callable[..., Any],
         higher_derivatives: bool = True,
@@ -179,7 +182,9 @@ class DifferentiableOp(Op):
             own = None if fold is None else Fold((*fold.names, *self.schema.outputs), fold.when)
             backward_op = BackwardOp(f"{name}_backward", fakes=fakes, fold=own)
         through_formula = higher_derivatives and not differentiable_backward
-        self.plan = Plan(self.schema, backward, backward_op, restored or {}, through_formula)
+        self.plan = Plan(
+            self.schema, backward, backward_op, restored or {}, through_formula, direct
+        )
         #: Selects the tensors among the arguments, lists of tensors last; and the inverse, which
         #: maps a value per tensor and one for all other arguments to a value per argument.
         arguments, inputs = self.schema.arguments, self.plan.inputs
@@ -199,7 +204,7 @@ class DifferentiableOp(Op):
             plan = self.plan
             self.record = compiled_record(
                 *(f"{name}_raw", outputs, self._record, self),
-                *(plan.saved_places, plan.kept_places, (plan.native, plan.take, plan.gives)),
+                *(plan.saved_places, plan.kept_places, plan.native),
             )
         self.attempt = compiled_attempt(
             direct, 0 if self.inference else outputs, self._attempt, self.record

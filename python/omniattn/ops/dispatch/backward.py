@@ -75,6 +75,7 @@ class Plan:
         backward, op: see `DifferentiableOp`; one of the two is given.
         restored: argument -> function of named values that recomputes it.
         formula: True if all other arguments must be saved for the formula.
+        direct: see `DifferentiableOp`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Plan:
         op: BackwardOp | None,
         restored: Rules,
         formula: bool,
+        direct: BackwardOp | None = None,
     ) -> None:
         self.schema, self.restored = schema, restored
         #: Arguments that may have a gradient; lists of tensors come last.
@@ -105,15 +107,16 @@ class Plan:
         #: Places of the saved tensors and of the other saved values in (*arguments, *outputs).
         self.saved_places = tuple(values.index(n) for n in self.saved)
         self.kept_places = tuple(values.index(n) for n in kept)
-        #: Name of the op that computes first derivatives without Python, or None; places in
-        #: `readable` of the values that it or `backward` takes; and for each input its output.
-        self.native = op.name if op is not None and backward is None else None
-        self.take = tuple(self._place(n, op) for n in takes)
-        self.gives = () if op is None else _gives(self.inputs, op)
+        #: Name of the op that computes first derivatives without Python (csrc/calls), or None;
+        #: places of its arguments in `readable`; for each input the output that is its gradient.
+        self.native: tuple[str | None, tuple[int, ...], tuple[int, ...]] = (None, (), ())
+        if direct := direct or (op if backward is None else None):
+            places = tuple(self._place(n, direct) for n in direct.takes)
+            self.native = (direct.name, places, _gives(self.inputs, direct))
         self._pick_saved = picker(self.saved_places)
         self._pick_kept = picker(self.kept_places)
         self._pick_lists = picker([values.index(n) for n in schema.tensor_lists])
-        self._take = picker(self.take)
+        self._take = picker([self._place(n, op) for n in takes])
         self._find = self._by_inputs(backward, op)
 
     def _place(self, name: str, op: BackwardOp | None) -> int:
@@ -159,7 +162,7 @@ class Plan:
         if backward is not None:
             return lambda *values: map(backward(*values).get, self.inputs)
         assert op is not None
-        call, pick = op.call, picker(self.gives)
+        call, pick = op.call, picker(_gives(self.inputs, op))
         if len(op.gives) == 1:
             return lambda *values: pick((call(*values), None))
         return lambda *values: pick((*call(*values), None))
@@ -190,5 +193,5 @@ def _names_taken(backward: Backward | None, op: BackwardOp | None) -> list[str]:
 
 def _gives(inputs: Sequence[str], op: BackwardOp) -> tuple[int, ...]:
     """Returns for each input the output of `op` that is its gradient, -1 if there is none."""
-    gives = [name.removeprefix("d") for name in op.gives]
+    gives = [name.removeprefix("grad_" if name.startswith("grad_") else "d") for name in op.gives]
     return tuple(gives.index(n) if n in gives else -1 for n in inputs)
