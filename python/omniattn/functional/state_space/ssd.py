@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 from typing_extensions import Unpack
@@ -24,8 +25,9 @@ from omniattn.checks.jagged import over_sequences
 from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_out
 from omniattn.encoding.sequences import Sequences as Sequences
 from omniattn.functional.recurrences._common import run, sequence_count, widened
-from omniattn.ops.dispatch.plain import are_alike
-from omniattn.reference.precision import widen
+from omniattn.ops import recurrence as ops
+from omniattn.ops.dispatch.plain import are_alike, is_plain
+from omniattn.reference.precision import compute_dtype, widen
 
 __all__ = ["ssd"]
 
@@ -121,6 +123,10 @@ def state_space_duality(
 ) -> tuple[Tensor, Tensor]:
     """Computes `ssd` of tensors that are not jagged; `fp32_output`: y of half types in fp32."""
     op = "ssd"
+    if z is None and dt_softplus is True and _is_unlimited(dt_limit):
+        found = _attempt(x, dt, A, B, C, D, dt_bias, sequences, fp32_output)
+        if found is not None:
+            return found
     initial_state, cu_seqlens, backend = sequences
     require_float(op, "x", x)
     if not are_alike(x.dtype, x, B, C):
@@ -162,6 +168,53 @@ def state_space_duality(
         y = y * nnf.silu(widen(z))
         y = y if fp32_output else y.to(x.dtype)
     return y, state.mT
+
+
+def _is_unlimited(dt_limit: tuple[float, float]) -> bool:
+    plain = type(dt_limit) is tuple and all(type(bound) is float for bound in dt_limit)
+    return plain and dt_limit == (0.0, math.inf)
+
+
+def _attempt(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    sequences: Sequences,
+    fp32_output: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Runs `ssd` of plain tensors in the dtypes of the op, with softplus and without limits.
+
+    Returns None for other calls, and for those that the checks must name in an error.
+    """
+    initial_state, cu_seqlens, backend = sequences
+    if cu_seqlens is not None or backend is not None:
+        return None
+    if not is_plain(x, dt, A, B, C, D, dt_bias, initial_state) or x.ndim != 4:
+        return None
+    wide = compute_dtype(x)
+    for t in (dt, A, D, dt_bias, initial_state):
+        if t is not None and not (t.dtype == wide and t.layout == torch.strided):
+            return None
+    batch, _, heads, size = x.shape
+    if dt.shape != x.shape[:3]:
+        return None
+    for t in (A, D, dt_bias):
+        if t is not None and t.shape != (heads,):
+            return None
+    if heads == 0 or not A.detach().max().item() <= 0.0:
+        return None
+    dt = nnf.softplus(dt if dt_bias is None else dt + dt_bias)
+    found = ops.recurrence.attempt(
+        *(C, B, x, dt * A, dt, None, None, None),
+        None if D is None else D[:, None].expand(batch, heads, size),
+        *(None, None, None if initial_state is None else initial_state.mT, None),
+        *(1.0, False, 0, False, 0.0, fp32_output),
+    )
+    return None if found is None else (found[0], found[1].mT)
 
 
 def require_heads(op: str, x: Tensor, B: Tensor, C: Tensor) -> None:
