@@ -4,6 +4,7 @@
 that their tests import. Nothing of theirs is part of this repository.
 """
 
+import collections
 import contextlib
 import importlib.abc
 import importlib.machinery
@@ -19,6 +20,8 @@ from unittest import mock
 
 import pytest
 import torch
+
+from omniattn.compat._names import MODULES, library
 
 FOLDER = os.environ.get("OMNIATTN_PEERS")
 
@@ -52,8 +55,20 @@ class _Stub(ModuleType):
         return self.names.get(name) or Missing(name)
 
 
+def compat_names(module: str) -> Mapping[str, object]:
+    """Returns what `omniattn.compat` has under the names of a library, those of `module` first."""
+    package = module.partition(".")[0]
+    if package not in MODULES:
+        return {}
+    ours, modules = importlib.import_module(MODULES[package]), library(package).modules
+    first = [modules[module].there] if module in modules else []
+    words = collections.ChainMap(*first, *(names.there for names in modules.values()))
+    return {name: getattr(ours, word) for name, word in words.items()}
+
+
 class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A checkout whose tests import `packages`, in place of which they find `names`.
+    """A checkout whose tests import `packages`, in place of which they find `names`, then those of
+    `omniattn.compat`. A name with a module is that of this module only.
 
     The modules in `real` come from the checkout, from the files named there.
     """
@@ -80,7 +95,9 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = _Stub(spec.name)
-        module.names = self.names
+        paths = ((path.rpartition("."), value) for path, value in self.names.items())
+        own = {name: value for (place, _, name), value in paths if place == spec.name}
+        module.names = collections.ChainMap(own, self.names, compat_names(spec.name))
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -107,6 +124,7 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             with (
                 mock.patch("torch.cuda.get_device_capability", lambda *_: (8, 0)),
                 mock.patch("torch.cuda.get_device_properties", lambda *_: properties),
+                mock.patch("torch.cpu.get_device_properties", lambda *_: properties, create=True),
                 mock.patch("torch.cuda.synchronize", lambda *_: None),
                 mock.patch.dict(vars(pytest.mark), flaky=lambda **_: lambda function: function),
             ):
