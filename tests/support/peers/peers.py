@@ -8,6 +8,7 @@ import collections
 import contextlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import itertools
 import os
 import random
@@ -20,10 +21,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.utils.flop_counter  # looks for triton when it is loaded
 
 from omniattn.compat._names import MODULES, library
 
 FOLDER = os.environ.get("OMNIATTN_PEERS")
+#: Names of triton with which files of kernels can be read for the definitions in them.
+TRITON = {
+    "jit": lambda function=None, **_: function or (lambda each: each),
+    "autotune": lambda **_: lambda function: function,
+    "heuristics": lambda _: lambda function: function,
+    "Config": lambda *_, **__: None,
+}
 
 
 class Missing:
@@ -70,7 +79,8 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """A checkout whose tests import `packages`, in place of which they find `names`, then those of
     `omniattn.compat`. A name with a module is that of this module only.
 
-    The modules in `real` come from the checkout, from the files named there.
+    The modules in `real` come from the checkout, from the files named there. Texts in `replaced`
+    are read as others, such as sizes that would take minutes on a CPU.
     """
 
     def __init__(
@@ -79,9 +89,11 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         packages: tuple[str, ...],
         names: Mapping[str, object],
         real: Mapping[str, str],
+        replaced: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.root = Path(FOLDER or "missing", folder)
         self.packages, self.names, self.real = packages, names, real
+        self.replaced = {'"cuda"': '"cpu"', "'cuda'": "'cpu'", **replaced}
         self._loaded: dict[str, ModuleType] = {}
 
     @property
@@ -97,7 +109,8 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module = _Stub(spec.name)
         paths = ((path.rpartition("."), value) for path, value in self.names.items())
         own = {name: value for (place, _, name), value in paths if place == spec.name}
-        module.names = collections.ChainMap(own, self.names, compat_names(spec.name))
+        triton = TRITON if spec.name == "triton" else {}
+        module.names = collections.ChainMap(own, self.names, compat_names(spec.name), triton)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -105,7 +118,9 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._run(module, self.real[module.__name__])
 
     def _run(self, module: ModuleType, path: str) -> None:
-        text = (self.root / path).read_text().replace('"cuda"', '"cpu"').replace("'cuda'", "'cpu'")
+        text = (self.root / path).read_text()
+        for theirs, ours in self.replaced.items():
+            text = text.replace(theirs, ours)
         module.__file__ = str(self.root / path)
         exec(compile(text, module.__file__, "exec"), vars(module))
 
@@ -195,9 +210,10 @@ def _expand(function: Callable) -> list[tuple[dict[str, object], tuple]]:
         }
         own = [m for *_, of in choice for m in of if m.name in ("skip", "skipif")]
         found.append((arguments, (*marks, *own)))
-    code = function.__code__
-    wanted = set(code.co_varnames[: code.co_argcount])
-    return [each for each in found if set(each[0]) == wanted]
+    parameters = inspect.signature(function).parameters.values()
+    wanted = {p.name for p in parameters}
+    least = {p.name for p in parameters if p.default is p.empty}
+    return [each for each in found if least <= set(each[0]) <= wanted]
 
 
 def _values(value: Any, count: int) -> tuple[tuple, tuple]:
