@@ -25,6 +25,7 @@ import torch
 from goal_rows import attention as goal_rows
 from goal_rows import caches as goal_caches
 from goal_rows import calls as goal_calls
+from goal_rows import mixers as goal_mixers
 from goal_rows import recurrences as goal_recurrences
 from goal_rows import scans as goal_scans
 from goal_rows import slow_paths as goal_slow_paths
@@ -63,6 +64,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "scans": goal_scans.rows,
     "scan lengths": goal_scans.length_rows,
     "recurrences": goal_recurrences.rows,
+    "mixers": goal_mixers.rows,
     "recurrence lengths": goal_recurrences.length_rows,
     "recurrence tiles": goal_recurrences.tile_rows,
     "patterns": goal_sparse.pattern_rows,

@@ -72,7 +72,7 @@ REFUSED = [
      "it serves the library's own kernels, devices and files"),
     (r"\.naive_\w+$|_ref$|GroupNormRef|_torch$|segsum|ssd_minimal_discrete|mamba_inner_ref",
      "formulas in plain torch are in omniattn.reference"),
-    (r"fla\.layers\.(\w+\.)?(YOCO|SlidingWindowSharedKey|WallAttention)",
+    (r"fla\.layers\.(\w+\.)?(YOCO|SlidingWindowSharedKey)",
      "omniattn.modules has layers of this kind, with caches of their own"),
     (r"wall_attn(\.\w+)?\.(build_wall_kv_cache|parallel_wall_attn_decode)"
      r"|ops\.(build_wall_kv_cache|parallel_wall_attn_decode)",
@@ -104,6 +104,13 @@ ALIASES = {
     "liger_kernel.chunked_loss.functional.liger_fused_linear_jsd": "chunked_liger_fused_linear_jsd",
     "mamba_ssm.ops.triton.layernorm_gated.RMSNorm": "GatedRMSNorm",
     "mamba_ssm.ops.triton.layernorm_gated.LayerNorm": "GatedLayerNorm",
+}
+#: Modules that pull requests add to a library: commit, and public names.
+PROPOSED = {
+    "fla": {
+        "fla.ops.cyfa": ("ef747b38", {"chunk_cyfa", "fused_recurrent_cyfa"}),
+        "fla.ops.gka": ("b22c42ca", {"chunk_gka", "fused_recurrent_gka"}),
+    }
 }
 KINDS = {"there": "+", "refused": "!", "absent": "-"}
 
@@ -207,7 +214,10 @@ def of_checkout(package: str, checkout: str) -> tuple[str, str, dict[str, set[st
     version = re.search(r"version\S* = \"(.+)\"|^(\d\S+)$", content)
     assert version is not None
     commit = show(checkout, "rev-parse", "HEAD")[:12]
-    return version[1] or version[2], commit, public_names(package, checkout)
+    names = public_names(package, checkout)
+    for module, (_, proposed) in PROPOSED.get(package, {}).items():
+        names.setdefault(module, proposed)
+    return version[1] or version[2], commit, dict(sorted(names.items()))
 
 
 def of_list(package: str) -> tuple[str, str, dict[str, set[str]]]:
@@ -246,8 +256,10 @@ def page() -> str:
         totals.append(f"| `{package}` | {found.version} | {there} | {refused} | {absent} |")
         sections += ["", f"## {package}", "", f"Names of version {found.version}, commit "]
         sections[-1] += f"{found.commit}; here in `{MODULES[package]}`."
+        proposed = {m: c for m, (c, _) in PROPOSED.get(package, {}).items()}
         for module, names in found.modules.items():
-            sections += ["", f"**{module}**", ""]
+            source = f" (a pull request, commit {proposed[module]})" if module in proposed else ""
+            sections += ["", f"**{module}**{source}", ""]
             if names.there:
                 sections.append(f"- there: {listed(names.there)}")
             for reason in sorted(set(names.refused.values())):

@@ -424,6 +424,57 @@ def test_mesa_net():
         fla.chunk_mesa_net(*rows, *gates, lamb, h_kk_init=kv[..., 1:])
 
 
+@pytest.mark.parametrize("call", [fla.chunk_gka, fla.fused_recurrent_gka])
+def test_gated_kalmanet(call):
+    x = tensors()
+    rows = nnf.normalize(x["q"], dim=-1), nnf.normalize(x["k"], dim=-1), x["v"]
+    gates = {"g": x["g"], "gk": 2 * x["g"], "alpha": x["beta"]}
+    want, state = F.gated_kalmanet(*rows, *gates.values(), scale=0.3, ridge_ratio=0.1)
+    options = {"scale": 0.3, "ridge_ratio": 0.1}
+    o, final = call(*rows, **gates, **options, output_final_state=True)
+    torch.testing.assert_close((o, *final), (want, *state))
+    assert call(*rows, **gates)[1] is None
+    again = F.gated_kalmanet(*rows, initial_state=state)[0]
+    torch.testing.assert_close(call(*rows, initial_state=state)[0], again)
+    name = call.__name__
+    with pytest.raises(ValueError, match=f"{name}: num_iter must be"):
+        call(*rows, num_iter=0)
+    for wrong in gates:
+        with pytest.raises(ValueError, match=f"{name}: {wrong} must have shape"):
+            call(*rows, **gates | {wrong: gates[wrong][:, 1:]})
+
+
+@pytest.mark.parametrize("call", [fla.chunk_cyfa, fla.fused_recurrent_cyfa])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cyclic_flow_attention(call, dtype):
+    x = tensors()
+    rows = [x[name].to(dtype) for name in "qkv"]
+    gates, readout = (x["g"], x["beta"], x["beta"].flip(1)), torch.randn(H, 5, 5)
+    weights = torch.rand(2, K) + 0.5
+    norms = {"q_norm_weight": weights[0], "k_norm_weight": weights[1]}
+    norms |= {"q_norm_eps": 1e-5, "k_norm_eps": 0.1}
+    normed = [
+        (nnf.rms_norm(t.float(), (K,), eps=eps) * weight).to(dtype)
+        for t, weight, eps in zip(rows[:2], weights, (1e-5, 0.1), strict=True)
+    ]
+    want, state = F.cyclic_flow_attention(*normed, rows[2], *gates, readout, scale=0.3)
+    o, final = call(*rows, *gates, readout, **norms, scale=0.3, output_final_state=True)
+    torch.testing.assert_close((o, *final), (want, *state))
+    assert call(*rows, *gates, readout, **norms)[1] is None
+    again = F.cyclic_flow_attention(*normed, rows[2], *gates, readout, initial_state=state)[0]
+    found = call(*rows, *gates, readout, **norms, initial_state=final)[0]
+    torch.testing.assert_close(found, again)
+    name = call.__name__
+    for wrong, value, text in (
+        ("q_norm_weight", weights[0, 1:], "must have shape"),
+        ("k_norm_eps", -1.0, "must be"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: {wrong} {text}"):
+            call(*rows, *gates, readout, **norms | {wrong: value})
+    with pytest.raises(ValueError, match=f"{name}: delta must have shape"):
+        call(*rows, gates[0], gates[1][:, 1:], gates[2], readout, **norms)
+
+
 def test_titans():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, B, T, H, K).unbind()

@@ -57,6 +57,8 @@ def layers():
         "rwkv6": fla.RWKV6Attention(**sizes, proj_low_rank_dim=3, gate_low_rank_dim=2),
         "rwkv7": fla.RWKV7Attention(hidden_size=WIDTH, head_dim=4, layer_idx=0),
         "forgetting": fla.ForgettingAttention(WIDTH, 4, 2, qk_norm=True, layer_idx=0),
+        "wall": fla.WallAttention(WIDTH, 4, 2, qk_norm=True, use_output_gate=True, layer_idx=0),
+        "wall_forgetting": fla.WallAttention(WIDTH, 4, 2, use_scalar_gate=True, layer_idx=0),
         "path": fla.PaTHAttention(WIDTH, 4, 2, layer_idx=0),
         "path_forgetting": fla.PaTHAttention(WIDTH, 4, use_forget_gate=True, layer_idx=0),
         "deltaformer": fla.DeltaFormerAttention(WIDTH, 4, 2, layer_idx=0),
@@ -141,6 +143,31 @@ def test_slots_are_those_of_this_package():
         layer = theirs(hidden_size=WIDTH, use_short_conv=True, **sizes, **rope)
         own = loaded(ours(dim=WIDTH, **sizes), layer, g_norm="o_norm")
         torch.testing.assert_close(own(x), layer(x)[0])
+
+
+def test_wall_attention_is_that_of_this_package():
+    x = torch.randn(2, 9, WIDTH)
+    options = dict(use_output_gate=True, use_scalar_gate=True, gate_init_bias=2.0)
+    theirs = fla.WallAttention(WIDTH, 4, 2, **options)
+    own = modules.WallAttention(
+        dim=WIDTH, num_heads=4, num_kv_heads=2, gate=True, scalar_gate=True, gate_bias=2.0
+    )
+    torch.testing.assert_close(loaded(own, theirs)(x), theirs(x)[0])
+    with pytest.raises(NotImplementedError, match="WallAttention: window_size is not supported"):
+        fla.WallAttention(WIDTH, 4, window_size=3)
+
+
+@pytest.mark.parametrize("name", ["path", "wall"])
+@torch.no_grad()
+def test_caches_may_begin_with_padding_alone(name):
+    """The first call has no token of the first sequence."""
+    layer, x = LAYERS[name], torch.randn(2, 5, WIDTH)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+    cache = fla.FLACache()
+    parts = [layer(x[:, a:b], mask[:, :b], cache)[0] for a, b in ((0, 2), (2, 4), (4, 5))]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x, mask)[0])
+    with pytest.raises(ValueError, match="attention_mask must have padding on the left"):
+        layer(x, 1 - mask, fla.FLACache())
 
 
 def test_mixture_of_memories():

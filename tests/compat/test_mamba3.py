@@ -39,3 +39,16 @@ def test_other_steps():
 def test_heavy_tail():
     found = mamba_ssm.heavy_tail_activation(torch.tensor([-1.0, 0.0, 2.0]))
     assert found.tolist() == [0.5, 1.0, 3.0]
+
+
+def test_layers_have_their_sizes_as_attributes():
+    mamba, two, three = (
+        mamba_ssm.Mamba(8, d_state=3, dt_rank=2),
+        mamba_ssm.Mamba2(8, d_state=3, headdim=4),
+        mamba_ssm.Mamba3(8, d_state=4, headdim=4, is_mimo=True, mimo_rank=2),
+    )
+    for layer, states in ((mamba, 3), (two, 3), (three, 4)):
+        sizes = layer.d_model, layer.d_state, layer.expand, layer.d_inner
+        assert sizes == (8, states, 2, 16)
+    assert (mamba.dt_rank, mamba.d_conv) == (2, 4) and (two.nheads, two.ngroups) == (4, 1)
+    assert (three.nheads, three.num_bc_heads, three.mimo_rank) == (4, 1, 2)

@@ -7,7 +7,7 @@ imports; `block` writes them down for one sequence.
 import pytest
 import torch
 
-from omniattn import compat
+from omniattn import compat, functional
 from omniattn.compat import xformers as xops
 
 TABLES = torch.tensor([[2, 0], [1, 4], [3, 5]])
@@ -226,6 +226,9 @@ def test_layers_and_small_functions():
     b1, b2 = layer.w12.bias.chunk(2)
     inner = torch.nn.functional.silu(x @ w1.T + b1) * (x @ w2.T + b2)
     torch.testing.assert_close(layer(x), layer.w3(inner))
+    packed = layer.w12.weight.unflatten(0, (2, -1)), layer.w12.bias.unflatten(0, (2, -1))
+    found = xops.swiglu_packed(x, *packed, layer.w3.weight, layer.w3.bias)
+    torch.testing.assert_close(found, layer(x))
     assert {"w1.weight", "w3.weight"} <= set(xops.SwiGLU(6, 4, _pack_weights=False).state_dict())
     norm, y = xops.RMSNorm(6), torch.randn(3, 6)
     wanted = torch.nn.functional.rms_norm(x + y, (6,), eps=1e-6)
@@ -241,6 +244,174 @@ def test_layers_and_small_functions():
     assert torch.equal(rows, torch.cat([z[0, 2], z[1, 0], z[1, 0]]))
     mask = torch.eye(3).bool()
     assert (xops.masked_matmul(z, z.mT, mask)[:, ~mask] == -torch.inf).all()
+
+
+def rotated(x, positions, freqs, adjacents):
+    """Rotates x (1, T, H, D) as complex numbers."""
+    turn = torch.polar(torch.ones(()).double(), positions[:, None] * freqs)[:, None]
+    if adjacents:
+        z = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(z * turn).flatten(-2)
+    z = torch.complex(*(t.contiguous() for t in x.chunk(2, -1))) * turn
+    return torch.cat((z.real, z.imag), -1)
+
+
+@pytest.mark.parametrize("groups", [0, 3])
+@pytest.mark.parametrize("adjacents", [True, False])
+def test_rope_padded(adjacents, groups):
+    """Queries, the caches with their old rows, and attention to both."""
+    torch.manual_seed(0)
+    queries, lengths, room, size = [2, 1, 3], [4, 7, 3], 9, 6
+    bias = xops.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(queries, room, lengths)
+    middle = (groups,) * bool(groups)
+    xq = torch.randn(1, 6, *middle, 4, size, dtype=torch.float64)
+    xk, xv = torch.randn(2, 1, 6, *middle, 2, size, dtype=torch.float64)
+    caches = torch.randn(2, 1, 27, *middle, 2, size, dtype=torch.float64)
+    rows = torch.tensor([2, 3, 15, 18, 19, 20])
+    freqs = 100.0 ** (-torch.arange(0, size, 2).double() / size)
+    shift = torch.tensor([5, 0, 1])
+    cases = [
+        ({}, rows % 9, freqs),
+        ({"linear_scale": 4.0}, rows % 9 / 4, freqs),
+        ({"seqpos": torch.arange(6) + 3}, torch.arange(6) + 3, freqs),
+        ({"first_seqpos": shift}, rows % 9 + shift.repeat_interleave(torch.tensor(queries)), freqs),
+    ]
+    for options, positions, theta in cases:
+        cache_k, cache_v = caches.clone()
+        options = {"theta": 100.0, "adjacents": adjacents, **options}
+        out = xops.rope_padded(xq, xk, xv, cache_k, cache_v, bias, **options)
+        flat = (t.flatten(2, -2) for t in (xq, xk))
+        q, k = (rotated(t, positions, theta, adjacents) for t in flat)
+        torch.testing.assert_close(out, q.view_as(xq))
+        wanted = caches.clone()
+        wanted[0][:, rows], wanted[1][:, rows] = k.view_as(xk), xv
+        torch.testing.assert_close(torch.stack((cache_k, cache_v)), wanted)
+        again = torch.empty_like(xq)
+        found = xops.rope_padded(xq, xk, xv, cache_k, cache_v, bias, out_q=again, **options)
+        assert found is again and torch.equal(again, out)
+
+
+def test_rope_padded_of_one_expanded_head_and_llama_3():
+    torch.manual_seed(0)
+    bias = xops.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens([1, 1], 5, [3, 5])
+    xq, one = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 1, 8)
+    cache_k, cache_v = torch.zeros(2, 1, 10, 1, 8)
+    wide = [t.expand(-1, -1, 4, -1) for t in (one, one, cache_k, cache_v)]
+    scaling = {"dynamic_old_context_len": 16.0, "dynamic_high_freq_factor": 4.0}
+    q = xops.rope_padded(xq, *wide, bias, use_dynamic_scaling=True, **scaling)
+    theta = functional.Llama3Scaling(16.0, 1.0, 4.0, 16)
+    freqs = functional.rope_frequencies(8, scaling=theta)
+    tables = functional.rotary_tables(freqs, torch.tensor([2, 4]))
+    wanted = functional.apply_rotary(xq, one, *tables, interleaved=True)
+    torch.testing.assert_close((q, cache_k[:, [2, 9]]), wanted)
+    torch.testing.assert_close(cache_v[:, [2, 9]], one)
+    with pytest.raises(ValueError, match="cache_k must have shape"):
+        xops.rope_padded(xq, *(t.contiguous() for t in wide[:2]), *wide[2:], bias)
+    with pytest.raises(ValueError, match="dynamic_low_freq_factor must be <= dynamic_high"):
+        rest = {"dynamic_low_freq_factor": 9.0, **scaling}
+        xops.rope_padded(xq, *wide, bias, use_dynamic_scaling=True, **rest)
+    with pytest.raises(ValueError, match="seqpos must be None with first_seqpos"):
+        places = torch.arange(2)
+        xops.rope_padded(xq, *wide, bias, seqpos=places, first_seqpos=places)
+    with pytest.raises(TypeError, match="attn_bias must be a BlockDiagonalCausalWith"):
+        xops.rope_padded(xq, *wide, xops.LowerTriangularMask())
+    with pytest.raises(NotImplementedError, match="gradients are not supported"):
+        xops.rope_padded(xq.requires_grad_(), *wide, bias)
+
+
+def test_products_of_tiles():
+    torch.manual_seed(0)
+    a = [[torch.randn(m, k, dtype=torch.float64) for k in (3, 1)] for m in (2, 5, 1)]
+    b = [[torch.randn(k, n, dtype=torch.float64) for n in (4, 2)] for k in (3, 1)]
+    found = xops.tiled_matmul(a, b)
+    out = [[torch.empty_like(tile) for tile in row] for row in found]
+    xops.tiled_matmul_out(a, b, out)
+    for m in range(3):
+        for n in range(2):
+            wanted = a[m][0] @ b[0][n] + a[m][1] @ b[1][n]
+            torch.testing.assert_close(found[m][n], wanted)
+            torch.testing.assert_close(out[m][n], wanted)
+    with pytest.raises(ValueError, match="tiled_matmul: b must have rows of the sizes of a's"):
+        xops.tiled_matmul(a, b[::-1])
+    with pytest.raises(ValueError, match="tiled_matmul: a must have equally many tiles"):
+        xops.tiled_matmul([a[0], a[1][:1]], b)
+    with pytest.raises(ValueError, match="tiled_matmul_out: out must have shape"):
+        xops.tiled_matmul_out(a, b, out[::-1])
+
+
+def test_trees_of_draft_tokens():
+    """The fields against their definitions, node by node."""
+    choices = [(1, 2), (0,), (1,), (0, 1), (0, 0), (3,), (1, 2, 0)]
+    tree = xops.TreeAttnMetadata.from_tree_choices(choices, torch.float64)
+    nodes = [(), (0,), (1,), (3,), (0, 0), (0, 1), (1, 2), (1, 2, 0)]
+    assert tree.tree_choices == nodes[1:]
+    seen = torch.tensor([[node[: len(other)] == other for other in nodes] for node in nodes])
+    assert torch.equal(tree.attention_bias == 0, seen)
+    assert torch.equal(tree.attention_bias == -torch.inf, ~seen)
+    assert tree.tree_indices.tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+    ways = [[0, 3, -1, -1], [0, 1, 4, -1], [0, 1, 5, -1], [0, 2, 6, 7]]
+    assert tree.retrieval_indices.tolist() == ways and tree.path_lengths == [2, 3, 3, 4]
+    assert tree.tree_seq_position_ids.tolist() == list(map(len, nodes))
+    assert [nodes[n] for n in tree.parent_node_indices] == [node[:-1] for node in nodes[1:]]
+    children = [[0, 1, 2], [3, 4, 4], [5] * 3, [0] * 3, [0] * 3, [0] * 3, [6] * 3, [0] * 3]
+    assert tree.child_node_indices.tolist() == children
+    counts = [3, 2, 1, 0, 0, 0, 1, 0]
+    assert tree.num_children_per_node.tolist() == counts
+    assert tree.candidate_idx.tolist() == [0, 1, 2, 0, 1, 0, 0]
+    assert tree.num_nodes_per_level.tolist() == [1, 3, 3, 1]
+    assert [t.tolist() for t in tree.num_children_per_node_at_level] == [
+        [3],
+        [2, 1, 0],
+        [0, 0, 1],
+        [0],
+    ]
+    assert tree.subtree_sizes == [1, 4, 7, 8]
+    full = xops.construct_full_tree_choices(2, 3)
+    assert len(full) + 1 == xops.get_full_tree_size(3, 3) == 13 and full[3:6] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+    ]
+    assert len(xops.construct_tree_choices([2, 3])) == 8
+    alone = xops.TreeAttnMetadata.from_tree_choices_cached(())
+    assert alone.retrieval_indices.tolist() == [[0]] and alone.subtree_sizes == [1]
+    for wrong in ([(0, 0)], [(0,), (0,)], [()]):
+        with pytest.raises(ValueError, match="tree_choices must have the parent of each node"):
+            xops.TreeAttnMetadata.from_tree_choices(wrong)
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+@pytest.mark.parametrize("last", [5, 2])
+def test_tree_attention(groups, last):
+    """Each node of a tree is the last token of a sequence, and attends to its ancestors."""
+    torch.manual_seed(0)
+    tree = xops.TreeAttnMetadata.from_tree_choices([(0,), (1,), (1, 0), (1, 1)], torch.float64)
+    middle, lengths = (groups,) * bool(groups), [3, 1]
+    sizes = (last, 5, 5, 4, 4)
+    tensors = [torch.randn(2, n, *middle, 3, 6, dtype=torch.float64) for n in sizes]
+    q, spec_k, spec_v, cache_k, cache_v = (t.requires_grad_() for t in tensors)
+    prefix = xops.BlockDiagonalPaddedKeysMask.from_seqlens([last] * 2, 4, lengths)
+    bias = tree.attention_bias[-last:]
+    out = xops.tree_attention(q, spec_k, spec_v, cache_k, cache_v, bias, prefix)
+    rows = []
+    for n, length in enumerate(lengths):
+        k, v = (
+            torch.cat((old[n : n + 1, :length], new[n : n + 1]), 1)
+            for old, new in ((cache_k, spec_k), (cache_v, spec_v))
+        )
+        both = torch.cat((torch.zeros(last, length), bias), 1)
+        heads = (t.flatten(2, -2) for t in (q[n : n + 1], k, v))
+        rows.append(dense(*heads, both)[0].view(1, *q.shape[1:]))
+    wanted = torch.cat(rows)
+    torch.testing.assert_close(out, wanted)
+    grad = torch.randn_like(out)
+    leaves = q, spec_k, spec_v, cache_k, cache_v
+    theirs = torch.autograd.grad(wanted, leaves, grad)
+    torch.testing.assert_close(torch.autograd.grad(out, leaves, grad), theirs)
+    with pytest.raises(ValueError, match="tree_attention: spec_attn_bias must have shape"):
+        xops.tree_attention(q, spec_k, spec_v, cache_k, cache_v, bias[1:], prefix)
+    with pytest.raises(NotImplementedError, match="q_fp8 must be None"):
+        xops.tree_attention(q, spec_k, spec_v, cache_k, cache_v, bias, prefix, q_fp8=q)
 
 
 def test_errors_name_arguments_of_xformers():

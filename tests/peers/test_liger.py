@@ -18,9 +18,11 @@ PEER = peers.Peer(
 LAYERS = (
     *("rms_norm", "fused_add_rms_norm", "layer_norm", "rope", "qwen2vl_mrope", "swiglu", "geglu"),
     *("mlp", "relu_squared", "cross_entropy", "fused_linear_cross_entropy", "kl_div", "jsd"),
-    "fused_linear_jsd",
+    *("fused_linear_jsd", "attn_res", "dyt", "fused_neighborhood_attention", "group_norm"),
+    *("mhc", "modulated_rms_norm", "multi_token_attention", "poly_norm"),
+    *("softmax", "sparsemax", "tiled_mlp", "tvd", "grpo_loss"),
 )
-LOSSES = ("dpo", "cpo", "simpo", "orpo", "kto", "grpo", "jsd")
+LOSSES = ("dpo", "cpo", "simpo", "orpo", "kto", "grpo", "jsd", "cosine")
 
 
 def fits(**arguments: object) -> bool:
@@ -51,6 +53,9 @@ OTHER = {
     "label_smoothing_validation": TEXT,
     "invalid_loss_type": TEXT,
     "rejects_unsupported": TEXT,
+    "neighborhood_attention_edge_cases": TEXT,
+    "mhc_coeffs_disallow_fp32": "ours takes fp32",
+    "test_grpo_loss-test_functional_correctness": "the test gives True as a temperature",
 }
 CASES = [
     case

@@ -1,5 +1,6 @@
-"""mamba-ssm's own tests of its scan, and its references, which need no GPU."""
+"""mamba-ssm's own tests of its scans, norms and layers, and its references, which need no GPU."""
 
+import mamba_on_ours
 import peers
 import pytest
 import torch
@@ -14,25 +15,48 @@ PEER = peers.Peer(
     {
         "custom_bwd": lambda function: function,
         "custom_fwd": lambda function: function,
-        "causal_conv1d_fn": compat.causal_conv1d_fn,
-        "mamba_chunk_scan_combined": compat.mamba_chunk_scan_combined,
-        "mamba_inner_fn": compat.mamba_inner_fn,
-        "selective_scan_fn": compat.selective_scan_fn,
+        **mamba_on_ours.NAMES,
     },
     {},
+    {
+        "torch.cuda.is_available()": "True",
+        # Sizes of the tests of Mamba-3, which take minutes on a CPU.
+        "batch = 128": "batch = 2",
+        "batch = 16": "batch = 2",
+        "seqlen = 2345": "seqlen = 100",
+        "seqlen = 2048": "seqlen = 100",
+        "[2345, 2346, 2347, 2348, 2349, 2350, 2351, 2352]": "[1, 9, 17, 33, 64, 65, 3, 40]",
+        "nheads = 32": "nheads = 8",
+    },
 )
-LONGEST = 512
+LONGEST, WIDEST = 512, 2048
+#: File, and most cases of each function. Tests in `tests/ops/tilelang` and `cute` are of kernels.
+FILES = {
+    "tests/ops/test_selective_scan.py": 8,
+    "tests/ops/triton/test_selective_state_update.py": 4,
+    "tests/ops/triton/test_layernorm_gated.py": 8,
+    "tests/ops/triton/test_mamba3_siso.py": 2,
+    "tests/ops/triton/test_ssd.py": 2,
+    "tests/modules/test_mamba3_varlen.py": 2,
+}
+OTHER = {"mamba_inner_fn": "values up to 5e8, of which float32 has no 2e-3; smaller ones below"}
+
+
+def fits(**given: object) -> bool:
+    """True if the CPU's eager references take only seconds."""
+    return given.get("seqlen", 0) <= LONGEST and given.get("dim", 0) <= WIDEST
+
+
 CASES = []
 if PEER.present:
     THEIRS = PEER.load("mamba_ssm/ops/selective_scan_interface.py")
     THEIRS.selective_scan_fn = THEIRS.selective_scan_ref  # of which mamba_inner_ref is made
+    STEP = PEER.load("mamba_ssm/ops/triton/selective_state_update.py")
+    NORM = PEER.load("mamba_ssm/ops/triton/layernorm_gated.py")
     PEER.names |= {n: vars(THEIRS)[n] for n in ("selective_scan_ref", "mamba_inner_ref")}
-    CASES = PEER.cases(
-        "tests/ops/state_space/test_selective_scan.py",
-        8,
-        lambda **given: given.get("seqlen", 0) <= LONGEST,
-        {"mamba_inner_fn": "values up to 5e8, of which float32 has no 2e-3; smaller ones below"},
-    )
+    PEER.names |= {"selective_state_update_ref": STEP.selective_state_update_ref}
+    PEER.names |= {"rms_norm_ref": NORM.rms_norm_ref}
+    CASES = [case for path, most in FILES.items() for case in PEER.cases(path, most, fits, OTHER)]
 
 
 @pytest.mark.slow

@@ -113,7 +113,12 @@ from omniattn.compat._fla.long_conv import (
     PositionalEmbedding,
     fft_conv,
 )
-from omniattn.compat._fla.mesa import chunk_mesa_net, mesa_net_decoding_one_step
+from omniattn.compat._fla.mesa import (
+    chunk_gka,
+    chunk_mesa_net,
+    fused_recurrent_gka,
+    mesa_net_decoding_one_step,
+)
 from omniattn.compat._fla.mlp import (
     FusedCrossEntropyLoss,
     FusedKLDivLoss,
@@ -177,7 +182,13 @@ from omniattn.compat._fla.precond import (
     fused_recurrent_precond_gated_delta_rule,
     fused_recurrent_precond_kda,
 )
-from omniattn.compat._fla.slots import chunk_abc, chunk_gsa, fused_recurrent_gsa
+from omniattn.compat._fla.slots import (
+    chunk_abc,
+    chunk_cyfa,
+    chunk_gsa,
+    fused_recurrent_cyfa,
+    fused_recurrent_gsa,
+)
 from omniattn.compat._fla.titans import chunk_titans_linear
 from omniattn.compat._fla.ttt import chunk_ttt_linear, fused_chunk_ttt_linear
 from omniattn.compat._fla.variants import (
@@ -245,6 +256,7 @@ from omniattn.compat.fla_layers import (
     SwishFeatureMap,
     T2RFeatureMap,
     TaylorFeatureMap,
+    WallAttention,
     elu_p1,
     flatten_diag_outer_product,
     flatten_diag_outer_product_off1,
@@ -349,12 +361,14 @@ __all__ = [
     "SwishFeatureMap",
     "T2RFeatureMap",
     "TaylorFeatureMap",
+    "WallAttention",
     "addmm",
     "bias_gelu",
     "causal_conv1d",
     "causal_conv1d_update",
     "chunk_abc",
     "chunk_comba",
+    "chunk_cyfa",
     "chunk_delta_rule",
     "chunk_dplr_delta_rule",
     "chunk_gated_delta_product",
@@ -362,6 +376,7 @@ __all__ = [
     "chunk_gated_oja_rule",
     "chunk_gdn",
     "chunk_gdn2",
+    "chunk_gka",
     "chunk_gla",
     "chunk_global_cumsum",
     "chunk_global_cumsum_scalar",
@@ -407,12 +422,14 @@ __all__ = [
     "fused_linear_cross_entropy_loss",
     "fused_mul_recurrent_rwkv7",
     "fused_recurrent_comba",
+    "fused_recurrent_cyfa",
     "fused_recurrent_delta_rule",
     "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gated_oja_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_gdn2",
+    "fused_recurrent_gka",
     "fused_recurrent_gla",
     "fused_recurrent_gsa",
     "fused_recurrent_hgrn",

@@ -45,8 +45,11 @@ def test_norms(x):
     half = x.detach().bfloat16()
     llama = (nnf.rms_norm(half.float(), (N,), eps=1e-6).bfloat16() * w.bfloat16()).detach()
     torch.testing.assert_close(liger.liger_rms_norm(half, w.bfloat16().detach(), 1e-6), llama)
+    plain = nnf.rms_norm(half.float(), (N,), eps=1e-6).bfloat16()
+    found = liger.liger_rms_norm(half, None, 1e-6, casting_mode="none")
+    torch.testing.assert_close(found, plain)
     with pytest.raises(ValueError, match="liger_rms_norm: casting_mode must be"):
-        liger.liger_rms_norm(half, None, 1e-6, casting_mode="none")
+        liger.liger_rms_norm(half, None, 1e-6, casting_mode="fp32")
     with pytest.raises(ValueError, match="liger_rms_norm: W must"):
         liger.liger_rms_norm(x, w[:3], 1e-6)
 
@@ -168,6 +171,14 @@ def test_modulated_norm(x):
     plain = liger.LigerModulatedRMSNorm(N, eps=0.1, elementwise_affine=False)
     assert not plain.state_dict()
     torch.testing.assert_close(plain(x, scale, shift), wanted + shift)
+    torch.testing.assert_close(plain(x, scale[:, 0], shift[:, 0]), wanted + shift)
+    torch.testing.assert_close(
+        plain(x, scale[0, 0]), nnf.rms_norm(x, (N,), eps=0.1) * (1 + scale[0])
+    )
+    with pytest.raises(ValueError, match="liger_modulated_rms_norm: scale must have n N elements"):
+        plain(x, torch.randn(3, N))
+    with pytest.raises(ValueError, match="liger_modulated_rms_norm: shift must have as many"):
+        plain(x, scale, shift[:1])
 
 
 def test_experts(x):

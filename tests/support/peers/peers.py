@@ -4,9 +4,11 @@
 that their tests import. Nothing of theirs is part of this repository.
 """
 
+import collections
 import contextlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import itertools
 import os
 import random
@@ -19,8 +21,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.utils.flop_counter  # looks for triton when it is loaded
+
+from omniattn.compat._names import MODULES, library
 
 FOLDER = os.environ.get("OMNIATTN_PEERS")
+#: Names of triton with which files of kernels can be read for the definitions in them.
+TRITON = {
+    "jit": lambda function=None, **_: function or (lambda each: each),
+    "autotune": lambda **_: lambda function: function,
+    "heuristics": lambda _: lambda function: function,
+    "Config": lambda *_, **__: None,
+}
 
 
 class Missing:
@@ -52,10 +64,23 @@ class _Stub(ModuleType):
         return self.names.get(name) or Missing(name)
 
 
-class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A checkout whose tests import `packages`, in place of which they find `names`.
+def compat_names(module: str) -> Mapping[str, object]:
+    """Returns what `omniattn.compat` has under the names of a library, those of `module` first."""
+    package = module.partition(".")[0]
+    if package not in MODULES:
+        return {}
+    ours, modules = importlib.import_module(MODULES[package]), library(package).modules
+    first = [modules[module].there] if module in modules else []
+    words = collections.ChainMap(*first, *(names.there for names in modules.values()))
+    return {name: getattr(ours, word) for name, word in words.items()}
 
-    The modules in `real` come from the checkout, from the files named there.
+
+class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """A checkout whose tests import `packages`, in place of which they find `names`, then those of
+    `omniattn.compat`. A name with a module is that of this module only.
+
+    The modules in `real` come from the checkout, from the files named there. Texts in `replaced`
+    are read as others, such as sizes that would take minutes on a CPU.
     """
 
     def __init__(
@@ -64,9 +89,11 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         packages: tuple[str, ...],
         names: Mapping[str, object],
         real: Mapping[str, str],
+        replaced: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.root = Path(FOLDER or "missing", folder)
         self.packages, self.names, self.real = packages, names, real
+        self.replaced = {'"cuda"': '"cpu"', "'cuda'": "'cpu'", **replaced}
         self._loaded: dict[str, ModuleType] = {}
 
     @property
@@ -80,7 +107,10 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = _Stub(spec.name)
-        module.names = self.names
+        paths = ((path.rpartition("."), value) for path, value in self.names.items())
+        own = {name: value for (place, _, name), value in paths if place == spec.name}
+        triton = TRITON if spec.name == "triton" else {}
+        module.names = collections.ChainMap(own, self.names, compat_names(spec.name), triton)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -88,7 +118,9 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._run(module, self.real[module.__name__])
 
     def _run(self, module: ModuleType, path: str) -> None:
-        text = (self.root / path).read_text().replace('"cuda"', '"cpu"').replace("'cuda'", "'cpu'")
+        text = (self.root / path).read_text()
+        for theirs, ours in self.replaced.items():
+            text = text.replace(theirs, ours)
         module.__file__ = str(self.root / path)
         exec(compile(text, module.__file__, "exec"), vars(module))
 
@@ -107,6 +139,7 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             with (
                 mock.patch("torch.cuda.get_device_capability", lambda *_: (8, 0)),
                 mock.patch("torch.cuda.get_device_properties", lambda *_: properties),
+                mock.patch("torch.cpu.get_device_properties", lambda *_: properties, create=True),
                 mock.patch("torch.cuda.synchronize", lambda *_: None),
                 mock.patch.dict(vars(pytest.mark), flaky=lambda **_: lambda function: function),
             ):
@@ -177,9 +210,10 @@ def _expand(function: Callable) -> list[tuple[dict[str, object], tuple]]:
         }
         own = [m for *_, of in choice for m in of if m.name in ("skip", "skipif")]
         found.append((arguments, (*marks, *own)))
-    code = function.__code__
-    wanted = set(code.co_varnames[: code.co_argcount])
-    return [each for each in found if set(each[0]) == wanted]
+    parameters = inspect.signature(function).parameters.values()
+    wanted = {p.name for p in parameters}
+    least = {p.name for p in parameters if p.default is p.empty}
+    return [each for each in found if least <= set(each[0]) <= wanted]
 
 
 def _values(value: Any, count: int) -> tuple[tuple, tuple]:

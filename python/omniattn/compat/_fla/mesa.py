@@ -1,4 +1,4 @@
-"""MesaNet of fla.ops."""
+"""MesaNet and Gated KalmaNet of fla.ops."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.checks.arguments import require_shape, require_tensor
-from omniattn.compat._errors import errors_of, require_form
+from omniattn.compat._errors import errors_as, errors_of, require_form
 from omniattn.reference.precision import compute_dtype
 
-__all__ = ["chunk_mesa_net", "mesa_net_decoding_one_step"]
+__all__ = [
+    "chunk_gka",
+    "chunk_mesa_net",
+    "fused_recurrent_gka",
+    "mesa_net_decoding_one_step",
+]
+
+Pair = tuple[Tensor, Tensor]
 
 
 def chunk_mesa_net(
@@ -84,3 +91,55 @@ def mesa_net_decoding_one_step(
             initial_state=(prev_h_kk, prev_h_kv),
         )
     return o[:, 0], kk, kv
+
+
+def chunk_gka(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    alpha: Tensor | None = None,
+    scale: float | None = None,
+    ridge_ratio: float = 0.02,
+    num_iter: int = 30,
+    initial_state: Pair | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Pair | None]:
+    """Computes :func:`functional.gated_kalmanet`; `cu_seqlens_cpu` has no effect.
+
+    `num_iter` is the most steps of conjugate gradients, where fla takes as many of Chebyshev's
+    iteration. The function is that of a pull request to fla, commit b22c42ca.
+    """
+    with errors_of("chunk_gka", max_iterations="num_iter"):
+        o, state = functional.gated_kalmanet(
+            *(q, k, v, g, gk, alpha),
+            scale=scale,
+            ridge_ratio=ridge_ratio,
+            max_iterations=num_iter,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+        )
+    return o, state if output_final_state else None
+
+
+def fused_recurrent_gka(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    alpha: Tensor | None = None,
+    scale: float | None = None,
+    ridge_ratio: float = 0.02,
+    num_iter: int = 30,
+    initial_state: Pair | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Pair | None]:
+    """Computes :func:`chunk_gka`, with gradients, which fla's does not have."""
+    rest = scale, ridge_ratio, num_iter, initial_state, output_final_state, cu_seqlens
+    with errors_as("fused_recurrent_gka", "chunk_gka"):
+        return chunk_gka(q, k, v, g, gk, alpha, *rest)

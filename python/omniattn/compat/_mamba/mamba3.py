@@ -78,7 +78,12 @@ class Mamba3(modules.Mamba3):
             is_outproj_norm=is_outproj_norm,
         )
         super().__init__(config, device=device, dtype=dtype)
-        self.layer_idx = layer_idx
+        self.layer_idx, self.chunk_size, self.A_floor = layer_idx, chunk_size, A_floor
+        self.d_model, self.d_state, self.expand = d_model, d_state, expand
+        self.headdim, self.is_mimo, self.is_outproj_norm = headdim, is_mimo, is_outproj_norm
+        self.mimo_rank = mimo_rank if is_mimo else 1
+        self.d_inner = expand * d_model
+        self.nheads, self.num_bc_heads = self.d_inner // headdim, ngroups
 
     def forward(  # type: ignore[override]
         self,

@@ -128,7 +128,9 @@ class Mamba(_Steps, modules.Mamba):
             bias=bias,
         )
         super().__init__(config, device=device, dtype=dtype)
-        self.layer_idx = layer_idx
+        self.layer_idx, self.use_fast_path, self.activation = layer_idx, use_fast_path, "silu"
+        self.d_model, self.d_state, self.d_conv, self.expand = d_model, d_state, d_conv, expand
+        self.d_inner, self.dt_rank = self.dt_proj.weight.shape
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, inference_params: Any = None
@@ -196,7 +198,11 @@ class Mamba2(_Steps, modules.Mamba2):
             d_model, d_state, d_conv, expand, headdim, ngroups, dt_limit, bias, conv_bias
         )
         super().__init__(config, device=device, dtype=dtype)
-        self.layer_idx = layer_idx
+        self.layer_idx, self.chunk_size, self.activation = layer_idx, chunk_size, "silu"
+        self.d_model, self.d_state, self.d_conv, self.expand = d_model, d_state, d_conv, expand
+        self.headdim, self.ngroups, self.dt_limit = headdim, ngroups, dt_limit
+        self.d_inner = self.d_ssm = expand * d_model
+        self.nheads = self.d_inner // headdim
 
     def forward(  # type: ignore[override]
         self,

@@ -56,6 +56,7 @@ from omniattn.compat.fla_layers.gated_attention import (
     DeltaFormerAttention,
     ForgettingAttention,
     PaTHAttention,
+    WallAttention,
 )
 from omniattn.compat.fla_layers.linear import (
     BasedLinearAttention,
@@ -139,6 +140,7 @@ __all__ = [
     "SwishFeatureMap",
     "T2RFeatureMap",
     "TaylorFeatureMap",
+    "WallAttention",
     "elu_p1",
     "flatten_diag_outer_product",
     "flatten_diag_outer_product_off1",

@@ -1,4 +1,4 @@
-"""Forgetting attention, PaTH and DeltaFormer of `fla.layers`."""
+"""Forgetting attention, wall attention, PaTH and DeltaFormer of `fla.layers`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn import functional
+from omniattn.checks.arguments import shown
 from omniattn.compat._errors import errors_of
 from omniattn.compat._fla.attention import parallel_forgetting_attn, parallel_path_attn
 from omniattn.compat._fla.conv import ShortConvolution
@@ -24,6 +25,7 @@ from omniattn.compat.fla_layers.base import (
 )
 from omniattn.functional import masks
 from omniattn.reference.attention.forgetting import LEAST_LOG_GATE
+from omniattn.reference.precision import widen
 
 
 class ForgettingAttention(SoftmaxLayer):
@@ -92,6 +94,117 @@ class ForgettingAttention(SoftmaxLayer):
         if self.use_output_gate:
             o = self.g_proj(x).sigmoid() * o
         return self.o_proj(o), None, past_key_values
+
+
+class WallAttention(SoftmaxLayer):
+    """Softmax attention with decays of channels, see :func:`functional.wall_attention`.
+
+    Args:
+        hidden_size, num_heads, num_kv_heads, qkv_bias, layer_idx: see :class:`Attention`.
+        qk_norm: True for a norm of the heads of q and k with factors for each head.
+        window_size: must be None.
+        use_output_gate: True for a gate of the outputs.
+        use_scalar_gate: True for a forget gate of each head, too.
+        gate_init_bias: bias of both gates that fla's models draw; the layer keeps it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        num_heads: int = 32,
+        num_kv_heads: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        window_size: int | None = None,
+        use_output_gate: bool = False,
+        use_scalar_gate: bool = False,
+        gate_init_bias: float = 8.0,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        if window_size is not None:
+            raise NotImplementedError(
+                f"WallAttention: window_size is not supported, got window_size={shown(window_size)}"
+            )
+        self._project(hidden_size, num_heads, num_kv_heads, qkv_bias)
+        self.qk_norm, self.use_output_gate, self.layer_idx = qk_norm, use_output_gate, layer_idx
+        self.use_scalar_gate, self.gate_init_bias = use_scalar_gate, gate_init_bias
+        self.g_proj = nn.Linear(hidden_size, hidden_size)
+        if use_scalar_gate:
+            self.gs_proj = nn.Linear(hidden_size, num_heads)
+        if use_output_gate:
+            self.o_gate_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        if qk_norm:
+            self.q_norm = GroupNorm(num_heads, hidden_size, is_rms_norm=True)
+            self.k_norm = GroupNorm(self.num_kv_heads, self.kv_dim, is_rms_norm=True)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        output_attentions: bool = False,
+        use_cache: bool = False,
+        **kwargs: Any,
+    ) -> Result:
+        """Returns y, None and the cache; `cu_seqlens` are the boundaries of packed sequences.
+
+        Unlike fla's, the layer also leaves padding out with a cache.
+        """
+        op, cache = "WallAttention", past_key_values
+        batch, tokens = self._checked(hidden_states, attention_mask)
+        cu = kwargs.get("cu_seqlens")
+        if cache is not None and cu is not None:
+            raise ValueError(f"{op}: cu_seqlens must be None with past_key_values")
+        x, places = hidden_states, None
+        if cache is None:
+            x, places, cu = unpad_hidden_states(x, cu, attention_mask, tokens)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        rows = q, k, v, nnf.logsigmoid(widen(self.g_proj(x)))
+        q, k, v, g = (t.unflatten(-1, (-1, self.head_dim)) for t in rows)
+        gs = nnf.logsigmoid(widen(self.gs_proj(x))) if self.use_scalar_gate else None
+        if cache is None:
+            with errors_of(op):
+                o = functional.wall_attention(q, k, v, g, gs, cu_seqlens=cu)
+        else:
+            o = self._step(q, k, v, g, gs, attention_mask, cache)
+        o = o.flatten(-2)
+        if self.use_output_gate:
+            o = self.o_gate_proj(x).sigmoid() * o
+        return repad_hidden_states(self.o_proj(o), places, batch, tokens), None, cache
+
+    def _step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        gs: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: Any,
+    ) -> Tensor:
+        """Returns o of the tokens after those in the cache, 0 for padding, which is on the left.
+
+        The cache has the keys, decayed to the last token, and the values of all query heads. A
+        forget gate closes off keys of padding.
+        """
+        state, tokens = get_layer_cache(self, cache), q.shape[1]
+        mask, first = _new_tokens("WallAttention", attention_mask, tokens)
+        if first is not None:
+            gs = g.new_zeros(*q.shape[:3]) if gs is None else gs
+            gs = gs.masked_fill(first[..., None], LEAST_LOG_GATE)
+        k, v = (t.repeat_interleave(self.num_kv_groups, 2) for t in (k, v))
+        if state is not None:
+            past_k, past_v, past_gs = state["attn_state"]
+            k, v = torch.cat((past_k, k), 1), torch.cat((past_v, v), 1)
+            gs = _joined(past_gs, gs, k.shape[1] - tokens, tokens)
+        with errors_of("WallAttention"):
+            o, k = functional.wall_attention(q, k, v, g, gs, return_keys=True)
+        update_layer_cache(self, cache, offset=tokens)
+        cache[self.layer_idx]["attn_state"] = (k, v, gs)
+        return o if mask is None else o * mask[..., None, None].to(o.dtype)
 
 
 class PaTHAttention(SoftmaxLayer):
@@ -181,29 +294,19 @@ class PaTHAttention(SoftmaxLayer):
         """
         state, tokens = get_layer_cache(self, cache), x.shape[1]
         conv = None if state is None else state["conv_state"]
-        mask = None if attention_mask is None else attention_mask[:, -tokens:].bool()
+        mask, first = _new_tokens("PaTHAttention", attention_mask, tokens)
         options: dict[str, Any] = {"output_final_state": True}
         if state is None and mask is not None:
             options["mask"] = mask
         q, k, v, w, beta, g, conv = self._parts(x, conv, **options)
-        if mask is not None:
-            if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
-                raise ValueError(
-                    "PaTHAttention: attention_mask must have padding on the left with "
-                    "past_key_values, got a 0 after a 1"
-                )
+        if mask is not None and first is not None:
             beta = beta * mask[..., None]
-            first = mask & ~nnf.pad(mask[:, :-1], (1, 0), value=state is not None)
             g = beta.new_zeros(*x.shape[:2], self.num_heads) if g is None else g * mask[..., None]
-            first[:, 0] = False
             g = g.masked_fill(first[..., None], LEAST_LOG_GATE * self.head_dim**0.5)
         if state is not None:
             past_k, past_v, past_g = state["attn_state"]
             k, v = torch.cat((past_k, k), 1), torch.cat((past_v, v), 1)
-            if past_g is not None or g is not None:
-                zeros = beta.new_zeros(len(x), k.shape[1], self.num_heads)
-                old = zeros[:, :-tokens] if past_g is None else past_g
-                g = torch.cat((old, zeros[:, -tokens:] if g is None else g), 1)
+            g = _joined(past_g, g, k.shape[1] - tokens, tokens)
         o, k = parallel_path_attn(q, k, v, w, beta, g, use_cache=True)
         update_layer_cache(self, cache, conv_state=conv, offset=tokens)
         cache[self.layer_idx]["attn_state"] = (k, v, g)
@@ -283,3 +386,30 @@ class DeltaFormerAttention(SoftmaxLayer):
         new = k[:, -tokens:].flatten(2), u.flatten(2)
         update_layer_cache(self, cache, attn_state=new, offset=tokens)
         return repad_hidden_states(self.o_proj(o.flatten(-2)), places, batch, tokens), None, cache
+
+
+def _new_tokens(
+    op: str, attention_mask: Tensor | None, tokens: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns where the last `tokens` tokens are real, and where the first after padding is."""
+    if attention_mask is None:
+        return None, None
+    kept = attention_mask.bool()
+    if bool((kept[:, :-1] & ~kept[:, 1:]).any()):
+        raise ValueError(
+            f"{op}: attention_mask must have padding on the left with past_key_values, got a 0 "
+            "after a 1"
+        )
+    first = kept & ~nnf.pad(kept[:, :-1], (1, 0), value=True)
+    start = kept.shape[1] - tokens
+    return kept[:, start:], first[:, start:]
+
+
+def _joined(past: Tensor | None, new: Tensor | None, before: int, tokens: int) -> Tensor | None:
+    """Returns the logarithms of the gates of all tokens; gates that are None are 1."""
+    like = past if new is None else new
+    if like is None:
+        return None
+    zeros = like.new_zeros(len(like), before + tokens, like.shape[2])
+    past = zeros[:, :before] if past is None else past
+    return torch.cat((past, zeros[:, before:] if new is None else new), 1)

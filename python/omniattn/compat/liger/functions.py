@@ -21,7 +21,7 @@ from omniattn.compat._errors import errors_of, require_optional, require_real
 from omniattn.reference.precision import widen
 
 #: casting_mode -> casting of `functional.rms_norm`.
-_CASTING = {"llama": "llama", "gemma": "fp32"}
+_CASTING = {"llama": "llama", "gemma": "fp32", "none": "fp32"}
 
 
 def liger_rms_norm(
@@ -34,11 +34,12 @@ def liger_rms_norm(
 ) -> Tensor:
     """Computes :func:`functional.rms_norm` of X (..., N) with the factor W + offset.
 
-    `casting_mode` is "llama" or "gemma"; "none" only in fp32 and fp64, where all are equal.
+    `casting_mode` is "llama", "gemma" or "none", which is "gemma" here: in Liger, sums of half
+    types have their dtype with it, and larger errors.
     """
     op = "liger_rms_norm"
     require_real(op, X=X)
-    casting = _casting(op, casting_mode, X)
+    casting = _casting(op, casting_mode)
     with errors_of(op, x="X", weight="W"):
         return functional.rms_norm(X, W, eps=eps, offset=offset, casting=casting)
 
@@ -55,7 +56,7 @@ def liger_fused_add_rms_norm(
     """Computes h = X + R and its norm, see :func:`liger_rms_norm`; returns (y, h)."""
     op = "liger_fused_add_rms_norm"
     require_real(op, X=X, R=R)
-    casting = _casting(op, casting_mode, X)
+    casting = _casting(op, casting_mode)
     with errors_of(op, x="X", weight="W", residual="R"):
         return functional.rms_norm(X, W, eps=eps, offset=offset, casting=casting, residual=R)
 
@@ -111,7 +112,7 @@ def liger_rope(
 
     Args:
         q, k: queries and keys.
-        cos: (1, T, D) or (B, T, D), whose halves are equal.
+        cos: (T, D), (1, T, D) or (B, T, D), whose halves are equal.
         sin: of the shape of cos.
         position_ids: has no effect, as there.
         unsqueeze_dim: has no effect, as there.
@@ -121,13 +122,14 @@ def liger_rope(
     """
     op = "liger_rope"
     require_real(op, q=q, k=k, cos=cos, sin=sin)
-    if q.ndim != 4 or cos.ndim != 3 or cos.shape != sin.shape:
+    if q.ndim != 4 or cos.ndim not in (2, 3) or cos.shape != sin.shape:
         raise ValueError(
-            f"{op}: q must have shape (B, H, T, D), and cos and sin (1, T, D) or (B, T, D), got "
-            f"q.shape={tuple(q.shape)}, cos.shape={tuple(cos.shape)}, sin.shape={tuple(sin.shape)}"
+            f"{op}: q must have shape (B, H, T, D), and cos and sin (T, D), (1, T, D) or (B, T, D),"
+            f" got q.shape={tuple(q.shape)}, cos.shape={tuple(cos.shape)}, "
+            f"sin.shape={tuple(sin.shape)}"
         )
-    half = cos.shape[-1] // 2
-    tables = [(t[0] if len(t) == 1 else t)[..., :half] for t in (cos, sin)]
+    half, shared = cos.shape[-1] // 2, cos.ndim == 3 and len(cos) == 1
+    tables = [(t[0] if shared else t)[..., :half] for t in (cos, sin)]
     with errors_of(op):
         turned, other = functional.apply_rotary(q.transpose(1, 2), k.transpose(1, 2), *tables)
     return turned.transpose(1, 2), other.transpose(1, 2)
@@ -217,16 +219,33 @@ def liger_modulated_rms_norm(
 ) -> Tensor:
     """Computes ``norm(X) (1 + scale) + shift``, see :func:`liger_rms_norm`.
 
-    scale and shift have the shape of X, or one that broadcasts to it; the shift may be None.
+    With N the last size of X, scale has n N elements for n parts of equally many rows of X, such as
+    (B, N) and (N,) for X (B, T, N). The shift has as many, or is None.
     """
     op = "liger_modulated_rms_norm"
     require_real(op, X=X, scale=scale)
     require_optional(op, shift=shift)
-    casting = _casting(op, casting_mode, X)
+    casting = _casting(op, casting_mode)
     with errors_of(op, x="X", weight="W"):
         y = functional.rms_norm(X, W, eps=eps, offset=offset, casting=casting)
-    y = widen(y) * (1 + widen(scale))
-    return (y if shift is None else y + widen(shift)).to(X.dtype)
+    width, count = max(1, X.shape[-1]), scale.numel()
+    if count % width or X.numel() % count if count else X.numel():
+        raise ValueError(
+            f"{op}: scale must have n N elements, where n divides the rows of X (.., N), got "
+            f"scale.shape={tuple(scale.shape)}, X.shape={tuple(X.shape)}"
+        )
+    if shift is not None and shift.numel() != count:
+        raise ValueError(
+            f"{op}: shift must have as many elements as scale, got shift.shape="
+            f"{tuple(shift.shape)}, scale.shape={tuple(scale.shape)}"
+        )
+    if X.numel() == 0:
+        return y
+    parts = count // width, 1, width
+    rows = widen(y).reshape(parts[0], -1, width) * (1 + widen(scale).reshape(parts))
+    if shift is not None:
+        rows = rows + widen(shift).reshape(parts)
+    return rows.view(X.shape).to(X.dtype)
 
 
 def liger_tvd(
@@ -267,7 +286,6 @@ def liger_tvd(
     return total / (rows if reduction == "batchmean" else rows * input.shape[1])
 
 
-def _casting(op: str, casting_mode: str, x: Tensor) -> str:
-    modes = ("llama", "gemma", "none") if x.itemsize >= 4 else tuple(_CASTING)
-    require_choice(op, "casting_mode", casting_mode, modes)
-    return _CASTING.get(casting_mode, "fp32")
+def _casting(op: str, casting_mode: str) -> str:
+    require_choice(op, "casting_mode", casting_mode, _CASTING)
+    return _CASTING[casting_mode]

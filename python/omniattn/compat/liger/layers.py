@@ -26,7 +26,7 @@ class LigerRMSNorm(nn.Module):
         hidden_size: N.
         eps: added to the mean square.
         offset: added to the weight.
-        casting_mode: "llama" or "gemma".
+        casting_mode: "llama", "gemma" or "none", see :func:`liger_rms_norm`.
         init_fn: "ones" or "zeros", initial weights.
         in_place, row_mode: have no effect.
         elementwise_affine: False for no weight.

@@ -68,15 +68,9 @@ def liger_mhc_coeffs(
         norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
         mixed = (flat @ phi.to(flat.dtype)) * norm
     sizes = [streams, streams, streams * streams]
-    pre, post, res = (
-        part * alpha + bias
-        for part, alpha, bias in zip(
-            mixed.split(sizes, -1),
-            (alpha_pre, alpha_post, alpha_res),
-            b.to(flat.dtype).split(sizes),
-            strict=True,
-        )
-    )
+    alphas = (alpha_pre, alpha_post, alpha_res)
+    factors = [widen(a).reshape(1).expand(n) for a, n in zip(alphas, sizes, strict=True)]
+    pre, post, res = (mixed * torch.cat(factors) + b.to(flat.dtype)).split(sizes, -1)
     mix = sinkhorn(res.unflatten(-1, (streams, streams)), tmax, sinkhorn_eps)
     return pre.sigmoid() + pre_eps, post.sigmoid() * post_mult, mix
 

@@ -64,7 +64,18 @@ from omniattn.compat.xformers.ops import (
     scaled_index_add,
     stack_or_none,
     swiglu,
+    swiglu_packed,
+    tiled_matmul,
+    tiled_matmul_out,
     unbind,
+)
+from omniattn.compat.xformers.rope_padded import rope_padded
+from omniattn.compat.xformers.tree_attention import (
+    TreeAttnMetadata,
+    construct_full_tree_choices,
+    construct_tree_choices,
+    get_full_tree_size,
+    tree_attention,
 )
 
 __all__ = [
@@ -105,6 +116,10 @@ __all__ = [
     "PagedBlockDiagonalPaddedKeysMask",
     "RMSNorm",
     "SwiGLU",
+    "TreeAttnMetadata",
+    "construct_full_tree_choices",
+    "construct_tree_choices",
+    "get_full_tree_size",
     "get_stack_strides",
     "index_select_cat",
     "masked_matmul",
@@ -116,8 +131,13 @@ __all__ = [
     "merge_attentions",
     "rms_norm",
     "rms_norm_add",
+    "rope_padded",
     "scaled_index_add",
     "stack_or_none",
     "swiglu",
+    "swiglu_packed",
+    "tiled_matmul",
+    "tiled_matmul_out",
+    "tree_attention",
     "unbind",
 ]

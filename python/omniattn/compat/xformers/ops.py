@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.checks.arguments import require_distinct, require_shape, shown
-from omniattn.compat._errors import errors_of, require_form, require_index, require_real
+from omniattn.compat._errors import errors_as, errors_of, require_form, require_index, require_real
+
+#: A matrix that is cut into tiles: rows of tiles.
+Grid = Sequence[Sequence[Tensor]]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
@@ -63,6 +66,27 @@ def swiglu(
     with errors_of("swiglu", **names):
         weights = w1, w2, w3
         return functional.glu_mlp(x, *weights, gate_bias=b1, up_bias=b2, down_bias=b3)
+
+
+def swiglu_packed(
+    x: Tensor,
+    w1w2: Tensor,
+    b1b2: Tensor | None,
+    w3: Tensor,
+    b3: Tensor | None,
+    *,
+    op: Any = None,
+) -> Tensor:
+    """Computes :func:`swiglu` of w1 and w2 in one tensor, (2, hidden, in), and b1 and b2."""
+    require_real("swiglu_packed", x=x, w1w2=w1w2)
+    require_form("swiglu_packed", "w1w2", w1w2, "2, hidden_features, in_features")
+    require_shape("swiglu_packed", "w1w2", w1w2, (2, *w1w2.shape[1:]))
+    b1, b2 = None, None
+    if b1b2 is not None:
+        require_shape("swiglu_packed", "b1b2", b1b2, tuple(w1w2.shape[:2]))
+        b1, b2 = b1b2
+    with errors_as("swiglu_packed", "swiglu"):
+        return swiglu(x, w1w2[0], b1, w1w2[1], b2, w3, b3)
 
 
 class SwiGLU(nn.Module):
@@ -190,3 +214,61 @@ def masked_matmul(a: Tensor, b: Tensor, mask: Tensor | None = None) -> Tensor:
     if mask is None:
         return product
     return product.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else product + mask
+
+
+def tiled_matmul(a: Grid, b: Grid) -> list[list[Tensor]]:
+    """Multiplies two matrices that are cut into tiles: ``out[m][n] = sum_k a[m][k] b[k][n]``.
+
+    Args:
+        a: rows of tiles, whose tiles have shape (M_m, K_k).
+        b: rows of tiles, whose tiles have shape (K_k, N_n).
+    """
+    _require_tiles("tiled_matmul", a=a, b=b)
+    product = _whole(a) @ _whole(b)
+    rows = product.split([row[0].shape[0] for row in a])
+    columns = [tile.shape[1] for tile in b[0]]
+    return [list(row.split(columns, 1)) for row in rows]
+
+
+def tiled_matmul_out(a: Grid, b: Grid, out: Grid) -> None:
+    """Writes :func:`tiled_matmul` to the tiles of `out`, without gradients."""
+    op = "tiled_matmul_out"
+    _require_tiles(op, a=a, b=b)
+    with torch.no_grad():
+        product = tiled_matmul(a, b)
+        if [len(row) for row in out] != [len(row) for row in product]:
+            raise ValueError(
+                f"{op}: out must have {len(a)} rows of {len(b[0])} tiles, got rows of "
+                f"{[len(row) for row in out]}"
+            )
+        for tiles, found in zip(out, product, strict=True):
+            for tile, value in zip(tiles, found, strict=True):
+                require_real(op, out=tile)
+                require_shape(op, "out", tile, tuple(value.shape))
+                tile.copy_(value)
+
+
+def _require_tiles(op: str, a: Grid, b: Grid) -> None:
+    """Requires grids of matrices that fit each other."""
+    for name, grid in (("a", a), ("b", b)):
+        if not grid or not grid[0] or any(len(row) != len(grid[0]) for row in grid):
+            raise ValueError(
+                f"{op}: {name} must have equally many tiles in each row, got rows of "
+                f"{[len(row) for row in grid]}"
+            )
+        for tile in (tile for row in grid for tile in row):
+            require_real(op, **{name: tile})
+            require_form(op, name, tile, "M, K" if name == "a" else "K, N")
+        for row in grid:
+            for tile, top in zip(row, grid[0], strict=True):
+                require_shape(op, name, tile, (row[0].shape[0], top.shape[1]))
+    inner = [tile.shape[1] for tile in a[0]], [row[0].shape[0] for row in b]
+    if inner[0] != inner[1]:
+        raise ValueError(
+            f"{op}: b must have rows of the sizes of a's columns, got {inner[1]} and {inner[0]}"
+        )
+
+
+def _whole(grid: Grid) -> Tensor:
+    """Returns the matrix of a grid of tiles."""
+    return torch.cat([torch.cat(list(row), 1) for row in grid])
