@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -15,8 +16,8 @@ from omniattn.checks.arguments import require_choice, shown
 from omniattn.checks.ranks import ACTIVE, Region
 from omniattn.distributed.attention import split_attention
 from omniattn.distributed.layout import Layout, Order
-from omniattn.distributed.messages import Gather, Halo
-from omniattn.distributed.states import PASSED, States
+from omniattn.distributed.messages import Gather, Halo, Prompt
+from omniattn.distributed.states import PASSED, Packed, States
 from omniattn.modules.base.mixer import Mixer
 from omniattn.modules.blocks.mtp import MultiTokenPredictor
 
@@ -125,6 +126,30 @@ class ContextParallel(Region):
                 f"{name}: has no form for tokens that context_parallel splits over ranks; those "
                 f"that do are {', '.join(sorted(LAYERS))}"
             )
+
+
+class Part(ContextParallel):
+    """Calls whose boundaries and states are those of this rank's part of a packed row.
+
+    Has no end at which all was sent, since backward passes come after it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, part: Packed) -> None:
+        super().__init__(Layout(group, "contiguous"), "ring", None)
+        self.part, self.states.outbox = part, Prompt()
+
+    def run(self, op: Any, args: tuple[Any, ...]) -> Any:
+        return self.states.run_part(op, args, self.part) if op.name in PASSED else op.alone(*args)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        if ACTIVE.region is not None:
+            raise RuntimeError("cp_context must be None within context_parallel")
+        ACTIVE.region = self
+        try:
+            yield
+        finally:
+            ACTIVE.region = None
 
 
 @contextlib.contextmanager
