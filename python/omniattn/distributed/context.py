@@ -26,7 +26,8 @@ __all__ = ["context_parallel", "context_parallel_unshard"]
 #: Functions that mix tokens only by attention, and by ops that pass their states.
 FUNCTIONS = frozenset(
     (
-        *("attention", "rwkv_quadratic", "rwkv_recurrent"),
+        *("attention", "forgetting_attention", "hub_spoke_attention", "detsa_attention"),
+        *("rwkv_quadratic", "rwkv_recurrent"),
         *("linear_attention", "gated_linear_attention", "retention", "rwkv6", "rwkv7"),
         *(
             "gated_delta_product",
@@ -35,13 +36,19 @@ FUNCTIONS = frozenset(
             "kimi_delta_attention",
             "dplr_delta_rule",
         ),
+        *("gated_delta_rule_2", "comba", "gated_oja_rule", "preconditioned_delta_rule"),
+        *("gated_slot_attention", "abc_attention", "lightnet_attention", "cyclic_flow_attention"),
         *("mlstm", "slstm", "rwkv4", "linear_scan", "causal_conv1d", "selective_scan", "ssd"),
     )
 )
 #: Layers that mix tokens only by these functions.
 LAYERS = frozenset(
     (
-        *("Attention", "LinearAttention", "GatedLinearAttention", "MultiScaleRetention"),
+        *("Attention", "MultiHeadLatentAttention", "DifferentialAttention", "DeltaAttention"),
+        *("HubSpokeAttention", "DeterministicSparseAttention", "ReBased", "LightNet"),
+        *("GatedDeltaNet2", "Comba", "PrecondGatedDeltaNet", "PrecondKDA", "Rodimus"),
+        *("GatedSlotAttention", "Raven", "ABCAttention", "CyclicFlowAttention"),
+        *("LinearAttention", "GatedLinearAttention", "MultiScaleRetention"),
         *("LightningAttention", "HGRN", "HGRN2", "DeltaNet", "GatedDeltaNet"),
         *("KimiDeltaAttention", "GatedDeltaProduct", "Mamba", "Mamba2", "MLSTM", "SLSTM"),
         *("RWKV4TimeMix", "RWKV5TimeMix", "RWKV6TimeMix", "RWKV7TimeMix", "RWKVRecurrent"),
@@ -96,6 +103,9 @@ class ContextParallel(Region):
         starts = torch.tensor(self.offsets[:-1], device=device)
         assert self.documents is not None
         return positions - starts[self.documents.to(device)[positions]]
+
+    def length(self, count: int) -> int:
+        return self.layout.ranks * count
 
     def before(self, t: Tensor) -> Tensor:
         length = self.layout.length(t)
