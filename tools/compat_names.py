@@ -36,7 +36,7 @@ SOURCES = {
 }
 #: Modules without names for users: code of one device, distribution, tests, command lines.
 INNER = re.compile(
-    r"(^|\.)(backends?|cp|(?<!flash_attn\.)cute|cute\.(?!interface)\w+|cutedsl|cutile|tilelang|gluon|megatron|triton\.monkey_patch|testing"
+    r"(^|\.)(backends?|(?<!fla\.ops\.)cp|ops\.cp\.(?!context)\w+|(?<!flash_attn\.)cute|cute\.(?!interface)\w+|cutedsl|cutile|tilelang|gluon|megatron|triton\.monkey_patch|testing"
     r"|benchmark|determinism|env_report|flash_attn_triton(_og)?|flash_blocksparse\w*|library"
     r"|triton\.mamba3|kernels|experimental|decoding|trainer|trainer_integration|fsdp"
     r"|distributed|tensor_parallel|generation|pretrained|cpp_functions"
@@ -88,6 +88,7 @@ REFUSED = [
      r"|SwiGLU(Eager)?Op|IndexSelect|ScaledIndexAdd|tiled_matmul\.check_|SplitKAutotune"
      r"|use_triton_splitk|sp24\.\w+$",
      "it serves the library's own kernels, devices and files"),
+    (r"fla\.ops\.cp\.(comm\.)?all_", "torch.distributed has messages between ranks"),
     (r"_subset$", "rows that stochastic depth leaves out are not left out of norms here"),
     (r"k_activations\.Activation", "it names kernels of the library"),
     (r"mha\.MHA|Mamba2Simple", "layers of this kind are in omniattn.modules"),

@@ -537,7 +537,7 @@ def test_what_changes_results_is_refused_and_what_does_not_is_taken():
     for call, name in (
         (lambda: compat.chunk_gla(*given, head_first=True), "head_first"),
         (lambda: compat.fused_recurrent_gated_delta_rule(*given[:3], gv=x["v"]), "gv"),
-        (lambda: compat.chunk_gated_delta_rule(*given[:3], x["g"], x["beta"], cp_context=1), "cp_"),
+        (lambda: compat.fused_recurrent_gla(*given, cp_context=1), "cp_context"),
     ):
         with pytest.raises(NotImplementedError, match=f": {name}.* is not supported") as caught:
             call()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from processes import main, run, start
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as nnf
 
 import omniattn
 from omniattn import functional, modules
@@ -62,10 +63,22 @@ def attention_cases():
         "sigmoid": {"causal": True, "normalizer": "sigmoid"},
         "relu2": {"normalizer": "relu2"},
         "dropout": {"causal": True, "dropout_p": 0.3, "seed": seed},
+        "softpick": {"causal": True, "normalizer": "softpick", "window_size": (9, -1)},
         "stick": {"causal": True, "normalizer": "stick_breaking"},
     }
     for name, given in options.items():
         yield name, functional.attention, qkv, given
+    q, k, v = qkv
+    forget = functional.forgetting_attention
+    yield "forget", forget, (q, k, v, nnf.logsigmoid(randn(2, T, HEADS))), {"window_size": (9, 0)}
+    # Keys wider than values, and one kv head, as in MLA.
+    yield "latents", functional.attention, (q, randn(2, T, 1, DIM), randn(2, T, 1, 3)), {}
+    hubs = {"window": 5, "global_index": (0, 17), "global_every": 9}
+    yield "hubs", functional.hub_spoke_attention, qkv, hubs
+    second = rows(HEADS, KV, KV)
+    longformer = {**hubs, "dual": "longformer", "causal": False}
+    yield "both hubs", functional.hub_spoke_attention, (*qkv, *second), longformer
+    yield "detsa", functional.detsa_attention, qkv, {"window": 5, "stride": 4}
 
 
 def of_values(q, k, v, g, gv, **options):
@@ -91,6 +104,20 @@ def recurrence_cases():
     yield "rwkv7", f.rwkv7, (q, decays(4, DIM), k, v, -a, a * b.sigmoid()), {}
     yield "rwkv quadratic", f.rwkv_quadratic, (q, k, v, randn(4).abs()), {}
     yield "rwkv recurrent", f.rwkv_recurrent, (q, k, v, randn(4).abs()), {}
+    erase, write = randn(2, T, 2, DIM).sigmoid(), randn(2, T, 4, DIM).sigmoid()
+    g = decays(4)
+    yield "gated delta 2", f.gated_delta_rule_2, (*own, decays(4, DIM), erase, write), {}
+    yield "comba", f.comba, (*own, a, g, beta), {"l2norm": True, "erase_decayed": True}
+    yield "oja", f.gated_oja_rule, (*own, decays(4, DIM), beta), {}
+    slots, gates = randn(2, T, 2, 5), decays(2)
+    atk = randn(2, T, 2).sigmoid()
+    yield "preconditioned", f.preconditioned_delta_rule, (*own, g, beta, gates, atk), {}
+    keys = (q, k, rows(2)[0])
+    yield "slots", f.gated_slot_attention, (*keys, slots, decays(2, 5)), {}
+    yield "abc", f.abc_attention, (*keys, slots), {}
+    yield "lightnet", f.lightnet_attention, keys, {}
+    clocks = (gates, randn(2, T, 2), atk, randn(2, 3, 3))
+    yield "cyclic flow", f.cyclic_flow_attention, (*keys, *clocks), {}
     q, k, v = rows(2, 2, 2)
     yield "mlstm", f.mlstm, (q, k, v, randn(2, T, 2), randn(2, T, 2) + 2), {}
     yield "rwkv4", f.rwkv4, (randn(6).abs(), randn(6), randn(2, T, 6), randn(2, T, 6)), {}
@@ -187,11 +214,15 @@ def of_recurrences(rank, ranks, port):
 BOUNDARIES = torch.tensor([0, 3, 5, 5, 19, 24, 32])
 
 
+#: Recurrences with two steps for each token, and with a state of the first token.
+REFUSED_PACKED = ("rwkv quadratic", "oja", "abc", "lightnet")
+
+
 def packed_cases():
     """Functions, tensors, options, and the options of one process that the context replaces."""
     f, cu = functional, {"cu_seqlens": BOUNDARIES}
     for name, call, tensors, options in recurrence_cases():
-        if name != "rwkv quadratic":
+        if name not in REFUSED_PACKED:
             one = [t[:1] if is_split(t) else t for t in tensors]
             yield name, call, one, options, functools.partial(call, **cu)
 
@@ -215,10 +246,36 @@ def of_packed(rank, ranks, port):
 
 
 #: Layers, with arguments besides dim=8.
-LAYERS: dict[str, dict] = dict.fromkeys(sorted(context.LAYERS), {"num_heads": 2})  # noqa: RUF024
+LAYERS: dict[str, dict] = {name: {"num_heads": 2} for name in sorted(context.LAYERS)}
 LAYERS["Attention"] = {"num_heads": 2, "sinks": True, "window_size": (9, -1)}
 LAYERS |= {"HGRN": {}, "Mamba": {}, "Mamba2": {"headdim": 4}, "RWKV4TimeMix": {}}
+LAYERS["HubSpokeAttention"] |= {"window": 5, "global_every": 9}
+LAYERS["DeterministicSparseAttention"] |= {"window": 5, "stride": 4}
+LAYERS["DifferentialAttention"] |= {"depth": 1}
+LAYERS["MultiHeadLatentAttention"] |= {"q_lora_rank": None, "kv_lora_rank": 6, "qk_nope_dim": 4}
+LAYERS["MultiHeadLatentAttention"] |= {"qk_rope_dim": 4, "v_dim": 3}
+LAYERS |= {"Rodimus": {"d_state": 4}, "ReBased": {"num_heads": 2, "feature_dim": 3}}
+LAYERS["LightNet"] |= {"gate_rank": 3}
 LAYERS |= {f"RWKV{n}TimeMix": {"head_dim": 4} for n in (5, 6, 7)}
+
+
+#: Further forms of a layer.
+FORMS = {
+    "forget gates": ("Attention", {"num_heads": 2, "forget_gate": True}),
+    "sigmoid": ("Attention", {"num_heads": 2, "normalizer": "sigmoid"}),
+    "softpick": ("Attention", {"num_heads": 2, "normalizer": "softpick"}),
+    "latents": (
+        "MultiHeadLatentAttention",
+        {**LAYERS["MultiHeadLatentAttention"], "num_latents": 2, "num_branches": 2},
+    ),
+}
+
+
+def rotation(layer, positions):
+    """The argument `rope` of layers that must have one, with angles of the positions."""
+    size = getattr(layer.config, "qk_rope_dim", 0)
+    angles = positions[:, None] * 0.7 ** torch.arange(size // 2)
+    return {"rope": (angles.cos().double(), angles.sin().double())} if size else {}
 
 
 def gradients(layer, out, pull):
@@ -230,17 +287,19 @@ def gradients(layer, out, pull):
 def of_layers(rank, ranks, port):
     start(rank, ranks, port)
     mesh = init_device_mesh("cpu", (ranks,))
-    for name, fields in LAYERS.items():
+    forms = {name: (name, fields) for name, fields in LAYERS.items()} | FORMS
+    for name, (kind, fields) in forms.items():
         torch.manual_seed(0)
-        layer = getattr(modules, name)(dim=8, **fields).double()
+        layer = getattr(modules, kind)(dim=8, **fields).double()
         for p in layer.parameters():
             torch.nn.init.normal_(p, std=0.5)
         x, pull = randn(1, T, 8), randn(1, T, 8)
         for how in ({"order": "zigzag"}, {"order": "contiguous"}):
-            expected = layer(x)
+            expected = layer(x, **rotation(layer, torch.arange(T)))
             wanted = gradients(layer, expected, pull)
             with context_parallel(mesh, **how) as region:
-                out = layer(region.shard(x))
+                positions = region.positions(T // ranks, x.device)
+                out = layer(region.shard(x), **rotation(layer, positions))
                 found = gradients(layer, out, region.shard(pull))
                 whole = region.unshard(out.detach())
             where = f"{name} {how}"
@@ -306,6 +365,7 @@ def refuse(mesh, ranks):
         ("state must be None", lambda: layer(x.float(), state=layer.new_state(1, 2 * T))),
         ("queries and keys must be of the same", lambda: f.attention(q[:, :8], k, v)),
         ("backend must not be 'reference'", lambda: f.attention(q, k, v, backend="reference")),
+        ("backend must not be 'reference'", lambda: f.retention(q, k, v, backend="reference")),
         ('needs method="all_to_all"', lambda: f.attention(q, k, v, normalizer="stick_breaking")),
         ("an even number of tokens", lambda: f.attention(q[:, 1:], k[:, 1:], v[:, 1:])),
         (

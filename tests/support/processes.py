@@ -1,9 +1,9 @@
 """Tests on several processes, each a run of the test's own file: file.py work rank ranks port."""
 
 import os
-import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -29,25 +29,30 @@ def main(work):
     os._exit(0)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
+@contextmanager
+def shared_store():
+    """Yields the port of a store, and the environment of processes that meet there.
+
+    As under torchrun, this process keeps the store, from before the others start until they have
+    ended: no port is free in between, which a test that runs at the same time could take.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    path = os.pathsep.join(filter(None, sys.path))
+    yield str(store.port), os.environ | {"PYTHONPATH": path, "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def run(file, work, ranks, stdout=None, timeout=120):
     """Runs `work` on all ranks; every process must succeed within `timeout` seconds."""
-    port = free_port()
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, file, work, str(rank), str(ranks), port],
-            env=env,
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    errors = [process.communicate(timeout=timeout)[1] for process in processes]
+    with shared_store() as (port, env):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, file, work, str(rank), str(ranks), port],
+                env=env,
+                stdout=stdout,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        errors = [process.communicate(timeout=timeout)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, "\n".join(errors)

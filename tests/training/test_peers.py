@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, main, run, start
+from processes import main, run, shared_store, start
 from torch.distributed.device_mesh import init_device_mesh
 
 from omniattn.cli.errors import CommandError
@@ -89,7 +89,6 @@ def watched(rank, ranks, port):
     """In a command, a rank that sleeps ends, too, and says where."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     Peers.grace = 1.0
     sizes = dict.fromkeys(DIMENSIONS, 1) | {"dp": ranks}
     args = argparse.Namespace(**sizes, device="cpu", timeout=3)
@@ -107,27 +106,24 @@ def test_all_ranks_name_the_rank(work):
 
 @pytest.mark.parametrize("work", ["hangs", "watched"])
 def test_a_rank_that_hangs_is_named(work):
-    port, env = free_port(), os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if work == "watched":  # keeps the store, as torchrun does
-        store = dist.TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False)
-    first, second = (
-        subprocess.Popen(
-            [sys.executable, __file__, work, str(rank), "2", port],
-            env=env,
-            stderr=subprocess.PIPE,
-            text=True,
+    with shared_store() as (port, env):
+        first, second = (
+            subprocess.Popen(
+                [sys.executable, __file__, work, str(rank), "2", port],
+                env=env,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
         )
-        for rank in range(2)
-    )
-    error = first.communicate(timeout=60)[1]
-    if work == "hangs":
-        assert first.returncode == 3, error
-        second.kill()
-    else:
-        assert first.returncode == 0, error
-    error = second.communicate(timeout=20)[1]
+        error = first.communicate(timeout=60)[1]
+        if work == "hangs":
+            assert first.returncode == 3, error
+            second.kill()
+        else:
+            assert first.returncode == 0, error
+        error = second.communicate(timeout=20)[1]
     if work == "watched":
-        del store
         assert second.returncode == 1
         assert (
             "train: rank 1 of 2 ended or does not answer in the run; rank 1 was in watched" in error

@@ -19,6 +19,7 @@ from typing_extensions import TypeIs
 from omniattn.ops.dispatch import library as _library
 from omniattn.ops.dispatch.autograd import Op
 from omniattn.ops.dispatch.plain import PLAIN
+from omniattn.ops.dispatch.ranks import ACTIVE
 from omniattn.reference.layers.philox import new_seed as new_seed
 from omniattn.reference.limits import clamp as clamp
 from omniattn.reference.precision import unit as unit
@@ -43,6 +44,11 @@ def use_reference(op: str, backend: str | None, x: Tensor) -> bool:
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         raise ValueError(f"{op}: backend must be one of {BACKENDS}, got backend={shown(backend)}")
     if backend == "reference":
+        if ACTIVE.region is not None:
+            raise NotImplementedError(
+                f"{op}: in context_parallel backend must not be 'reference', whose definition has "
+                "no parts"
+            )
         return True
     device = x.device.type
     if backend is not None and backend != device:

@@ -6,6 +6,7 @@ accepted and ignored, since they affect only fla's speed. See the function that 
 for formulas, shapes and dtypes.
 """
 
+from omniattn.compat._cp import FLACPContext, build_cp_context
 from omniattn.compat._fla.attention import (
     parallel_attn,
     parallel_forgetting_attn,
@@ -39,6 +40,7 @@ from omniattn.compat._fla.conv import (
     causal_conv1d,
     causal_conv1d_update,
     token_shift,
+    token_shift_cp,
 )
 from omniattn.compat._fla.delta import (
     chunk_delta_rule,
@@ -288,6 +290,7 @@ __all__ = [
     "DPFPFeatureMap",
     "DeltaFormerAttention",
     "DeltaNet",
+    "FLACPContext",
     "FLACache",
     "ForgettingAttention",
     "FusedCrossEntropyLoss",
@@ -364,6 +367,7 @@ __all__ = [
     "WallAttention",
     "addmm",
     "bias_gelu",
+    "build_cp_context",
     "causal_conv1d",
     "causal_conv1d_update",
     "chunk_abc",
@@ -509,6 +513,7 @@ __all__ = [
     "swiglu_linear",
     "swish",
     "token_shift",
+    "token_shift_cp",
     "unpack_sequence",
     "unpad_hidden_states",
     "unpad_input",

@@ -14,7 +14,7 @@ from omniattn.checks.arguments import require_seed, shown
 from omniattn.distributed.layout import Layout
 from omniattn.distributed.messages import Exchange, Ring
 from omniattn.encoding.masks import COLUMN_BITS, MaskKind
-from omniattn.encoding.options import TABLES, Options, ScoreKind, pack
+from omniattn.encoding.options import TABLES, WITH_LSE, Options, ScoreKind, pack
 from omniattn.functional import masks
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.functional.attention._options import checked_codes
@@ -187,7 +187,7 @@ class _RingAttention(torch.autograd.Function):
                 out_n, lse_n, tail = ops.attention.raw(
                     *parts, list(aux), seed, mask, call.score, call.params
                 )
-                if call.normalizer != "softmax":
+                if call.normalizer not in WITH_LSE:
                     sums[:, rows] += out_n
                     continue
                 exact = lse_n.double() + tail.double()

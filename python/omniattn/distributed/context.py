@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -15,8 +16,8 @@ from omniattn.checks.arguments import require_choice, shown
 from omniattn.checks.ranks import ACTIVE, Region
 from omniattn.distributed.attention import split_attention
 from omniattn.distributed.layout import Layout, Order
-from omniattn.distributed.messages import Gather, Halo
-from omniattn.distributed.states import PASSED, States
+from omniattn.distributed.messages import Gather, Halo, Prompt
+from omniattn.distributed.states import PASSED, Packed, States
 from omniattn.modules.base.mixer import Mixer
 from omniattn.modules.blocks.mtp import MultiTokenPredictor
 
@@ -25,7 +26,8 @@ __all__ = ["context_parallel", "context_parallel_unshard"]
 #: Functions that mix tokens only by attention, and by ops that pass their states.
 FUNCTIONS = frozenset(
     (
-        *("attention", "rwkv_quadratic", "rwkv_recurrent"),
+        *("attention", "forgetting_attention", "hub_spoke_attention", "detsa_attention"),
+        *("rwkv_quadratic", "rwkv_recurrent"),
         *("linear_attention", "gated_linear_attention", "retention", "rwkv6", "rwkv7"),
         *(
             "gated_delta_product",
@@ -34,13 +36,19 @@ FUNCTIONS = frozenset(
             "kimi_delta_attention",
             "dplr_delta_rule",
         ),
+        *("gated_delta_rule_2", "comba", "gated_oja_rule", "preconditioned_delta_rule"),
+        *("gated_slot_attention", "abc_attention", "lightnet_attention", "cyclic_flow_attention"),
         *("mlstm", "slstm", "rwkv4", "linear_scan", "causal_conv1d", "selective_scan", "ssd"),
     )
 )
 #: Layers that mix tokens only by these functions.
 LAYERS = frozenset(
     (
-        *("Attention", "LinearAttention", "GatedLinearAttention", "MultiScaleRetention"),
+        *("Attention", "MultiHeadLatentAttention", "DifferentialAttention", "DeltaAttention"),
+        *("HubSpokeAttention", "DeterministicSparseAttention", "ReBased", "LightNet"),
+        *("GatedDeltaNet2", "Comba", "PrecondGatedDeltaNet", "PrecondKDA", "Rodimus"),
+        *("GatedSlotAttention", "Raven", "ABCAttention", "CyclicFlowAttention"),
+        *("LinearAttention", "GatedLinearAttention", "MultiScaleRetention"),
         *("LightningAttention", "HGRN", "HGRN2", "DeltaNet", "GatedDeltaNet"),
         *("KimiDeltaAttention", "GatedDeltaProduct", "Mamba", "Mamba2", "MLSTM", "SLSTM"),
         *("RWKV4TimeMix", "RWKV5TimeMix", "RWKV6TimeMix", "RWKV7TimeMix", "RWKVRecurrent"),
@@ -96,6 +104,9 @@ class ContextParallel(Region):
         assert self.documents is not None
         return positions - starts[self.documents.to(device)[positions]]
 
+    def length(self, count: int) -> int:
+        return self.layout.ranks * count
+
     def before(self, t: Tensor) -> Tensor:
         length = self.layout.length(t)
         chunks = torch.stack(t.split(length, 1))
@@ -125,6 +136,30 @@ class ContextParallel(Region):
                 f"{name}: has no form for tokens that context_parallel splits over ranks; those "
                 f"that do are {', '.join(sorted(LAYERS))}"
             )
+
+
+class Part(ContextParallel):
+    """Calls whose boundaries and states are those of this rank's part of a packed row.
+
+    Has no end at which all was sent, since backward passes come after it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, part: Packed) -> None:
+        super().__init__(Layout(group, "contiguous"), "ring", None)
+        self.part, self.states.outbox = part, Prompt()
+
+    def run(self, op: Any, args: tuple[Any, ...]) -> Any:
+        return self.states.run_part(op, args, self.part) if op.name in PASSED else op.alone(*args)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        if ACTIVE.region is not None:
+            raise RuntimeError("cp_context must be None within context_parallel")
+        ACTIVE.region = self
+        try:
+            yield
+        finally:
+            ACTIVE.region = None
 
 
 @contextlib.contextmanager

@@ -59,6 +59,14 @@ class Outbox:
         self.pending = []
 
 
+class Prompt(Outbox):
+    """Outbox without an end: returns when a tensor was taken."""
+
+    def send(self, layout: Layout, t: Tensor, rank: int) -> None:
+        super().send(layout, t, rank)
+        self.flush()
+
+
 def receive(layout: Layout, t: Tensor, rank: int) -> Tensor:
     """Fills t with what a rank sends."""
     dist.recv(t, layout.global_rank(rank), layout.group)

@@ -58,16 +58,14 @@ class Packed:
     boundaries: tuple[int, ...]  # of the parts in the chunk
     continues: bool  # the first one began in an earlier chunk
     goes_on: bool  # the last one ends in a later chunk
-    begin: int  # position of the first one
 
     @classmethod
     def of(cls, offsets: Sequence[int], start: int, length: int) -> Packed:
         end = start + length
         ends = pairwise(offsets)
         parts = [(a, b) for a, b in ends if max(a, start) < min(b, end)]  # not of empty sequences
-        begin = parts[0][0]
         own = (0, *(a - start for a, _ in parts[1:]), length)
-        return cls(own, begin < start, parts[-1][1] > end, begin)
+        return cls(own, parts[0][0] < start, parts[-1][1] > end)
 
 
 class States:
@@ -109,6 +107,11 @@ class States:
         final = outs[-1][-1]
         return *tokens, final if self.offsets is None else final[-1:]
 
+    def run_part(self, op: DifferentiableOp, args: Sequence[Any], part: Packed) -> Any:
+        """Returns the op's outputs for this rank's only chunk, and the states after the part of
+        each sequence in it. The boundaries and states in `args` are those of the part."""
+        return self._pass_on(op, PASSED[op.name], [op.schema.by_name(args, {})], [part])[0]
+
     def _chunk(self, given: dict[str, Any], passed: Passed, n: int, length: int) -> dict[str, Any]:
         """Returns the arguments of the rank's chunk number n."""
         rows = slice(n * length, (n + 1) * length)
@@ -139,17 +142,13 @@ class States:
                 chunk[name] = chunk[name][:1].expand(count, *chunk[name].shape[1:])
         return pack
 
-    def _follows(self, own: int, pack: Packed | None) -> bool:
-        """Returns True if a sequence of the chunk began in an earlier one."""
-        return own > 0 if pack is None else pack.continues
-
     def _pass_on(
         self, op: DifferentiableOp, passed: Passed, chunks: list[Any], packs: list[Packed | None]
     ) -> list[Any]:
         layout, outs = self.layout, []
         state: Any = None
         for own, chunk, pack in zip(layout.own, chunks, packs, strict=True):
-            if self._follows(own, pack):
+            if _follows(own, pack):
                 empty = _empty_state(op, passed, chunk)
                 before = layout.owner(own - 1)
                 if before != layout.rank:
@@ -159,7 +158,8 @@ class States:
                 elif pack is not None:
                     state = state[-1:]
                 if pack is not None:
-                    state = torch.cat((state, empty[1:]))
+                    given = chunk["initial_state"]
+                    state = torch.cat((state, (empty if given is None else given)[1:]))
                 chunk["initial_state"] = state
             *out, state = op.alone(*chunk.values())
             last = own == layout.count - 1 if pack is None else not pack.goes_on
@@ -182,18 +182,12 @@ class States:
                 "causal_conv1d: in context_parallel a chunk must have K - 1 tokens, "
                 f"got {length} tokens, K={rows + 1}"
             )
-        halos = Halo.apply(torch.stack([chunk["x"][:, -rows:] for chunk in chunks]), self.layout)
-        for own, chunk, pack, halo in zip(self.layout.own, chunks, packs, halos, strict=True):
-            chunk["x"] = Join.apply(chunk["x"], halo)
-            if not self._follows(own, pack):
-                continue
-            state = halo.mT
-            if pack is not None:
-                missing = max(0, rows - (own * length - pack.begin))  # of other sequences
-                state = torch.cat((torch.zeros_like(state[..., :missing]), state[..., missing:]), 2)
-                rest = state.new_zeros(len(pack.boundaries) - 2, *state.shape[1:])
-                state = torch.cat((state, rest))
-            chunk["initial_state"] = state
+        xs = [chunk["x"] for chunk in chunks]
+        xs, states = rows_before(self.layout, xs, packs, rows, None)
+        for chunk, x, state in zip(chunks, xs, states, strict=True):
+            chunk["x"] = x
+            if state is not None:
+                chunk["initial_state"] = state
 
     def _add_sums(self, chunks: list[Any], packs: list[Packed | None]) -> None:
         """Sets the initial states of recurrences with diagonal transitions."""
@@ -212,7 +206,7 @@ class States:
         at = [layout.gathered.index(c) for c in range(layout.count)]
         for own, chunk, pack in zip(layout.own, chunks, packs, strict=True):
             chunk["v"] = Join.apply(chunk["v"], all_sums, all_decays)
-            if not self._follows(own, pack):
+            if not _follows(own, pack):
                 continue
             state = torch.zeros_like(sums[0]) if first is None or pack is not None else first
             for c in range(own):
@@ -221,6 +215,53 @@ class States:
                 rest = state.new_zeros(len(pack.boundaries) - 2, *state.shape[1:])
                 state = torch.cat((state, rest))
             chunk["initial_state"] = state
+
+
+def rows_before(
+    layout: Layout,
+    chunks: Sequence[Tensor],
+    packs: Sequence[Packed | None],
+    count: int,
+    initial: Tensor | None,
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Exchanges the last rows of chunks of equal length (B, T, C), T >= count.
+
+    Args:
+        packs: sequences of each chunk, or None for a batch.
+        initial: (S, C, count), the rows before sequences that begin in a packed chunk, or None for
+            zeros.
+
+    Returns:
+        the chunks, which from now on wait for the gradients of their rows on other ranks, and for
+        each the rows (S, C, count) before its sequences, None if all of them begin in it.
+    """
+    ends = []
+    for x, pack in zip(chunks, packs, strict=True):
+        end = x[:, 0 if pack is None else pack.boundaries[-2] :][:, -count:]
+        missing = count - end.shape[1]  # of a sequence that began shortly before
+        if missing:
+            rows = x.new_zeros(1, missing, x.shape[2])
+            end = torch.cat((rows if initial is None else initial[-1:].mT[:, -missing:], end), 1)
+        ends.append(end)
+    joined: list[Tensor] = []
+    states: list[Tensor | None] = []
+    halos = Halo.apply(torch.stack(ends), layout)
+    for own, x, pack, halo in zip(layout.own, chunks, packs, halos, strict=True):
+        joined.append(Join.apply(x, halo))
+        state = None
+        if _follows(own, pack):
+            state = halo.mT
+            if pack is not None:
+                others = len(pack.boundaries) - 2
+                rest = state.new_zeros(others, *state.shape[1:])
+                state = torch.cat((state, rest if initial is None else initial[1:]))
+        states.append(state)
+    return joined, states
+
+
+def _follows(own: int, pack: Packed | None) -> bool:
+    """Returns True if a sequence of chunk number `own` began in an earlier one."""
+    return own > 0 if pack is None else pack.continues
 
 
 def _needs_gradient(t: Any) -> bool:

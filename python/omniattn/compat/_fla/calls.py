@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from omniattn.checks.arguments import require_number, require_tensor, shown
+from omniattn.compat._cp import boundaries_of_rank, call_on_ranks
 from omniattn.compat._errors import errors_of
 from omniattn.reference.precision import widen
 from omniattn.suggestions import did_you_mean
@@ -69,8 +70,14 @@ def fla_function(
                         f"{choose.__name__}: {name} is not supported, "
                         f"got {name}={shown(value)}{near}"
                     )
+            chunks = given.get("return_intermediate_states")
+            if chunks and given.get("cp_context") is not None:
+                raise ValueError(
+                    f"{choose.__name__}: return_intermediate_states must be False with cp_context, "
+                    "got return_intermediate_states=True"
+                )
             found = run(choose.__name__, call, tensors, given)
-            if given.get("return_intermediate_states"):
+            if chunks:
                 states = _states_of_chunks(choose.__name__, call, tensors, given)
                 return (*found, states)
             return found
@@ -112,6 +119,9 @@ def run(
 ) -> tuple[Tensor, Any]:
     """Runs `call` on the tensors, with the states and options in `given`."""
     boundaries, state = given["cu_seqlens"], given["initial_state"]
+    context = given.get("cp_context")
+    if context is not None:
+        boundaries = boundaries_of_rank(op, context, boundaries)
     reverse = given.get("reverse", False)
     v_first = given.get("state_v_first", False) or given.get("transpose_state_layout", False)
     packed = reverse and boundaries is not None
@@ -127,7 +137,11 @@ def run(
     options = {ours: given[name] for name, ours in _OPTIONS.items() if name in given}
     gates = {"g": "gk"} if given.get("gk") is not None else {}
     with errors_of(op, l2norm="use_qk_l2norm_in_kernel", **gates):
-        o, state = call(*tensors, initial_state=state, cu_seqlens=boundaries, **options)
+        options |= {"initial_state": state, "cu_seqlens": boundaries}
+        if context is None:
+            o, state = call(*tensors, **options)
+        else:
+            o, state = call_on_ranks(context, call, tensors, **options)
     if packed:
         state = _flipped(state)
     if v_first:

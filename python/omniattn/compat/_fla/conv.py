@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.checks.arguments import require_choice, require_int, require_shape
-from omniattn.compat._errors import errors_of, require_flags, require_optional, require_real
+from omniattn.compat._cp import FLACPContext, boundaries_of_rank, rows_of_ranks
+from omniattn.compat._errors import (
+    errors_of,
+    require_flags,
+    require_optional,
+    require_real,
+)
 from omniattn.compat.causal_conv1d import causal_conv1d_update as update
 from omniattn.functional.recurrences._common import require_boundaries
 
@@ -26,7 +30,7 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
-    cp_context: Any = None,
+    cp_context: FLACPContext | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes :func:`functional.causal_conv1d` plus a residual.
 
@@ -42,15 +46,14 @@ def causal_conv1d(
         backend: "triton", "cuda" or "mix"; has no effect.
         cu_seqlens: (N + 1,) int, for B = 1: rows cu_seqlens[n] .. cu_seqlens[n + 1] are sequence n.
         cu_seqlens_cpu, chunk_indices: have no effect.
-        cp_context: not supported.
+        cp_context: None, or this rank's part of the row, see `build_cp_context`. A rank must have W
+            tokens or more.
 
     Returns:
         y of the shape and dtype of x, and the final state (N, D, W) or None.
     """
     op = "causal_conv1d"
     require_choice(op, "backend", backend, ("triton", "cuda", "mix"))
-    if cp_context is not None:
-        raise NotImplementedError(f"{op}: cp_context is not supported, got a {type(cp_context)}")
     require_real(op, x=x, weight=weight)
     require_optional(op, bias=bias, residual=residual, initial_state=initial_state)
     if x.ndim < 3 or weight.ndim != 2:
@@ -59,11 +62,23 @@ def causal_conv1d(
             f"weight.shape={tuple(weight.shape)}"
         )
     rows, width = x.flatten(2), weight.shape[1]
+    if cp_context is not None:
+        cu_seqlens = boundaries_of_rank(op, cp_context, cu_seqlens)
+        taps = cp_context.conv1d_kernel_size
+        if taps not in (None, width):
+            raise ValueError(
+                f"{op}: cp_context.conv1d_kernel_size must be None or the width of weight, got "
+                f"cp_context.conv1d_kernel_size={taps}, weight.shape={tuple(weight.shape)}"
+            )
     sequences = len(rows) if cu_seqlens is None else cu_seqlens.numel() - 1
     if initial_state is not None:
         require_shape(op, "initial_state", initial_state, (sequences, rows.shape[2], width))
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"{op}: activation must be None, silu or swish, got {activation=}")
+    if residual is not None:
+        require_shape(op, "residual", residual, tuple(x.shape))
+    if cp_context is not None:
+        rows, initial_state = rows_of_ranks(op, cp_context, rows, width, initial_state)
     wide = torch.promote_types(x.dtype, weight.dtype)
     with errors_of(op):
         y = functional.causal_conv1d(
@@ -76,7 +91,6 @@ def causal_conv1d(
         )
     y = y.to(x.dtype).view(x.shape)
     if residual is not None:
-        require_shape(op, "residual", residual, tuple(x.shape))
         y = y + residual.to(x.dtype)
     final = _last_inputs(rows, width, initial_state, cu_seqlens) if output_final_state else None
     return y, final
@@ -269,6 +283,31 @@ def token_shift(
         tokens = x[0, (ends - 1).clamp(min=0)] if x.shape[1] else cache.to(x.dtype)
         last = torch.where(filled[:, None], tokens, cache.to(x.dtype))
     return (before - x, last) if output_cache else before - x
+
+
+def token_shift_cp(
+    x: Tensor,
+    cp_context: FLACPContext,
+    cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+) -> Tensor:
+    """Computes :func:`token_shift` of a row whose tokens are split over ranks.
+
+    Args:
+        x: (1, T, D), this rank's tokens.
+        cp_context: result of `build_cp_context`.
+        cu_seqlens: None, or those of cp_context.
+        chunk_indices: has no effect.
+    """
+    op = "token_shift_cp"
+    own = boundaries_of_rank(op, cp_context, cu_seqlens)
+    require_real(op, x=x)
+    if x.ndim != 3:
+        raise ValueError(f"{op}: x must have shape (1, T, D), got x.shape={tuple(x.shape)}")
+    x, before = rows_of_ranks(op, cp_context, x, 1, None)
+    y = token_shift(x, own, None if before is None else before[..., 0])
+    assert isinstance(y, Tensor)
+    return y
 
 
 def _last_inputs(x: Tensor, width: int, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.checks.arguments import require_shape
+from omniattn.compat._cp import FLACPContext
 from omniattn.compat._fla.calls import Call, beta_of, decays_of, delta_call, fla_function
 from omniattn.compat._fla.parts import l2norm
 from omniattn.reference.precision import widen
@@ -101,11 +102,13 @@ def chunk_gated_delta_rule(
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    cp_context: FLACPContext | None = None,
     **options: Any,
 ) -> Call:
     """Computes :func:`functional.gated_delta_rule`.
 
-    With `use_gate_in_kernel` the decays are ``-exp(A_log) softplus(g + dt_bias)``.
+    With `use_gate_in_kernel` the decays are ``-exp(A_log) softplus(g + dt_bias)``. With a
+    `cp_context` other ranks have other tokens of the row, see `build_cp_context`.
     """
     if use_gate_in_kernel:
         g = decays_of("chunk_gated_delta_rule", g, A_log, dt_bias, None)
@@ -179,13 +182,15 @@ def chunk_kda(
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    cp_context: FLACPContext | None = None,
     **options: Any,
 ) -> Call:
     """Computes :func:`functional.kimi_delta_attention`.
 
     With `use_gate_in_kernel` the decays are ``-exp(A_log) softplus(g + dt_bias)``, or
     ``lower_bound sigmoid(exp(A_log) (g + dt_bias))``. `safe_gate` has no effect. With
-    `return_intermediate_states` a third result has the states before every 64 tokens.
+    `return_intermediate_states` a third result has the states before every 64 tokens. With a
+    `cp_context` other ranks have other tokens of the row, see `build_cp_context`.
     """
     if use_gate_in_kernel:
         g = decays_of("chunk_kda", g, A_log, dt_bias, lower_bound)
@@ -234,9 +239,12 @@ def chunk_dplr_delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    cp_context: FLACPContext | None = None,
     **options: Any,
 ) -> Call:
-    """Computes :func:`functional.dplr_delta_rule`. `safe_gate` and `lower_bound` have no effect."""
+    """Computes :func:`functional.dplr_delta_rule`. `safe_gate` and `lower_bound` have no effect;
+    for `cp_context` see `build_cp_context`."""
     return functional.dplr_delta_rule, (q, k, v, a, b, gk)
 
 

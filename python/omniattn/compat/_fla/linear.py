@@ -10,6 +10,7 @@ from torch import Tensor
 
 from omniattn import functional
 from omniattn.checks.arguments import require_device, require_shape, require_tensor
+from omniattn.compat._cp import FLACPContext
 from omniattn.compat._errors import errors_of, require_form
 from omniattn.compat._fla.calls import Call, fla_function, require_inputs, run
 from omniattn.reference.precision import widen
@@ -283,9 +284,12 @@ def chunk_rwkv7(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    cp_context: FLACPContext | None = None,
     **options: Any,
 ) -> Call:
-    """Computes :func:`functional.rwkv7`. `safe_gate` and `lower_bound` have no effect."""
+    """Computes :func:`functional.rwkv7`. `safe_gate` and `lower_bound` have no effect; for
+    `cp_context` see `build_cp_context`."""
     return functional.rwkv7, (r, w, k, v, a, b)
 
 

@@ -15,6 +15,7 @@ from omniattn.encoding.options import ForgettingOptions, pack, spelled_out
 from omniattn.functional.attention._common import autocast, check_shapes, require_bias
 from omniattn.functional.attention._options import checked_codes, run
 from omniattn.functional.attention.attention import attention
+from omniattn.ops.dispatch.ranks import ACTIVE
 from omniattn.reference.attention.forgetting import LEAST_LOG_GATE
 from omniattn.reference.limits import clamp
 from omniattn.reference.precision import compute_dtype
@@ -34,6 +35,8 @@ def forget_terms(log_f: Tensor, lengths: Tensor | None = None) -> dict[str, Any]
         log_f: (B, T, H) in the compute dtype.
         lengths: (B,) number of tokens of each sequence, followed by zeros.
     """
+    if ACTIVE.region is not None and lengths is None:
+        log_f = ACTIVE.region.unshard(log_f)
     c = clamp(log_f.double(), LEAST_LOG_GATE).cumsum(1)
     c = c - c[:, :1]
     last = c[:, -1:].detach().sum(1)  # (B, H), also without tokens
@@ -110,6 +113,12 @@ def forgetting_attention(
     full = check_shapes(op, q, k, v)
     require_bias(op, "log_f", log_f, q)
     require_shape(op, "log_f", log_f, (full[0], full[3], full[1]))
+    if ACTIVE.region is not None:
+        terms = forget_terms(log_f.to(compute_dtype(q)))
+        split: Tensor = ACTIVE.region.attend(
+            q, k, v, causal=True, backend=backend, **terms, **options
+        )
+        return split
     if use_reference(op, backend, q):
         checked_codes(op, q, full, record)
         if record.dropout_p > 0:

@@ -21,6 +21,7 @@ from omniattn.functional.attention.lse import merge_attention
 from omniattn.functional.masks import Causal, GlobalTokens, Mask, Not, SlidingWindow, hub_spoke
 from omniattn.functional.masks.tokens import index_tuple, require_global_tokens
 from omniattn.functional.sparse._common import score_options, second_set
+from omniattn.ops.dispatch.ranks import ACTIVE
 
 __all__ = ["hub_spoke_attention"]
 
@@ -120,7 +121,10 @@ def hub_spoke_attention(
         if dual is None:
             return out
         other = attention(*second, mask=every, **how)
-        position = torch.arange(q.shape[1], device=q.device) + k.shape[1] - q.shape[1]
+        if ACTIVE.region is None:
+            position = torch.arange(q.shape[1], device=q.device) + k.shape[1] - q.shape[1]
+        else:
+            position = ACTIVE.region.positions(q.shape[1], q.device)
         return torch.where(hubs.among(position)[:, None, None], other, out)
     mine, theirs = _kinds(hubs, window, causal)
     near = attention(q, k, v, mask=mine, return_lse=True, **how)

@@ -92,7 +92,9 @@ class Sequences:
         if self.nested is not None:
             sizes: Tensor = self.nested.offsets().diff()
             return sizes
-        return torch.full((1,), t.shape[1], device=t.device)
+        region, count = ACTIVE.region, t.shape[1]
+        length = count if region is None else region.length(count)
+        return torch.full((1,), length, device=t.device)
 
     def in_batches(self, function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
         """Applies the function to t (B, T, ...); pads a packed t (1, total, ...) with zeros to

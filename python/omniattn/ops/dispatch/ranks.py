@@ -31,6 +31,14 @@ class Region(ABC):
         """Returns the positions (count,) of this rank's tokens in their sequences."""
 
     @abstractmethod
+    def length(self, count: int) -> int:
+        """Returns the number of tokens of a sequence of which this rank has `count`."""
+
+    @abstractmethod
+    def unshard(self, t: Tensor, dim: int = 1) -> Tensor:
+        """Returns all tokens of t, whose `dim` has those of this rank; gradients go back."""
+
+    @abstractmethod
     def before(self, t: Tensor) -> Tensor:
         """Returns for each token of t (B, T, ...) the row of the token before it, 0 at starts."""
 
