@@ -1,5 +1,5 @@
 // recurrence.
-#include "kernels/recurrence/recurrence.h"
+#include "ops/recurrences/recurrence.h"
 
 #include <algorithm>
 #include <cmath>
@@ -158,9 +158,7 @@ Results recurrence(const OpCall& call, const Inputs& in, const SequenceArguments
                                 .final_state = r.final_state.data(),
                                 .states = r.states.data()};
   if constexpr (kOnCuda) {
-    const Tensor memory =
-        scratch(ceil_div(recurrence_bytes(shared), size_of(DType::f64)), DType::f64);
-    require_launched(p.op, launch_recurrence(params, memory.mutable_data_ptr(), stream()));
+    require_launched(p.op, launch_on_cuda(params));
   } else {
     const RecurrenceKernels& kernels =
         on_tiles_or(shared, recurrence_tile_kernels(), recurrence_kernels(shared.dtype));

@@ -1,0 +1,150 @@
+"""Recurrences in chunks on tensor cores: which calls take that path of CUDA, and that their results
+are those of fp64 at strong decays and odd sizes. The emulator runs the kernels on the CPU."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from recurrence_cases import draw
+from torch.nn import functional as nnf
+
+from omniattn import functional as F
+from omniattn.ops.dispatch import library as _library
+
+EMULATED = "recurrence" in _library.paths("cpu")
+emulated = pytest.mark.skipif(not EMULATED, reason="test_under_emulation runs these tests")
+
+ROOT = Path(__file__).parents[2]
+#: Bound on the relative error (root mean square) of splitting numbers into pieces.
+LEFT_OUT = 2.0**-15
+
+
+@pytest.mark.skipif(EMULATED, reason="this is the emulation")
+@pytest.mark.parametrize("variant", ["value", "race"])
+def test_under_emulation(variant: str) -> None:
+    """With the tests of the tiles of CPUs, whose products are the same."""
+    files = [__file__]
+    if variant == "value":
+        files.append(str(ROOT / "tests/ops/recurrences/test_recurrence_tiles.py"))
+    env = os.environ | {"OMNIATTN_CPU_LIBRARY": f"libomniattn_emulated_{variant}.so"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "not levels_differ"]
+    result = subprocess.run([*command, *files], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
+    assert " 2 skipped" in result.stdout  # this test
+
+
+@pytest.fixture
+def taken(capfd: pytest.CaptureFixture[str]) -> Iterator[list[str]]:
+    """Paths of the calls of a test, when it has ended."""
+    found: list[str] = []
+    torch.ops.omniattn.report_paths_cpu(True)
+    yield found
+    torch.ops.omniattn.report_paths_cpu(False)
+    prefix = "omniattn: recurrence on cpu: "
+    assert [x.removeprefix(prefix) for x in capfd.readouterr().err.splitlines()] == found
+
+
+def inputs(steps: int, heads: int, v_heads: int, size: int, width: int, batch: int = 2):
+    """q, k, v and beta of fp64: the first three are numbers of bf16."""
+    q, k = draw(batch, steps, heads, size), draw(batch, steps, heads, size, seed=1)
+    v = draw(batch, steps, v_heads, width, seed=2)
+    q, k, v = (t.bfloat16().double() for t in (q, nnf.normalize(k, dim=-1), v))
+    return q, k, v, draw(batch, steps, v_heads, seed=4).sigmoid().float().double()
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative, in the mean of squares."""
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("path", "steps", "size", "width", "dtype"),
+    [
+        ("mma", 17, 8, 8, torch.bfloat16),
+        ("mma", 70, 128, 136, torch.bfloat16),
+        ("tokens", 16, 64, 64, torch.bfloat16),
+        ("tokens", 70, 136, 64, torch.bfloat16),
+        ("tokens", 70, 20, 64, torch.bfloat16),
+        ("tokens", 70, 64, 20, torch.bfloat16),
+        ("tokens", 70, 64, 64, torch.float16),
+        ("tokens", 70, 64, 64, torch.float32),
+    ],
+)
+def test_paths(taken, path, steps, size, width, dtype):
+    q, k, v, beta = inputs(steps, 1, 1, size, width, batch=1)
+    F.delta_rule(*(t.to(dtype) for t in (q, k, v)), beta.float())
+    taken.append(path)
+
+
+@emulated
+def test_rows_that_are_not_whole_pieces_go_by_tokens(taken):
+    q, k, v, _ = (t.bfloat16() for t in inputs(40, 1, 1, 16, 16))
+    wide = torch.zeros(*q.shape[:-1], 20, dtype=q.dtype)
+    wide[..., 2:18] = q
+    g = nnf.logsigmoid(draw(2, 40, 1)).float()
+    found = F.gated_linear_attention(wide[..., 2:18], k, v, g)
+    expected = F.gated_linear_attention(q, k, v, g)
+    for a, b in zip(found, expected, strict=True):
+        assert error(a, b.double()) < 2**-8
+    taken += ["tokens", "mma"]
+
+
+@emulated
+def test_decays_of_channels_go_by_tokens(taken):
+    q, k, v, _ = (t.bfloat16() for t in inputs(40, 1, 1, 16, 16))
+    F.gated_linear_attention(q, k, v, -torch.rand(2, 40, 1, 16))
+    taken.append("tokens")
+
+
+#: Logarithms of decays by token: none survives; one in five ends all before it; sums beyond what
+#: fp32 can tell apart; no decay.
+DECAYS = {
+    "all": lambda t: torch.full_like(t, -1e30),
+    "infinite": lambda t: torch.where(t > 1, -torch.inf, -t.abs()),
+    "some": lambda t: torch.where(t > 0.8, -500.0, -1e-3 * t.abs()),
+    "uneven": lambda t: -(t.abs() ** 8) * 1e3,
+    "none": torch.zeros_like,
+}
+
+
+@emulated
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("delta", [False, True])
+def test_strong_decays(taken, decay, delta):
+    q, k, v, beta = inputs(75, 1, 2, 24, 40)
+    g = DECAYS[decay](draw(2, 75, 2, seed=3)).float()
+    start = draw(2, 2, 24, 40, seed=8).float()
+    half = [t.bfloat16() for t in (q, k, v)]
+    if delta:
+        found = F.gated_delta_rule(*half, g, beta.float(), initial_state=start)
+        exact = F.gated_delta_rule(
+            q, k, v, g.double(), beta, initial_state=start.double(), backend="reference"
+        )
+    else:
+        found = F.gated_linear_attention(*half, g, initial_state=start)
+        exact = F.gated_linear_attention(
+            q, k, v, g.double(), initial_state=start.double(), backend="reference"
+        )
+    for a, b in zip(found, exact, strict=True):
+        assert error(a, b) < error(b.to(a.dtype), b) + LEFT_OUT
+    taken.append("mma")
+
+
+@emulated
+@pytest.mark.parametrize(("size", "width"), [(8, 8), (40, 72), (72, 24), (128, 104)])
+@pytest.mark.parametrize("steps", [17, 32, 33, 97])
+def test_odd_sizes(taken, steps, size, width):
+    """Parts of a panel and of a chunk, value heads that share keys."""
+    q, k, v, beta = inputs(steps, 2, 4, size, width)
+    g = nnf.logsigmoid(3 * draw(2, steps, 4, seed=3)).float()
+    half = [t.bfloat16() for t in (q, k, v)]
+    found = F.gated_delta_rule(*half, g, beta.float())
+    exact = F.gated_delta_rule(q, k, v, g.double(), beta, backend="reference")
+    for a, b in zip(found, exact, strict=True):
+        assert error(a, b) < error(b.to(a.dtype), b) + LEFT_OUT
+    taken.append("mma")
