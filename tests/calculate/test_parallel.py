@@ -15,7 +15,15 @@ from torch.utils._pytree import tree_leaves
 
 from omniattn.calculate import parallel
 from omniattn.models import PRESETS, BlocksConfig
-from omniattn.modules import DecoderBlock, GatedMLP, Mamba2, RMSNorm
+from omniattn.modules import (
+    Attention,
+    DecoderBlock,
+    GatedDeltaNet,
+    GatedMLP,
+    Mamba2,
+    MoBA,
+    RMSNorm,
+)
 from omniattn.training import TrainConfig, Trainer
 from omniattn.training.ranks import DIMENSIONS
 from omniattn.training.tasks import LanguageModeling
@@ -23,14 +31,22 @@ from omniattn.training.tasks import LanguageModeling
 TASK = LanguageModeling(b"".join(b"%d squared is %d\n" % (a, a * a) for a in range(500)), 16)
 SIZES = {"dim": 16, "num_layers": 2, "vocab_size": 256}
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "hidden_dim": 24}
-MIXER = Mamba2.Config(16, d_state=5, headdim=4, ngroups=4)
+MAMBA2 = Mamba2.Config(16, d_state=5, headdim=4, ngroups=4)
+DELTA = GatedDeltaNet.Config(16, 4, conv_size=3)
+
+
+def blocks_of(*mixers):
+    norms = GatedMLP.Config(16, 24), RMSNorm.Config(16)
+    return BlocksConfig(blocks=tuple(DecoderBlock.Config(m, *norms) for m in mixers), **SIZES)
+
+
 MODELS = {
     "llama": replace(PRESETS["llama"], **SIZES, **HEADS),
     "tied": replace(PRESETS["llama"], **SIZES, **HEADS, tie_embeddings=True),
     "mixtral": replace(PRESETS["mixtral"], **SIZES, **HEADS, experts=4, top_k=2),
-    "mamba2": BlocksConfig(
-        blocks=(DecoderBlock.Config(MIXER, GatedMLP.Config(16, 24), RMSNorm.Config(16)),), **SIZES
-    ),
+    "mamba2": blocks_of(MAMBA2),
+    "hybrid": blocks_of(DELTA, Attention.Config(16, 4)),
+    "moba": blocks_of(MoBA.Config(16, 4, block_size=4)),
 }
 MESHES = {
     2: [(name,) for name in DIMENSIONS],
@@ -43,9 +59,9 @@ class Sent(TorchDispatchMode):
     """Adds up the bytes that this rank sends, by kind; groups have two ranks where sizes do not
     tell. Single numbers, of losses and norms, are left out."""
 
-    def __init__(self):
+    def __init__(self, experts):
         super().__init__()
-        self.bytes = Counter()
+        self.bytes, self.experts = Counter(), experts
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -64,13 +80,14 @@ class Sent(TorchDispatchMode):
             elif name == "send":
                 self.bytes["sent"] += size
             elif name == "alltoall_base_":
-                self.bytes["ep"] += args[1].nbytes / 2
+                self.bytes["ep" if self.experts else "sent"] += args[1].nbytes / 2
+            elif name == "allgather_" and not self.experts:  # with experts: their records
+                self.bytes["sent"] += size
             elif name in ("all_reduce", "all_gather_into_tensor"):
                 self.bytes["tp"] += size
             elif name == "reduce_scatter_tensor":
                 self.bytes["tp"] += size / 2
             else:
-                # allgather_: records of experts
                 assert name in ("recv_", "wait_tensor", "_wrap_tensor_autograd", "allgather_"), name
         return out
 
@@ -81,7 +98,7 @@ def of_meshes(rank, ranks, port):
     for names in MESHES[ranks]:
         mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
         for name, model in MODELS.items():
-            if ("ep" in names and name != "mixtral") or ("cp" in names and name == "mamba2"):
+            if name == "moba" or ("ep" in names and name != "mixtral"):
                 continue
             config = TrainConfig(model=model, batch=BATCH, length=16, accumulate=PARTS)
             compare(f"{name} {names}", Trainer(config, TASK, mesh=mesh), dict.fromkeys(names, 2))
@@ -90,7 +107,7 @@ def of_meshes(rank, ranks, port):
 
 def compare(where, trainer, sizes):
     trainer.train_step()
-    with Sent() as sent:
+    with Sent("mixtral" in where) as sent:
         trainer.train_step()
     model = trainer.config.model_config
     options = {"batch": BATCH, "length": 16, "accumulate": PARTS, "dtype": "fp64"}
@@ -149,7 +166,7 @@ def test_more_ranks_than_there_are_here():
         ({"ep": 2}, {}, ValueError, "ep must be 1 without experts, got ep=2"),
         ({"tp": 3}, {}, ValueError, "tp must divide vocab_size, got tp=3, vocab_size=256"),
         ({"tp": 8}, {}, ValueError, "num_heads=4"),
-        ({"cp": 2}, {"config": "mamba2"}, NotImplementedError, "must be Attention, got Mamba2"),
+        ({"cp": 2}, {"config": "moba"}, NotImplementedError, "must be of .*Attention, .* got MoBA"),
         ({"dp": 2}, {"config": PRESETS["bert"]}, NotImplementedError, "of a decoder, got BertC"),
     ],
 )

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from omniattn.calculate.roofline import DEVICES
 from omniattn.cli import main
 from omniattn.models import PRESETS, save_model
 
@@ -47,7 +48,7 @@ def test_json_with_ceilings_and_patterns(capsys):
     assert found["patterns"][0]["pairs"] == 64 * 65 // 2
 
 
-def test_a_rank_of_a_mesh(capsys):
+def test_a_rank_of_a_mesh(capsys, tmp_path):
     sizes = ["--context", "8192", "--batch", "64", "--mesh", "fsdp=64,tp=8"]
     rates = ["--peak", "990", "--bandwidth", "3350", "--link", "50"]
     assert main(["calc", "llama-3-8b", *sizes, *rates]) == 0
@@ -58,6 +59,16 @@ def test_a_rank_of_a_mesh(capsys):
     assert (
         "must divide num_heads of Attention, got num_heads=32, ranks=3" in capsys.readouterr().err
     )
+    path = tmp_path / "ranks.png"
+    both = ["--compare", "llama-3-8b", "mamba-130m", "--plot", str(path), "--device", "h100"]
+    assert main(["calc", *both, *sizes[:-1], "fsdp=8,cp=8"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"sends, cp  .*GiB per step  .*MiB per step", out) and "time, cp" in out
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert main(["calc", "llama-3-8b", *sizes, "--device", "h100", "--link", "50"]) == 0
+    assert "  time, tp       305.351 ms\n" in capsys.readouterr().out  # --link is for all kinds
+    for device in DEVICES:
+        assert main(["calc", "llama", "--device", device]) == 0
     for mesh in ("dp", "dp=2,dp=2"):
         with pytest.raises(SystemExit):
             main(["calc", "llama-3-8b", "--mesh", mesh])

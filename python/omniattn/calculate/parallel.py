@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from omniattn.calculate.costs import flops
 from omniattn.calculate.sources import Source, config_of, dtype_of, require_sizes
 from omniattn.calculate.trace import meta_model
 from omniattn.models.decoders.decoder import Decoder
-from omniattn.modules import Attention, DecoderBlock, MoE
+from omniattn.modules import DecoderBlock, MoE
 
 OP = "parallel"
 #: Dimensions of a mesh, as of `python -m omniattn train`.
@@ -62,8 +63,10 @@ def parallel(
     twice that. With M microbatches, FSDP2 gathers blocks 2 M times and embedding and head M times,
     and reduces gradients M times (stages of a pipeline: M + 1, 1 and 1). Each split layer
     all-reduces (B, T, dim) in the forward and in the backward; the ring passes keys and values
-    twice and their gradients once; experts exchange a row for each token and choice four times, as
-    if they were chosen evenly; stages send two tensors (B, T, dim) in each direction.
+    twice and their gradients once, delta rules, scans and convolutions a state or its last tokens
+    from chunk to chunk, and their gradients back, other recurrences a sum and a decay from each
+    chunk to all ranks, in both passes; experts exchange a row for each token and choice four
+    times, as if they were chosen evenly; stages send two tensors (B, T, dim) in each direction.
 
     Args:
         config: a decoder, as in :func:`flops`.
@@ -77,8 +80,7 @@ def parallel(
         ValueError: a size is invalid, or the mesh does not divide the batch, tokens, layers, heads
             or experts.
         NotImplementedError: a model or layer that the dimensions cannot divide, or of which the
-            messages are not counted here: with cp other mixers than Attention; predictors of
-            further tokens; residual streams.
+            messages are not counted here: predictors of further tokens; residual streams.
 
     Example:
         >>> found = parallel("llama-3-8b", {"fsdp": 64, "tp": 8}, batch=64, length=8192)
@@ -124,9 +126,11 @@ class _Step:
         ):
             if value % by:
                 raise ValueError(f"{OP}: {name} must be a multiple of {by}, got {name}={value}")
-        self.tokens = batch // (replicas * parts) * (length // sizes["cp"])
+        self.batch, self.length = batch // (replicas * parts), length // sizes["cp"]
+        self.tokens = self.batch * self.length
         self.row = self.tokens * model.config.dim * self.dtype.itemsize
         self._check()
+        self.between_chunks = self._between_chunks()
         self.splits = self._splits()
         whole = {name: p.shape for name, p in model.named_parameters()}
         self.shapes = {name: self._local(name, shape) for name, shape in whole.items()}
@@ -152,10 +156,36 @@ class _Step:
                 raise NotImplementedError(
                     f"{OP}: layers must be DecoderBlocks, got {type(block).__name__}"
                 )
-            if sizes["cp"] > 1 and not isinstance(block.mixer, Attention):
+
+    def _between_chunks(self) -> list[int]:
+        """Returns the bytes of cp's messages of each layer in a microbatch."""
+        ranks, model = self.sizes["cp"], self.model
+        if ranks == 1:
+            return [0] * len(model.layers)
+        from omniattn.calculate.messages import context_bytes
+        from omniattn.distributed.context import LAYERS
+        from omniattn.distributed.tensor.splits import split_of
+
+        x = model.embed_tokens.weight.new_empty(self.batch, self.length, model.config.dim)
+        positions = torch.arange(self.length, device="meta")
+        rope = None if model.rotary is None else model.rotary(positions)
+        options: dict[str, Any] = {"rope": rope, "mask": None, "shared": {}}
+        found: dict[Any, int] = {}  # of equal blocks once
+        for block in model.layers:
+            if block.config in found:
+                continue
+            mixer = block.mixer
+            if (kind := type(mixer).__name__) not in LAYERS:
                 raise NotImplementedError(
-                    f"{OP}: with cp mixers must be Attention, got {type(block.mixer).__name__}"
+                    f"{OP}: with cp mixers must be of {', '.join(sorted(LAYERS))}, got {kind}"
                 )
+            if self.sizes["tp"] > 1:
+                part = split_of(mixer, self.sizes["tp"]).config
+                block.mixer = part.build(device="meta", dtype=self.dtype)
+            run = functools.partial(model._through, [block], x, None, options, {}, None)
+            found[block.config] = context_bytes(ranks, run)
+            block.mixer = mixer
+        return [found[block.config] for block in model.layers]
 
     def _splits(self) -> dict[str, dict[str, Any]]:
         """Returns the parts of the layers that tp splits, by the paths of the layers."""
@@ -235,7 +265,7 @@ class _Step:
             size = shards * self.dtype.itemsize
             traffic["shard"] += (over - 1) * size * (gathered + reduced)
             traffic["replicate"] += 2 * (replicas - 1) / replicas * size * reduced
-        traffic["cp"] = parts * sum(map(self._ring, layers))
+        traffic["cp"] = parts * sum(self.between_chunks[n] for n in layers)
         traffic["ep"] = parts * sum(map(self._exchange, layers))
         traffic["tp"] = parts * self._reductions(blocks, first, last)
         if stages > 1:
@@ -251,15 +281,6 @@ class _Step:
         """Returns the elements of a rank's shard by rows, padded to that of the first rank."""
         rows, *rest = self.shapes[name]
         return math.ceil(rows / ranks) * math.prod(rest)
-
-    def _ring(self, layer: int) -> float:
-        """Returns the bytes of keys and values in the ring: forward, backward and gradients."""
-        ranks, block = self.sizes["cp"], self.model.layers[layer]
-        if ranks == 1:
-            return 0
-        config: Any = block.mixer.config  # type: ignore[union-attr]
-        heads, size = config.kv_heads, config.head_size
-        return (ranks - 1) * self.tokens * 2 * heads * size * (2 * self.dtype.itemsize + self.wide)
 
     def _exchange(self, layer: int) -> float:
         """Returns the bytes of rows that go to other ranks' experts and back, twice."""

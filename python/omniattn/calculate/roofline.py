@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,29 @@ from omniattn.calculate.memory import kv_bytes
 from omniattn.calculate.parameters import parameters
 from omniattn.calculate.sources import Source, config_of, dtype_of, require_sizes
 from omniattn.checks.arguments import require_number
+
+
+class Device(NamedTuple):
+    """Ceilings of a GPU by its maker's data sheet.
+
+    Attributes:
+        peak_flops: operations per second of dense bf16 products.
+        bandwidth: bytes per second of its memory.
+        link: bytes per second that it sends to others of its host (NVLink, one direction).
+    """
+
+    peak_flops: float
+    bandwidth: float
+    link: float
+
+
+#: SXM forms, by NVIDIA's data sheets. A network between hosts has less than `link`.
+DEVICES = {
+    "a100": Device(312e12, 2.039e12, 300e9),
+    "h100": Device(989e12, 3.35e12, 450e9),
+    "h200": Device(989e12, 4.8e12, 450e9),
+    "b200": Device(2250e12, 8e12, 900e9),
+}
 
 
 @dataclass(frozen=True)

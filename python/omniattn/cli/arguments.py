@@ -260,6 +260,11 @@ def calc(parser: argparse.ArgumentParser) -> None:
         default="bf16",
         help="of weights, caches and scores (default: bf16)",
     )
+    add(
+        "--device",
+        choices=("a100", "h100", "h200", "b200"),
+        help="--peak, --bandwidth and --link (NVLink) of a GPU where they are not given",
+    )
     add("--peak", type=_rate, metavar="TFLOPS", help="operations per second, in 10^12")
     add("--bandwidth", type=_rate, metavar="GBS", help="bytes per second, in 10^9")
     add(

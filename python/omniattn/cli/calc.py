@@ -9,6 +9,7 @@ from typing import Any
 
 from omniattn.calculate.parallel import parallel
 from omniattn.calculate.patterns import pattern_counts
+from omniattn.calculate.roofline import DEVICES
 from omniattn.calculate.table import DEFAULT_CONTEXT, binary, report, rows, scaled
 from omniattn.cli.config_file import read_config
 from omniattn.cli.errors import CommandError, require, writing
@@ -24,6 +25,11 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("needs a model, --compare or --patterns")
     if args.plot is not None:
         require("matplotlib")
+    if args.device is not None:
+        device = DEVICES[args.device]
+        args.peak = args.peak or device.peak_flops / 1e12
+        args.bandwidth = args.bandwidth or device.bandwidth / 1e9
+        args.link = args.link or device.link / 1e9
     if (args.peak is None) != (args.bandwidth is None):
         raise CommandError("--peak and --bandwidth must be given together")
     found = {name: _report(name, args) for name in dict.fromkeys(names)}
@@ -147,11 +153,24 @@ _BARS: tuple[tuple[str, Any, Any], ...] = (
 
 
 def plot_models(found: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draws bars of parameters, operations and memory for each model."""
-    figure = new_figure(figsize=(9, 1.6 + 0.8 * len(found) * 2))
-    grid = figure.subplots(2, 2).flatten()
+    """Draws bars of parameters, operations and memory for each model, and of a rank of a mesh."""
     names = list(found)
-    for axes, (title, unit, number) in zip(grid, _BARS, strict=True):
+    ranks = [one["mesh"] for one in found.values() if "mesh" in one]
+    lines = 3 if ranks else 2
+    figure = new_figure(figsize=(9, 0.8 * lines * (1 + len(found))))
+    grid = figure.subplots(lines, 2).flatten()
+    if ranks:
+        _stacked(grid[4], names, [rank["traffic"] for rank in ranks], "bytes that a rank sends")
+        grid[4].xaxis.set_major_formatter(lambda x, _: binary(x))
+        timed = any(rank["seconds"] for rank in ranks)
+        if timed:
+            seconds = [rank["seconds"] for rank in ranks]
+            _stacked(grid[5], names, seconds, "seconds of a step, nothing overlapped")
+        else:
+            states = [{"weights, gradients, moments": rank["state_bytes"]} for rank in ranks]
+            _stacked(grid[5], names, states, "bytes of a rank's state")
+            grid[5].xaxis.set_major_formatter(lambda x, _: binary(x))
+    for axes, (title, unit, number) in zip(grid[:4], _BARS, strict=True):
         values = [number(one) or 0 for one in found.values()]
         bars = axes.barh(names, values, color="tab:blue")
         texts = [unit(value) if value else "none" for value in values]
@@ -161,3 +180,18 @@ def plot_models(found: dict[str, dict[str, Any]], path: Path) -> None:
         axes.set_xticks([])
         axes.invert_yaxis()
     save_figure(figure, path)
+
+
+def _stacked(axes: Any, names: list[str], parts: list[dict[str, float]], title: str) -> None:
+    """Draws a bar of parts for each name."""
+    begins = [0.0] * len(names)
+    for kind in sorted({kind for one in parts for kind in one}):
+        values = [one.get(kind, 0) for one in parts]
+        axes.barh(names, values, left=begins, label=kind)
+        begins = [begin + value for begin, value in zip(begins, values, strict=True)]
+    axes.set_title(title, fontsize="medium")
+    axes.set_xlim(0, 1.4 * max(begins) or 1)  # with room for the legend
+    axes.legend(fontsize="small", loc="upper right")
+    axes.tick_params("x", labelsize="small")
+    axes.locator_params("x", nbins=4)
+    axes.invert_yaxis()

@@ -13,7 +13,7 @@ product, exchange these, and start from the decayed sum of those before.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -98,7 +98,7 @@ class States:
         if op.name == "causal_conv1d":
             self._add_halos(chunks, packs)
             outs = [op.alone(*chunk.values()) for chunk in chunks]
-        elif op.name == "recurrence" and not given["delta"] and given["a"] is None:
+        elif sums_by_chunk(op, given):
             self._add_sums(chunks, packs)
             outs = [op.alone(*chunk.values()) for chunk in chunks]
         else:
@@ -149,7 +149,7 @@ class States:
         state: Any = None
         for own, chunk, pack in zip(layout.own, chunks, packs, strict=True):
             if _follows(own, pack):
-                empty = _empty_state(op, passed, chunk)
+                empty = empty_state(op, passed, chunk)
                 before = layout.owner(own - 1)
                 if before != layout.rank:
                     row = empty if pack is None else empty[:1]
@@ -217,6 +217,11 @@ class States:
             chunk["initial_state"] = state
 
 
+def sums_by_chunk(op: DifferentiableOp, given: Mapping[str, Any]) -> bool:
+    """Returns True for transitions that are diagonal, of which ranks exchange sums of chunks."""
+    return op.name == "recurrence" and not given["delta"] and given["a"] is None
+
+
 def rows_before(
     layout: Layout,
     chunks: Sequence[Tensor],
@@ -268,7 +273,7 @@ def _needs_gradient(t: Any) -> bool:
     return isinstance(t, Tensor) and t.requires_grad
 
 
-def _empty_state(op: DifferentiableOp, passed: Passed, chunk: dict[str, Any]) -> Tensor:
+def empty_state(op: DifferentiableOp, passed: Passed, chunk: dict[str, Any]) -> Tensor:
     """Returns the states of no tokens, like the op's final states."""
     meta = [t.to("meta") if isinstance(t, Tensor) else t for t in chunk.values()]
     like = op.fake(*meta)[len(op.schema.outputs) - op.private_outputs - 1]
