@@ -108,14 +108,22 @@ def split_parts(mask: Sequence[int]) -> tuple[dict[int, tuple[int, int]], Sequen
     return parts, mask
 
 
-def bias_index(score: Sequence[int]) -> int | None:
-    """Returns the index of the bias in aux, or None."""
+def score_sides(score: Sequence[int]) -> dict[int, ScoreKind]:
+    """Returns the kinds of the score rules that have a tensor, by its index in aux, except those of
+    a program."""
+    found: dict[int, ScoreKind] = {}
     for kind, index, _ in _groups(score, _SCORE_INTS):
         if kind == ScoreKind.PROGRAM:
             break  # the program's code follows
-        if kind == ScoreKind.BIAS:
-            return index
-    return None
+        if index >= 0:
+            found[index] = ScoreKind(kind)
+    return found
+
+
+def bias_index(score: Sequence[int]) -> int | None:
+    """Returns the index of the bias in aux, or None."""
+    sides = score_sides(score).items()
+    return next((index for index, kind in sides if kind == ScoreKind.BIAS), None)
 
 
 def _domain(layout: Rule | None, tq: int, tk: int) -> Domain:

@@ -195,18 +195,41 @@ def of_sequence(rules: Sequence[Rule], n: int, tq: int, tk: int) -> list[Rule]:
     return found
 
 
-def visible(rules: Sequence[Rule], sizes: Sizes, queries: tuple[int, int] | None = None) -> Tensor:
+def visible(
+    rules: Sequence[Rule],
+    sizes: Sizes,
+    queries: tuple[int, int] | None = None,
+    keys: tuple[int, int] | None = None,
+) -> Tensor:
     """Returns the AND of all rules, True = attend, broadcastable to (B, Hq, Tq, Tk).
 
-    With `queries` it has rows [first, last) only.
+    With `queries` and `keys` it has these rows and columns [first, last) only.
     """
     rows = slice(*queries) if queries is not None else slice(0, sizes.tq)
+    columns = slice(*keys) if keys is not None else slice(0, sizes.tk)
     q = torch.arange(sizes.tq, device=sizes.device)[rows, None]
-    k = torch.arange(sizes.tk, device=sizes.device)[None, :]
-    allowed = torch.ones(q.shape[0], sizes.tk, dtype=torch.bool, device=sizes.device)
+    k = torch.arange(sizes.tk, device=sizes.device)[None, columns]
+    allowed = torch.ones(q.shape[0], k.shape[1], dtype=torch.bool, device=sizes.device)
     for kind, a, b, side in rules:
-        allowed = allowed & _visible(known(kind), a, b, side, q, k, sizes, rows)
+        allowed = allowed & _visible(known(kind), a, b, side, q, k, sizes, rows, columns)
     return allowed
+
+
+def key_range(rules: Sequence[Rule], offset: int, tk: int, queries: tuple[int, int]) -> range:
+    """Returns keys among which are all that queries [first, last) see; a query q has the position
+    q + offset among the keys."""
+    first, last, (q, end) = 0, tk, queries
+    for code, a, b, _ in rules:
+        kind = known(code)
+        at = offset if kind == MaskKind.WINDOW else 0
+        if kind in (MaskKind.WINDOW, MaskKind.WINDOW_TOP_LEFT):
+            first = max(first, q + at - a) if a >= 0 else first
+            last = min(last, end + at + b) if b >= 0 else last
+        elif kind == MaskKind.CHUNK:
+            near, far = chunk_range(b)
+            last = min(last, ((end - 1 + offset) // a - near + 1) * a)
+            first = max(first, ((q + offset) // a - far) * a) if far != ANY_FAR else first
+    return range(min(first, tk), max(last, min(first, tk)))
 
 
 def _visible(
@@ -218,6 +241,7 @@ def _visible(
     k: Tensor,
     sizes: Sizes,
     rows: slice,
+    columns: slice,
 ) -> Tensor:
     i = q + sizes.offset
     if kind in (MaskKind.WINDOW, MaskKind.WINDOW_TOP_LEFT):
@@ -231,7 +255,9 @@ def _visible(
     if kind == MaskKind.KEY_LENGTHS:
         return k < side[0][:, None, None, None]
     if kind == MaskKind.TENSOR:
-        return side[0] if side[0].dim() < 2 or side[0].shape[-2] == 1 else side[0][..., rows, :]
+        seen = side[0]
+        seen = seen if seen.dim() < 2 or seen.shape[-2] == 1 else seen[..., rows, :]
+        return seen if seen.dim() < 1 or seen.shape[-1] == 1 else seen[..., columns]
     if kind == MaskKind.PREFIX:
         return (k < side[0][:, None, None, None]) | (k <= i)
     if kind == MaskKind.POOLED:
@@ -241,7 +267,7 @@ def _visible(
         back = i // a - k // a
         return (back >= near) & (back <= far) if far != ANY_FAR else back >= near
     if kind == MaskKind.DOCUMENTS:
-        return side[0][:, None, rows, None] == side[1][:, None, None, :]
+        return side[0][:, None, rows, None] == side[1][:, None, None, columns]
     if kind == MaskKind.BLOCKS:
         return _blocks_visible(side[0], side[1], q, k)
     if kind == MaskKind.GRID:
@@ -257,9 +283,9 @@ def _visible(
         odd = torch.arange(sizes.heads, device=k.device)[:, None, None] % 2 == 1
         return torch.where(odd, dilated, local)
     if kind == MaskKind.FIXED:
-        n, columns = divmod(b, 1 << COLUMN_BITS)
+        n, width = divmod(b, 1 << COLUMN_BITS)
         shift = torch.arange(sizes.heads if n else 1, device=k.device)[:, None, None] % max(n, 1)
-        return (i // a == k // a) | ((k + shift * columns) % a >= a - columns)
+        return (i // a == k // a) | ((k + shift * width) % a >= a - width)
     assert kind == MaskKind.EVERY
     return (k % a == 0) | (k == i)
 

@@ -70,11 +70,12 @@ class EncodedTerm:
     def rule(self) -> ScoreRule:
         raise NotImplementedError
 
-    def term(self, tq: int, tk: int, dtype: torch.dtype) -> Tensor:
-        """Computes the term (B | 1, Hq, Tq, Tk) in `dtype`."""
+    def term(self, i: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+        """Computes the term (B | 1, Hq, Tq, Tk) in `dtype` for queries and keys at these positions,
+        i (Tq, 1) and k (Tk,)."""
         kind, table, (a, b) = self.rule()
         assert table is not None
-        return table_bias(kind, table.to(dtype), int(a), int(b), tq, tk)
+        return table_bias(kind, table.to(dtype), int(a), int(b), i, k)
 
     def of_sequence(self, n: int) -> EncodedTerm:
         """Returns the term for sequence n in a packed or cached batch."""
@@ -115,10 +116,8 @@ def _from_start(zero: int, rows: int) -> int:
     return zero + rows if zero < 0 else zero
 
 
-def table_bias(kind: int, table: Tensor, a: int, b: int, tq: int, tk: int) -> Tensor:
+def table_bias(kind: int, table: Tensor, a: int, b: int, i: Tensor, k: Tensor) -> Tensor:
     """Computes the term (B | 1, Hq, Tq, Tk) that a table rule adds to the logits."""
-    k = torch.arange(tk, device=table.device)
-    i = torch.arange(tq, device=table.device)[:, None] + tk - tq
     if kind == ScoreKind.ALIBI:
         return table.transpose(1, 2)[..., None] * -(k - i).abs().to(table.dtype)
     if kind == ScoreKind.BUCKETS:
@@ -138,17 +137,15 @@ class EncodedRows:
     rows: Tensor
     zero: int
 
-    def times_queries(self, q: Tensor, tk: int) -> Tensor:
+    def times_queries(self, q: Tensor, distance: Tensor) -> Tensor:
         """Returns products (B, Hq, Tq, Tk) of q (B, Hq, Tq, D) and each pair's row."""
-        return self._products(q, self._row(q.shape[2], tk, q.device))
+        return self._products(q, self._row(distance))
 
-    def times_keys(self, k: Tensor, tq: int) -> Tensor:
+    def times_keys(self, k: Tensor, distance: Tensor) -> Tensor:
         """Returns products (B, Hq, Tq, Tk) of k (B, Hq, Tk, D) and each pair's row."""
-        return self._products(k, self._row(tq, k.shape[2], k.device).T).transpose(-1, -2)
+        return self._products(k, self._row(distance).T).transpose(-1, -2)
 
-    def _row(self, tq: int, tk: int, device: torch.device) -> Tensor:
-        i = torch.arange(tq, device=device)[:, None] + tk - tq
-        distance = torch.arange(tk, device=device) - i
+    def _row(self, distance: Tensor) -> Tensor:
         count = self.rows.shape[0]
         return (distance + _from_start(self.zero, count)).clamp(0, count - 1)
 
@@ -163,11 +160,15 @@ MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+#: Indices b, h, q and k of a pair.
+Indices: TypeAlias = tuple[int, int, int, int]
+
+
 class PairMod:
     """score_mod that is evaluated for all pairs at once."""
 
-    def of_pairs(self, score: Tensor, first_batch: int, first_q: int) -> Tensor:
-        """Returns new scores (B, Hq, Tq, Tk) of batch entries and queries from these indices on."""
+    def of_pairs(self, score: Tensor, first: Indices) -> Tensor:
+        """Returns new scores (B, Hq, Tq, Tk); `first` has the indices of the first one."""
         raise NotImplementedError
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from omniattn.encoding.masks import MaskKind
-from omniattn.encoding.options import PairMod
+from omniattn.encoding.options import Indices, PairMod
 
 
 class ProgramOp(IntEnum):
@@ -171,14 +171,14 @@ class Program(PairMod):
     tables: tuple[Tensor, ...]
     domain: Domain
 
-    def of_pairs(self, score: Tensor, first_batch: int, first_q: int) -> Tensor:
-        """Runs the program on all pairs of score (B, Hq, Tq, Tk), whose first query is first_q."""
+    def of_pairs(self, score: Tensor, first: Indices) -> Tensor:
+        """Runs the program on all pairs of score (B, Hq, Tq, Tk)."""
         code = list(self.code)
         kinds = code[1 : 1 + code[0]]
         result, count = code[3 + code[0] : 5 + code[0]]
         at = 1 + code[0] + _HEADER_INTS
         registers: dict[int, Tensor] = {0: score}
-        rows = _Rows(self, kinds, first_batch, first_q, score)
+        rows = _Rows(self, kinds, first, score)
         for n in range(count):
             op, to, a, b, c = code[at + n * STEP_INTS : at + (n + 1) * STEP_INTS]
             registers[to] = rows.step(ProgramOp(op), a, b, c, registers)
@@ -191,8 +191,7 @@ class _Rows:
 
     program: Program
     kinds: Sequence[int]
-    first_batch: int
-    first_q: int
+    first: Indices
     score: Tensor
 
     def step(self, op: ProgramOp, a: int, b: int, c: int, registers: dict[int, Tensor]) -> Tensor:
@@ -228,18 +227,22 @@ class _Rows:
 
     def read(self, n: int) -> Tensor:
         """Returns table n for all pairs of the score."""
-        t, (batch, _, tq, tk) = self.program.tables[n], self.score.shape
-        if t.shape[0] > 1:
-            t = t[self.first_batch : self.first_batch + batch]
+        t, (tq, tk) = self.program.tables[n], self.score.shape[2:]
+        b, h, q, k = self.first
+        t = _narrowed(_narrowed(t, 0, b, self.score), 1, h, self.score)
         if self.kinds[n] == TableKind.GRID:
-            first = self.first_q - self.program.domain.first_q
-            t = t if t.shape[2] == 1 else t[:, :, first : first + tq]
-            return t if t.shape[3] == 1 else t[..., :tk]
+            t = _narrowed(t, 2, q - self.program.domain.first_q, self.score)
+            return _narrowed(t, 3, k, self.score)
         if t.shape[3] == 1:
             return t
-        q = torch.arange(tq, device=t.device)[:, None] + self.first_q
-        k = torch.arange(tk, device=t.device)
-        return t[:, :, 0][..., k - q + self.program.domain.last_q]
+        rows = torch.arange(q, q + tq, device=t.device)[:, None]
+        columns = torch.arange(k, k + tk, device=t.device)
+        return t[:, :, 0][..., columns - rows + self.program.domain.last_q]
+
+
+def _narrowed(t: Tensor, dim: int, first: int, score: Tensor) -> Tensor:
+    """Returns the part of t for the score's entries of `dim`, the first of which is `first`."""
+    return t if t.shape[dim] == 1 else t.narrow(dim, first, score.shape[dim])
 
 
 #: Ops that read one register.

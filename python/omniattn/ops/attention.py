@@ -11,6 +11,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.encoding.attention import as_cached, bias_index, decode, pages_of, split_parts
 from omniattn.encoding.masks import MaskKind
+from omniattn.ops.attention_tiles import attention_pieces
 from omniattn.ops.dispatch.autograd import DifferentiableOp, Op
 from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.ops.dispatch.names import like
@@ -168,6 +169,7 @@ attention = DifferentiableOp(
     backward=_backward,
     direct=_backward_op.of(wanted="aux_grad"),
     formula=_formula,
+    pieces=attention_pieces,
     fold=Fold(("q", "k", "v"), when=_alone),
 )
 

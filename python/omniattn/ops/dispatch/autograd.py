@@ -10,7 +10,8 @@ none of these       the raw op, or the one without private outputs
 =====================  ====================================================================
 
 Second derivatives and forward-mode derivatives differentiate `formula`, the op in plain torch,
-recomputed from the saved inputs. An op without them raises an error; it never returns zeros.
+recomputed from the saved inputs: piece by piece where it has `pieces`, so that they take little
+memory. An op without them raises an error; it never returns zeros.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from omniattn.ops.dispatch import pieces as by_pieces
 from omniattn.ops.dispatch.backward import Backward, BackwardOp, Plan, private_op
 from omniattn.ops.dispatch.calls import compiled_attempt, compiled_record
 from omniattn.ops.dispatch.compile import assume_constant_result
 from omniattn.ops.dispatch.library import register_fake
 from omniattn.ops.dispatch.names import Rules, Schema, call_by_name, outputs_like, picker
+from omniattn.ops.dispatch.pieces import Pieces
 from omniattn.ops.dispatch.plain import any_dual
 from omniattn.ops.dispatch.ranks import ACTIVE
 from omniattn.ops.dispatch.vmap import Fold, Layout, flatten, map_batch, unflatten
@@ -95,7 +98,7 @@ class Op:
         )
 
     def _transformed(self, args: Arguments) -> Any:
-        layout, levels = self._layout(args), _grad_levels()
+        layout, levels = self._layout(args), _derivative_levels()
         return _TransformedOp.apply(self, layout, levels, *flatten(layout, args))
 
     def _layout(self, args: Arguments) -> Layout:
@@ -132,6 +135,8 @@ class DifferentiableOp(Op):
         unsaved: function of named arguments that returns the names of values which the backward of
             this call does not need.
         formula: see Op; returns the same outputs as a call.
+        pieces: function of the same arguments that returns the formula in pieces, functions of the
+            op's tensors in the order of `Plan.inputs`; None for calls that need no pieces.
         higher_derivatives: True if second and forward-mode derivatives use the formula.
         restored: rules that recompute arguments of `formula` which are not saved.
         differentiable_backward: True if `backward` calls only differentiable functions, so that
@@ -159,6 +164,7 @@ class DifferentiableOp(Op):
         direct: BackwardOp | None = None,
         unsaved: Callable[..., Sequence[str]] | None = None,
         formula: Callable[..., Any],
+        pieces: Callable[..., Pieces | None] | None = None,
         higher_derivatives: bool = True,
         restored: Rules | None = None,
         differentiable_backward: bool = False,
@@ -170,6 +176,7 @@ class DifferentiableOp(Op):
         self.record = self._record
         self.inference: Callable[..., Any] | None = None
         self.unsaved = unsaved
+        self.pieces = pieces
         self.higher_derivatives = higher_derivatives
         self.differentiable_backward = differentiable_backward
         self.refuse = refuse
@@ -238,11 +245,11 @@ class DifferentiableOp(Op):
             if has_torch_function(args[i]):
                 return handle_torch_function(self, args[i], *args)
         if peek_interpreter_stack() is not None:
-            if self.higher_derivatives and _inside_jvp():
+            if self.higher_derivatives and _inside_jvp() and self._in_pieces(args) is None:
                 return self._call_formula(args)
             return self._public(self._transformed(args))
         if forward_ad._current_level >= 0 and any_dual(args):
-            return self._call_formula(args)
+            return self._call_dual(args)
         return self._call_plain(args)
 
     def _attempt(self, *args: Any) -> Any:
@@ -272,6 +279,19 @@ class DifferentiableOp(Op):
     def _record(self, *args: Any) -> Any:
         return _apply_eager(self, args, *self._flat_tensors(args))
 
+    def _in_pieces(self, args: Arguments) -> Pieces | None:
+        return None if self.pieces is None else self.pieces(*args)
+
+    def _call_dual(self, args: Arguments) -> Any:
+        """A call with tangents of torch.autograd.forward_ad, which has one level: a graph of them
+        is that of the formula."""
+        pieces = self._in_pieces(args)
+        tensors, _ = _one_by_one(self._inputs(args), len(self.tensor_lists))
+        if pieces is None or (is_grad_enabled() and any(_needs_gradient(t) for t in tensors)):
+            return self._call_formula(args)
+        found = pieces.run(tensors)
+        return found if len(found) > 1 else found[0]
+
     def _derived_in_graph(self, asked: str, args: Arguments) -> Any:
         """A call inside a derivative of torch.func inside a graph, where a registered op has no
         gradients, and tangents of 0."""
@@ -288,6 +308,8 @@ class DifferentiableOp(Op):
 
     def _set_up(self, ctx: Any, inputs: Arguments, output: Any) -> None:
         self._remember(ctx, inputs, output)
+        if self.pieces is not None:
+            ctx.save_for_forward(*ctx.to_save)
         if self.private_outputs:
             ctx.mark_non_differentiable(*output[-self.private_outputs :])
 
@@ -322,9 +344,7 @@ class DifferentiableOp(Op):
         if not self.tensor_lists:
             return self._gradients(ctx, needs, grads)
         found = self._gradients(ctx, self.plan.group(needs, ctx.lengths), grads)
-        single = len(found) - len(ctx.lengths)
-        lists = (each or [None] * n for each, n in zip(found[single:], ctx.lengths, strict=True))
-        return [*found[:single], *chain.from_iterable(lists)]
+        return _with_empty_lists(found, ctx.lengths)
 
     def _gradients(self, ctx: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]) -> Any:
         """Returns the gradients; differentiable if grad mode is on (create_graph=True)."""
@@ -343,10 +363,14 @@ class DifferentiableOp(Op):
                 f"omniattn::{self.name} has no second derivative; "
                 'use backend="reference" for functions that need one'
             )
+        values = self.plan.read(ctx, needs, grads)
+        pieces = self._in_pieces(self.plan.arguments(values))
+        if pieces is not None:
+            return self._gradients_in_pieces(pieces, values, needs, grads)
         with torch.enable_grad():
             # Views detach the inputs from each other: if k was computed from q, the gradient of k
             # must not flow to q here.
-            saved = self.plan.arguments(self.plan.read(ctx, needs, grads))
+            saved = self.plan.arguments(values)
             args = tree_map_only(Tensor, lambda t: t.view_as(t), saved)
             outputs = self.formula(*args)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -372,6 +396,35 @@ class DifferentiableOp(Op):
             )
         grads_found = iter(found)
         return self.plan.group([next(grads_found) if flag else None for flag in flags], lengths)
+
+    def _gradients_in_pieces(
+        self,
+        pieces: Pieces,
+        values: Sequence[Any],
+        needs: Sequence[Any],
+        grads: Sequence[Tensor | None],
+    ) -> Any:
+        """Computes the gradients by the backward, and their derivatives by pieces."""
+        lists = len(self.tensor_lists)
+        tensors, lengths = _one_by_one(self._inputs(self.plan.arguments(values)), lists)
+        flags, _ = _one_by_one(needs, lists)
+        wanted = [i for i, flag in enumerate(flags) if flag]
+        leaves, spec = tree_flatten(values)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def by_backward(*given: Tensor) -> list[Tensor]:
+            filled = list(leaves)
+            for i, t in zip(places, given[-len(places) :], strict=True):
+                filled[i] = t
+            found = self.plan.find(tree_unflatten(filled, spec), needs)
+            flat = _with_empty_lists(found, lengths)
+            return [torch.zeros_like(tensors[i]) if flat[i] is None else flat[i] for i in wanted]
+
+        found = by_pieces.gradients(
+            pieces, tensors, wanted, grads, by_backward, [leaves[i] for i in places]
+        )
+        rest = iter(found)
+        return self.plan.group([next(rest) if flag else None for flag in flags], lengths)
 
     def _of_ended_level(
         self, args: Arguments, needs: Sequence[Any], grads: Sequence[Tensor | None]
@@ -414,6 +467,13 @@ class _Context(NamedTuple):
     lengths: Sequence[int]
 
 
+def _with_empty_lists(found: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
+    """Flattens the trailing lists of `found`; None stands for a list of None."""
+    single = len(found) - len(lengths)
+    lists = (each or [None] * n for each, n in zip(found[single:], lengths, strict=True))
+    return [*found[:single], *chain.from_iterable(lists)]
+
+
 class _EagerOp(torch.autograd.Function):
     """Eager calls with gradients, where they are not compiled.
 
@@ -439,7 +499,7 @@ _apply_eager = super(torch.autograd.Function, _EagerOp).apply
 
 
 class _TransformedOp(torch.autograd.Function):
-    """Calls under torch.func transforms, with `levels` nested transforms of the grad kind."""
+    """Calls under torch.func transforms, with `levels` nested derivatives."""
 
     @staticmethod
     def forward(op: Op, layout: Layout, levels: int, *flat: Any) -> Any:
@@ -478,8 +538,16 @@ class _TransformedOp(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        # Ops with a formula do not get here; the others raise.
-        return ctx.op._call_formula(())
+        op: DifferentiableOp = ctx.op
+        if op.pieces is None:  # ops with a formula do not get here; the others raise
+            return op._call_formula(())
+        tangents = op._inputs(unflatten(ctx.layout, tangents[3:]))
+        flat, _ = _one_by_one(tangents, len(op.tensor_lists))
+        args = op.plan.arguments(op.plan.read(ctx, (), ()))
+        pieces = op._in_pieces(args)
+        tensors, _ = _one_by_one(op._inputs(args), len(op.tensor_lists))
+        assert pieces is not None
+        return (*by_pieces.jvp(pieces, tensors, flat), *(None,) * op.private_outputs)
 
 
 def _first_order_flat(ctx: Any, *grads: Any) -> Any:
@@ -512,5 +580,10 @@ def _derivative_in_graph() -> str:
     return "jvp" if TransformType.Jvp in kinds else "grad" if TransformType.Grad in kinds else ""
 
 
-def _grad_levels() -> int:
-    return _transforms().count(TransformType.Grad)
+def _derivative_levels() -> int:
+    kinds = _transforms()
+    return kinds.count(TransformType.Grad) + kinds.count(TransformType.Jvp)
+
+
+def _needs_gradient(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.requires_grad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from omniattn.encoding.options import (
     NORMALIZERS,
     TRANSFORMS,
     AttentionOptions,
+    Indices,
     Options,
     WeightOptions,
     break_stick,
@@ -51,7 +53,7 @@ def attention(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Returns O and lse of :func:`attention` with packed options."""
-    return _attention(q, k, v, seeded(options))
+    return attention_of_part(q, k, v, seeded(options), _whole(q, k))
 
 
 @spelled_out(AttentionOptions)
@@ -85,8 +87,9 @@ def attention_varlen(
     outs, lses = [], []
     for n in range(len(ends_q) - 1):
         (q0, q1), (k0, k1) = ends_q[n : n + 2], ends_k[n : n + 2]
-        mine = _of_sequence(record, n, q1 - q0, k1 - k0, cached=False)
-        out, lse = _attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], mine, n)
+        mine = of_sequence(record, n, q1 - q0, k1 - k0, cached=False)
+        part = q[None, q0:q1], k[None, k0:k1], v[None, k0:k1]
+        out, lse = attention_of_part(*part, mine, _whole(*part[:2], n))
         outs.append(out.reshape(out.shape[1:]))
         lses.append(lse.reshape(lse.shape[1:]))
     out, lse = torch.cat(outs), torch.cat(lses, 1)
@@ -120,8 +123,9 @@ def attention_cached(
     outs, lses = [], []
     for n, tk in enumerate(cache_seqlens.tolist() or [0]):  # an empty batch has gradients, too
         one = slice(n, n + 1)
-        mine = _of_sequence(record, n, q.shape[1], tk, cached=True)
-        out, lse = _attention(q[one], k[one, :tk], v[one, :tk], mine, n)
+        mine = of_sequence(record, n, q.shape[1], tk, cached=True)
+        part = q[one], k[one, :tk], v[one, :tk]
+        out, lse = attention_of_part(*part, mine, _whole(*part[:2], n))
         outs.append(out)
         lses.append(lse)
     out, lse = torch.cat(outs), torch.cat(lses)
@@ -143,7 +147,7 @@ def seeded(options: Options) -> Options:
     return options if options.seed is not None else options._replace(seed=philox.new_seed())
 
 
-def _of_sequence(options: Options, n: int, tq: int, tk: int, *, cached: bool) -> Options:
+def of_sequence(options: Options, n: int, tq: int, tk: int, *, cached: bool) -> Options:
     """Returns the options for sequence n, of lengths tq and tk, in a packed or cached batch."""
     mask, bias, slopes = options.mask, options.bias, options.alibi_slopes
     relative = options.relative
@@ -165,17 +169,43 @@ def _of_sequence(options: Options, n: int, tq: int, tk: int, *, cached: bool) ->
     )
 
 
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, first_batch: int = 0
+class Part(NamedTuple):
+    """Where tensors of a call lie in the whole call, of Tq queries, Tk keys and Hq heads."""
+
+    first: Indices
+    tq: int
+    tk: int
+    heads: int
+    #: True if each query is known to have a finite logit.
+    finite: bool = False
+
+    def positions(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the positions of queries q (B,Tq,..) and keys k (B,Tk,..) among all keys, (Tq,1)
+        and (Tk,)."""
+        *_, first_q, first_k = self.first
+        i = torch.arange(q.shape[1], device=q.device)[:, None] + (first_q + self.tk - self.tq)
+        return i, torch.arange(k.shape[1], device=q.device) + first_k
+
+
+def _whole(q: Tensor, k: Tensor, n: int = 0) -> Part:
+    return Part((n, 0, 0, 0), q.shape[1], k.shape[1], q.shape[2])
+
+
+def attention_of_part(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, part: Part
 ) -> tuple[Tensor, Tensor]:
-    """Returns O and lse; `first_batch` is the batch index of q[0] in its call."""
+    """Returns O and lse of some queries and heads to some keys of a call.
+
+    Tensors among the options, and a mask that is not one, belong to the part alone.
+    """
     (batch, tq, heads), kv_heads = q.shape[:3], k.shape[2]
     vw = widen(v).transpose(1, 2)
     if kv_heads != heads:
         vw = vw.repeat_interleave(heads // kv_heads, 1)
-    s = attention_logits(q, k, options)
+    s = attention_logits(q, k, options, part)
     if options.normalizer == "softmax":
-        p, lse = softmax(s, None if options.sinks is None else widen(options.sinks).to(s.dtype))
+        sinks = None if options.sinks is None else widen(options.sinks).to(s.dtype)
+        p, lse = softmax(s, sinks, finite=part.finite)
     elif options.normalizer == "stick_breaking":
         p, lse = break_stick(s)
     elif options.normalizer == "softpick":
@@ -183,24 +213,28 @@ def _attention(
     else:
         p = NORMALIZERS[options.normalizer](s)
         lse = s.new_zeros(batch, heads, tq)
-    out = (dropped(p, options, first_batch) @ vw).transpose(1, 2).to(q.dtype)
+    out = (dropped(p, options, part) @ vw).transpose(1, 2).to(q.dtype)
     return out, lse
 
 
-def dropped(p: Tensor, options: Options, first_batch: int = 0) -> Tensor:
-    """Applies dropout to p (B,Hq,Tq,Tk); `first_batch` is the batch index of p[0] in its call."""
+def dropped(p: Tensor, options: Options, part: Part | None = None) -> Tensor:
+    """Applies dropout to the weights p (B,Hq,Tq,Tk) of a call or of a part of one."""
     drop = options.dropout_p
     if drop == 0:
         return p
     assert options.seed is not None
     (batch, heads, tq, tk), seed = p.shape, options.seed.to(p.device)
-    keep = philox.attention_keep(batch, heads, tq, tk, drop, seed, first_batch=first_batch)
+    first, all_heads = ((0, 0, 0, 0), heads) if part is None else (part.first, part.heads)
+    keep = philox.attention_keep(batch, heads, tq, tk, drop, seed, first=first, all_heads=all_heads)
     return p * keep * (1 / (1 - drop) if drop < 1 else 0)
 
 
-def attention_logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
+def attention_logits(q: Tensor, k: Tensor, options: Options, part: Part | None = None) -> Tensor:
     """Computes the logits (B,Hq,Tq,Tk) of :func:`attention`, -inf where masked."""
-    (tq, heads, dim), (tk, kv_heads) = q.shape[1:], k.shape[1:3]
+    (heads, dim), kv_heads = q.shape[2:], k.shape[2]
+    part = _whole(q, k) if part is None else part
+    i, at = part.positions(q, k)
+    distance = at - i
     qw, kw = (widen(t).transpose(1, 2) for t in (q, k))
     if kv_heads != heads:
         kw = kw.repeat_interleave(heads // kv_heads, 1)
@@ -208,9 +242,9 @@ def attention_logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
     scale = default_scale(dim) if options.scale is None else options.scale
     s = qw @ kw.transpose(-1, -2)
     if options.relative_keys is not None:
-        s = s + options.relative_keys.times_queries(qw, tk)
+        s = s + options.relative_keys.times_queries(qw, distance)
     if options.relative_queries is not None:
-        s = s + options.relative_queries.times_keys(kw, tq)
+        s = s + options.relative_queries.times_keys(kw, distance)
     s = scale * s
     if options.head_scale is not None:
         s = s * widen(options.head_scale).to(s.dtype)[:, None, None]
@@ -219,12 +253,14 @@ def attention_logits(q: Tensor, k: Tensor, options: Options) -> Tensor:
         s = s + widen(options.bias).to(s.dtype)
     if options.alibi_slopes is not None:
         slopes = torch.atleast_2d(widen(options.alibi_slopes).to(s.dtype))
-        s = s + slopes[..., None, None] * -_distance(tq, tk, q.device).abs().to(s.dtype)
+        s = s + slopes[..., None, None] * -distance.abs().to(s.dtype)
     if options.relative is not None:
-        s = s + options.relative.term(tq, tk, s.dtype)
+        s = s + options.relative.term(i, at, s.dtype)
     if options.score_mod is not None:
-        s = apply_score_mod(options.score_mod, s)
-    return s.masked_fill(~visible(options, tq, tk, q.device, heads), -math.inf)
+        s = apply_score_mod(options.score_mod, s, (0, *part.first[1:]))
+    if options.mask is None and not options.causal and options.window_size == (-1, -1):
+        return s
+    return torch.where(visible(options, distance, heads), s, -math.inf)
 
 
 def transformed(s: Tensor, options: Options) -> Tensor:
@@ -236,16 +272,9 @@ def transformed(s: Tensor, options: Options) -> Tensor:
     return c * TRANSFORMS[name](s / c)
 
 
-def _distance(tq: int, tk: int, device: torch.device) -> Tensor:
-    """Returns k - i (Tq,Tk), where i = q + Tk - Tq is the position of query q among the keys."""
-    i = torch.arange(tq, device=device)[:, None] + tk - tq
-    return torch.arange(tk, device=device) - i
-
-
-def visible(options: Options, tq: int, tk: int, device: torch.device, heads: int) -> Tensor:
-    """Boolean, True = attend, broadcastable to (B,Hq,Tq,Tk)."""
-    distance = _distance(tq, tk, device)
-    left, right = options.window_size
+def visible(options: Options, distance: Tensor, heads: int) -> Tensor:
+    """Boolean, True = attend, broadcastable to (B,Hq,Tq,Tk); `distance` is key - query (Tq,Tk)."""
+    (tq, tk), (left, right) = distance.shape, options.window_size
     allowed = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
         allowed = allowed & (distance >= -left)
@@ -254,7 +283,7 @@ def visible(options: Options, tq: int, tk: int, device: torch.device, heads: int
     if isinstance(options.mask, Tensor):
         allowed = allowed & options.mask
     elif isinstance(options.mask, EncodedMask):
-        allowed = allowed & options.mask.visible(tq, tk, device, heads)
+        allowed = allowed & options.mask.visible(tq, tk, distance.device, heads)
     return allowed
 
 
@@ -308,10 +337,16 @@ def merge_attention(
     return out, (top + total.log()).masked_fill(empty, -math.inf)
 
 
-def softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns P and lse (B,Hq,Tq); a sink adds a logit per head to the sum, but no column to P."""
+def softmax(s: Tensor, sinks: Tensor | None, *, finite: bool = False) -> tuple[Tensor, Tensor]:
+    """Returns P and lse (B,Hq,Tq); a sink adds a logit per head to the sum, but no column to P.
+
+    `finite`: True if each row is known to have a finite logit, so that torch's softmax is defined.
+    """
     if sinks is not None:
         s = torch.cat((s, sinks[:, None, None].expand(*s.shape[:-1], 1)), -1)
+    if finite:
+        p, lse = s.softmax(-1), s.logsumexp(-1)
+        return (p if sinks is None else p[..., :-1]), lse
     # In a fully masked row, finite values replace maximum and sum: gradients are 0, not NaN.
     # The added column is the maximum of no keys, whose number a graph may not know.
     top = torch.nn.functional.pad(s.detach(), (0, 1), value=-math.inf).amax(-1, keepdim=True)

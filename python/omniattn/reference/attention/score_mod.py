@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from omniattn.encoding.options import PairMod, ScoreMod
+from omniattn.encoding.options import Indices, PairMod, ScoreMod
 from omniattn.reference.limits import Limit, clamp
 
 
@@ -62,21 +62,25 @@ class PlacedMod(PairMod):
     first_batch: int
     first_q: int
 
-    def of_pairs(self, score: Tensor, first_batch: int, first_q: int) -> Tensor:
-        place = (first_batch + self.first_batch, first_q + self.first_q)
-        return apply_score_mod(self.score_mod, score, *place)
+    def of_pairs(self, score: Tensor, first: Indices) -> Tensor:
+        b, h, q, k = first
+        return apply_score_mod(
+            self.score_mod, score, (b + self.first_batch, h, q + self.first_q, k)
+        )
 
 
 def apply_score_mod(
-    score_mod: ScoreMod | PairMod, score: Tensor, first_batch: int = 0, first_q: int = 0
+    score_mod: ScoreMod | PairMod, score: Tensor, first: Indices = (0, 0, 0, 0)
 ) -> Tensor:
-    """Applies score_mod to score (B, Hq, Tq, Tk), with b from first_batch and q from first_q on."""
+    """Applies score_mod to score (B, Hq, Tq, Tk); `first` has the indices of its first pair."""
     if score.numel() == 0:
         return score
     if isinstance(score_mod, PairMod):
-        return score_mod.of_pairs(score, first_batch, first_q)
-    positions = [torch.arange(n, device=score.device) for n in score.shape]
-    positions[0], positions[2] = positions[0] + first_batch, positions[2] + first_q
+        return score_mod.of_pairs(score, first)
+    positions = [
+        torch.arange(at, at + n, device=score.device)
+        for at, n in zip(first, score.shape, strict=True)
+    ]
     return at_each_pair(score_mod, positions, score).to(score.dtype)
 
 

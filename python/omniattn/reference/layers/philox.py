@@ -73,14 +73,25 @@ def elementwise_keep(shape: torch.Size, p: float, seed: torch.Tensor) -> torch.T
 
 
 def attention_keep(
-    batch: int, heads: int, tq: int, tk: int, p: float, seed: torch.Tensor, *, first_batch: int = 0
+    batch: int,
+    heads: int,
+    tq: int,
+    tk: int,
+    p: float,
+    seed: torch.Tensor,
+    *,
+    first: tuple[int, int, int, int] = (0, 0, 0, 0),
+    all_heads: int | None = None,
 ) -> torch.Tensor:
     """Returns the keep mask (B, Hq, Tq, Tk) of attention dropout with probability p.
 
-    `first_batch` is the batch index of the first entry in its call.
+    `first` has the indices b, h, q and k of its first pair in a call with `all_heads` heads.
     """
-    key_group = torch.arange((tk + 3) // 4, device=seed.device)
-    query = torch.arange(tq, device=seed.device)[:, None]
-    head = torch.arange(batch * heads, device=seed.device)[:, None, None] + first_batch * heads
-    words = _interleave(_words((key_group, query, head), seed), tk)
+    b, h, q, k = first
+    before = k % 4  # in the group of the first key
+    key_group = torch.arange(k // 4, (k + tk + 3) // 4, device=seed.device)
+    query = torch.arange(q, q + tq, device=seed.device)[:, None]
+    entry = torch.arange(b, b + batch, device=seed.device)[:, None] * (all_heads or heads)
+    head = (entry + torch.arange(h, h + heads, device=seed.device)).reshape(-1, 1, 1)
+    words = _interleave(_words((key_group, query, head), seed), before + tk)[..., before:]
     return (words >= int(p * 2**32)).view(batch, heads, tq, tk)

@@ -43,7 +43,9 @@ def select_attention(
     if energy == "l2":
         score = score - (qw.square().sum(-1)[..., None] + kw.square().sum(-1)[..., None, :]) / 2
     score = score * (default_scale(dim) if scale is None else scale)
-    seen = visible(Options(window_size, causal, mask=mask), tq, tk, q.device, heads)
+    i = torch.arange(tk - tq, tk, device=q.device)[:, None]
+    distance = torch.arange(tk, device=q.device) - i
+    seen = visible(Options(window_size, causal, mask=mask), distance, heads)
     score = score.masked_fill(~seen, -math.inf)
     # NaN is never chosen. The column added at the end keeps max() defined for no keys.
     choices = score.detach().masked_fill(score.isnan(), -math.inf)

@@ -1,0 +1,291 @@
+"""Derivatives evaluated piece by piece equal those of the definition, in far less memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint
+
+from omniattn import functional as F
+from omniattn.functional import masks, scores
+from omniattn.ops import attention_tiles
+
+B, TQ, TK, HEADS, KV_HEADS, D = 2, 9, 11, 4, 2, 3
+F64 = torch.float64
+SEED = {"dropout_p": 0.4, "seed": torch.tensor([5, 2])}
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_tiles, "ELEMENTS", 40)
+    monkeypatch.setattr(attention_tiles, "_ROWS", (2, 4))
+
+
+def _inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
+    make = torch.Generator().manual_seed(3)
+    return [torch.randn(s, generator=make, dtype=F64) for s in shapes]
+
+
+def _qkv() -> list[Tensor]:
+    return _inputs((B, TQ, HEADS, D), (B, TK, KV_HEADS, D), (B, TK, KV_HEADS, 5))
+
+
+def _directions(inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    make = torch.Generator().manual_seed(4)
+    return tuple(torch.randn(t.shape, generator=make, dtype=F64) for t in inputs)
+
+
+def _product(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
+    return torch.stack([(x * y).sum() for x, y in zip(a, b, strict=True)]).sum()
+
+
+Loss = Callable[..., Tensor]
+
+
+def _twice(loss: Loss, inputs: list[Tensor], along: tuple[Tensor, ...]) -> Any:
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    first = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
+    return torch.autograd.grad(_product(first, along), leaves)
+
+
+def _thrice(loss: Loss, inputs: list[Tensor], along: tuple[Tensor, ...]) -> Any:
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    first = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
+    second = torch.autograd.grad(_product(first, along), leaves, create_graph=True)
+    return torch.autograd.grad(_product(second, along), leaves)
+
+
+def _dual(loss: Loss, inputs: list[Tensor], along: tuple[Tensor, ...], leaf: bool = False) -> Any:
+    with forward_ad.dual_level():
+        leaves = [t.clone().requires_grad_(leaf) for t in inputs]
+        duals = [forward_ad.make_dual(*pair) for pair in zip(leaves, along, strict=True)]
+        found = torch.autograd.grad(loss(*duals), duals) if leaf else (loss(*duals),)
+        return [forward_ad.unpack_dual(t).tangent for t in found]
+
+
+def _penalty_in_checkpoint(loss: Loss, inputs: list[Tensor], along: tuple[Tensor, ...]) -> Any:
+    leaves = [t.clone().requires_grad_() for t in inputs]
+
+    def penalty(*leaves: Tensor) -> Tensor:
+        return _product(torch.autograd.grad(loss(*leaves), leaves, create_graph=True), along)
+
+    return torch.autograd.grad(checkpoint(penalty, *leaves, use_reentrant=False), leaves)
+
+
+def _gradient(loss: Loss, count: int) -> Callable[..., tuple[Tensor, ...]]:
+    return grad(loss, tuple(range(count)))
+
+
+DERIVATIVES: dict[str, Callable[[Loss, list[Tensor], tuple[Tensor, ...]], Any]] = {
+    "twice": _twice,
+    "thrice": _thrice,
+    "dual": _dual,
+    "gradient of dual": lambda f, x, t: _dual(f, x, t, leaf=True),
+    "penalty in checkpoint": _penalty_in_checkpoint,
+    "jvp": lambda f, x, t: jvp(f, tuple(x), t)[1],
+    "jvp of grad": lambda f, x, t: jvp(_gradient(f, len(x)), tuple(x), t)[1],
+    "grad of jvp": lambda f, x, t: _gradient(lambda *x: jvp(f, x, t)[1], len(x))(*x),
+    "vjp of grad": lambda f, x, t: vjp(_gradient(f, len(x)), *x)[1](t),
+    "grad of grad": lambda f, x, t: _gradient(
+        lambda *x: _product(_gradient(f, len(x))(*x), t), len(x)
+    )(*x),
+    "jvp of jvp of grad": lambda f, x, t: jvp(
+        lambda *x: jvp(_gradient(f, len(x)), x, t)[1], tuple(x), t
+    )[1],
+    "vmap of tangents": lambda f, x, t: vmap(lambda *t: jvp(_gradient(f, len(x)), tuple(x), t)[1])(
+        *(torch.stack((a, 2 * a)) for a in t)
+    ),
+    "vmap of inputs": lambda f, x, t: vmap(
+        lambda *x: vjp(_gradient(f, len(x)), *x)[1](t), in_dims=(1, 1, *(0,) * (len(x) - 2))
+    )(*(torch.stack((a, 2 * a), 1 if i < 2 else 0) for i, a in enumerate(x))),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_transforms(name: str) -> None:
+    inputs = [*_qkv(), *_inputs((B, HEADS, TQ, TK), (HEADS,))]
+
+    def loss(backend: str | None) -> Loss:
+        def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+            options: Any = {"bias": bias, "sinks": sinks, "causal": True, "softcap": 2.0}
+            out, lse = F.attention(q, k, v, **options, return_lse=True, backend=backend)
+            return out.sin().sum() + lse.square().sum()
+
+        return run
+
+    along, derive = _directions(inputs), DERIVATIVES[name]
+    found, wanted = (derive(loss(backend), inputs, along) for backend in (None, "reference"))
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("outer", "inner"), itertools.product((jacrev, jacfwd), repeat=2))
+def test_hessians(outer: Callable[..., Any], inner: Callable[..., Any]) -> None:
+    q, k, v = _qkv()
+
+    def loss(backend: str | None) -> Loss:
+        def run(first: Tensor) -> Tensor:
+            queries = torch.cat((first.expand(B, 1, HEADS, D), q[:, 1:]), 1)
+            return F.attention(queries, k, v, backend=backend).sin().sum()
+
+        return run
+
+    found, wanted = (outer(inner(loss(backend)))(q[:1, :1]) for backend in (None, "reference"))
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+OPTIONS: dict[str, Any] = {
+    "window": {"window_size": (3, 1)},
+    "top left": {"mask": masks.SlidingWindow(4, 0, top_left=True)},
+    "hidden rows": {"mask": torch.arange(TQ)[:, None] > 4},
+    "prefix": {"mask": masks.PrefixLM(torch.tensor([3, 8]))},
+    "chunks": {"mask": masks.Chunked(4)},
+    "documents": {"mask": masks.Documents(torch.arange(TQ) // 4, torch.arange(TK) // 5)},
+    "padding": {"mask": masks.KeyPadding(torch.arange(TK) < torch.tensor([[7], [11]]))},
+    "strided heads": {"mask": masks.Strided(3, 4)},
+    "blocks": {"mask": masks.from_predicate(lambda b, h, q, k: (q * 7 + k * 3) % 5 > 1, TQ, TK)},
+    "neighbors": {"mask": masks.Neighborhood(5)},
+    "mask of heads": {"mask": torch.rand(B, HEADS, TQ, TK) > 0.4},
+    "score_mod": {"score_mod": lambda s, b, h, q, k: s * (1 + 0.1 * h) - 0.2 * (q - k).abs() + b},
+    "dropout": SEED | {"causal": True},
+    "stick breaking": {"normalizer": "stick_breaking", "causal": True},
+    "softpick": {"normalizer": "softpick", "causal": True},
+}
+#: Shape of a tensor and the option that it becomes.
+TERMS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]] = {
+    "alibi": ((HEADS,), lambda t: {"alibi_slopes": t, "causal": True}),
+    "distances": ((7, HEADS), lambda t: {"relative": scores.DistanceBias(t, 4)}),
+    "buckets": ((8, HEADS), lambda t: {"relative": scores.T5Bias(t, max_distance=5)}),
+    "rows of keys": ((9, HEADS, D), lambda t: {"relative_keys": scores.DistanceRows(t, 4)}),
+    "rows": ((30, HEADS, D), lambda t: {"relative_queries": scores.DistanceRows(t, -12)}),
+    "head scale": ((HEADS,), lambda t: {"head_scale": t}),
+    "sinks": ((HEADS,), lambda t: {"sinks": t, "window_size": (2, 0)}),
+    "bias of keys": ((B, 1, 1, TK), lambda t: {"bias": t}),
+    "score_mod": ((HEADS, TK), lambda t: {"score_mod": lambda s, b, h, q, k: s * t[h, k] - q}),
+    "sigmoid": ((HEADS, 1, 1), lambda t: {"bias": t, "normalizer": "sigmoid", "causal": True}),
+    "relu2": ((HEADS, 1, 1), lambda t: {"bias": t, "normalizer": "relu2", "causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms(name: str) -> None:
+    shape, options = TERMS[name]
+    inputs = [*_qkv(), *_inputs(shape)]
+
+    def loss(backend: str | None) -> Loss:
+        def run(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+            return F.attention(q, k, v, **options(t), backend=backend).sin().sum()
+
+        return run
+
+    along = _directions(inputs)
+    for derive in ("twice", "jvp"):
+        found, wanted = (
+            DERIVATIVES[derive](loss(backend), inputs, along) for backend in (None, "reference")
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    inputs = _qkv()
+
+    def loss(backend: str | None) -> Loss:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = F.attention(q, k, v, **OPTIONS[name], return_lse=True, backend=backend)
+            return out.sin().sum() + torch.where(lse.isfinite(), lse, 0).square().sum()
+
+        return run
+
+    along = _directions(inputs)
+    for derive in ("twice", "jvp"):
+        found, wanted = (
+            DERIVATIVES[derive](loss(backend), inputs, along) for backend in (None, "reference")
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["packed", "cached"])
+def test_layouts(form: str) -> None:
+    q, k, v = _qkv()
+    bias = torch.randn(3 if form == "packed" else 1, HEADS, TQ, TK, dtype=F64)
+    inputs = [q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)] if form == "packed" else [q, k, v]
+
+    def loss(backend: str | None) -> Loss:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            options: Any = SEED | {"bias": bias, "causal": True, "backend": backend}
+            if form == "cached":
+                lengths = torch.tensor([6, 11])
+                return F.attention_cached(q, k, v, lengths, **options).sin().sum()
+            ends = torch.tensor([0, 9, 9, 18]), torch.tensor([0, 11, 13, 22])
+            return F.attention_varlen(q, k, v, *ends, TQ, TK, **options).sin().sum()
+
+        return run
+
+    along = _directions(inputs)
+    for derive in ("twice", "jvp of grad"):
+        found, wanted = (
+            DERIVATIVES[derive](loss(backend), inputs, along) for backend in (None, "reference")
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+def test_half_precision_sums_in_fp32() -> None:
+    """Gradients of keys, summed over the tiles, are rounded once."""
+    inputs = [t.bfloat16() for t in _qkv()]
+
+    def loss(backend: str | None) -> Loss:
+        return lambda *x: F.attention(*x, backend=backend).float().sin().sum()
+
+    along = tuple(t.bfloat16() for t in _directions(inputs))
+    exact = [t.double() for t in inputs]
+    best = _twice(loss("reference"), exact, tuple(t.double() for t in along))
+    ours, theirs = (_twice(loss(backend), inputs, along) for backend in (None, "reference"))
+    for a, b, x in zip(ours, theirs, best, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a - x).abs().max() <= 2 * (b - x).abs().max() + 2**-8 * x.abs().max()
+
+
+_MEMORY = """
+import resource, torch
+from torch.func import grad, jvp
+from omniattn.functional import attention
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def loss(q, k, v):
+    return attention(q, k, v, causal=True).square().sum()
+
+def run(tokens):
+    x = tuple(torch.randn(1, tokens, 4, 32, requires_grad=True) for _ in range(3))
+    first = torch.autograd.grad(loss(*x), x, create_graph=True)
+    torch.autograd.grad(sum(g.square().sum() for g in first), x)
+    x = tuple(t.detach() for t in x)
+    jvp(grad(loss, (0, 1, 2)), x, x)
+
+torch.set_num_threads(1)
+run(1024)
+before = peak()
+run({tokens})
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("tokens", [4096, pytest.param(16384, marks=pytest.mark.slow)])
+def test_memory(tokens: int) -> None:
+    """A score matrix of 4 heads and 4096 tokens has 256 MiB; derivatives took some 20 of them."""
+    code = _MEMORY.replace("{tokens}", str(tokens))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ, check=True, capture_output=True, text=True
+    )
+    assert int(done.stdout) / 1024 < 256 * tokens / 4096
