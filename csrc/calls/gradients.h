@@ -46,14 +46,6 @@ struct Recorded {
   Tensors call(Stack&& stack) const;
 };
 
-// Values of one call on their way to its backward; autograd keeps the tensors.
-struct Context {
-  const Recorded& call;
-  c10::IValue kept;           // tuple
-  std::vector<bool> present;  // for each tensor argument, false for None
-  std::vector<int64_t> lengths;
-};
-
 inline bool any_defined(const Tensors& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const auto& t) { return t.defined(); });
 }
@@ -62,6 +54,7 @@ inline c10::IValue value_of(const at::Tensor& t) {
   return t.defined() ? c10::IValue(t) : c10::IValue();
 }
 
+// True if the backward op alone computes the gradients.
 inline bool is_native(const Recorded& call, const std::vector<int64_t>& lengths,
                       const Tensors& grads) {
   if (!call.backward || c10::GradMode::is_enabled()) return false;
