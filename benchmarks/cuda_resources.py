@@ -75,6 +75,15 @@ TILES = {
     r"recurrence_forward_mma_kernel<64, true>": Tile(146, 1700),
     r"recurrence_forward_mma_kernel<128, false>": Tile(194, 1350),
     r"recurrence_forward_mma_kernel<128, true>": Tile(274, 2100),
+    r"recurrence_du_mma_kernel<64, false>": Tile(106, 1300),
+    r"recurrence_du_mma_kernel<64, true>": Tile(162, 2100),
+    r"recurrence_du_mma_kernel<128, false>": Tile(194, 1600),
+    r"recurrence_du_mma_kernel<128, true>": Tile(306, 2500),
+    # Of such tiles, 16 columns of values for a quarter of the channels.
+    r"recurrence_rows_mma_kernel<64, false>": Tile(30, 220),
+    r"recurrence_rows_mma_kernel<64, true>": Tile(48, 250),
+    r"recurrence_rows_mma_kernel<128, false>": Tile(54, 350),
+    r"recurrence_rows_mma_kernel<128, true>": Tile(84, 400),
     # Four steps of a vector of channels: 40 instructions per 128 bytes of y are 640.
     r"causal_conv_forward_vector_kernel<.*": Tile(4, 600, product="STG.E.128"),
     r"causal_conv_slope_vector_kernel<.*": Tile(8, 850, product="STG.E.128"),

@@ -19,6 +19,7 @@ EMULATED = "recurrence" in _library.paths("cpu")
 emulated = pytest.mark.skipif(not EMULATED, reason="test_under_emulation runs these tests")
 
 ROOT = Path(__file__).parents[2]
+FORWARD, BACKWARD = "recurrence: {}", "recurrence_backward: {}"
 #: Bound on the relative error (root mean square) of splitting numbers into pieces.
 LEFT_OUT = 2.0**-15
 
@@ -44,8 +45,8 @@ def taken(capfd: pytest.CaptureFixture[str]) -> Iterator[list[str]]:
     torch.ops.omniattn.report_paths_cpu(True)
     yield found
     torch.ops.omniattn.report_paths_cpu(False)
-    prefix = "omniattn: recurrence on cpu: "
-    assert [x.removeprefix(prefix) for x in capfd.readouterr().err.splitlines()] == found
+    lines = capfd.readouterr().err.splitlines()
+    assert [x.removeprefix("omniattn: ").replace(" on cpu", "") for x in lines] == found
 
 
 def inputs(steps: int, heads: int, v_heads: int, size: int, width: int, batch: int = 2):
@@ -59,6 +60,29 @@ def inputs(steps: int, heads: int, v_heads: int, size: int, width: int, batch: i
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     """Relative, in the mean of squares."""
     return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+def results(delta, q, k, v, g, beta, start, *, half):
+    """o, the final state and the gradients of all inputs, in bf16 and fp32 or of fp64."""
+    leaves = [q, k, v, g, *([beta] if delta else []), start]
+    leaves = [t.bfloat16() if half and n < 3 else t.float() if half else t
+              for n, t in enumerate(leaves)]  # fmt: skip
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    rule = F.gated_delta_rule if delta else F.gated_linear_attention
+    o, final = rule(*leaves[:-1], initial_state=leaves[-1], backend=None if half else "reference")
+    weight, of_final = draw(*o.shape, seed=6).bfloat16(), draw(*final.shape, seed=7).float()
+    loss = (o.double() * weight.double()).sum() + (final.double() * of_final.double()).sum()
+    return [o, final, *torch.autograd.grad(loss, leaves)]
+
+
+def assert_results(delta, *given):
+    """No more than a rounding to the dtype of each result and what pieces leave out."""
+    found, exact = (results(delta, *given, half=half) for half in (True, False))
+    for n, (a, b) in enumerate(zip(found, exact, strict=True)):
+        if b.norm() > 0:
+            assert error(a, b) < error(b.to(a.dtype), b) + LEFT_OUT, n
+        else:
+            assert a.norm() == 0, n
 
 
 @emulated
@@ -77,8 +101,9 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 )
 def test_paths(taken, path, steps, size, width, dtype):
     q, k, v, beta = inputs(steps, 1, 1, size, width, batch=1)
-    F.delta_rule(*(t.to(dtype) for t in (q, k, v)), beta.float())
-    taken.append(path)
+    q = q.to(dtype).requires_grad_()
+    F.delta_rule(q, k.to(dtype), v.to(dtype), beta.float())[0].sum().backward()
+    taken += [FORWARD.format(path), BACKWARD.format(path)]
 
 
 @emulated
@@ -91,14 +116,14 @@ def test_rows_that_are_not_whole_pieces_go_by_tokens(taken):
     expected = F.gated_linear_attention(q, k, v, g)
     for a, b in zip(found, expected, strict=True):
         assert error(a, b.double()) < 2**-8
-    taken += ["tokens", "mma"]
+    taken += [FORWARD.format("tokens"), FORWARD.format("mma")]
 
 
 @emulated
 def test_decays_of_channels_go_by_tokens(taken):
     q, k, v, _ = (t.bfloat16() for t in inputs(40, 1, 1, 16, 16))
     F.gated_linear_attention(q, k, v, -torch.rand(2, 40, 1, 16))
-    taken.append("tokens")
+    taken.append(FORWARD.format("tokens"))
 
 
 #: Logarithms of decays by token: none survives; one in five ends all before it; sums beyond what
@@ -117,22 +142,9 @@ DECAYS = {
 @pytest.mark.parametrize("delta", [False, True])
 def test_strong_decays(taken, decay, delta):
     q, k, v, beta = inputs(75, 1, 2, 24, 40)
-    g = DECAYS[decay](draw(2, 75, 2, seed=3)).float()
-    start = draw(2, 2, 24, 40, seed=8).float()
-    half = [t.bfloat16() for t in (q, k, v)]
-    if delta:
-        found = F.gated_delta_rule(*half, g, beta.float(), initial_state=start)
-        exact = F.gated_delta_rule(
-            q, k, v, g.double(), beta, initial_state=start.double(), backend="reference"
-        )
-    else:
-        found = F.gated_linear_attention(*half, g, initial_state=start)
-        exact = F.gated_linear_attention(
-            q, k, v, g.double(), initial_state=start.double(), backend="reference"
-        )
-    for a, b in zip(found, exact, strict=True):
-        assert error(a, b) < error(b.to(a.dtype), b) + LEFT_OUT
-    taken.append("mma")
+    g = DECAYS[decay](draw(2, 75, 2, seed=3)).float().double()
+    assert_results(delta, q, k, v, g, beta, draw(2, 2, 24, 40, seed=8).float().double())
+    taken += [FORWARD.format("mma"), BACKWARD.format("mma")]
 
 
 @emulated
@@ -141,10 +153,7 @@ def test_strong_decays(taken, decay, delta):
 def test_odd_sizes(taken, steps, size, width):
     """Parts of a panel and of a chunk, value heads that share keys."""
     q, k, v, beta = inputs(steps, 2, 4, size, width)
-    g = nnf.logsigmoid(3 * draw(2, steps, 4, seed=3)).float()
-    half = [t.bfloat16() for t in (q, k, v)]
-    found = F.gated_delta_rule(*half, g, beta.float())
-    exact = F.gated_delta_rule(q, k, v, g.double(), beta, backend="reference")
-    for a, b in zip(found, exact, strict=True):
-        assert error(a, b) < error(b.to(a.dtype), b) + LEFT_OUT
-    taken.append("mma")
+    g = nnf.logsigmoid(3 * draw(2, steps, 4, seed=3)).float().double()
+    start = draw(2, 4, size, width, seed=8).float().double()
+    assert_results(True, q, k, v, g, beta, start)
+    taken += [FORWARD.format("mma"), BACKWARD.format("mma")]

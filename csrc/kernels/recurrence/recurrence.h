@@ -20,11 +20,11 @@
 //
 //   S_t = diag(w_t) S_{t-1} diag(x_t) + k_t u_t^T
 //
-// Value head h reads key head h / (Hv / Hk) of q, k, a and b. The CPU works on chunks of
-// tokens, within which the products are matrix products; CUDA goes from token to token with a
-// column of the state in the registers of a warp. Every factor of a decay is a product of w's,
-// never the exponential of a difference of sums. The backward recomputes a chunk from the state
-// at its start, saved by the forward.
+// Value head h reads key head h / (Hv / Hk) of q, k, a and b. The CPU works on chunks of tokens,
+// within which the products are matrix products, as tensor cores do (recurrence_mma.h); other CUDA
+// kernels go from token to token with a column of the state in the registers of a warp. Every
+// factor of a decay is a product of w's, never the exponential of a difference of sums. The
+// backward recomputes a chunk from the state at its start, saved by the forward.
 #pragma once
 
 #include <cstdint>

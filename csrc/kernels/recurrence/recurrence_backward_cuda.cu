@@ -276,13 +276,23 @@ int64_t recurrence_backward_bytes(const Recurrence& p) {
   return bytes;
 }
 
+void launch_recurrence_finish(const RecurrenceBackwardParams& params, void* memory, Stream stream) {
+  const Recurrence& p = params.recurrence;
+  const int64_t items = token_count(p) * p.key_heads;
+  if (items == 0) return;
+  dispatch(p.dtype, [&]<class T>(T) {
+    const Found<compute_t<T>> found(p, memory);
+    GPU_LAUNCH(recurrence_finish_kernel<T>, blocks(ceil_div(items, int64_t{kWarps})), kThreads, 0,
+               stream, params, found, items);
+  });
+}
+
 Status launch_recurrence_backward(const RecurrenceBackwardParams& given, void* memory,
                                   Stream stream) {
   RecurrenceBackwardParams params = given;
   Recurrence& p = params.recurrence;
   const int64_t states = p.sequences * p.value_heads;
   const int64_t chunks = p.sequences == 0 ? 0 : recurrence_slots(p) * p.value_heads;
-  const int64_t items = token_count(p) * p.key_heads;
   dispatch(p.dtype, [&]<class T>(T) {
     using C = compute_t<T>;
     const Found<C> found(p, memory);
@@ -320,11 +330,8 @@ Status launch_recurrence_backward(const RecurrenceBackwardParams& given, void* m
     if (params.dbonus != nullptr && states > 0) {
       GPU_LAUNCH(recurrence_bonus_kernel<C>, blocks(states), kThreads, 0, stream, params, found);
     }
-    if (items > 0) {
-      GPU_LAUNCH(recurrence_finish_kernel<T>, blocks(ceil_div(items, int64_t{kWarps})), kThreads, 0,
-                 stream, params, found, items);
-    }
   });
+  launch_recurrence_finish(params, memory, stream);
   return gpu::launch_status();
 }
 

@@ -5,8 +5,12 @@
 
 namespace omniattn {
 
-// The step `rows` of recurrence_backward_cuda.cu, in a file of its own.
+// Steps of recurrence_backward_cuda.cu: `rows`, in a file of its own; the same on tensor cores,
+// which also computes dg, in place of found.dg; and `finish`.
 void launch_recurrence_rows(const RecurrenceBackwardParams& params, void* memory, Stream stream);
+void launch_recurrence_rows_mma(const RecurrenceBackwardParams& params, void* memory,
+                                Stream stream);
+void launch_recurrence_finish(const RecurrenceBackwardParams& params, void* memory, Stream stream);
 
 namespace {
 

@@ -14,11 +14,13 @@ inline bool recurrence_on_mma(const Recurrence& p) {
     return width % 8 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
            (x.batch | x.step | x.head) % 8 == 0;
   };
-  return recurrence_on_tiles(p) && p.key_width <= kMostMmaKeys && whole(p.q, p.key_width) &&
-         whole(p.k, p.key_width) && whole(p.v, p.value_width);
+  return recurrence_on_tiles(p) && p.key_width > 0 && p.key_width <= kMostMmaKeys &&
+         whole(p.q, p.key_width) && whole(p.k, p.key_width) && whole(p.v, p.value_width);
 }
 
-// As launch_recurrence, without working memory.
+// As launch_recurrence, without working memory, and launch_recurrence_backward.
 Status launch_recurrence_mma(const RecurrenceParams& p, Stream stream);
+Status launch_recurrence_backward_mma(const RecurrenceBackwardParams& p, void* memory,
+                                      Stream stream);
 
 }  // namespace omniattn

@@ -1,18 +1,19 @@
-// A chunk of a recurrence on tensor cores (mma.sync m16n8k16) for bf16 inputs, with one decay for
-// all channels or none.
+// Recurrences in chunks on tensor cores (mma.sync m16n8k16) for bf16 inputs, with one decay for all
+// channels or none: operands and states.
 //
-// A block has a panel of kPanel columns of values of one head, a warp 16 of them. All left operands
-// are transposed, with a row per column of values, so that the state S^T (16, K) stays in the
-// registers of its warp, and results of products are left operands of the next ones. Right operands
-// are rows of q and k, as they lie in shared memory, and the scores of a chunk:
+// A block has a panel of kPanel columns of values of one head, a warp 16 of them. Left operands are
+// transposed, with a row per column of values: the state S^T (16, K) stays in the registers of its
+// warp, and results of products are left operands of the next ones. Right operands are rows of q
+// and k, as they lie in shared memory, and the scores of a chunk. With in and out the decays from
+// its start and to its end:
 //
-//   S^T k^T, S^T q^T      what the probe and the queries read from the state at the start
-//   u^T                   solved column by column in fp32 (delta), or beta v
-//   o^T = S^T q^T + u^T P^T        S^T <- S^T + (out u)^T k
+//   u^T        solves a triangular system (delta), from in S^T k^T; else beta v^T
+//   o^T = in S^T q^T + u^T P^T        S^T <- end S^T + (out u)^T k
 //
-// q, k and v are factors without conversion. As on the CPU's tiles, a value of fp32 is a sum of
-// pieces of bf16: two of them for outputs, with an error below 2^-16, and three, which are exact,
-// for what is added to a state. Every factor of a decay is a product of some exp(g).
+// q, k and v are factors without conversion. As on the CPU's tiles, a number of fp32 is a sum of
+// pieces of bf16: two of them for what is rounded later, with an error below 2^-16, and three,
+// which are exact, for what is added to a state. Every factor of a decay is a product of some
+// exp(g).
 #pragma once
 
 #include "kernels/recurrence/recurrence_cuda.h"
@@ -24,10 +25,6 @@ namespace {
 constexpr int kTokens = 32;  // of a chunk
 static_assert(recurrence_chunk(false) == kTokens && kTokens == kLanes);
 constexpr int kPanel = 16 * kWarps;  // columns of values of a block
-
-// Row strides in shared memory without bank conflicts: of scores as right operands, of factors that
-// are read in the layout of results, and of scores by columns.
-constexpr int kScoreStride = kTokens + 8, kFactorStride = kTokens + 8, kColumnStride = kTokens + 4;
 
 // Hides a stride, so that the compiler does not keep multiples of it in registers for all chunks.
 __device__ __forceinline__ int64_t hidden(int64_t stride) {
@@ -76,112 +73,10 @@ struct Left {
   }
 };
 
-// Shared memory of a block. kKeys: the key width, padded with zeros.
-template <int kKeys, bool kDelta>
-struct MmaShared {
-  using KeyRows = gpu::SharedRows<bf16, kKeys>;
-  using ValueRows = gpu::SharedRows<bf16, kPanel>;
-
-  struct Stage {  // tokens that are being copied, or used
-    bf16 q[kTokens * kKeys], k[kTokens * kKeys], v[kTokens * kPanel];
-  };
-  Stage stages[2];
-  alignas(16) bf16 P[2][kTokens * kScoreStride];              // pieces of rows
-  alignas(16) float N[kDelta ? kTokens * kColumnStride : 4];  // columns
-  alignas(16) float between[kTokens * kFactorStride];         // decays from column to row
-  float in[kTokens], beta[kTokens];
-
-  // Decays from a token to the end.
-  __device__ __forceinline__ const float* out() const {
-    return between + (kTokens - 1) * kFactorStride;
-  }
-};
-
 // Place of a lane in results: columns 2 t and 2 t + 1 of rows g and g + 8.
 struct LanePlace {
   int lane = lane_index(), g = lane / 4, t = lane % 4;
 };
-
-// Computes the decays of a chunk from w = exp(g) of each lane's token, 1 past the last one. Each
-// warp has 8 rows.
-template <class Shared>
-__device__ __forceinline__ void set_decays(Shared& shared, float w, float beta) {
-  const int lane = lane_index(), first = gpu::warp_id() * (kTokens / kWarps);
-  float product = 1;
-#pragma unroll 8
-  for (int i = 1; i < first; ++i) {
-    const float factor = __shfl_sync(0xffffffffu, w, i);
-    if (i > lane) product *= factor;
-  }
-#pragma unroll
-  for (int r = 0; r < kTokens / kWarps; ++r) {
-    const int i = first + r;
-    const float factor = __shfl_sync(0xffffffffu, w, i);
-    if (i > lane) product *= factor;
-    shared.between[i * kFactorStride + lane] = product;
-    if (lane == 0) shared.in[i] = product * w;
-  }
-  if (first == 0) shared.beta[lane] = beta;
-}
-
-// Scores of 16 tokens `rows` from `row` on with all keys up to them: q k^T or k k^T, for kPairs
-// pairs of tiles from `pair` on.
-template <int kPairs, int kKeys>
-__device__ __forceinline__ void scores(float (&sums)[2 * kPairs][4], const bf16* rows,
-                                       const bf16* keys, int row, int pair) {
-  using Rows = gpu::SharedRows<bf16, kKeys>;
-  const int lane = lane_index();
-  const int a_at = gpu::opaque(Rows::offset(row + lane % 16, lane / 16));
-  const int b_at = gpu::opaque(Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2));
-  gpu::clear(sums);
-#pragma unroll
-  for (int step = 0; step < kKeys / 16; ++step) {
-    uint32_t a[4];
-    gpu::ldmatrix_x4(a, rows + (a_at ^ 16 * step));
-#pragma unroll
-    for (int n = 0; n < kPairs; ++n) {
-      if (16 * (pair + n) > row) continue;
-      uint32_t b[4];
-      gpu::ldmatrix_x4(b, keys + 16 * (pair + n) * kKeys + (b_at ^ 16 * step));
-      gpu::mma<bf16>(sums[2 * n], a, {b[0], b[1]});
-      gpu::mma<bf16>(sums[2 * n + 1], a, {b[2], b[3]});
-    }
-  }
-}
-
-// Calls f(i, j, x, y) for the decayed scores x, y of row i with columns j and j + 1; those
-// of columns that are not below i + kDiagonal are 0.
-template <int kDiagonal, int kPairs, class Shared, class F>
-__device__ __forceinline__ void decayed(const float (&sums)[2 * kPairs][4], const Shared& shared,
-                                        int row, int pair, const F& f) {
-  const LanePlace at;
-#pragma unroll
-  for (int n = 0; n < 2 * kPairs; ++n) {
-    if (16 * pair + 8 * n >= row + 16) continue;
-    const int j = 16 * pair + 8 * n + 2 * at.t;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = row + at.g + 8 * half;
-      const float* const factor = shared.between + i * kFactorStride + j;
-      f(i, j, j < i + kDiagonal ? sums[n][2 * half] * factor[0] : 0.0f,
-        j + 1 < i + kDiagonal ? sums[n][2 * half + 1] * factor[1] : 0.0f);
-    }
-  }
-}
-
-// Stores decayed scores of q as two pieces by rows, times a factor.
-template <int kPairs, class Shared>
-__device__ __forceinline__ void store_pieces(const float (&sums)[2 * kPairs][4], Shared& shared,
-                                             int row, int pair, float factor) {
-  decayed<1, kPairs>(sums, shared, row, pair, [&](int i, int j, float x, float y) {
-    uint32_t pieces[2];
-    split(x * factor, y * factor, pieces);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      *reinterpret_cast<uint32_t*>(shared.P[n] + i * kScoreStride + j) = pieces[n];
-    }
-  });
-}
 
 // Rows of q or k in shared memory.
 template <int kKeys>
@@ -326,68 +221,15 @@ struct TokenRows {
   }
 };
 
-// Solves e_i = error_i + sum_{j<i} N_ij u_j with u_i = -beta_i e_i by forward substitution in fp32,
-// for the 16 columns of a warp, transposed; e overwrites the error.
-template <class Shared>
-__device__ __forceinline__ void solve(Tile (&e)[kTiles], Tile (&u)[kTiles], const Shared& shared) {
-  const LanePlace at;
-#pragma unroll
-  for (int j = 0; j < kTokens; ++j) {
-    if (j % 8 == 0) __syncwarp();  // no load before it: all at once need 200 registers
-    const float* const own = e[j / 8] + j % 2;
-    const float factor = -shared.beta[j];
-    const int owner = at.lane - at.t + j % 8 / 2;
-    const float low = __shfl_sync(0xffffffffu, own[0] * factor, owner);
-    const float high = __shfl_sync(0xffffffffu, own[2] * factor, owner);
-    const float* const column = shared.N + j * kColumnStride + 2 * at.t;
-#pragma unroll
-    for (int n = j / 8; n < kTiles; ++n) {
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        if (n == j / 8 && 2 * at.t + b <= j % 8) continue;  // a token up to j
-        e[n][b] += column[8 * n + b] * low;
-        e[n][2 + b] += column[8 * n + b] * high;
-      }
-    }
-    if (at.lane == owner) u[j / 8][j % 2] = low, u[j / 8][2 + j % 2] = high;
-  }
-}
-// The gradient: d_j = dx_j + sum_{i>j} N_ij de_i with de_i = -beta_i d_i; d overwrites dx. N is
-// stored by rows.
-template <class Shared>
-__device__ __forceinline__ void solve_gradient(Tile (&d)[kTiles], Tile (&de)[kTiles],
-                                               const Shared& shared) {
-  const LanePlace at;
-#pragma unroll
-  for (int i = kTokens - 1; i >= 0; --i) {
-    if (i % 8 == 7) __syncwarp();  // as above
-    const float* const own = d[i / 8] + i % 2;
-    const float factor = -shared.beta[i];
-    const int owner = at.lane - at.t + i % 8 / 2;
-    const float low = __shfl_sync(0xffffffffu, own[0] * factor, owner);
-    const float high = __shfl_sync(0xffffffffu, own[2] * factor, owner);
-    const float* const row = shared.N + i * kColumnStride + 2 * at.t;
-#pragma unroll
-    for (int n = 0; n <= i / 8; ++n) {
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        if (n == i / 8 && 2 * at.t + b >= i % 8) continue;  // a token from i on
-        d[n][b] += row[8 * n + b] * low;
-        d[n][2 + b] += row[8 * n + b] * high;
-      }
-    }
-    if (at.lane == owner) de[i / 8][i % 2] = low, de[i / 8][2 + i % 2] = high;
-  }
-}
-
-// Columns of values [16 warp, 16 warp + 16) of all tokens, transposed, in the layout of results.
-__device__ __forceinline__ void load_values(Tile (&v)[kTiles], const bf16* rows) {
-  const int lane = lane_index(), piece = 2 * gpu::warp_id() + lane / 16;
-  const int at = gpu::opaque(gpu::SharedRows<bf16, kPanel>::offset(lane % 16, piece));
+// Columns [first, first + 16) of all tokens, transposed, in the layout of results.
+template <int kWidth>
+__device__ __forceinline__ void load_columns(Tile (&v)[kTiles], const bf16* rows, int first) {
+  const int lane = lane_index(), piece = first / 8 + lane / 16;
+  const int at = gpu::opaque(gpu::SharedRows<bf16, kWidth>::offset(lane % 16, piece));
 #pragma unroll
   for (int pair = 0; pair < kTokenPairs; ++pair) {
     uint32_t x[4];  // tile 2 pair and the next, of columns g; both, of columns g + 8
-    gpu::ldmatrix_x4_trans(x, rows + at + 16 * pair * kPanel);
+    gpu::ldmatrix_x4_trans(x, rows + at + 16 * pair * kWidth);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       v[2 * pair + i % 2][i / 2 * 2] = of_bits(x[i] << 16);
@@ -396,9 +238,13 @@ __device__ __forceinline__ void load_values(Tile (&v)[kTiles], const bf16* rows)
   }
 }
 
-// Writes rows of 16 columns from column `first` of the panel on, through `memory` of kPanel columns
-// for whole pieces of 16 bytes. `to`: row 0 at the warp's first column; `width`: columns that
-// exist.
+// Those of this warp, of values.
+__device__ __forceinline__ void load_values(Tile (&v)[kTiles], const bf16* rows) {
+  load_columns<kPanel>(v, rows, 16 * gpu::warp_id());
+}
+
+// Writes rows of 16 columns, of which `width` exist, through `memory` of kPanel columns for whole
+// pieces of 16 bytes.
 __device__ __forceinline__ void write_rows(const Tile (&x)[kTiles], bf16* memory, bf16* to,
                                            int64_t stride, int64_t count, int64_t width) {
   using Rows = gpu::SharedRows<bf16, kPanel>;

@@ -241,9 +241,7 @@ Gradients recurrence_backward(const OpCall& call, const Incoming& grads, const I
                                         .dmin_denominator = d.dmin_denominator.data(),
                                         .dinitial_state = d.dinitial_state.data()};
   if constexpr (kOnCuda) {
-    const Tensor memory =
-        scratch(ceil_div(recurrence_backward_bytes(shared), size_of(DType::f64)), DType::f64);
-    require_launched(p.op, launch_recurrence_backward(params, memory.mutable_data_ptr(), stream()));
+    require_launched(p.op, launch_on_cuda(params));
   } else {
     const RecurrenceBackwardKernels& kernels = on_tiles_or(
         shared, recurrence_tile_backward_kernels(), recurrence_backward_kernels(shared.dtype));

@@ -7,5 +7,6 @@ namespace omniattn::ops::recurrence {
 
 // Enqueues the kernels of the first path that takes a call.
 Status launch_on_cuda(const RecurrenceParams& p);
+Status launch_on_cuda(const RecurrenceBackwardParams& p);
 
 }  // namespace omniattn::ops::recurrence

@@ -7,22 +7,39 @@
 namespace omniattn::ops::recurrence {
 namespace {
 
-Status launch_on_tokens(const RecurrenceParams& p) {
-  const int64_t bytes = recurrence_bytes(p.recurrence);
-  const Tensor memory = scratch(ceil_div(bytes, size_of(DType::f64)), DType::f64);
-  return launch_recurrence(p, memory.mutable_data_ptr(), stream());
+// Working memory of a call. torch reuses it on the same stream only.
+Tensor memory_of(int64_t bytes) {
+  return scratch(ceil_div(bytes, size_of(DType::f64)), DType::f64);
 }
 
-const PathTable<bool(const Recurrence&), Status(const RecurrenceParams&)> kPaths(
+const PathTable<bool(const Recurrence&), Status(const RecurrenceParams&)> kForwardPaths(
     "recurrence",
     {
         {"mma", recurrence_on_mma,
          [](const RecurrenceParams& p) { return launch_recurrence_mma(p, stream()); }},
-        {"tokens", [](const Recurrence&) { return true; }, launch_on_tokens},
+        {"tokens", [](const Recurrence&) { return true; },
+         [](const RecurrenceParams& p) {
+           const Tensor memory = memory_of(recurrence_bytes(p.recurrence));
+           return launch_recurrence(p, memory.mutable_data_ptr(), stream());
+         }},
+    });
+
+using Backward = Status(const RecurrenceBackwardParams&, void* memory, Stream);
+const PathTable<bool(const Recurrence&), Backward> kBackwardPaths(
+    "recurrence_backward",
+    {
+        {"mma", recurrence_on_mma, launch_recurrence_backward_mma},
+        {"tokens", [](const Recurrence&) { return true; }, launch_recurrence_backward},
     });
 
 }  // namespace
 
-Status launch_on_cuda(const RecurrenceParams& p) { return kPaths.first(p.recurrence).run(p); }
+Status launch_on_cuda(const RecurrenceParams& p) {
+  return kForwardPaths.first(p.recurrence).run(p);
+}
+Status launch_on_cuda(const RecurrenceBackwardParams& p) {
+  const Tensor memory = memory_of(recurrence_backward_bytes(p.recurrence));
+  return kBackwardPaths.first(p.recurrence).run(p, memory.mutable_data_ptr(), stream());
+}
 
 }  // namespace omniattn::ops::recurrence
