@@ -147,6 +147,27 @@ def test_keys_in_pages():
     )  # fmt: skip
     torch.testing.assert_close(packed, wanted.detach().flatten(0, 1))
     assert lse.shape == (4, 6)
+    rows = {"page_table": table[[1, 1, 0]], "cache_batch_idx": torch.tensor([2, 0])}
+    chosen = fa3.flash_attn_with_kvcache(q, *pages, cache_seqlens=used, causal=True, **rows)
+    torch.testing.assert_close(chosen, cached)
+    again, *_ = fa3.flash_attn_with_kvcache(
+        q.flatten(0, 1), *pages, cache_seqlens=used, cu_seqlens_q=cu, max_seqlen_q=3, causal=True,
+        return_softmax_lse=True, **rows,
+    )  # fmt: skip
+    torch.testing.assert_close(again, packed)
+    rows["cache_batch_idx"] = torch.tensor([3, 0])
+    with pytest.raises((RuntimeError, ValueError), match="cache_batch_idx"):
+        fa3.flash_attn_with_kvcache(q, *pages, cache_seqlens=used, causal=True, **rows)
+
+
+def test_windows_may_be_tensors():
+    q, k, v = inputs(3, 6)
+    window = torch.tensor([2, 1])
+    cu = torch.tensor([0, 3]), torch.tensor([0, 6])
+    rows = [t[0] for t in (q, k, v)]
+    found = fa3.flash_attn_varlen_func(*rows, *cu, 3, 6, window_size=window)
+    wanted = fa3.flash_attn_varlen_func(*rows, *cu, 3, 6, window_size=(2, 1))
+    torch.testing.assert_close(found, wanted)
 
 
 def test_new_keys_rotate_from_positions_of_their_own():

@@ -4,11 +4,18 @@ import flash_attention_on_ours
 import peers
 import pytest
 
+#: Decorators of kernels, in whose files definitions are.
+DECORATORS = {
+    "custom_bwd": lambda function: function,
+    "custom_fwd": lambda function: function,
+    "triton_op": lambda *_, **__: lambda function: function,
+}
 PEER = peers.Peer(
     "flash-attention",
     ("flash_attn", "triton"),
-    flash_attention_on_ours.NAMES,
+    flash_attention_on_ours.NAMES | DECORATORS,
     {"flash_attn.bert_padding": "flash_attn/bert_padding.py"},
+    {"[50257, 128256]": "[5025, 12825]"},
 )
 HOPPER = peers.Peer(
     "flash-attention",
@@ -40,7 +47,19 @@ def fits(**arguments: object) -> bool:
 if PEER.present:
     definitions = PEER.load("flash_attn/layers/rotary.py")
     PEER.names["apply_rotary_emb_torch"] = definitions.apply_rotary_emb_torch
-OTHER = {"paged_block_table_bounds": "the error has another text"}
+    norms = PEER.load("flash_attn/ops/triton/layer_norm.py")
+    PEER.names |= {name: vars(norms)[name] for name in ("layer_norm_ref", "rms_norm_ref")}
+ZERO = "with a single key the gradients of q and k are 0, and rounding errors in ours"
+OTHER = {
+    "tests/test_flash_attn.py": {"paged_block_table_bounds": "the error has another text"},
+    "hopper/test_flash_attn.py": {
+        "flash_attn_output-1153": ZERO,
+        "flash_attn_output-1276": ZERO,
+        "varlen_output-1636": ZERO,
+        "flash3_bw_compatibility": "torch.ops.flash_attn_3 is not here",
+    },
+    "tests/cute/test_flash_attn.py": {"invalid_head_dim": "ours takes any width"},
+}
 #: Races of threads on a GPU, hundreds of runs of one case.
 WITHOUT = ("race_condition", "deterministic")
 FILES = [
@@ -55,7 +74,7 @@ FILES = [
 CASES = [
     pytest.param(peer, *case.values, marks=case.marks, id=f"{path.split('/')[-2]}-{case.id}")
     for peer, path, most in FILES
-    for case in peer.cases(path, most, fits, OTHER)
+    for case in peer.cases(path, most, fits, OTHER.get(path, {}))
     if not any(name in case.id for name in WITHOUT)
 ]
 

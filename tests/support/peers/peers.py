@@ -133,7 +133,7 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         sys.modules.update(self._loaded)
         sys.meta_path.insert(0, self)
         sys.path.insert(0, str(self.root.parent / "site"))
-        properties = mock.Mock(total_memory=1 << 40, multi_processor_count=1)
+        properties = mock.Mock(total_memory=1 << 40, multi_processor_count=1, warp_size=32)
         deterministic = torch.are_deterministic_algorithms_enabled()
         try:
             with (
@@ -141,6 +141,7 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 mock.patch("torch.cuda.get_device_properties", lambda *_: properties),
                 mock.patch("torch.cpu.get_device_properties", lambda *_: properties, create=True),
                 mock.patch("torch.cuda.synchronize", lambda *_: None),
+                mock.patch("torch.cuda.current_device", lambda: 0),
                 mock.patch.dict(vars(pytest.mark), flaky=lambda **_: lambda function: function),
             ):
                 yield

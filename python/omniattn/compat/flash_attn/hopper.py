@@ -18,7 +18,7 @@ from omniattn.compat._errors import require_flags, require_form, require_index, 
 from omniattn.compat.flash_attn.cute import flash_attn_combine as _combine
 from omniattn.compat.flash_attn.cute import with_qv
 from omniattn.compat.flash_attn.interface import options_of
-from omniattn.compat.flash_attn.kvcache import with_cache
+from omniattn.compat.flash_attn.kvcache import picked, with_cache
 from omniattn.compat.flash_attn.lengths import Lengths, attend
 from omniattn.functional import masks
 
@@ -233,7 +233,7 @@ def flash_attn_with_kvcache(
         rotary_sin: table of sines, of the shape of `rotary_cos`.
         cache_seqlens: (B,) int, or an int: the number of keys in the cache, without k. None is the
             capacity.
-        cache_batch_idx: (B,) int, row of the cache for each sequence; not with a page table.
+        cache_batch_idx: (B,) int, row of the cache, or of page_table, for each sequence.
         cache_leftpad: (B,) int, the number of entries at the start of the cache that are not seen.
         page_table: (B, M) int, pages of each sequence, of any size.
         cu_seqlens_q: (B + 1,) int, the first rows of packed queries; not with k.
@@ -335,9 +335,9 @@ def _packed_queries(
     require_form(op, "k_cache", k, "B, T, H, D")
     require_index(op, "cu_seqlens_q", cu_seqlens, tuple(cu_seqlens.shape), q, "q")
     count = len(cu_seqlens) - 1
-    if rows is not None:
-        if table is not None:
-            raise ValueError(f"{op}: cache_batch_idx must be None with page_table")
+    if rows is not None and table is not None:
+        table = picked(op, table, rows, count, "page_table")
+    elif rows is not None:
         require_index(op, "cache_batch_idx", rows, (count,), k, "k_cache")
         table = rows.int()[:, None]
     if table is None:

@@ -204,6 +204,8 @@ def options_of(
     require_flags(op, causal=causal)
     if softmax_scale is not None:
         require_number(op, "softmax_scale", softmax_scale)
+    if isinstance(window_size, Tensor):
+        window_size = window_size.tolist()
     return {
         "scale": softmax_scale,
         "causal": causal,

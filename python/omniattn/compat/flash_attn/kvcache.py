@@ -182,17 +182,24 @@ def _table(
     """Returns the pages of each sequence; rows of a cache are pages of its capacity."""
     if block_table is None and batch_idx is None:
         return None
-    if block_table is not None and batch_idx is not None:
+    if block_table is not None and batch_idx is not None and name == "block_table":
         raise ValueError(f"{op}: cache_batch_idx must be None with {name}")
-    if batch_idx is not None:
+    if block_table is None and batch_idx is not None:
         require_index(op, "cache_batch_idx", batch_idx, (batch,), cache, "k_cache")
         require_rows(op, "cache_batch_idx", batch_idx, len(cache))
         return batch_idx.int()[:, None]
     if not isinstance(block_table, Tensor) or block_table.ndim != 2 or cache.shape[1] < 1:
         raise ValueError(f"{op}: {name} must be a tensor (B, M), and pages must have tokens")
-    shape = batch, block_table.shape[1]
-    require_index(op, name, block_table, shape, cache, "k_cache")
-    return block_table
+    count = batch if batch_idx is None else len(block_table)
+    require_index(op, name, block_table, (count, block_table.shape[1]), cache, "k_cache")
+    return block_table if batch_idx is None else picked(op, block_table, batch_idx, batch, name)
+
+
+def picked(op: str, table: Tensor, batch_idx: Tensor, batch: int, name: str) -> Tensor:
+    """Returns the rows of a table of pages that `cache_batch_idx` names."""
+    require_index(op, "cache_batch_idx", batch_idx, (batch,), table, name)
+    require_rows(op, "cache_batch_idx", batch_idx, len(table))
+    return table[batch_idx.long()]
 
 
 def _lengths(
