@@ -8,6 +8,7 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.chunks import in_chunks
 from omniattn.ops.dispatch.library import CONSTANTS
 from omniattn.ops.dispatch.names import like_or_wide, state_slots
 from omniattn.ops.dispatch.vmap import Fold
@@ -81,6 +82,12 @@ recurrence = DifferentiableOp(
     },
     private=("states",),
     formula=_formula,
+    pieces=in_chunks(
+        "recurrence",
+        _formula,
+        ("q", "k", "v", "g", "beta", "a", "b", "min_denominator", "gv"),
+        ("bonus", "skip"),
+    ),
     fold=Fold(
         (
             *("q", "k", "v", "g", "beta", "bonus", "a", "b", "skip", "min_denominator", "gv"),

@@ -8,6 +8,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.ops.dispatch import library as _library
 from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.chunks import in_chunks
 from omniattn.ops.dispatch.names import state_slots
 from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.precision import compute_dtype
@@ -50,6 +51,7 @@ rwkv4 = DifferentiableOp(
     },
     private=("states",),
     formula=reference.rwkv4,
+    pieces=in_chunks("rwkv4", reference.rwkv4, ("k", "v")),
     fold=Fold(("k", "v", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
 )
 
@@ -72,6 +74,7 @@ linear_scan = DifferentiableOp(
     },
     private=("states",),
     formula=reference.linear_scan,
+    pieces=in_chunks("linear_scan", reference.linear_scan, ("x", "g")),
     fold=Fold(("x", "g", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
 )
 
@@ -172,6 +175,7 @@ selective_scan = DifferentiableOp(
     },
     private=("states",),
     formula=_selective_formula,
+    pieces=in_chunks("selective_scan", _selective_formula, ("u", "delta", "B", "C", "z")),
     fold=Fold(
         ("u", "delta", "z", "initial_state"),
         when=lambda B, C, cu_seqlens: cu_seqlens is None and B.dim() == 2 and C.dim() == 2,

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from omniattn import functional as F
 from omniattn.functional import masks, scores
 from omniattn.ops import attention_tiles
+from omniattn.ops.dispatch import chunks
 
 B, TQ, TK, HEADS, KV_HEADS, D = 2, 9, 11, 4, 2, 3
 F64 = torch.float64
@@ -29,6 +30,7 @@ SEED = {"dropout_p": 0.4, "seed": torch.tensor([5, 2])}
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_tiles, "ELEMENTS", 40)
     monkeypatch.setattr(attention_tiles, "_ROWS", (2, 4))
+    monkeypatch.setattr(chunks, "TOKENS", 3)
 
 
 def _inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -128,7 +130,7 @@ def test_transforms(name: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize(("outer", "inner"), itertools.product((jacrev, jacfwd), repeat=2))
+@pytest.mark.parametrize(("outer", "inner"), [*itertools.product((jacrev, jacfwd), repeat=2)])
 def test_hessians(outer: Callable[..., Any], inner: Callable[..., Any]) -> None:
     q, k, v = _qkv()
 
@@ -239,6 +241,89 @@ def test_layouts(form: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
 
 
+#: Shapes of inputs, and a function of them; decays and step sizes are made from any numbers.
+_HEADS, _ROW = (B, 10, 2), (B, 10, 2, D)
+RECURRENCES: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
+    "gated delta rule": (
+        [_ROW, _ROW, (*_HEADS, 4), _HEADS, _HEADS, (B, 2, D, 4)],
+        lambda q, k, v, g, b, s, **how: F.gated_delta_rule(
+            q, k, v, -g.abs(), b.sigmoid(), initial_state=s, **how
+        ),
+    ),
+    "gla": (
+        [_ROW, _ROW, (*_HEADS, 4), _ROW],
+        lambda q, k, v, g, **how: F.gated_linear_attention(q, k, v, -g.abs(), **how),
+    ),
+    "normalized": (
+        [_ROW, _ROW, (B, 10, 4, 4)],
+        lambda q, k, v, **how: F.linear_attention(
+            q, k, v, feature_map="elu1", normalize=True, **how
+        ),
+    ),
+    "rwkv6": (
+        [_ROW, _ROW, (*_HEADS, 4), _ROW, (2, D)],
+        lambda q, k, v, g, u, **how: F.rwkv6(q, k, v, -g.abs(), u, **how),
+    ),
+    "rwkv7": (
+        [_ROW, _ROW, _ROW, (*_HEADS, 4), _ROW, _ROW],
+        lambda q, w, k, v, a, b, **how: F.rwkv7(q, -w.abs(), k, v, a, b, **how),
+    ),
+    "rwkv4": (
+        [(5,), (5,), (B, 10, 5), (B, 10, 5)],
+        lambda w, u, k, v, **how: F.rwkv4(w.abs(), u, k, v, **how),
+    ),
+    "linear scan": ([(B, 10, 5)] * 2, lambda x, g, **how: F.linear_scan(x, -g.abs(), **how)),
+    "selective scan": (
+        [(B, 10, 4), (B, 10, 4), (4, D), (B, 10, D), (4, D), (4,)],
+        lambda u, dt, A, B, C, D, **how: F.selective_scan(
+            u, dt.sigmoid(), -A.abs(), B, C, D, **how
+        ),
+    ),
+    "ssd": (
+        [(*_HEADS, 4), _HEADS, (2,), (B, 10, 1, D), (B, 10, 1, D)],
+        lambda x, dt, A, B, C, **how: F.ssd(x, dt.sigmoid(), -A.abs(), B, C, **how),
+    ),
+}
+
+
+def _assert_recurrence(name: str, derive: str, packed: bool) -> None:
+    shapes, function = RECURRENCES[name]
+    ends = torch.tensor([0, 7, 7, 10, 20])
+
+    def joined(shape: tuple[int, ...]) -> tuple[int, ...]:
+        if shape[:2] == (B, 10):
+            return (1, 20, *shape[2:])
+        return (len(ends) - 1, *shape[1:]) if shape[0] == B and len(shape) == 4 else shape
+
+    inputs = _inputs(*(joined(s) for s in shapes) if packed else shapes)
+
+    def loss(backend: str | None) -> Loss:
+        def run(*x: Tensor) -> Tensor:
+            found = function(*x, backend=backend, **({"cu_seqlens": ends} if packed else {}))
+            outputs = found if isinstance(found, tuple) else (found,)
+            return torch.stack([o[o.isfinite()].sin().sum() for o in outputs]).sum()
+
+        return run
+
+    along = _directions(inputs)
+    found, wanted = (
+        DERIVATIVES[derive](loss(backend), inputs, along) for backend in (None, "reference")
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_recurrences(name: str, packed: bool) -> None:
+    for derive in ("twice", "jvp"):
+        _assert_recurrence(name, derive, packed)
+
+
+@pytest.mark.parametrize("derive", [name for name in DERIVATIVES if "inputs" not in name])
+def test_transforms_of_recurrences(derive: str) -> None:
+    _assert_recurrence("gated delta rule", derive, False)
+
+
 def test_half_precision_sums_in_fp32() -> None:
     """Gradients of keys, summed over the tiles, are rounded once."""
     inputs = [t.bfloat16() for t in _qkv()]
@@ -258,13 +343,13 @@ def test_half_precision_sums_in_fp32() -> None:
 _MEMORY = """
 import resource, torch
 from torch.func import grad, jvp
-from omniattn.functional import attention
+from omniattn.functional import attention, linear_attention
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 def loss(q, k, v):
-    return attention(q, k, v, causal=True).square().sum()
+    return {function}.square().sum()
 
 def run(tokens):
     x = tuple(torch.randn(1, tokens, 4, 32, requires_grad=True) for _ in range(3))
@@ -274,18 +359,27 @@ def run(tokens):
     jvp(grad(loss, (0, 1, 2)), x, x)
 
 torch.set_num_threads(1)
-run(1024)
+run(512)
 before = peak()
 run({tokens})
 print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("tokens", [4096, pytest.param(16384, marks=pytest.mark.slow)])
-def test_memory(tokens: int) -> None:
-    """A score matrix of 4 heads and 4096 tokens has 256 MiB; derivatives took some 20 of them."""
-    code = _MEMORY.replace("{tokens}", str(tokens))
+@pytest.mark.parametrize(
+    ("function", "tokens", "mib"),
+    [
+        # A score matrix has 256 MiB; the derivatives of the definition took some 20 of them.
+        ("attention(q, k, v, causal=True)", 4096, 256),
+        # 1024 states have 16 MiB, and those of all temporaries of the definition some 20 times as
+        # much.
+        ("linear_attention(q, k, v)[0]", 1024, 100),
+        pytest.param("attention(q, k, v, causal=True)", 16384, 1024, marks=pytest.mark.slow),
+    ],
+)
+def test_memory(function: str, tokens: int, mib: int) -> None:
+    code = _MEMORY.replace("{function}", function).replace("{tokens}", str(tokens))
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ, check=True, capture_output=True, text=True
     )
-    assert int(done.stdout) / 1024 < 256 * tokens / 4096
+    assert int(done.stdout) / 1024 < mib

@@ -289,8 +289,7 @@ class DifferentiableOp(Op):
         tensors, _ = _one_by_one(self._inputs(args), len(self.tensor_lists))
         if pieces is None or (is_grad_enabled() and any(_needs_gradient(t) for t in tensors)):
             return self._call_formula(args)
-        found = pieces.run(tensors)
-        return found if len(found) > 1 else found[0]
+        return self._public(pieces.run(tensors))
 
     def _derived_in_graph(self, asked: str, args: Arguments) -> Any:
         """A call inside a derivative of torch.func inside a graph, where a registered op has no
@@ -420,9 +419,9 @@ class DifferentiableOp(Op):
             flat = _with_empty_lists(found, lengths)
             return [torch.zeros_like(tensors[i]) if flat[i] is None else flat[i] for i in wanted]
 
-        found = by_pieces.gradients(
-            pieces, tensors, wanted, grads, by_backward, [leaves[i] for i in places]
-        )
+        direct = None if pieces.carried else (by_backward, [leaves[i] for i in places])
+        carried = by_pieces.carried_outputs(pieces, tensors)
+        found = by_pieces.vjp(pieces, tensors, carried, wanted, grads, direct)
         rest = iter(found)
         return self.plan.group([next(rest) if flag else None for flag in flags], lengths)
 
@@ -547,7 +546,10 @@ class _TransformedOp(torch.autograd.Function):
         pieces = op._in_pieces(args)
         tensors, _ = _one_by_one(op._inputs(args), len(op.tensor_lists))
         assert pieces is not None
-        return (*by_pieces.jvp(pieces, tensors, flat), *(None,) * op.private_outputs)
+        carried = by_pieces.carried_outputs(pieces, tensors)
+        public = len(op.schema.outputs) - op.private_outputs
+        found = by_pieces.jvp(pieces, tensors, carried, flat)[:public]
+        return (*found, *(None,) * op.private_outputs)
 
 
 def _first_order_flat(ctx: Any, *grads: Any) -> Any:

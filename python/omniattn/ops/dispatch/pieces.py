@@ -1,15 +1,17 @@
 """Differentiates the definition of an op piece by piece, so that the memory of one piece suffices.
 
 `Pieces` is a function of tensors, y = sum over n of f_n(parts of the arguments), in which each
-result of f_n is added to a part of an output. Its vjp is such a function, too: f_n's vjp reads the
-same parts of the arguments and parts of the incoming gradients, and adds to the parts that f_n
-read. So are its jvp and its vmap. So derivatives of every order, in every mode, are evaluated
-piece by piece, and only arguments and results are held between two orders.
+result of f_n is added to a part of an output. A piece may also read what earlier pieces added to
+outputs, such as the state before a chunk of tokens. The vjp is such a function, too: f_n's vjp, in
+the reverse order, reads the same parts, which are then arguments, and parts of the gradients, and
+adds to the parts that f_n read. So are its jvp and its vmap. So derivatives of every order, in
+every mode, are evaluated piece by piece, and only arguments and results are held between orders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from omniattn.reference.precision import widen
 
-__all__ = ["ELEMENTS", "Piece", "Pieces", "evaluate", "gradients", "jvp", "vjp"]
+__all__ = ["ELEMENTS", "Piece", "Pieces", "carried_outputs", "evaluate", "jvp", "vjp"]
 
 #: Number of elements of the largest tensors of a piece, for functions that choose their pieces.
 ELEMENTS = 1 << 19
@@ -32,7 +34,8 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class Piece:
-    """A function of parts of the arguments, whose results are added to parts of the outputs."""
+    """A function of parts of the arguments and of carried outputs, whose results are added to parts
+    of the outputs."""
 
     function: Callable[..., Sequence[Tensor]]
     reads: tuple[Index, ...]
@@ -41,7 +44,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Sums of pieces, with the shapes and dtypes of all outputs.
+    """Sums of pieces, with the shapes and dtypes of all outputs, of which pieces read those
+    `carried`.
 
     `direct`, if given, computes the outputs by other means from the arguments and further ones,
     whose derivatives are part of the arguments' own.
@@ -49,6 +53,7 @@ class Pieces:
 
     pieces: tuple[Piece, ...]
     outputs: tuple[tuple[torch.Size, torch.dtype], ...]
+    carried: tuple[int, ...] = ()
     direct: Callable[..., Sequence[Tensor]] | None = None
     further: int = 0
 
@@ -65,8 +70,12 @@ class Pieces:
         wide = [t if t is None or not t.is_floating_point() else widen(t) for t in tensors]
         device = next(t.device for t in wide if t is not None)
         sums: list[Tensor | None] = [None] * len(self.outputs)
+        for i in self.carried:
+            shape, dtype = self.outputs[i]
+            sums[i] = torch.zeros(shape, dtype=dtype, device=device)
         for piece in self.pieces:
-            parts = (None if t is None else t[at] for t, at in zip(wide, piece.reads, strict=True))
+            read = (*wide, *(sums[i] for i in self.carried))
+            parts = (None if t is None else t[at] for t, at in zip(read, piece.reads, strict=True))
             results = piece.function(*parts)
             for i, (result, at) in enumerate(zip(results, piece.adds_to, strict=True)):
                 if len(self.pieces) == 1 and not at:
@@ -84,52 +93,62 @@ class Pieces:
         )
 
     def vjp(self, tensors: Tensors, wanted: Sequence[int], given: Sequence[int]) -> Pieces:
-        """Returns the function of `tensors` and the gradients of the outputs `given` that computes
-        the gradients of the arguments `wanted`."""
-        count = len(tensors)
+        """Returns the function of `tensors`, the carried outputs and the gradients of the outputs
+        `given` that computes the gradients of the arguments `wanted`, and carries those of the
+        carried outputs."""
+        count = len(tensors) + len(self.carried)
+        varied = (*wanted, *range(len(tensors), count))
+        used = sorted({*given, *self.carried})
 
         def pulled(function: Callable[..., Sequence[Tensor]]) -> Callable[..., Sequence[Tensor]]:
             def gradients(*values: Any) -> Sequence[Tensor]:
                 arguments, grads = values[:count], values[count:]
-                run = _of(function, arguments, wanted, given)
-                pull: Any = torch.func.vjp(run, *(arguments[i] for i in wanted))[1]
-                return pull(grads)
+                found = dict(zip(given, grads, strict=False))
+                for i, grad in zip(self.carried, grads[len(given) :], strict=True):
+                    found[i] = grad + found[i] if i in found else grad
+                run = _of(function, arguments, varied, used)
+                pull: Any = torch.func.vjp(run, *(arguments[i] for i in varied))[1]
+                return pull(tuple(found[i] for i in used))
 
             return gradients
 
         pieces = tuple(
             Piece(
                 pulled(p.function),
-                (*p.reads, *(p.adds_to[i] for i in given)),
-                tuple(p.reads[i] for i in wanted),
+                (*p.reads, *(p.adds_to[i] for i in (*given, *self.carried))),
+                tuple(p.reads[i] for i in varied),
             )
-            for p in self.pieces
+            for p in reversed(self.pieces)
         )
-        return Pieces(pieces, _like(tensors, wanted))
+        carried = tuple(self.outputs[i] for i in self.carried)
+        places = tuple(range(len(wanted), len(varied)))
+        return Pieces(pieces, (*_like(tensors, wanted), *carried), places)
 
     def jvp(self, tensors: Tensors, given: Sequence[int]) -> Pieces:
-        """Returns the function of `tensors` and tangents of the arguments `given` that computes the
-        tangents of the outputs."""
-        count, everything = len(tensors), range(len(self.outputs))
+        """Returns the function of `tensors`, the carried outputs and tangents of the arguments
+        `given` that computes the tangents of the outputs."""
+        count, everything = len(tensors) + len(self.carried), range(len(self.outputs))
+        varied = (*given, *range(len(tensors), count))
 
         def pushed(function: Callable[..., Sequence[Tensor]]) -> Callable[..., Sequence[Tensor]]:
             def tangents(*values: Any) -> Sequence[Tensor]:
                 arguments = values[:count]
-                run = _of(function, arguments, given, everything)
-                found: Any = torch.func.jvp(run, tuple(arguments[i] for i in given), values[count:])
+                run = _of(function, arguments, varied, everything)
+                at = tuple(arguments[i] for i in varied)
+                found: Any = torch.func.jvp(run, at, values[count:])
                 return found[1]
 
             return tangents
 
         pieces = tuple(
-            Piece(pushed(p.function), (*p.reads, *(p.reads[i] for i in given)), p.adds_to)
+            Piece(pushed(p.function), (*p.reads, *(p.reads[i] for i in varied)), p.adds_to)
             for p in self.pieces
         )
-        return Pieces(pieces, self.outputs)
+        return Pieces(pieces, self.outputs, self.carried)
 
     def vmap(self, size: int, dims: Sequence[int | None]) -> Pieces:
         """Returns the function of a batch of arguments, whose batch dimension comes first."""
-        batched = tuple(None if dim is None else 0 for dim in dims)
+        batched = (*(None if dim is None else 0 for dim in dims), *(0 for _ in self.carried))
         step = max(1, size // max(1, len(self.pieces)))
         parts = [slice(i, min(i + step, size)) for i in range(0, size, step)]
         pieces = tuple(
@@ -144,7 +163,8 @@ class Pieces:
             for part in parts
             for p in self.pieces
         )
-        return Pieces(pieces, tuple((torch.Size((size, *s)), d) for s, d in self.outputs))
+        outputs = tuple((torch.Size((size, *s)), d) for s, d in self.outputs)
+        return Pieces(pieces, outputs, self.carried)
 
 
 def _of(
@@ -180,32 +200,34 @@ class _Evaluated(torch.autograd.Function):
     def forward(pieces: Pieces, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         if pieces.direct is not None:
             return tuple(pieces.direct(*tensors))
-        return pieces.run(tensors)
+        with _without_hooks():
+            return pieces.run(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.pieces, *tensors = inputs
-        tensors = tensors[: len(tensors) - ctx.pieces.further]
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
+        ctx.count = len(tensors) - ctx.pieces.further
+        saved = (*tensors[: ctx.count], *(output[i] for i in ctx.pieces.carried))
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        pieces, tensors = ctx.pieces, ctx.saved_tensors
-        wanted = [i for i, need in enumerate(ctx.needs_input_grad[1 : 1 + len(tensors)]) if need]
-        found = vjp(pieces, tensors, wanted, grads)
+        pieces, saved, count = ctx.pieces, ctx.saved_tensors, ctx.count
+        wanted = [i for i, need in enumerate(ctx.needs_input_grad[1 : 1 + count]) if need]
+        found = vjp(pieces, saved[:count], saved[count:], wanted, grads)
         rest = iter(found)
         return (
             None,
-            *(next(rest) if i in wanted else None for i in range(len(tensors))),
+            *(next(rest) if i in wanted else None for i in range(count)),
             *(None,) * pieces.further,
         )
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
-        tensors = ctx.saved_tensors
-        return jvp(ctx.pieces, tensors, tangents[: len(tensors)])
+        saved, count = ctx.saved_tensors, ctx.count
+        return jvp(ctx.pieces, saved[:count], saved[count:], tangents[:count])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], pieces: Pieces, *tensors: Tensor | None) -> Any:
@@ -219,37 +241,57 @@ class _Evaluated(torch.autograd.Function):
         return results, (0,) * len(results)
 
 
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Suspends hooks of saved tensors, such as those of a checkpoint: torch.func refuses them, and
+    the graph of a piece ends with it."""
+    state, hooks = torch._C._autograd, []
+    while (top := state._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        state._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            state._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def vjp(
-    pieces: Pieces, tensors: Tensors, wanted: Sequence[int], grads: Tensors
-) -> tuple[Tensor | None, ...]:
-    """Computes the gradients of the arguments `wanted`, None without gradients of outputs."""
-    given = [i for i, g in enumerate(grads) if g is not None]
-    if not given or not wanted:
-        return (None,) * len(wanted)
-    chosen = [grads[i] for i in given]
-    return evaluate(pieces.vjp(tensors, wanted, given), *tensors, *chosen)
-
-
-def gradients(
     pieces: Pieces,
     tensors: Tensors,
+    carried: Tensors,
     wanted: Sequence[int],
     grads: Tensors,
-    direct: Callable[..., Sequence[Tensor]],
-    further: Tensors,
+    direct: tuple[Callable[..., Sequence[Tensor]], Tensors] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """As `vjp`, with values computed by `direct`, whose last arguments are `further`."""
+    """Computes the gradients of the arguments `wanted`, None without gradients of outputs.
+
+    `carried` has the values of the carried outputs. `direct`, for pieces without any, is a function
+    that computes the gradients, and its further arguments.
+    """
     given = [i for i, g in enumerate(grads) if g is not None]
     if not given or not wanted:
         return (None,) * len(wanted)
-    chosen = [grads[i] for i in given]
-    made = pieces.vjp(tensors, wanted, given)
-    made = replace(made, direct=direct, further=len(further))
-    return evaluate(made, *tensors, *chosen, *further)
+    made, values = pieces.vjp(tensors, wanted, given), [grads[i] for i in given]
+    if direct is not None:
+        function, further = direct
+        made = replace(made, direct=function, further=len(further))
+        values += further
+    return evaluate(made, *tensors, *carried, *values)[: len(wanted)]
 
 
-def jvp(pieces: Pieces, tensors: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
-    """Computes the tangents of the outputs."""
+def jvp(
+    pieces: Pieces, tensors: Tensors, carried: Tensors, tangents: Tensors
+) -> tuple[Tensor, ...]:
+    """Computes the tangents of the outputs; `carried` as for `vjp`."""
     given = [i for i, t in enumerate(tangents) if t is not None]
     chosen = [tangents[i] for i in given]
-    return evaluate(pieces.jvp(tensors, given), *tensors, *chosen)
+    return evaluate(pieces.jvp(tensors, given), *tensors, *carried, *chosen)
+
+
+def carried_outputs(pieces: Pieces, tensors: Tensors) -> tuple[Tensor, ...]:
+    """Computes the values of the carried outputs, with derivatives."""
+    if not pieces.carried:
+        return ()
+    outputs = evaluate(pieces, *tensors)
+    return tuple(outputs[i] for i in pieces.carried)
