@@ -20,7 +20,19 @@ from omniattn.training import TrainConfig, Trainer
 from omniattn.training.tasks import LanguageModeling
 
 TEXT = b"".join(b"%d squared is %d\n" % (a, a * a) for a in range(500))
-TASK = LanguageModeling(TEXT, 16)
+
+
+class Scored(LanguageModeling):
+    """With a metric of the logits."""
+
+    def metrics(self, model, batch):
+        tokens, targets = batch
+        return {
+            "probability": model(tokens).softmax(-1).gather(-1, targets[..., None]).mean().item()
+        }
+
+
+TASK = Scored(TEXT, 16)
 SIZES = {"dim": 16, "num_layers": 2, "num_heads": 4}
 LLAMA_SIZED = {
     name: replace(PRESETS[name], **SIZES, num_kv_heads=2, hidden_dim=24)
@@ -126,6 +138,7 @@ def compare(config, meshes, path, parts=1):
         steps(trainer, 4 - trainer.step)
         torch.testing.assert_close(trainer.losses, expected, rtol=1e-9, atol=0, msg=f"{sizes}")
         torch.testing.assert_close(trainer.evaluate(), held_out, rtol=1e-9, atol=0)
+        torch.testing.assert_close(trainer.held_out[-1], alone.held_out[-1], rtol=1e-9, atol=0)
         weights = trainer.whole_model().state_dict()
         for name, t in alone.model.state_dict().items():
             torch.testing.assert_close(weights[name], t, rtol=1e-7, atol=1e-8, msg=name)

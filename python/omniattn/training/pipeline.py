@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from omniattn.training.tasks import Batch
@@ -38,7 +39,7 @@ class Pipeline:
         losses: list[Tensor] = []
         self._run(
             self._training,
-            batch,
+            *batch,
             share=shares,
             target=batch[-1],
             losses=losses,
@@ -48,11 +49,28 @@ class Pipeline:
 
     def loss(self, batch: Batch) -> float:
         """Returns the loss of a batch at the last stage, 0 at the others."""
-        found = self._run(self._held_out, batch)
+        found = self._run(self._held_out, *batch)
         return 0.0 if found is None else found.item()
 
-    def _run(self, schedule: Any, batch: Batch, **options: Any) -> Any:
-        tokens, targets = batch
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Returns the logits of tokens (B, T) on all ranks, which all call it, for metrics."""
+        from torch.distributed.pipelining import ScheduleGPipe
+
+        from omniattn.distributed.pipeline import same_stage
+
+        # A stage of its own, since a schedule takes batches of one shape.
+        own = self._run(ScheduleGPipe(same_stage(self.stage), 1), tokens)
+        found = [own]
+        group = self.stage.group
+        assert group is not None
+        last = dist.get_global_rank(group, self.stage.num_stages - 1)
+        dist.broadcast_object_list(found, last, group=group, device=tokens.device)
+        logits: Tensor = found[0].to(tokens.device)
+        return logits
+
+    def _run(
+        self, schedule: Any, tokens: Tensor, targets: Tensor | None = None, **options: Any
+    ) -> Any:
         first = (tokens,) if self.stage.is_first else ()
         others = {} if self.stage.is_first else {"tokens": tokens}
         try:

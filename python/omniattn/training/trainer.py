@@ -7,7 +7,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -175,10 +175,6 @@ class Trainer:
         self.ranks.seed(config.seed)
         self.pipeline: Pipeline | None = None
         if self.ranks.stage is not None:
-            if type(task).metrics is not Task.metrics:
-                raise NotImplementedError(
-                    f"Trainer: pp must be 1 for tasks with metrics, got {type(task).__name__}"
-                )
             self.pipeline = Pipeline(self.ranks.stage, config.accumulate)
         self.routers = Routers(self.model)
         self.optimizer = torch.optim.AdamW(
@@ -341,6 +337,8 @@ class Trainer:
                 metrics = self.task.metrics(self.model, batch)
             else:
                 loss = self.ranks.sum_of_stages(self.pipeline.loss(batch))
+                if type(self.task).metrics is not Task.metrics:
+                    metrics = self.task.metrics(cast(Any, self.pipeline.logits), batch)
         self.model.train()
         self.held_out.append({"step": self.step, "loss": loss, **metrics})
         return loss
