@@ -1,5 +1,5 @@
 // The ordered paths of recurrence on CUDA.
-#include "kernels/recurrence/recurrence_mma.h"
+#include "kernels/recurrence_mma/recurrence_mma.h"
 #include "ops/device.h"
 #include "ops/path.h"
 #include "ops/recurrences/recurrence.h"

@@ -1,6 +1,6 @@
 // Forward of matrix-state recurrences on tensor cores, see recurrence_mma_cuda.h.
-#include "kernels/recurrence/recurrence_mma.h"
-#include "kernels/recurrence/recurrence_mma_scores_cuda.h"
+#include "kernels/recurrence_mma/recurrence_mma.h"
+#include "kernels/recurrence_mma/recurrence_mma_scores_cuda.h"
 
 namespace omniattn {
 namespace {

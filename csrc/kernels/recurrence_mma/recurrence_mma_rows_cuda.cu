@@ -7,7 +7,7 @@
 //
 //   dq^T = in scale S do^T + k^T dP^T     dk^T = out dS' u^T + in S de^T + q^T dP + k^T (dN + dN^T)
 #include "kernels/recurrence/recurrence_backward_cuda.h"
-#include "kernels/recurrence/recurrence_mma_scores_cuda.h"
+#include "kernels/recurrence_mma/recurrence_mma_scores_cuda.h"
 
 namespace omniattn {
 namespace {

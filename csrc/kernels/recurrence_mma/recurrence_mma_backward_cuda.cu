@@ -1,8 +1,8 @@
 // Backward of matrix-state recurrences on tensor cores, see recurrence_mma_cuda.h: the steps of
 // recurrence_backward_cuda.cu, `errors` and `du` by panels of columns of values.
 #include "kernels/recurrence/recurrence_backward_cuda.h"
-#include "kernels/recurrence/recurrence_mma.h"
-#include "kernels/recurrence/recurrence_mma_scores_cuda.h"
+#include "kernels/recurrence_mma/recurrence_mma.h"
+#include "kernels/recurrence_mma/recurrence_mma_scores_cuda.h"
 
 namespace omniattn {
 namespace {

@@ -1,7 +1,7 @@
 // Decays and scores of a chunk in shared memory, and the triangular systems of delta updates.
 #pragma once
 
-#include "kernels/recurrence/recurrence_mma_cuda.h"
+#include "kernels/recurrence_mma/recurrence_mma_cuda.h"
 
 namespace omniattn {
 namespace {
