@@ -274,9 +274,9 @@ RECURRENCES: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
     ),
     "linear scan": ([(B, 10, 5)] * 2, lambda x, g, **how: F.linear_scan(x, -g.abs(), **how)),
     "selective scan": (
-        [(B, 10, 4), (B, 10, 4), (4, D), (B, 10, D), (4, D), (4,)],
-        lambda u, dt, A, B, C, D, **how: F.selective_scan(
-            u, dt.sigmoid(), -A.abs(), B, C, D, **how
+        [(B, 10, 4), (B, 10, 4), (4, D), (B, 10, D), (4, D), (4,), (B, 10, 4)],
+        lambda u, dt, A, B, C, D, z, **how: F.selective_scan(
+            u, dt.sigmoid(), -A.abs(), B, C, D, z, **how
         ),
     ),
     "ssd": (
@@ -315,7 +315,7 @@ def _assert_recurrence(name: str, derive: str, packed: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_recurrences(name: str, packed: bool) -> None:
-    for derive in ("twice", "jvp"):
+    for derive in ("twice", "jvp of grad"):
         _assert_recurrence(name, derive, packed)
 
 

@@ -149,8 +149,8 @@ def attention(
         have the error of that rounding, as in FlashAttention. Gradients flow to q, k, v, bias,
         alibi_slopes, the table of `relative`, rows of distances, sinks, head_scale and tensors that
         score_mod captures, each of its own shape and dtype, through O and lse; second and
-        forward-mode derivatives recompute through the eager definition. softmax(s / T) with a
-        temperature T is scale = 1 / T.
+        forward-mode derivatives recompute the eager definition in tiles, in O(T) memory (pages of
+        a cache: at once). softmax(s / T) with a temperature T is scale = 1 / T.
 
     Reference:
         Vaswani et al., Attention Is All You Need, 2017, arXiv:1706.03762; Dao et al.,

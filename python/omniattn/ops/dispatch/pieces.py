@@ -135,7 +135,9 @@ class Pieces:
                 arguments = values[:count]
                 run = _of(function, arguments, varied, everything)
                 at = tuple(arguments[i] for i in varied)
-                found: Any = torch.func.jvp(run, at, values[count:])
+                # Without grad mode, a backward of torch may call kernels that have no tangents.
+                with torch.enable_grad():
+                    found: Any = torch.func.jvp(run, at, values[count:])
                 return found[1]
 
             return tangents
