@@ -1,4 +1,4 @@
-// Calls of ops with gradients: the C++ counterpart of `_EagerOp` (ops/dispatch/autograd.py), which
+// Calls of ops with gradients: the C++ counterpart of `EagerOp` (ops/dispatch/functions.py), which
 // takes 10 to 30 us for a call and its backward.
 //
 // Python describes what a call saves and how a backward reads it (`Plan` in ops/dispatch/

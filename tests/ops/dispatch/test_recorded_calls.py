@@ -1,4 +1,4 @@
-"""Compiled calls with gradients (csrc/calls/gradients.h) do what `_EagerOp` does in Python."""
+"""Compiled calls with gradients (csrc/calls/gradients.h) do what `EagerOp` does in Python."""
 
 import gc
 import threading

@@ -17,15 +17,13 @@ memory. An op without them raises an error; it never returns zeros.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _is_tracing as is_tracing
-from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -33,13 +31,23 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from omniattn.ops.dispatch import pieces as by_pieces
 from omniattn.ops.dispatch.backward import Backward, BackwardOp, Plan, private_op
 from omniattn.ops.dispatch.calls import compiled_attempt, compiled_record
-from omniattn.ops.dispatch.compile import assume_constant_result
+from omniattn.ops.dispatch.functions import (
+    Context,
+    TransformedOp,
+    apply_eager,
+    derivative_in_graph,
+    derivative_levels,
+    inside_jvp,
+    needs_gradient,
+    one_by_one,
+    with_empty_lists,
+)
 from omniattn.ops.dispatch.library import register_fake
 from omniattn.ops.dispatch.names import Rules, Schema, call_by_name, outputs_like, picker
 from omniattn.ops.dispatch.pieces import Pieces
 from omniattn.ops.dispatch.plain import any_dual
 from omniattn.ops.dispatch.ranks import ACTIVE
-from omniattn.ops.dispatch.vmap import Fold, Layout, flatten, map_batch, unflatten
+from omniattn.ops.dispatch.vmap import Fold, Layout, flatten
 
 __all__ = ["DifferentiableOp", "Op"]
 
@@ -98,8 +106,8 @@ class Op:
         )
 
     def _transformed(self, args: Arguments) -> Any:
-        layout, levels = self._layout(args), _derivative_levels()
-        return _TransformedOp.apply(self, layout, levels, *flatten(layout, args))
+        layout, levels = self._layout(args), derivative_levels()
+        return TransformedOp.apply(self, layout, levels, *flatten(layout, args))
 
     def _layout(self, args: Arguments) -> Layout:
         """Returns the lengths of arguments that are lists of tensors, None for the others."""
@@ -230,7 +238,7 @@ class DifferentiableOp(Op):
 
     def __call__(self, *args: Any) -> Any:
         if is_compiling():
-            if peek_interpreter_stack() is not None and (asked := _derivative_in_graph()):
+            if peek_interpreter_stack() is not None and (asked := derivative_in_graph()):
                 return self._derived_in_graph(asked, args)
             return self._public(self.registered(*args))
         if ACTIVE.region is not None:
@@ -245,7 +253,7 @@ class DifferentiableOp(Op):
             if has_torch_function(args[i]):
                 return handle_torch_function(self, args[i], *args)
         if peek_interpreter_stack() is not None:
-            if self.higher_derivatives and _inside_jvp() and self._in_pieces(args) is None:
+            if self.higher_derivatives and inside_jvp() and self._in_pieces(args) is None:
                 return self._call_formula(args)
             return self._public(self._transformed(args))
         if forward_ad._current_level >= 0 and any_dual(args):
@@ -277,7 +285,7 @@ class DifferentiableOp(Op):
         return tensors
 
     def _record(self, *args: Any) -> Any:
-        return _apply_eager(self, args, *self._flat_tensors(args))
+        return apply_eager(self, args, *self._flat_tensors(args))
 
     def _in_pieces(self, args: Arguments) -> Pieces | None:
         return None if self.pieces is None else self.pieces(*args)
@@ -286,8 +294,8 @@ class DifferentiableOp(Op):
         """A call with tangents of torch.autograd.forward_ad, which has one level: a graph of them
         is that of the formula."""
         pieces = self._in_pieces(args)
-        tensors, _ = _one_by_one(self._inputs(args), len(self.tensor_lists))
-        if pieces is None or (is_grad_enabled() and any(_needs_gradient(t) for t in tensors)):
+        tensors, _ = one_by_one(self._inputs(args), len(self.tensor_lists))
+        if pieces is None or (is_grad_enabled() and any(needs_gradient(t) for t in tensors)):
             return self._call_formula(args)
         return self._public(pieces.run(tensors))
 
@@ -335,7 +343,7 @@ class DifferentiableOp(Op):
         grads: Sequence[Tensor | None],
     ) -> Sequence[Tensor | None]:
         """Returns the gradients of the tensors of a compiled call, one by one (csrc/calls)."""
-        return self._flat_gradients(_Context(saved, kept, lengths), needs, grads)
+        return self._flat_gradients(Context(saved, kept, lengths), needs, grads)
 
     def _flat_gradients(
         self, ctx: Any, needs: Sequence[bool], grads: Sequence[Tensor | None]
@@ -343,7 +351,7 @@ class DifferentiableOp(Op):
         if not self.tensor_lists:
             return self._gradients(ctx, needs, grads)
         found = self._gradients(ctx, self.plan.group(needs, ctx.lengths), grads)
-        return _with_empty_lists(found, ctx.lengths)
+        return with_empty_lists(found, ctx.lengths)
 
     def _gradients(self, ctx: Any, needs: Sequence[Any], grads: Sequence[Tensor | None]) -> Any:
         """Returns the gradients; differentiable if grad mode is on (create_graph=True)."""
@@ -379,8 +387,8 @@ class DifferentiableOp(Op):
                 if g is not None and o.requires_grad
             ]
             lists = len(self.tensor_lists)
-            tensors, lengths = _one_by_one(self._inputs(args), lists)
-            flags, _ = _one_by_one(needs, lists)
+            tensors, lengths = one_by_one(self._inputs(args), lists)
+            flags, _ = one_by_one(needs, lists)
             wanted = [t for t, flag in zip(tensors, flags, strict=True) if flag]
             if not wanted or all(g is None for g in grads):
                 return [None] * len(needs)
@@ -405,8 +413,8 @@ class DifferentiableOp(Op):
     ) -> Any:
         """Computes the gradients by the backward, and their derivatives by pieces."""
         lists = len(self.tensor_lists)
-        tensors, lengths = _one_by_one(self._inputs(self.plan.arguments(values)), lists)
-        flags, _ = _one_by_one(needs, lists)
+        tensors, lengths = one_by_one(self._inputs(self.plan.arguments(values)), lists)
+        flags, _ = one_by_one(needs, lists)
         wanted = [i for i, flag in enumerate(flags) if flag]
         leaves, spec = tree_flatten(values)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -416,7 +424,7 @@ class DifferentiableOp(Op):
             for i, t in zip(places, given[-len(places) :], strict=True):
                 filled[i] = t
             found = self.plan.find(tree_unflatten(filled, spec), needs)
-            flat = _with_empty_lists(found, lengths)
+            flat = with_empty_lists(found, lengths)
             return [torch.zeros_like(tensors[i]) if flat[i] is None else flat[i] for i in wanted]
 
         direct = None if pieces.carried else (by_backward, [leaves[i] for i in places])
@@ -431,8 +439,8 @@ class DifferentiableOp(Op):
         """Returns the gradients where saved values need none any more: those of a function of
         torch.func.vjp, once its level has ended."""
         lists = len(self.tensor_lists)
-        tensors, lengths = _one_by_one(self._inputs(args), lists)
-        flags, _ = _one_by_one(needs, lists)
+        tensors, lengths = one_by_one(self._inputs(args), lists)
+        flags, _ = one_by_one(needs, lists)
 
         def outputs_of(wanted: list[Tensor]) -> tuple[Tensor, ...]:
             given = iter(wanted)
@@ -449,143 +457,3 @@ class DifferentiableOp(Op):
         (found,) = pull(tuple(torch.zeros_like(o) if g is None else g for o, g in pairs))
         rest = iter(found)
         return self.plan.group([next(rest) if flag else None for flag in flags], lengths)
-
-
-def _one_by_one(values: Sequence[Any], lists: int) -> tuple[list[Any], list[int]]:
-    """Flattens the trailing lists of `values`; returns the flat values and the lists' lengths."""
-    single = len(values) - lists
-    rest = values[single:]
-    return [*values[:single], *chain.from_iterable(rest)], [len(each) for each in rest]
-
-
-class _Context(NamedTuple):
-    """Values that a compiled call has saved, named as in the contexts of autograd."""
-
-    saved_tensors: Sequence[Tensor | None]
-    kept: Sequence[Any]
-    lengths: Sequence[int]
-
-
-def _with_empty_lists(found: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
-    """Flattens the trailing lists of `found`; None stands for a list of None."""
-    single = len(found) - len(lengths)
-    lists = (each or [None] * n for each, n in zip(found[single:], lengths, strict=True))
-    return [*found[:single], *chain.from_iterable(lists)]
-
-
-class _EagerOp(torch.autograd.Function):
-    """Eager calls with gradients, where they are not compiled.
-
-    Tensors are passed one by one so that autograd sees them, and all arguments as one tuple, since
-    each argument that autograd inspects costs 0.2 us.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, op: DifferentiableOp, args: Arguments, *tensors: Tensor | None) -> Any:
-        output = op.raw(*args)
-        op._remember(ctx, args, output)
-        ctx.op = op
-        return op._public(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        op: DifferentiableOp = ctx.op
-        return None, None, *op._flat_gradients(ctx, ctx.needs_input_grad[2:], grads)
-
-
-# Function.apply without unwrapping dead functorch tensors, which took 1 us of a call.
-_apply_eager = super(torch.autograd.Function, _EagerOp).apply
-
-
-class _TransformedOp(torch.autograd.Function):
-    """Calls under torch.func transforms, with `levels` nested derivatives."""
-
-    @staticmethod
-    def forward(op: Op, layout: Layout, levels: int, *flat: Any) -> Any:
-        return op.raw(*unflatten(layout, flat))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
-        op, layout, levels, *flat = inputs
-        op._set_up(ctx, unflatten(layout, flat), output)
-        ctx.op, ctx.layout, ctx.levels = op, layout, levels
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Arguments, *inputs: Any) -> Any:
-        """Implements vmap in Python; the dispatcher does not support batched optional lists."""
-        op, layout, levels, *flat = inputs
-
-        def call(*args: Any) -> Any:
-            return _TransformedOp.apply(op, layout, levels, *flatten(layout, args))
-
-        args, dims = unflatten(layout, flat), unflatten(layout, in_dims[3:])
-        places = [] if op.fold is None else op.fold.places(op.schema, args)
-        return map_batch(op.name, call, places, info.batch_size, args, dims)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        # torch.func always builds the backward's graph, but only a second level can use it.
-        op: DifferentiableOp = ctx.op
-        if op.refuse is not None:
-            needs = unflatten(ctx.layout, ctx.needs_input_grad[3:])
-            flags = zip(op.schema.arguments, needs, strict=True)
-            call_by_name(op.refuse, {f"{name}_grad": need for name, need in flags})
-        derive: Callable[..., Any] = _first_order_flat
-        if not op.differentiable_backward:
-            derive = _second_order_flat if ctx.levels > 1 else once_differentiable(derive)
-        return (None, None, None, *derive(ctx, *grads))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        op: DifferentiableOp = ctx.op
-        if op.pieces is None:  # ops with a formula do not get here; the others raise
-            return op._call_formula(())
-        tangents = op._inputs(unflatten(ctx.layout, tangents[3:]))
-        flat, _ = _one_by_one(tangents, len(op.tensor_lists))
-        args = op.plan.arguments(op.plan.read(ctx, (), ()))
-        pieces = op._in_pieces(args)
-        tensors, _ = _one_by_one(op._inputs(args), len(op.tensor_lists))
-        assert pieces is not None
-        carried = by_pieces.carried_outputs(pieces, tensors)
-        public = len(op.schema.outputs) - op.private_outputs
-        found = by_pieces.jvp(pieces, tensors, carried, flat)[:public]
-        return (*found, *(None,) * op.private_outputs)
-
-
-def _first_order_flat(ctx: Any, *grads: Any) -> Any:
-    return _flat(ctx, ctx.op._first_order, grads)
-
-
-def _second_order_flat(ctx: Any, *grads: Any) -> Any:
-    return _flat(ctx, ctx.op._second_order, grads)
-
-
-def _flat(ctx: Any, derive: Callable[..., Any], grads: Sequence[Tensor | None]) -> Any:
-    """Calls `derive` with ctx.needs_input_grad; returns gradients of all flat arguments."""
-    op: DifferentiableOp = ctx.op
-    needs = op._inputs(unflatten(ctx.layout, ctx.needs_input_grad[3:]))
-    return tuple(flatten(ctx.layout, op._spread((*derive(ctx, needs, grads), None))))
-
-
-def _transforms() -> list[Any]:
-    return [level.key() for level in get_interpreter_stack() or ()]
-
-
-def _inside_jvp() -> bool:
-    return TransformType.Jvp in _transforms()
-
-
-@assume_constant_result
-def _derivative_in_graph() -> str:
-    """The derivative of torch.func around a call that is being compiled; "" for none."""
-    kinds = _transforms()
-    return "jvp" if TransformType.Jvp in kinds else "grad" if TransformType.Grad in kinds else ""
-
-
-def _derivative_levels() -> int:
-    kinds = _transforms()
-    return kinds.count(TransformType.Grad) + kinds.count(TransformType.Jvp)
-
-
-def _needs_gradient(t: Any) -> bool:
-    return isinstance(t, Tensor) and t.requires_grad
