@@ -79,7 +79,7 @@ TILES = {
     r"recurrence_du_mma_kernel<64, true>": Tile(162, 2100),
     r"recurrence_du_mma_kernel<128, false>": Tile(194, 1600),
     r"recurrence_du_mma_kernel<128, true>": Tile(306, 2500),
-    # Of such tiles, 16 columns of values for a quarter of the channels.
+    # A tile of these has 16 columns of values and a quarter of the channels.
     r"recurrence_rows_mma_kernel<64, false>": Tile(30, 220),
     r"recurrence_rows_mma_kernel<64, true>": Tile(48, 250),
     r"recurrence_rows_mma_kernel<128, false>": Tile(54, 350),

@@ -238,7 +238,7 @@ __device__ __forceinline__ void load_columns(Tile (&v)[kTiles], const bf16* rows
   }
 }
 
-// Those of this warp, of values.
+// Loads the columns of values of this warp.
 __device__ __forceinline__ void load_values(Tile (&v)[kTiles], const bf16* rows) {
   load_columns<kPanel>(v, rows, 16 * gpu::warp_id());
 }

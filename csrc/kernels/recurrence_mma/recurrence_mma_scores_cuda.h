@@ -193,8 +193,8 @@ __device__ __forceinline__ void solve_gradient(Tile (&d)[kTiles], Tile (&de)[kTi
   }
 }
 
-// What a forward and a backward over a sequence have in common: a block walks over the chunks of
-// one head with the state, or its gradient, of a panel of columns of values.
+// Common parts of a forward and a backward over a sequence: a block walks over the chunks of one
+// head with the state, or its gradient, of a panel of columns of values.
 template <int kKeys, bool kDelta>
 struct PanelByMma {
   using Shared = MmaShared<kKeys, kDelta>;
