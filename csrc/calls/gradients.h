@@ -54,30 +54,22 @@ inline c10::IValue value_of(const at::Tensor& t) {
   return t.defined() ? c10::IValue(t) : c10::IValue();
 }
 
+// True for gradients in a batch of autograd's own (is_grads_batched), which Python maps over.
+inline bool is_batched(const at::Tensor& t) {
+  return t.defined() && t.key_set().has(c10::DispatchKey::Batched);
+}
+
 // True if the backward op alone computes the gradients.
 inline bool is_native(const Recorded& call, const std::vector<int64_t>& lengths,
                       const Tensors& grads) {
   if (!call.backward || c10::GradMode::is_enabled()) return false;
   if (std::any_of(lengths.begin(), lengths.end(), [](auto n) { return n > 0; })) return false;
+  if (std::any_of(grads.begin(), grads.end(), is_batched)) return false;
   const auto& arguments = call.backward->arguments;
   return std::all_of(arguments.begin(), arguments.end(), [&](const auto& a) {
     return a.source != BackwardPlan::Source::grad || a.parameter.is_optional ||
            grads[a.place].defined();
   });
-}
-
-inline c10::IValue empty_list(Kind kind) {
-  switch (kind) {
-    case Kind::tensor:
-      return c10::List<at::Tensor>();
-    case Kind::integer:
-      return c10::List<int64_t>();
-    case Kind::number:
-      return c10::List<double>();
-    case Kind::boolean:
-      return c10::List<bool>();
-  }
-  return {};
 }
 
 // `needs` has a flag for each input, and for each element of the lists; and so has the result.
@@ -96,10 +88,12 @@ inline Tensors native_gradients(const Recorded& call, const Tensors& saved,
         stack.push_back(value_of(saved[place]));
         break;
       case Source::kept:
-        stack.push_back(kept[place]);
+        stack.push_back(kept[place].isTuple()
+                            ? as_list(parameter.kind, kept[place].toTupleRef().elements())
+                            : kept[place]);
         break;
       case Source::empty_list:
-        stack.push_back(empty_list(parameter.kind));
+        stack.push_back(as_list(parameter.kind, {}));
         break;
       case Source::flag:
         stack.emplace_back(static_cast<bool>(needs[place]));
@@ -160,14 +154,13 @@ struct OpCall : torch::autograd::Function<OpCall> {
                          at::TensorList /*tensors, for autograd*/) {
     std::vector<c10::IValue> kept;
     kept.reserve(call->kept.size());
-    for (const auto i : call->kept) kept.push_back((*stack)[i]);
-    c10::List<bool> present;
-    for (const auto i : call->inputs) present.push_back((*stack)[i].isTensor());
-    c10::List<int64_t> lengths;
+    for (const auto i : call->kept) kept.push_back(hashable((*stack)[i]));
+    std::vector<c10::IValue> present, lengths;
+    for (const auto i : call->inputs) present.emplace_back((*stack)[i].isTensor());
     Tensors elements;
     for (const auto i : call->lists) {
       auto list = (*stack)[i].toTensorVector();
-      lengths.push_back(static_cast<int64_t>(list.size()));
+      lengths.emplace_back(static_cast<int64_t>(list.size()));
       elements.insert(elements.end(), list.begin(), list.end());
     }
     const auto arguments = stack->size();
@@ -183,7 +176,8 @@ struct OpCall : torch::autograd::Function<OpCall> {
     saved.insert(saved.end(), elements.begin(), elements.end());
     ctx->saved_data["call"] = reinterpret_cast<int64_t>(call);
     ctx->saved_data["values"] = c10::ivalue::Tuple::create(
-        c10::ivalue::Tuple::create(std::move(kept)), std::move(present), std::move(lengths));
+        c10::ivalue::Tuple::create(std::move(kept)), c10::ivalue::Tuple::create(std::move(present)),
+        c10::ivalue::Tuple::create(std::move(lengths)));
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
     Tensors outputs;
@@ -196,13 +190,15 @@ struct OpCall : torch::autograd::Function<OpCall> {
   static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& grads) {
     const auto& call = *reinterpret_cast<const Recorded*>(ctx->saved_data["call"].toInt());
     const auto values = ctx->saved_data["values"].toTuple();
-    const auto present = values->elements()[1].toBoolList();
-    const auto lengths = values->elements()[2].toIntVector();
+    const auto& present = values->elements()[1].toTupleRef().elements();
+    std::vector<int64_t> lengths;
+    for (const auto& n : values->elements()[2].toTupleRef().elements())
+      lengths.push_back(n.toInt());
     size_t count = present.size(), next = 0;
     for (const auto n : lengths) count += n;
     std::vector<bool> needs(count), given(count, true);
     for (size_t i = 0; i < count; ++i) {
-      given[i] = i >= present.size() || present.get(i);
+      given[i] = i >= present.size() || present[i].toBool();
       needs[i] = given[i] && ctx->needs_input_grad(next++);
     }
     Tensors found(count);

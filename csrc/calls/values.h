@@ -184,11 +184,39 @@ inline PyObject* to_python(const c10::IValue& value) {
   if (value.isBool()) return PyBool_FromLong(value.toBool());
   if (value.isInt()) return PyLong_FromLongLong(value.toInt());
   if (value.isDouble()) return PyFloat_FromDouble(value.toDouble());
-  if (value.isList()) {
-    const auto items = value.toListRef();
+  if (value.isList() || value.isTuple()) {
+    const auto items = value.isList() ? value.toListRef() : value.toTupleRef().elements();
     return tuple_of(items.size(), [&](size_t i) { return to_python(items[i]); });
   }
   return Py_NewRef(Py_None);
+}
+
+// A value whose lists are tuples: torch's compiled autograd hashes what a call has saved.
+inline c10::IValue hashable(const c10::IValue& value) {
+  return value.isList() ? c10::ivalue::Tuple::create(value.toListRef().vec()) : value;
+}
+
+template <class T>
+c10::IValue list_of(c10::ArrayRef<c10::IValue> items) {
+  c10::List<T> list;
+  list.reserve(items.size());
+  for (const auto& item : items) list.push_back(item.to<T>());
+  return list;
+}
+
+// The list of which `hashable` made a tuple.
+inline c10::IValue as_list(Kind kind, c10::ArrayRef<c10::IValue> items) {
+  switch (kind) {
+    case Kind::tensor:
+      return list_of<at::Tensor>(items);
+    case Kind::integer:
+      return list_of<int64_t>(items);
+    case Kind::number:
+      return list_of<double>(items);
+    case Kind::boolean:
+      return list_of<bool>(items);
+  }
+  return {};
 }
 
 }  // namespace omniattn::calls

@@ -40,7 +40,7 @@ class _Counted(Region):
                 x, rows = given["x"], given["weight"].shape[1] - 1
                 self.bytes += self.neighbours * x.shape[0] * rows * x.shape[2] * x.itemsize
             elif sums_by_chunk(op, given):
-                # Two chunks of each rank have a sum and a decay of its size, gathered and sent back.
+                # Each rank has two chunks, with a sum and a decay each, gathered and sent back.
                 state = empty_state(op, PASSED[op.name], given)
                 self.bytes += 2 * (self.ranks - 1) * 4 * state.nbytes
             else:

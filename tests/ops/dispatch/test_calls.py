@@ -252,13 +252,13 @@ def test_linear_of_torch_is_refused_alike(given):
 
 
 def choices():
-    yield from ((rule.native, rule) for rule in (gemm_choice.RULES[0], gemm_choice.RULES[-1]))
+    yield from (gemm_choice.RULES[0], gemm_choice.RULES[-1])
     for least, most, rows, smallest in product((0, 40), (1 << 62, 100), ((1, 0), (2, 4)), (0, 30)):
-        yield None, gemm_choice.Crossings(least, most, rows, "here", smallest)
+        yield gemm_choice.Crossings(least, most, rows, "here", smallest)
 
 
 @needs_compiled
-@pytest.mark.parametrize("choice", [choice for _, choice in choices()], ids=str)
+@pytest.mark.parametrize("choice", choices(), ids=lambda choice: str(choice.ranges))
 def test_linear_goes_to_torch_where_the_choice_says_so(choice, monkeypatch):
     weights = [torch.randn(n, 4, requires_grad=grad) for n in (3, 8) for grad in (False, True)]
     for dtype, rows, weight in product(

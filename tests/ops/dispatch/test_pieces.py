@@ -113,6 +113,44 @@ DERIVATIVES: dict[str, Callable[[Loss, list[Tensor], tuple[Tensor, ...]], Any]] 
 }
 
 
+@pytest.mark.parametrize("mode", ["attention", "gated_delta_rule"])
+def test_gradients_batched_by_autograd(mode: str) -> None:
+    (x,) = _inputs((1, TQ, 2, D))
+
+    def second(backend: str | None) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        if mode == "attention":
+            y = F.attention(leaf, leaf, leaf, backend=backend)
+        else:
+            g = -leaf[..., 0].abs()
+            y = F.gated_delta_rule(leaf, leaf, leaf, g, -g, backend=backend)[0]
+        (first,) = torch.autograd.grad(y.sin().sum(), leaf, create_graph=True)
+        along = torch.stack((x, x.flip(1)))
+        return torch.autograd.grad(first, leaf, along, is_grads_batched=True)[0]
+
+    torch.testing.assert_close(second(None), second("reference"), rtol=1e-11, atol=1e-12)
+
+
+def test_hessian_of_expanded_inputs() -> None:
+    """Mapped tangents do not fit into the memory of an expanded value."""
+    q, bias, x, skip = _inputs((1, TQ, 2, D), (2, 1, 1), (1, TQ, 2, 3), (2,))
+    steps = x[..., 0].abs()
+
+    def attention(b: Tensor, backend: str | None) -> Tensor:
+        return F.attention(q, q, q, bias=b, backend=backend).sin().sum()
+
+    def ssd(D: Tensor, backend: str | None) -> Tensor:
+        A, B = -torch.ones(2, dtype=F64), x[:, :, :1]
+        return F.ssd(x, steps, A, B, B, D=D, backend=backend)[0].sin().sum()
+
+    for function, value in ((attention, bias), (ssd, skip)):
+        found, wanted = (
+            jacfwd(jacrev(lambda t, f=function, b=backend: f(t, b)))(value)
+            for backend in (None, "reference")
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_transforms(name: str) -> None:
     inputs = [*_qkv(), *_inputs((B, HEADS, TQ, TK), (HEADS,))]

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from omniattn import functional as F
@@ -174,6 +175,39 @@ def test_batched_gradients():
     (batched,) = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
     for grad, found in zip(grads, batched, strict=True):
         torch.testing.assert_close(torch.autograd.grad(y, x, grad, retain_graph=True)[0], found)
+
+
+@pytest.mark.parametrize("record", [True, False], ids=["compiled", "python"])
+def test_batched_gradients_of_an_op_with_lists(monkeypatch, record):
+    if not record:
+        monkeypatch.setattr(attention, "attempt", attention._attempt)
+        monkeypatch.setattr(attention, "record", attention._record)
+    q = HEADS[0].clone().requires_grad_()
+    y = F.attention(q, q, q, bias=BIAS)
+    grads = torch.stack(HEADS)
+    (batched,) = torch.autograd.grad(y, q, grads, is_grads_batched=True, retain_graph=True)
+    for grad, found in zip(grads, batched, strict=True):
+        torch.testing.assert_close(torch.autograd.grad(y, q, grad, retain_graph=True)[0], found)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q: F.rms_norm(q, W),
+        lambda q: F.attention(q, q, q, causal=True),
+        lambda q: F.attention(q, q, q, bias=BIAS),
+        lambda q: F.gated_delta_rule(q, q, q, -q[..., 0].abs(), q[..., 0].sigmoid())[0],
+    ],
+)
+def test_compiled_autograd(function):
+    def gradient():
+        q = HEADS[0].clone().requires_grad_()
+        function(q).sin().sum().backward()
+        return q.grad
+
+    expected = gradient()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        assert torch.equal(gradient(), expected)
 
 
 def test_outputs_without_a_gradient_in_the_loss():

@@ -66,8 +66,8 @@ def ssd(
         z: (B, T, H, P) of x's dtype: the gate of y.
         dt_bias: (H,), floating-point.
         dt_softplus: True if steps are the softplus of dt + dt_bias.
-        dt_limit: minimum and maximum step, infinite for none. Without dt_softplus the minimum must
-            be at least 0, since states would grow in negative steps.
+        dt_limit: minimum and maximum step, at least 0. Infinity is no limit; -infinity is no
+            minimum, with dt_softplus only, since states would grow in negative steps.
         initial_state: (S, H, P, N), floating-point; None for zeros. S is B, or the number of
             sequences.
         cu_seqlens: (S + 1,) int32 or int64: B is 1, and tokens cu_seqlens[s] .. cu_seqlens[s + 1]
@@ -244,9 +244,9 @@ def require_limits(op: str, dt_limit: tuple[float, float], softplus: bool) -> tu
                 f"in steps below 0, got dt_limit={shown(dt_limit)}"
             )
         least = 0.0
-    for bound in (least, largest):
+    for place, bound in enumerate((least, largest)):
         if bound != math.inf:
-            require_number(op, "dt_limit", bound, 0)
+            require_number(op, f"dt_limit[{place}]", bound, 0)
     if least > largest or least == math.inf:
         raise ValueError(f"{op}: dt_limit must be (least, largest), got dt_limit={shown(dt_limit)}")
     return float(least), float(largest)

@@ -47,7 +47,7 @@ from omniattn.ops.dispatch.names import Rules, Schema, call_by_name, outputs_lik
 from omniattn.ops.dispatch.pieces import Pieces
 from omniattn.ops.dispatch.plain import any_dual
 from omniattn.ops.dispatch.ranks import ACTIVE
-from omniattn.ops.dispatch.vmap import Fold, Layout, flatten
+from omniattn.ops.dispatch.vmap import Fold, Layout, any_batched, flatten, over_batched
 
 __all__ = ["DifferentiableOp", "Op"]
 
@@ -343,11 +343,14 @@ class DifferentiableOp(Op):
         grads: Sequence[Tensor | None],
     ) -> Sequence[Tensor | None]:
         """Returns the gradients of the tensors of a compiled call, one by one (csrc/calls)."""
-        return self._flat_gradients(Context(saved, kept, lengths), needs, grads)
+        return self.flat_gradients(Context(saved, kept, lengths), needs, grads)
 
-    def _flat_gradients(
+    def flat_gradients(
         self, ctx: Any, needs: Sequence[bool], grads: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
+        """Returns the gradients of the tensors of a call, one by one."""
+        if any_batched(grads) and not is_grad_enabled():
+            return over_batched(lambda *each: self.flat_gradients(ctx, needs, each), grads)
         if not self.tensor_lists:
             return self._gradients(ctx, needs, grads)
         found = self._gradients(ctx, self.plan.group(needs, ctx.lengths), grads)

@@ -74,7 +74,7 @@ class EagerOp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         op: DifferentiableOp = ctx.op
-        return None, None, *op._flat_gradients(ctx, ctx.needs_input_grad[2:], grads)
+        return None, None, *op.flat_gradients(ctx, ctx.needs_input_grad[2:], grads)
 
 
 # Function.apply without unwrapping dead functorch tensors, which took 1 us of a call.

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from omniattn.ops.dispatch.vmap import any_batched, over_batched
 from omniattn.reference.precision import widen
 
 __all__ = ["ELEMENTS", "Piece", "Pieces", "carried_outputs", "evaluate", "jvp", "vjp"]
@@ -134,7 +136,8 @@ class Pieces:
             def tangents(*values: Any) -> Sequence[Tensor]:
                 arguments = values[:count]
                 run = _of(function, arguments, varied, everything)
-                at = tuple(arguments[i] for i in varied)
+                # torch.func.jvp writes tangents in the layout of their values.
+                at = tuple(arguments[i].contiguous() for i in varied)
                 # Without grad mode, a backward of torch may call kernels that have no tangents.
                 with torch.enable_grad():
                     found: Any = torch.func.jvp(run, at, values[count:])
@@ -194,6 +197,8 @@ def _like(tensors: Tensors, wanted: Sequence[int]) -> tuple[tuple[torch.Size, to
 
 def evaluate(pieces: Pieces, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """Evaluates pieces as a function with derivatives of every order."""
+    if any_batched(tensors):
+        return tuple(over_batched(partial(_Evaluated.apply, pieces), tensors))
     return _Evaluated.apply(pieces, *tensors)
 
 

@@ -13,11 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from omniattn.ops.dispatch.names import Schema, call_by_name
 
-__all__ = ["Fold", "Layout", "flatten", "map_batch", "register_vmap", "unflatten"]
+__all__ = [
+    "Fold",
+    "Layout",
+    "any_batched",
+    "flatten",
+    "map_batch",
+    "over_batched",
+    "register_vmap",
+    "unflatten",
+]
 
 #: For each argument the length of a list of tensors, or None; None if an op takes no lists.
 Layout = tuple[int | None, ...] | None
@@ -95,6 +105,34 @@ def map_batch(
         call(*(select(a, dim, i) for a, dim in zip(args, dims, strict=True))) for i in range(size)
     ]
     return tree_map(lambda *results: torch.stack(results), *calls), 0
+
+
+def any_batched(tensors: Sequence[Tensor | None]) -> bool:
+    """Returns True if autograd has batched a tensor (`is_grads_batched`)."""
+    return any(t is not None and is_legacy_batchedtensor(t) for t in tensors)
+
+
+def over_batched(
+    function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor | None]
+) -> list[Any]:
+    """Maps a function over the tensors that autograd has batched, by torch.vmap: autograd's own
+    batches are of an older kind, without rules for lists and for functions in Python."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    missing: list[bool] = []
+
+    def call(*given: Tensor | None) -> tuple[Tensor, ...]:
+        found = function(*given)
+        missing[:] = [t is None for t in found]
+        return tuple(t for t in found if t is not None)
+
+    dims = tuple(None if t is None or not is_legacy_batchedtensor(t) else 0 for t in tensors)
+    plain = (
+        t if t is None or dim is None else torch._remove_batch_dim(t, level, 1, 0)
+        for t, dim in zip(tensors, dims, strict=True)
+    )
+    results = iter(torch.func.vmap(call, dims)(*plain))
+    return [None if no else torch._add_batch_dim(next(results), 0, level) for no in missing]
 
 
 def flatten(layout: Layout, args: Sequence[Any]) -> Sequence[Any]:
