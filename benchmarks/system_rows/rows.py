@@ -208,7 +208,8 @@ def _t5() -> dict[str, Provider]:
         return F.attention(q, k, v, scale=1.0, relative=T5Bias(table))
 
     def hf(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-        bias = T5Bias(table).term(512, 512, table.dtype)
+        at = torch.arange(512)
+        bias = T5Bias(table).term(at[:, None], at, table.dtype)
         return sdpa_attention(q, k, v, scale=1.0, bias=bias)
 
     return functions([*leaves, table], ours=ours, hf=hf)

@@ -121,7 +121,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **option
         if mask.found and not causal:
             wanted["mask"] = mask.visible(tq, tk, q.device, heads)
     if relative is not None:
-        term = relative.term(tq, tk, q.dtype)
+        term = relative.term(torch.arange(tk - tq, tk)[:, None], torch.arange(tk), q.dtype)
         wanted["bias"] = wanted["bias"] + term if "bias" in wanted else term
     if "bias" in wanted and (wanted.pop("causal", False)):
         wanted["mask"] = torch.ones(tq, tk, dtype=torch.bool).tril()

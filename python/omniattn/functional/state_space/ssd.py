@@ -244,9 +244,9 @@ def require_limits(op: str, dt_limit: tuple[float, float], softplus: bool) -> tu
                 f"in steps below 0, got dt_limit={shown(dt_limit)}"
             )
         least = 0.0
-    for place, bound in enumerate((least, largest)):
+    for bound in (least, largest):
         if bound != math.inf:
-            require_number(op, f"dt_limit[{place}]", bound, 0)
+            require_number(op, "dt_limit", bound, 0)
     if least > largest or least == math.inf:
         raise ValueError(f"{op}: dt_limit must be (least, largest), got dt_limit={shown(dt_limit)}")
     return float(least), float(largest)
