@@ -354,9 +354,9 @@ def require_number(
     """
     if type(value) is float and least <= value <= most and above < value < below:
         return
-    is_bool = isinstance(value, bool)
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     known, number = isinstance(value, _NUMBERS) and not is_bool, value
-    if not known and getattr(value, "ndim", None) == 0:
+    if not known and not is_bool and getattr(value, "ndim", None) == 0:
         if getattr(value, "requires_grad", False) and torch.is_grad_enabled():
             raise ValueError(
                 f"{op}: {name} must be a number, which gets no gradient; detach it, "

@@ -3,6 +3,7 @@
 import functools
 import importlib
 
+import numpy as np
 import pytest
 import torch
 
@@ -210,6 +211,8 @@ def test_half_inputs_are_rounded_where_transformers_rounds_them(name, dtype, isa
         (dict(weight=1.0), TypeError, "weight must be a torch.Tensor"),
         (dict(weight=torch.ones(4, device="meta")), ValueError, "weight must be on the device"),
         (dict(eps=-1.0), ValueError, "eps must be a finite number >= 0"),
+        (dict(eps=np.True_), TypeError, "eps must be a finite number >= 0"),
+        (dict(eps=torch.tensor(True)), TypeError, "eps must be a finite number >= 0"),
         (dict(eps=float("nan")), ValueError, "eps must be a finite number >= 0"),
         (dict(residual=torch.ones(4)), ValueError, r"residual must have shape \(2, 4\)"),
         (dict(backend="tpu"), ValueError, "backend must be one of"),
