@@ -33,7 +33,7 @@ USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 STACK = re.compile(r"(\d+) bytes cumulative stack")
 SPILLED = re.compile(r"[1-9]\d* bytes spill (?:stores|loads)")
-#: Kernels that the summary leaves out, since those of bf16 take about as much.
+#: Kernels that the summary leaves out, since the bf16 kernels take about as much.
 OTHER_DTYPES = re.compile(r"\b(f16|float|double)\b")
 #: Bytes of stack of a thread. A stack is local memory, which only rare paths may use.
 MOST_STACK = 128

@@ -1,7 +1,7 @@
 """Rows of goals.py for mixers that are calls of other engines, and for engines of one mixer.
 
-The former are held against the calls that they make, with decays of keys in place of those of
-values; the latter against the best form in torch; and steps of either against one of GLA.
+Mixers of calls are compared with the calls that they make, where decays of values become decays of
+keys. Engines are compared with the best form in torch, and steps of both with a step of GLA.
 """
 
 from __future__ import annotations

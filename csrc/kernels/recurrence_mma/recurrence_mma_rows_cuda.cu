@@ -294,7 +294,7 @@ struct RowsByMma {
     }
   }
 
-  // dg_t is the sum of the shares that cross token t; one warp computes those of all.
+  // dg_t is the sum of the shares that cross token t; one warp computes it for all tokens.
   __device__ __forceinline__ void write_dg() const {
     const int t = lane.lane;
     float sum = 0;

@@ -147,7 +147,7 @@ __device__ __forceinline__ void solve(Tile (&e)[kTiles], Tile (&u)[kTiles], cons
   const LanePlace at;
 #pragma unroll
   for (int j = 0; j < kTokens; ++j) {
-    if (j % 8 == 0) __syncwarp();  // keeps the loads for later tokens behind, for registers
+    if (j % 8 == 0) __syncwarp();  // delays later loads, which would take registers
     const float* const own = e[j / 8] + j % 2;
     const float factor = -shared.beta[j];
     const int owner = at.lane - at.t + j % 8 / 2;

@@ -81,7 +81,7 @@ def build_cp_context(
         cu_seqlens: (S + 1,) int, boundaries in the whole row, equal on all ranks; empty sequences
             are left out of the parts.
         group: the ranks.
-        conv1d_kernel_size: taps of convolutions; those of a call must be as many. None for any.
+        conv1d_kernel_size: number of taps that convolutions must have; None for any.
         cu_seqlens_cpu: cu_seqlens on the CPU, which saves a copy.
 
     Raises:

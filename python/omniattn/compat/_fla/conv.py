@@ -296,7 +296,7 @@ def token_shift_cp(
     Args:
         x: (1, T, D), this rank's tokens.
         cp_context: result of `build_cp_context`.
-        cu_seqlens: None, or those of cp_context.
+        cu_seqlens: None, or equal to cp_context.cu_seqlens.
         chunk_indices: has no effect.
     """
     op = "token_shift_cp"

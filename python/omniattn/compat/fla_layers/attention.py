@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from omniattn import functional
 from omniattn.compat._errors import errors_of
-from omniattn.compat._fla.norms import RMSNorm
+from omniattn.compat._fla.norms import GroupNorm, RMSNorm
 from omniattn.compat._fla.parts import RotaryEmbedding, prepare_lens_from_mask
 from omniattn.compat.fla_layers.base import Layer, Result
 from omniattn.functional import masks
@@ -36,6 +36,12 @@ class SoftmaxLayer(Layer):
         self.k_proj = nn.Linear(hidden_size, self.kv_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, self.kv_dim, bias=bias)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def _norm_projections(self, num_heads: int) -> None:
+        """Creates norms of projected queries and keys with factors for each head, for `qk_norm`."""
+        if self.qk_norm:
+            self.q_norm = GroupNorm(num_heads, self.hidden_size, is_rms_norm=True)
+            self.k_norm = GroupNorm(self.num_kv_heads, self.kv_dim, is_rms_norm=True)
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the heads (B, T, H, D) of queries, keys and values."""
@@ -192,6 +198,12 @@ class Parallax(Attention):
         self.r_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
         if qk_norm:
             self.r_norm = RMSNorm(self.head_dim, dtype=torch.float32)
+
+    def _norm_projections(self, num_heads: int) -> None:
+        """Creates norms of projected queries and keys with factors for each head, for `qk_norm`."""
+        if self.qk_norm:
+            self.q_norm = GroupNorm(num_heads, self.hidden_size, is_rms_norm=True)
+            self.k_norm = GroupNorm(self.num_kv_heads, self.kv_dim, is_rms_norm=True)
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns both queries of each head as heads (B, T, 2 H, D) of one tensor, k and v."""

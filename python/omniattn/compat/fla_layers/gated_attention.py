@@ -13,7 +13,7 @@ from omniattn.checks.arguments import shown
 from omniattn.compat._errors import errors_of
 from omniattn.compat._fla.attention import parallel_forgetting_attn, parallel_path_attn
 from omniattn.compat._fla.conv import ShortConvolution
-from omniattn.compat._fla.norms import GroupNorm, RMSNorm
+from omniattn.compat._fla.norms import RMSNorm
 from omniattn.compat._fla.parts import RotaryEmbedding, l2norm
 from omniattn.compat.fla_layers.attention import SoftmaxLayer
 from omniattn.compat.fla_layers.base import (
@@ -55,9 +55,7 @@ class ForgettingAttention(SoftmaxLayer):
         self.f_proj = nn.Linear(hidden_size, num_heads)
         if use_output_gate:
             self.g_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-        if qk_norm:
-            self.q_norm = GroupNorm(num_heads, hidden_size, is_rms_norm=True)
-            self.k_norm = GroupNorm(self.num_kv_heads, self.kv_dim, is_rms_norm=True)
+        self._norm_projections(num_heads)
 
     def forward(
         self,
@@ -76,8 +74,7 @@ class ForgettingAttention(SoftmaxLayer):
             raise ValueError(f"{op}: cu_seqlens must be None with past_key_values")
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         f = nnf.logsigmoid(self.f_proj(x).float())
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._norm_heads(q, k)
         if past_key_values is not None:
             states = {"attn_state": (k, v, f), "offset": tokens}
             k, v, f = update_layer_cache(self, past_key_values, **states)["attn_state"]
@@ -134,9 +131,7 @@ class WallAttention(SoftmaxLayer):
             self.gs_proj = nn.Linear(hidden_size, num_heads)
         if use_output_gate:
             self.o_gate_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-        if qk_norm:
-            self.q_norm = GroupNorm(num_heads, hidden_size, is_rms_norm=True)
-            self.k_norm = GroupNorm(self.num_kv_heads, self.kv_dim, is_rms_norm=True)
+        self._norm_projections(num_heads)
 
     def forward(
         self,
@@ -160,8 +155,7 @@ class WallAttention(SoftmaxLayer):
         if cache is None:
             x, places, cu = unpad_hidden_states(x, cu, attention_mask, tokens)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._norm_heads(q, k)
         rows = q, k, v, nnf.logsigmoid(widen(self.g_proj(x)))
         q, k, v, g = (t.unflatten(-1, (-1, self.head_dim)) for t in rows)
         gs = nnf.logsigmoid(widen(self.gs_proj(x))) if self.use_scalar_gate else None
@@ -369,9 +363,7 @@ class DeltaFormerAttention(SoftmaxLayer):
             hidden_states, kwargs.get("cu_seqlens"), attention_mask, tokens
         )
         q, k, v = self._qkv(x)
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self._placed(q, k, None, cu, cache)
+        q, k = self._placed(*self._norm_heads(q, k), None, cu, cache)
         k, v = (t.repeat_interleave(self.num_kv_groups, 2) for t in (k, v))
         state, past = get_layer_cache(self, cache), None
         if state is not None:

@@ -50,7 +50,7 @@ def rope_padded(
         xq: (1, T, Hq, D) or (1, T, G, Hq, D), queries of packed sequences.
         xk, xv: (1, T, H, D) or (1, T, G, H, D), their keys and values; H may be expanded from 1.
         cache_k, cache_v: (1, N * padding, H, D) or (1, N * padding, G, H, D), written in place; H
-            may be expanded from 1 if those of xk and xv are.
+            may be expanded from 1 if it is in xk and xv.
         attn_bias: mask, whose lengths of keys include the new tokens.
         theta: base of the frequencies ``theta^(-2 i / D)``.
         linear_scale: positions are divided by it.
@@ -60,8 +60,8 @@ def rope_padded(
         out_q: tensor like xq for the result, or None.
         first_seqpos: (N,) int, positions of the first rows of the sequences in the cache; None for
             zeros.
-        seqpos: (T,) int, positions of the tokens; None for those of their rows. At most one of
-            both may be given.
+        seqpos: (T,) int, positions of the tokens; None to count from the first rows. At most
+            one of first_seqpos and seqpos may be given.
         adjacents: True for pairs of channels (2 i, 2 i + 1), False for (i, i + D / 2).
         internal_dtype: "", "f32" or "f64"; has no effect, since all angles are fp64.
     """

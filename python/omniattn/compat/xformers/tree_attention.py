@@ -182,7 +182,7 @@ def tree_attention(
     Args:
         q: (B, T, H, D) or (B, T, G, H, D), queries of the last T nodes.
         spec_k, spec_v: (B, M, H, D) or (B, M, G, H, D), keys and values of all nodes.
-        cache_k, cache_v: (B, Tk, H, D) or (B, Tk, G, H, D), those of the context; B = 1 with pages.
+        cache_k, cache_v: (B, Tk, H, D) or (B, Tk, G, H, D), of the context; B = 1 with pages.
         spec_attn_bias: (T, M), such as the last rows of `TreeAttnMetadata.attention_bias`.
         prefix_attn_bias: mask of T queries and the context of each of B sequences, such as
             `BlockDiagonalPaddedKeysMask`.

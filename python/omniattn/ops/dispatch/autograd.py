@@ -5,7 +5,7 @@ A call takes the cheapest correct path of four:
 =====================  ====================================================================
 compiling, exporting   the registered op: one node in the graph, with fake and autograd formula
 functorch transforms   an `autograd.Function` with `setup_context` and a vmap rule
-gradients needed       an `autograd.Function` whose forward receives ctx: the cheaper form
+gradients needed       a compiled node (csrc/calls), or an `autograd.Function` with ctx
 none of these       the raw op, or the one without private outputs
 =====================  ====================================================================
 

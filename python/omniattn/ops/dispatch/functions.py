@@ -58,7 +58,7 @@ def with_empty_lists(found: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
 
 
 class EagerOp(torch.autograd.Function):
-    """Eager calls with gradients, where they are not compiled.
+    """Eager calls with gradients that are not compiled (csrc/calls).
 
     Tensors are passed one by one so that autograd sees them, and all arguments as one tuple, since
     each argument that autograd inspects costs 0.2 us.
