@@ -19,9 +19,9 @@ struct ForwardByMma : PanelByMma<kKeys, kDelta> {
   // o = scale (o + skip v); overwrites v.
   __device__ __forceinline__ void write(Tile (&o)[kTiles], bf16* values, int64_t t) const {
     if (p.skip != nullptr) {
-      Tile v[kTiles];
-      load_values(v, values);
-      this->add_skipped(o, v, 1);
+      Tile given[kTiles];
+      load_values(given, values);
+      this->add_skipped(o, given, 1);
     }
 #pragma unroll
     for (Tile& tile : o) {
@@ -39,7 +39,7 @@ struct ForwardByMma : PanelByMma<kKeys, kDelta> {
   __device__ __forceinline__ void chunk(int64_t t, float w, float of_beta) {
     auto& from = this->stage(t);
     this->template find_scores<true>(t, w, of_beta, 1);
-    Tile met[1 + kDelta][kTiles], u[kTiles], v[kTiles];
+    Tile met[1 + kDelta][kTiles], u[kTiles], given[kTiles];
     Tile(&o)[kTiles] = met[0];
     if constexpr (kDelta) {
       state.read({Rows(from.q), Rows(from.k)}, met);
@@ -48,7 +48,7 @@ struct ForwardByMma : PanelByMma<kKeys, kDelta> {
     }
     __syncthreads();
     state.decay(shared.in[kTokens - 1]);
-    load_values(v, from.v);
+    load_values(given, from.v);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -56,9 +56,9 @@ struct ForwardByMma : PanelByMma<kKeys, kDelta> {
         const int token = token_of(n, i);
         o[n][i] *= shared.in[token];
         if constexpr (kDelta) {
-          met[1][n][i] = shared.in[token] * met[1][n][i] - v[n][i];
+          met[1][n][i] = shared.in[token] * met[1][n][i] - given[n][i];
         } else {
-          u[n][i] = shared.beta[token] * v[n][i];
+          u[n][i] = shared.beta[token] * given[n][i];
         }
       }
     }
