@@ -11,7 +11,7 @@ from torch import Tensor
 from omniattn import reference
 from omniattn.encoding.attention import as_cached, bias_index, decode, pages_of, split_parts
 from omniattn.encoding.masks import MaskKind
-from omniattn.ops.attention_tiles import attention_pieces
+from omniattn.ops.derivatives.attention_tiles import attention_pieces
 from omniattn.ops.dispatch.autograd import DifferentiableOp, Op
 from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.ops.dispatch.names import like

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops.derivatives import recurrence_tangents
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.chunks import in_chunks
 from omniattn.ops.dispatch.library import CONSTANTS
 from omniattn.ops.dispatch.names import like_or_wide, state_slots
+from omniattn.ops.dispatch.pieces import Pieces
 from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.precision import compute_dtype
 
@@ -51,10 +54,14 @@ _ARGUMENTS = (
 )
 
 
-def _formula(*args: Any) -> tuple[Tensor, Tensor]:
+def _by_name(args: Sequence[Any]) -> dict[str, Any]:
+    """Returns the arguments of reference.recurrence."""
     given = dict(zip(_ARGUMENTS, args, strict=True))
-    given["feature_map"] = FEATURE_MAPS[given["feature_map"]]
-    return reference.recurrence(**given)
+    return given | {"feature_map": FEATURE_MAPS[given["feature_map"]]}
+
+
+def _formula(*args: Any) -> tuple[Tensor, Tensor]:
+    return reference.recurrence(**_by_name(args))
 
 
 #: (q, k, v, g, beta, bonus, a, b, skip, min_denominator, gv, initial_state, cu_seqlens, scale,
@@ -82,12 +89,7 @@ recurrence = DifferentiableOp(
     },
     private=("states",),
     formula=_formula,
-    pieces=in_chunks(
-        "recurrence",
-        _formula,
-        ("q", "k", "v", "g", "beta", "a", "b", "min_denominator", "gv"),
-        ("bonus", "skip"),
-    ),
+    pieces=lambda *args: _pieces(*args),
     fold=Fold(
         (
             *("q", "k", "v", "g", "beta", "bonus", "a", "b", "skip", "min_denominator", "gv"),
@@ -96,3 +98,24 @@ recurrence = DifferentiableOp(
         when=lambda cu_seqlens: cu_seqlens is None,
     ),
 )
+
+_in_chunks = in_chunks(
+    "recurrence",
+    _formula,
+    ("q", "k", "v", "g", "beta", "a", "b", "min_denominator", "gv"),
+    ("bonus", "skip"),
+)
+
+
+def _pieces(*args: Any) -> Pieces | None:
+    values = _by_name(args)
+    if recurrence_tangents.applies(values):
+        return recurrence_tangents.tangent_pieces(_call, values, recurrence.schema.tensors)
+    return _in_chunks(*args)
+
+
+def _call(values: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Calls the op with the arguments of reference.recurrence."""
+    values = values | {"feature_map": FEATURE_MAPS.index(values["feature_map"])}
+    found: tuple[Tensor, Tensor] = recurrence(*(values[n] for n in _ARGUMENTS))
+    return found

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.ops.derivatives.scans import (
+    linear_scan_pieces,
+    selective_chunk,
+    selective_tokens,
+)
 from omniattn.ops.dispatch import library as _library
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.chunks import in_chunks
@@ -65,7 +72,7 @@ def _linear_states(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 #: (x, g, initial_state, cu_seqlens) -> (y, final_state)
-linear_scan = DifferentiableOp(
+linear_scan: DifferentiableOp = DifferentiableOp(
     "linear_scan",
     fakes={
         "final_state": _linear_state,
@@ -74,7 +81,7 @@ linear_scan = DifferentiableOp(
     },
     private=("states",),
     formula=reference.linear_scan,
-    pieces=in_chunks("linear_scan", reference.linear_scan, ("x", "g")),
+    pieces=lambda *args: linear_scan_pieces(linear_scan, *args),
     fold=Fold(("x", "g", "initial_state"), when=lambda cu_seqlens: cu_seqlens is None),
 )
 
@@ -157,6 +164,13 @@ def _selective_formula(
     return y, torch.view_as_real(state).flatten(-2) if paired else state
 
 
+def _selective_chunk(*args: Any) -> tuple[Tensor, Tensor]:
+    *given, _, delta_softplus, paired = args  # a chunk has no cu_seqlens
+    if paired:
+        return _selective_formula(*args)
+    return selective_chunk(linear_scan, *given, delta_softplus=delta_softplus)
+
+
 #: (u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens, delta_softplus, paired)
 #: -> (y, final_state). If paired, A, B, 2 conj(C) and states are interleaved real and imaginary
 #: parts.
@@ -175,7 +189,12 @@ selective_scan = DifferentiableOp(
     },
     private=("states",),
     formula=_selective_formula,
-    pieces=in_chunks("selective_scan", _selective_formula, ("u", "delta", "B", "C", "z")),
+    pieces=in_chunks(
+        "selective_scan",
+        _selective_chunk,
+        ("u", "delta", "B", "C", "z"),
+        tokens=selective_tokens,
+    ),
     fold=Fold(
         ("u", "delta", "z", "initial_state"),
         when=lambda B, C, cu_seqlens: cu_seqlens is None and B.dim() == 2 and C.dim() == 2,

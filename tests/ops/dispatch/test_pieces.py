@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omniattn import functional as F
 from omniattn.functional import masks, scores
-from omniattn.ops import attention_tiles
+from omniattn.ops.derivatives import attention_tiles, recurrence_tangents, scans
 from omniattn.ops.dispatch import chunks
 
 B, TQ, TK, HEADS, KV_HEADS, D = 2, 9, 11, 4, 2, 3
@@ -31,6 +31,8 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_tiles, "ELEMENTS", 40)
     monkeypatch.setattr(attention_tiles, "_ROWS", (2, 4))
     monkeypatch.setattr(chunks, "TOKENS", 3)
+    monkeypatch.setattr(scans, "ELEMENTS", 36)
+    monkeypatch.setattr(recurrence_tangents, "SEGMENT", 4)
 
 
 def _inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -360,6 +362,51 @@ def test_recurrences(name: str, packed: bool) -> None:
 @pytest.mark.parametrize("derive", [name for name in DERIVATIVES if "inputs" not in name])
 def test_transforms_of_recurrences(derive: str) -> None:
     _assert_recurrence("gated delta rule", derive, False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tangents_of_decays_in_long_sequences(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of the tangents of decays grow with the sequence, their differences in reach do not."""
+    monkeypatch.setattr(recurrence_tangents, "SEGMENT", 128)
+    q, k, v, g = (t.float() for t in _inputs(*[(1, 2000, 1, 8)] * 4))
+    ends = torch.tensor([0, 1500, 2000]) if packed else None
+
+    def along_decays(dtype: torch.dtype) -> Tensor:
+        rows = [t.to(dtype) for t in (q, k, v)]
+        decays = -g.to(dtype).abs() - 0.1
+        return jvp(
+            lambda g: F.gated_linear_attention(*rows, g, cu_seqlens=ends)[0],
+            (decays,),
+            (torch.ones_like(decays),),
+        )[1]
+
+    exact = along_decays(F64)
+    assert (along_decays(torch.float32) - exact).abs().max() <= 2e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", ["gla", "gated delta rule"])
+def test_tangents_of_infinite_decays(name: str) -> None:
+    x, g, b = _inputs(_ROW, _ROW, _HEADS)
+    g = -g.abs()
+    g[:, 4] = -torch.inf
+
+    def loss(backend: str | None) -> Loss:
+        def run(x: Tensor, g: Tensor) -> Tensor:
+            if name == "gla":
+                return F.gated_linear_attention(x, x, x, g, backend=backend)[0].sin().sum()
+            steps = b.sigmoid()
+            return F.gated_delta_rule(x, x, x, g[..., 0], steps, backend=backend)[0].sin().sum()
+
+        return run
+
+    along = _directions([x, g])
+    for derive in ("twice", "jvp of grad"):
+        found, wanted = (
+            DERIVATIVES[derive](loss(backend), [x, g], along) for backend in (None, "reference")
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_half_precision_sums_in_fp32() -> None:

@@ -28,6 +28,7 @@ def in_chunks(
     formula: Callable[..., tuple[Tensor, Tensor]],
     over_time: Sequence[str],
     of_sequences: Sequence[str] = (),
+    tokens: Callable[[dict[str, Any]], int] = lambda _: TOKENS,
 ) -> Callable[..., Pieces | None]:
     """Returns the pieces of an op with arguments `initial_state` and `cu_seqlens`, whose outputs
     are y and the final state.
@@ -37,6 +38,7 @@ def in_chunks(
         formula: the op in plain torch, a function of its arguments.
         over_time: arguments (B, T, ..); y is such a tensor, too.
         of_sequences: arguments (N, ..), besides the initial state.
+        tokens: number of tokens of a chunk, a function of the arguments by name.
     """
     schema = Schema(name)
     inputs = schema.tensors
@@ -44,8 +46,9 @@ def in_chunks(
 
     def pieces_of(*args: Any) -> Pieces | None:
         values = schema.by_name(args, {})
-        tokens = values[over_time[0]].shape[1]
-        if tokens <= TOKENS or values[over_time[0]].shape[0] == 0:
+        batch, length = values[over_time[0]].shape[:2]
+        size = tokens(values)
+        if length <= size or batch == 0:
             return None
         cu_seqlens = values["cu_seqlens"]
         if cu_seqlens is not None:
@@ -63,13 +66,13 @@ def in_chunks(
             y, state = formula(*(named[n] for n in schema.arguments))
             return y, state if last else state[:0], state
 
-        def reads(tokens: slice, sequence: slice, before: Index) -> tuple[Index, ...]:
-            places: dict[str, Index] = {n: (_ALL, tokens) for n in sliced}
+        def reads(rows: slice, sequence: slice, before: Index) -> tuple[Index, ...]:
+            places: dict[str, Index] = {n: (_ALL, rows) for n in sliced}
             places |= {n: (sequence,) for n in (*of_sequences, "initial_state")}
             return (*(places.get(n, ()) for n in inputs), before)
 
         pieces = []
-        for slot, (rows, sequence, first, last) in enumerate(_chunks(cu_seqlens, tokens)):
+        for slot, (rows, sequence, first, last) in enumerate(_chunks(cu_seqlens, length, size)):
             before, after = ((slice(i, i + 1),) for i in (slot, slot + 1))
             adds_to = ((_ALL, rows), (sequence if last else slice(0, 0),), after)
             function = partial(_with_slot, partial(run, first, last))
@@ -100,12 +103,14 @@ def _with_slot(run: Callable[..., tuple[Tensor, Tensor, Tensor]], *parts: Any) -
     return y, final, state[None]
 
 
-def _chunks(cu_seqlens: Tensor | None, tokens: int) -> Iterator[tuple[slice, slice, bool, bool]]:
+def _chunks(
+    cu_seqlens: Tensor | None, length: int, size: int
+) -> Iterator[tuple[slice, slice, bool, bool]]:
     """Yields the tokens of each chunk, its sequence, and whether it is its first and its last."""
-    ends = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
+    ends = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
     for n in range(len(ends) - 1):
         sequence = _ALL if cu_seqlens is None else slice(n, n + 1)
-        starts = range(ends[n], max(ends[n + 1], ends[n] + 1), TOKENS)
+        starts = range(ends[n], max(ends[n + 1], ends[n] + 1), size)
         for at in starts:
-            rows = slice(at, min(at + TOKENS, ends[n + 1]))
+            rows = slice(at, min(at + size, ends[n + 1]))
             yield rows, sequence, at == starts[0], at == starts[-1]

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from omniattn.ops.dispatch.vmap import any_batched, over_batched
 from omniattn.reference.precision import widen
 
-__all__ = ["ELEMENTS", "Piece", "Pieces", "carried_outputs", "evaluate", "jvp", "vjp"]
+__all__ = ["ELEMENTS", "Composed", "Piece", "Pieces", "carried_outputs", "evaluate", "jvp", "vjp"]
 
 #: Number of elements of the largest tensors of a piece, for functions that choose their pieces.
 ELEMENTS = 1 << 19
@@ -170,6 +171,125 @@ class Pieces:
         )
         outputs = tuple((torch.Size((size, *s)), d) for s, d in self.outputs)
         return Pieces(pieces, outputs, self.carried)
+
+
+@dataclass(frozen=True)
+class Composed(Pieces):
+    """A single piece, whose tangents are a function of the arguments and their tangents, which is
+    made of differentiable functions and calls the piece's own only without tangents."""
+
+    tangents: Callable[[Tensors, Tensors], Sequence[Tensor]] | None = None
+
+    def run(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        pairs = [(t, None) if t is None else forward_ad.unpack_dual(t) for t in tensors]
+        at, along = ([pair[i] for pair in pairs] for i in (0, 1))
+        found = super().run(at)
+        if all(t is None for t in along):
+            return found
+        moved = self.tangents_at(at, [None if t is None else widen(t) for t in along])
+        return tuple(
+            forward_ad.make_dual(y, t.to(y.dtype)) for y, t in zip(found, moved, strict=True)
+        )
+
+    def tangents_at(self, tensors: Tensors, along: Tensors) -> Sequence[Tensor]:
+        assert self.tangents is not None
+        return self.tangents(tensors, along)
+
+    def vjp(self, tensors: Tensors, wanted: Sequence[int], given: Sequence[int]) -> Pieces:
+        places = ((),) * (len(tensors) + len(given))
+        piece = Piece(partial(self._pull, wanted, given), places, ((),) * len(wanted))
+        return Pulled((piece,), _like(tensors, wanted), of=self, wanted=wanted, given=given)
+
+    def _pull(self, wanted: Sequence[int], given: Sequence[int], *values: Any) -> Any:
+        arguments, grads = values[: -len(given)], values[-len(given) :]
+        run = _of(self.pieces[0].function, arguments, wanted, given)
+        pull: Any = torch.func.vjp(run, *(arguments[i] for i in wanted))[1]
+        return pull(grads)
+
+    def jvp(self, tensors: Tensors, given: Sequence[int]) -> Pieces:
+        count = len(tensors)
+
+        def pushed(*values: Any) -> Sequence[Tensor]:
+            return self.tangents_at(values[:count], _filled(count, given, values[count:]))
+
+        piece = Piece(pushed, ((),) * (count + len(given)), ((),) * len(self.outputs))
+        return Pieces((piece,), self.outputs)
+
+
+@dataclass(frozen=True)
+class Pulled(Pieces):
+    """The gradients of the arguments `wanted` of a composed function, a function of its arguments
+    and of the gradients of its outputs `given`.
+
+    Hessians are symmetric: along x', the gradients move by the gradients of <grads, tangents along
+    x'>.
+    """
+
+    of: Composed | None = None
+    wanted: Sequence[int] = ()
+    given: Sequence[int] = ()
+
+    def vjp(self, tensors: Tensors, wanted: Sequence[int], given: Sequence[int]) -> Pieces:
+        total = len(tensors)
+        count = total - len(self.given)
+        of_arguments = [i for i in wanted if i < count]
+
+        def gradients(*values: Any) -> Sequence[Tensor]:
+            arguments, grads, weights = values[:count], values[count:total], values[total:]
+            along = _filled(count, [self.wanted[i] for i in given], weights)
+            moved, pulled = self._moved(arguments, along, of_arguments, grads)
+            rest = iter(pulled)
+            return [next(rest) if i < count else moved[i - count] for i in wanted]
+
+        piece = Piece(gradients, ((),) * (total + len(given)), ((),) * len(wanted))
+        return Pieces((piece,), _like(tensors, wanted))
+
+    def jvp(self, tensors: Tensors, given: Sequence[int]) -> Pieces:
+        assert self.of is not None
+        composed, total = self.of, len(tensors)
+        count = total - len(self.given)
+
+        def tangents(*values: Any) -> Sequence[Tensor]:
+            arguments, grads = values[:count], values[count:total]
+            moved = _filled(total, given, values[total:])
+            found: Sequence[Tensor] = [torch.zeros_like(arguments[i]) for i in self.wanted]
+            if any(t is not None for t in moved[:count]):
+                found = self._moved(arguments, moved[:count], self.wanted, grads)[1]
+            if any(t is not None for t in moved[count:]):
+                pairs = zip(moved[count:], grads, strict=True)
+                of_grads = [torch.zeros_like(g) if t is None else t for t, g in pairs]
+                added = composed._pull(self.wanted, self.given, *arguments, *of_grads)
+                found = [a + b for a, b in zip(found, added, strict=True)]
+            return found
+
+        piece = Piece(tangents, ((),) * (total + len(given)), ((),) * len(self.wanted))
+        return Pieces((piece,), self.outputs)
+
+    def _moved(
+        self, arguments: Sequence[Any], along: Tensors, varied: Sequence[int], grads: Sequence[Any]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns the tangents of the outputs `given`, and the gradients of their products with
+        `grads` with respect to the arguments `varied`."""
+        assert self.of is not None
+        composed = self.of
+
+        def tangents(*values: Any) -> Sequence[Tensor]:
+            return composed.tangents_at(values, along)
+
+        run = _of(tangents, arguments, varied, self.given)
+        if not varied:
+            return run(), ()
+        found: Any = torch.func.vjp(run, *(arguments[i] for i in varied))
+        moved, pull = found
+        return moved, pull(tuple(grads))
+
+
+def _filled(count: int, places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """Returns `count` values, those at other places None."""
+    found = [None] * count
+    for i, value in zip(places, values, strict=True):
+        found[i] = value
+    return found
 
 
 def _of(

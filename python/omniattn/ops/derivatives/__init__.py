@@ -1,0 +1,1 @@
+"""Definitions in pieces and tangents of ops, for derivatives of higher orders."""
