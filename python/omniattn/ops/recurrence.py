@@ -99,19 +99,25 @@ recurrence = DifferentiableOp(
     ),
 )
 
+
+def _by_kernels(*args: Any) -> tuple[Tensor, Tensor]:
+    return recurrence(*args) if recurrence_tangents.applies(_by_name(args)) else _formula(*args)
+
+
 _in_chunks = in_chunks(
     "recurrence",
-    _formula,
+    _by_kernels,
     ("q", "k", "v", "g", "beta", "a", "b", "min_denominator", "gv"),
     ("bonus", "skip"),
+    tokens=recurrence_tangents.tokens,
 )
 
 
 def _pieces(*args: Any) -> Pieces | None:
-    values = _by_name(args)
-    if recurrence_tangents.applies(values):
+    values, pieces = _by_name(args), _in_chunks(*args)
+    if pieces is None and recurrence_tangents.applies(values):
         return recurrence_tangents.tangent_pieces(_call, values, recurrence.schema.tensors)
-    return _in_chunks(*args)
+    return pieces
 
 
 def _call(values: dict[str, Any]) -> tuple[Tensor, Tensor]:

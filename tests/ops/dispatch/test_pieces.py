@@ -32,7 +32,8 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_tiles, "_ROWS", (2, 4))
     monkeypatch.setattr(chunks, "TOKENS", 3)
     monkeypatch.setattr(scans, "ELEMENTS", 36)
-    monkeypatch.setattr(recurrence_tangents, "SEGMENT", 4)
+    monkeypatch.setattr(recurrence_tangents, "TOKENS", 8)
+    monkeypatch.setattr(recurrence_tangents, "SEGMENT", 3)
 
 
 def _inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -369,6 +370,7 @@ def test_tangents_of_decays_in_long_sequences(
     packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums of the tangents of decays grow with the sequence, their differences in reach do not."""
+    monkeypatch.setattr(recurrence_tangents, "TOKENS", 1024)
     monkeypatch.setattr(recurrence_tangents, "SEGMENT", 128)
     q, k, v, g = (t.float() for t in _inputs(*[(1, 2000, 1, 8)] * 4))
     ends = torch.tensor([0, 1500, 2000]) if packed else None

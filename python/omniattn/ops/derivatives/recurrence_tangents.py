@@ -21,15 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn.ops.dispatch import chunks
 from omniattn.ops.dispatch.pieces import Composed, Piece, Pieces, Tensors
 from omniattn.reference.precision import compute_dtype
 from omniattn.reference.recurrences.recurrence import FEATURE_MAPS, divisor
 
-__all__ = ["SEGMENT", "applies", "tangent_pieces"]
+__all__ = ["SEGMENT", "TOKENS", "applies", "tangent_pieces", "tokens"]
 
 Values = dict[str, Any]
 #: The op, as a function of its arguments by name.
 Call = Callable[[Values], tuple[Tensor, Tensor]]
+#: Number of tokens of the calls whose graph a derivative holds; longer ones are divided.
+TOKENS = 2048
 #: Number of tokens after which sums of the tangents of decays start anew.
 SEGMENT = 128
 _READ = ("q", "k", "v", "a", "b", "bonus", "cu_seqlens")
@@ -41,6 +44,11 @@ def applies(values: Values) -> bool:
     """Returns whether a call has tangents of this form: it has at most one of these arguments."""
     kinds = (values["delta"], *(values[n] is not None for n in ("a", "gv", "bonus")))
     return sum(kinds) <= 1
+
+
+def tokens(values: Values) -> int:
+    """Returns the number of tokens of a chunk (dispatch/chunks.py) of a call."""
+    return TOKENS if applies(values) else chunks.TOKENS
 
 
 def tangent_pieces(call: Call, values: Values, inputs: Sequence[str]) -> Pieces:

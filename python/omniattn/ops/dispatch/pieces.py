@@ -215,6 +215,9 @@ class Composed(Pieces):
         piece = Piece(pushed, ((),) * (count + len(given)), ((),) * len(self.outputs))
         return Pieces((piece,), self.outputs)
 
+    def vmap(self, size: int, dims: Sequence[int | None]) -> Pieces:
+        return Mapped.over(self, size, dims, (False,) * len(self.outputs))
+
 
 @dataclass(frozen=True)
 class Pulled(Pieces):
@@ -265,6 +268,9 @@ class Pulled(Pieces):
         piece = Piece(tangents, ((),) * (total + len(given)), ((),) * len(self.wanted))
         return Pieces((piece,), self.outputs)
 
+    def vmap(self, size: int, dims: Sequence[int | None]) -> Pieces:
+        return Mapped.over(self, size, dims, (False,) * len(self.outputs))
+
     def _moved(
         self, arguments: Sequence[Any], along: Tensors, varied: Sequence[int], grads: Sequence[Any]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -282,6 +288,56 @@ class Pulled(Pieces):
         found: Any = torch.func.vjp(run, *(arguments[i] for i in varied))
         moved, pull = found
         return moved, pull(tuple(grads))
+
+
+@dataclass(frozen=True)
+class Mapped(Pieces):
+    """A composed function or its derivative over a batch of arguments, with its own derivatives.
+
+    `dims` has 0 for arguments with a batch dimension, which comes first, else None; outputs are
+    sums over the batch where `summed` is True.
+    """
+
+    inner: Pieces | None = None
+    size: int = 0
+    dims: tuple[int | None, ...] = ()
+    summed: tuple[bool, ...] = ()
+
+    @classmethod
+    def over(
+        cls, inner: Pieces, size: int, dims: Sequence[int | None], summed: Sequence[bool]
+    ) -> Pieces:
+        places: tuple[int | None, ...] = tuple(None if dim is None else 0 for dim in dims)
+        mapped: Any = torch.func.vmap(inner.pieces[0].function, places)
+
+        def run(*values: Any) -> Sequence[Tensor]:
+            return [t.sum(0) if s else t for t, s in zip(mapped(*values), summed, strict=True)]
+
+        outputs = tuple(
+            (shape if s else torch.Size((size, *shape)), dtype)
+            for (shape, dtype), s in zip(inner.outputs, summed, strict=True)
+        )
+        piece = Piece(run, ((),) * len(places), ((),) * len(outputs))
+        return cls((piece,), outputs, inner=inner, size=size, dims=places, summed=tuple(summed))
+
+    def vjp(self, tensors: Tensors, wanted: Sequence[int], given: Sequence[int]) -> Pieces:
+        assert self.inner is not None
+        inner = self.inner.vjp(self._sample(tensors), wanted, given)
+        dims = (*self.dims, *(None if self.summed[i] else 0 for i in given))
+        return Mapped.over(inner, self.size, dims, [self.dims[i] is None for i in wanted])
+
+    def jvp(self, tensors: Tensors, given: Sequence[int]) -> Pieces:
+        assert self.inner is not None
+        inner = self.inner.jvp(self._sample(tensors), given)
+        dims = (*self.dims, *(self.dims[i] for i in given))
+        return Mapped.over(inner, self.size, dims, self.summed)
+
+    def vmap(self, size: int, dims: Sequence[int | None]) -> Pieces:
+        return Mapped.over(self, size, dims, (False,) * len(self.outputs))
+
+    def _sample(self, tensors: Tensors) -> Tensors:
+        pairs = zip(tensors, self.dims, strict=True)
+        return [t if t is None or dim is None else t[0] for t, dim in pairs]
 
 
 def _filled(count: int, places: Sequence[int], values: Sequence[Any]) -> list[Any]:
