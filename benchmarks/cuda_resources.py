@@ -57,6 +57,7 @@ class Tile(NamedTuple):
     most: int
     copies: int = 0  # of a loop, if a loop makes them
     product: str = "HMMA"
+    rounds: int = 0  # of other loops within it
 
 
 TILES = {
@@ -84,6 +85,20 @@ TILES = {
     r"recurrence_rows_mma_kernel<64, true>": Tile(48, 250),
     r"recurrence_rows_mma_kernel<128, false>": Tile(54, 350),
     r"recurrence_rows_mma_kernel<128, true>": Tile(84, 400),
+    # 16 tokens of 16 columns: 60 instructions per token and column are 15,360. A loop computes the
+    # scores, two rows of 18 at a time.
+    r"recurrence_channels_forward_mma_kernel<\w+, 64, false>": Tile(78, 2000, rounds=9),
+    r"recurrence_channels_forward_mma_kernel<\w+, 64, true>": Tile(102, 2400, rounds=9),
+    r"recurrence_channels_forward_mma_kernel<\w+, 128, false>": Tile(150, 3000, rounds=9),
+    r"recurrence_channels_forward_mma_kernel<\w+, 128, true>": Tile(198, 3700, rounds=9),
+    r"recurrence_channels_du_mma_kernel<\w+, 64, false>": Tile(78, 2100, rounds=9),
+    r"recurrence_channels_du_mma_kernel<\w+, 64, true>": Tile(126, 2700, rounds=9),
+    r"recurrence_channels_du_mma_kernel<\w+, 128, false>": Tile(150, 3100, rounds=9),
+    r"recurrence_channels_du_mma_kernel<\w+, 128, true>": Tile(246, 4100, rounds=9),
+    r"recurrence_channels_rows_mma_kernel<\w+, 64, false>": Tile(18, 220),
+    r"recurrence_channels_rows_mma_kernel<\w+, 64, true>": Tile(30, 250),
+    r"recurrence_channels_rows_mma_kernel<\w+, 128, false>": Tile(30, 350),
+    r"recurrence_channels_rows_mma_kernel<\w+, 128, true>": Tile(48, 400),
     # Four steps of a vector of channels: 40 instructions per 128 bytes of y are 640.
     r"causal_conv_forward_vector_kernel<.*": Tile(4, 600, product="STG.E.128"),
     r"causal_conv_slope_vector_kernel<.*": Tile(8, 850, product="STG.E.128"),
