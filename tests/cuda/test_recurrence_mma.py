@@ -61,7 +61,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-def results(delta, q, k, v, g, beta, start, *, dtype):
+def results(delta, q, k, v, g, beta, start, *, dtype, cu_seqlens=None):
     """o, the final state and the gradients of all inputs, in `dtype` and fp32 or of fp64."""
     leaves = [q, k, v, g, *([beta] if delta else []), start]
     half = dtype != torch.float64
@@ -71,15 +71,18 @@ def results(delta, q, k, v, g, beta, start, *, dtype):
     rule = F.gated_linear_attention
     if delta:
         rule = F.kimi_delta_attention if g.dim() == 4 else F.gated_delta_rule
-    o, final = rule(*leaves[:-1], initial_state=leaves[-1], backend=None if half else "reference")
+    o, final = rule(*leaves[:-1], initial_state=leaves[-1], cu_seqlens=cu_seqlens,
+                    backend=None if half else "reference")  # fmt: skip
     weight, of_final = draw(*o.shape, seed=6).bfloat16(), draw(*final.shape, seed=7).float()
     loss = (o.double() * weight.double()).sum() + (final.double() * of_final.double()).sum()
     return [o, final, *torch.autograd.grad(loss, leaves)]
 
 
-def assert_results(delta, *given, dtype=torch.bfloat16):
+def assert_results(delta, *given, dtype=torch.bfloat16, cu_seqlens=None):
     """No more than a rounding to the dtype of each result and what pieces leave out."""
-    found, exact = (results(delta, *given, dtype=t) for t in (dtype, torch.float64))
+    found, exact = (
+        results(delta, *given, dtype=t, cu_seqlens=cu_seqlens) for t in (dtype, torch.float64)
+    )
     for n, (a, b) in enumerate(zip(found, exact, strict=True)):
         if b.norm() > 0:
             assert error(a, b) < error(b.to(a.dtype), b) + LEFT_OUT, n
@@ -97,7 +100,7 @@ def assert_results(delta, *given, dtype=torch.bfloat16):
         ("tokens", 70, 136, 64, torch.bfloat16),
         ("tokens", 70, 20, 64, torch.bfloat16),
         ("tokens", 70, 64, 20, torch.bfloat16),
-        ("tokens", 70, 64, 64, torch.float16),
+        ("mma", 70, 64, 64, torch.float16),
         ("tokens", 70, 64, 64, torch.float32),
     ],
 )
@@ -150,14 +153,11 @@ DECAYS = {
 }
 
 
-#: Dtypes of q, k and v with a decay of a head, and of a channel.
-KINDS = [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float16)]
-
-
 @emulated
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize(("channels", "dtype"), KINDS)
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_strong_decays(taken, channels, dtype, decay, delta):
     q, k, v, beta = inputs(75, 1, 2, 24, 40, dtype=dtype)
     of_channels = [24] if channels else []
@@ -170,7 +170,8 @@ def test_strong_decays(taken, channels, dtype, decay, delta):
 @emulated
 @pytest.mark.parametrize(("size", "width"), [(8, 8), (40, 72), (72, 24), (128, 104)])
 @pytest.mark.parametrize("steps", [17, 32, 33, 97])
-@pytest.mark.parametrize(("channels", "dtype"), KINDS)
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_odd_sizes(taken, channels, dtype, steps, size, width):
     """Parts of a panel and of a chunk, value heads that share keys."""
     q, k, v, beta = inputs(steps, 2, 4, size, width, dtype=dtype)
@@ -178,4 +179,17 @@ def test_odd_sizes(taken, channels, dtype, steps, size, width):
     g = nnf.logsigmoid(3 * draw(2, steps, 4, *of_channels, seed=3)).float().double()
     start = draw(2, 4, size, width, seed=8).float().double()
     assert_results(True, q, k, v, g, beta, start, dtype=dtype)
+    taken += [FORWARD.format("mma"), BACKWARD.format("mma")]
+
+
+@emulated
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_packed_sequences(taken, dtype, delta):
+    """With a decay per channel: of one token, none, few tokens and several chunks."""
+    q, k, v, beta = inputs(120, 2, 4, 24, 40, batch=1, dtype=dtype)
+    g = nnf.logsigmoid(3 * draw(1, 120, 4, 24, seed=3)).float().double()
+    start = draw(5, 4, 24, 40, seed=8).float().double()
+    bounds = torch.tensor([0, 1, 1, 4, 70, 120])
+    assert_results(delta, q, k, v, g, beta, start, dtype=dtype, cu_seqlens=bounds)
     taken += [FORWARD.format("mma"), BACKWARD.format("mma")]

@@ -7,37 +7,23 @@ namespace omniattn {
 namespace {
 
 // Blocks: value heads of slots, panels of columns.
-template <int kKeys>
+template <class T, int kKeys>
 __global__ void __launch_bounds__(kThreads, kKeys == 64 ? 3 : 2)
     recurrence_errors_mma_kernel(const __grid_constant__ RecurrenceBackwardParams params,
                                  const __grid_constant__ Found<float> found) {
   const Recurrence& p = params.recurrence;
   const RecurrenceSequence s = chunk_of_slot(p, blockIdx.x / p.value_heads);
-  if (s.count > 0) write_errors<HeadPanel<kKeys, true, false>>(params, found, s);
+  if (s.count > 0) write_errors<HeadPanel<T, kKeys, true, false>>(params, found, s);
 }
 
 // Blocks: value heads of sequences, panels of columns.
-template <int kKeys, bool kDelta>
+template <class T, int kKeys, bool kDelta>
 __global__ void __launch_bounds__(kThreads, 2)
     recurrence_du_mma_kernel(const __grid_constant__ RecurrenceBackwardParams params,
                              const __grid_constant__ Found<float> found) {
   const Recurrence& p = params.recurrence;
   const RecurrenceSequence s = checked_sequence(p, blockIdx.x / p.value_heads);
-  UpdatesByMma<HeadPanel<kKeys, kDelta, true>, kDelta>(params, found, s).run();
-}
-
-template <int kKeys, bool kDelta>
-void launch(const RecurrenceBackwardParams& params, const Found<float>& found, Stream stream) {
-  const Recurrence& p = params.recurrence;
-  constexpr size_t kBytes = sizeof(HeadShared<kKeys, kDelta>);
-  if constexpr (kDelta) {
-    if (const int64_t slots = recurrence_slots(p); slots > 0) {
-      GPU_LAUNCH(recurrence_errors_mma_kernel<kKeys>, panels_of(p, slots), kThreads, kBytes, stream,
-                 params, found);
-    }
-  }
-  GPU_LAUNCH((recurrence_du_mma_kernel<kKeys, kDelta>), panels_of(p, p.sequences), kThreads, kBytes,
-             stream, params, found);
+  UpdatesByMma<HeadPanel<T, kKeys, kDelta, true>, kDelta>(params, found, s).run();
 }
 
 }  // namespace
@@ -53,11 +39,18 @@ Status launch_recurrence_backward_mma(const RecurrenceBackwardParams& params, vo
   if (p.sequences * p.value_heads > 0 && p.value_width > 0) {
     if (p.channel_decay) {
       launch_recurrence_channels_backward_mma(params, memory, stream);
-    } else if (p.key_width <= 64) {
-      p.delta ? launch<64, true>(params, found, stream) : launch<64, false>(params, found, stream);
     } else {
-      p.delta ? launch<128, true>(params, found, stream)
-              : launch<128, false>(params, found, stream);
+      with_rows(p, [&]<class T, int kKeys, bool kDelta>() {
+        constexpr size_t kBytes = sizeof(HeadShared<T, kKeys, kDelta>);
+        if constexpr (kDelta) {
+          if (const int64_t slots = recurrence_slots(p); slots > 0) {
+            GPU_LAUNCH((recurrence_errors_mma_kernel<T, kKeys>), panels_of(p, slots), kThreads,
+                       kBytes, stream, params, found);
+          }
+        }
+        GPU_LAUNCH((recurrence_du_mma_kernel<T, kKeys, kDelta>), panels_of(p, p.sequences),
+                   kThreads, kBytes, stream, params, found);
+      });
     }
   }
   if (p.sequences * p.value_heads > 0 && p.key_width > 0) {

@@ -31,7 +31,7 @@ void launch_recurrence_channels_backward_mma(const RecurrenceBackwardParams& par
                                              Stream stream) {
   const Recurrence& p = params.recurrence;
   const Found<float> found(p, memory);
-  with_channels(p, [&]<class T, int kKeys, bool kDelta>() {
+  with_rows(p, [&]<class T, int kKeys, bool kDelta>() {
     if constexpr (kDelta) {
       if (const int64_t slots = recurrence_slots(p); slots > 0) {
         GPU_LAUNCH((recurrence_channels_errors_mma_kernel<T, kKeys>), panels_of(p, slots), kThreads,

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 void launch_recurrence_channels_mma(const RecurrenceParams& params, Stream stream) {
   const Recurrence& p = params.recurrence;
-  with_channels(p, [&]<class T, int kKeys, bool kDelta>() {
+  with_rows(p, [&]<class T, int kKeys, bool kDelta>() {
     GPU_LAUNCH((recurrence_channels_forward_mma_kernel<T, kKeys, kDelta>),
                panels_of(p, p.sequences), kThreads, sizeof(ChannelShared<T, kKeys, kDelta, false>),
                stream, params);

@@ -27,7 +27,7 @@ struct ChannelShared : Scores<kChannelTokens, kDelta> {
   alignas(16) bf16 q_in[kIn][kRows], k_in[kDelta ? kIn : 1][kRows], k_out[kOut][kRows];
 };
 
-// Sums of N numbers over a warp; lane i gets that of number i / (32 / N).
+// Adds each of N numbers over a warp; lane i gets the sum of number i / (32 / N).
 template <int N>
 __device__ __forceinline__ float spread_sums(float (&x)[N]) {
   const int lane = lane_index();
@@ -55,8 +55,8 @@ struct ChannelPanel : PanelByMma<T, kKeys, ChannelShared<T, kKeys, kDelta, kBack
   using typename Base::Shared;
   static constexpr int kTokens = kChannelTokens, kRows = Shared::kRows;
   static constexpr int kChannels = kKeys / kLanes;  // of a lane, in scores
-  using In = TokenOperand<kKeys, Shared::kIn, kRows>;
-  using Out = TokenOperand<kKeys, Shared::kOut, kRows>;
+  using In = TokenOperand<bf16, kKeys, Shared::kIn, kRows>;
+  using Out = TokenOperand<bf16, kKeys, Shared::kOut, kRows>;
   struct Gates {
     float beta;
   };
@@ -181,19 +181,6 @@ struct ChannelPanel : PanelByMma<T, kKeys, ChannelShared<T, kKeys, kDelta, kBack
     find_scores<kQueries>(t, factor);
   }
 };
-
-// Calls f with the dtype, the padded key width and the update of a call.
-template <class F>
-void with_channels(const Recurrence& p, const F& f) {
-  const auto with_update = [&]<class T, int kKeys>() {
-    p.delta ? f.template operator()<T, kKeys, true>() : f.template operator()<T, kKeys, false>();
-  };
-  const auto with_keys = [&]<class T>(T) {
-    p.key_width <= 64 ? with_update.template operator()<T, 64>()
-                      : with_update.template operator()<T, 128>();
-  };
-  p.dtype == DType::bf16 ? with_keys(bf16{}) : with_keys(f16{});
-}
 
 }  // namespace
 }  // namespace omniattn

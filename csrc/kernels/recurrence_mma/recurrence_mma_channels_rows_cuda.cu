@@ -185,7 +185,7 @@ void launch_recurrence_channels_rows_mma(const RecurrenceBackwardParams& params,
   const int64_t chunks = recurrence_slots(p) * p.value_heads;
   if (chunks == 0) return;
   const Found<float> found(p, memory);
-  with_channels(p, [&]<class T, int kKeys, bool kDelta>() {
+  with_rows(p, [&]<class T, int kKeys, bool kDelta>() {
     GPU_LAUNCH((recurrence_channels_rows_mma_kernel<T, kKeys, kDelta>), blocks(chunks), kThreads,
                sizeof(ChannelRowsShared<T, kKeys>), stream, params, found);
   });

@@ -5,19 +5,12 @@
 namespace omniattn {
 namespace {
 
-template <int kKeys, bool kDelta>
-__global__ void __launch_bounds__(kThreads, kKeys == 64 ? 3 : 2)
+template <class T, int kKeys, bool kDelta>
+__global__ void __launch_bounds__(kThreads, kKeys == 64 && !kIsSplit<T> ? 3 : 2)
     recurrence_forward_mma_kernel(const __grid_constant__ RecurrenceParams params) {
   const Recurrence& p = params.recurrence;
   const RecurrenceSequence s = checked_sequence(p, blockIdx.x / p.value_heads);
-  ForwardByMma<HeadPanel<kKeys, kDelta, false>, kDelta>(params, s).run();
-}
-
-template <int kKeys, bool kDelta>
-void launch(const RecurrenceParams& params, Stream stream) {
-  const Recurrence& p = params.recurrence;
-  GPU_LAUNCH((recurrence_forward_mma_kernel<kKeys, kDelta>), panels_of(p, p.sequences), kThreads,
-             sizeof(HeadShared<kKeys, kDelta>), stream, params);
+  ForwardByMma<HeadPanel<T, kKeys, kDelta, false>, kDelta>(params, s).run();
 }
 
 }  // namespace
@@ -27,10 +20,11 @@ Status launch_recurrence_mma(const RecurrenceParams& params, Stream stream) {
   if (p.sequences * p.value_heads == 0 || p.value_width == 0) return nullptr;
   if (p.channel_decay) {
     launch_recurrence_channels_mma(params, stream);
-  } else if (p.key_width <= 64) {
-    p.delta ? launch<64, true>(params, stream) : launch<64, false>(params, stream);
   } else {
-    p.delta ? launch<128, true>(params, stream) : launch<128, false>(params, stream);
+    with_rows(p, [&]<class T, int kKeys, bool kDelta>() {
+      GPU_LAUNCH((recurrence_forward_mma_kernel<T, kKeys, kDelta>), panels_of(p, p.sequences),
+                 kThreads, sizeof(HeadShared<T, kKeys, kDelta>), stream, params);
+    });
   }
   return gpu::launch_status();
 }

@@ -10,11 +10,11 @@
 //   o^T = in S^T q^T + u^T P^T        S^T <- end S^T + (out u)^T k
 //
 // One decay for all channels is factored out of the products of rows, as written above, and q and k
-// are factors without conversion (recurrence_mma_scores_cuda.h). A decay per channel is a part of
-// the rows: in q, in k and out k (recurrence_mma_channels_cuda.h). As on the CPU's tiles, a number
-// of fp32 is a sum of pieces of bf16: two of them for what is rounded later, with an error below
-// 2^-16, and three, which are exact, for what is added to a state. Every factor of a decay is a
-// product of some exp(g).
+// are factors as they are (recurrence_mma_scores_cuda.h), a number of f16 as the sum of two of
+// bf16. A decay per channel is a part of the rows: in q, in k and out k
+// (recurrence_mma_channels_cuda.h). As on the CPU's tiles, a number of fp32 is a sum of pieces of
+// bf16: two of them for what is rounded later, with an error below 2^-16, and three, which are
+// exact, for what is added to a state. Every factor of a decay is a product of some exp(g).
 #pragma once
 
 #include "kernels/recurrence/recurrence_cuda.h"
@@ -99,29 +99,51 @@ struct LanePlace {
   int lane = lane_index(), g = lane / 4, t = lane % 4;
 };
 
-// Rows in shared memory, in pieces that are `distance` elements apart.
-template <int kKeys, int kCount = 1, int kDistance = 0>
+// True for f16: a number is the sum of two pieces, which are made where it is loaded.
+template <class T>
+constexpr bool kIsSplit = TypeTraits<T>::kDType == DType::f16;
+// Replaces numbers of f16 by one of their pieces.
+template <class T>
+__device__ __forceinline__ void take_piece(uint32_t (&x)[4], int piece) {
+  if constexpr (kIsSplit<T>) {
+#pragma unroll
+    for (uint32_t& both : x) {
+      float low, high;
+      unpack<T>(both, low, high);
+      uint32_t pieces[2];
+      split(low, high, pieces);
+      both = pieces[piece];
+    }
+  }
+}
+
+// Rows in shared memory; those of bf16 in kCount pieces, kDistance elements apart.
+template <class T, int kKeys, int kCount = 1, int kDistance = 0>
 struct TokenOperand {
-  using Rows = gpu::SharedRows<bf16, kKeys>;
-  static constexpr int kPieces = kCount;
-  const bf16* rows;
+  using Rows = gpu::SharedRows<T, kKeys>;
+  static constexpr int kPieces = kIsSplit<T> ? 2 : kCount;
+  const T* rows;
   int by_term, by_token;
 
-  __device__ __forceinline__ explicit TokenOperand(const bf16* from) : rows(from) {
+  __device__ __forceinline__ explicit TokenOperand(const T* from) : rows(from) {
     const int lane = lane_index();
     by_term = Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
     by_token = Rows::offset(lane % 16, lane / 16);
   }
   // Two tiles of 8 tokens as columns, with terms [16 step, 16 step + 16) of K.
   __device__ __forceinline__ void load(uint32_t (&b)[4], int pair, int step, int piece = 0) const {
-    const bf16* const from = rows + piece * kDistance + 16 * pair * kKeys;
+    const T* const from = rows + piece * kDistance + 16 * pair * kKeys;
+    if constexpr (kIsSplit<T>) __syncwarp();  // delays later loads, which would take registers
     gpu::ldmatrix_x4(b, from + (gpu::opaque(by_term) ^ 16 * step));
+    take_piece<T>(b, piece);
   }
   // Two tiles of 8 columns of K, with tokens [16 step, 16 step + 16) as terms.
   __device__ __forceinline__ void load_keys(uint32_t (&b)[4], int pair, int step,
                                             int piece = 0) const {
-    const bf16* const from = rows + piece * kDistance + 16 * step * kKeys;
+    const T* const from = rows + piece * kDistance + 16 * step * kKeys;
+    if constexpr (kIsSplit<T>) __syncwarp();
     gpu::ldmatrix_x4_trans(b, from + (gpu::opaque(by_token) ^ 16 * pair));
+    take_piece<T>(b, piece);
   }
 };
 

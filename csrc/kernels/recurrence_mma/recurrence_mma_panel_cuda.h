@@ -183,6 +183,19 @@ struct PanelByMma {
   }
 };
 
+// Calls f with the dtype, the padded key width and the update of a call.
+template <class F>
+void with_rows(const Recurrence& p, const F& f) {
+  const auto with_update = [&]<class T, int kKeys>() {
+    p.delta ? f.template operator()<T, kKeys, true>() : f.template operator()<T, kKeys, false>();
+  };
+  const auto with_keys = [&]<class T>(T) {
+    p.key_width <= 64 ? with_update.template operator()<T, 64>()
+                      : with_update.template operator()<T, 128>();
+  };
+  p.dtype == DType::bf16 ? with_keys(bf16{}) : with_keys(f16{});
+}
+
 // Blocks of a walk: value heads of sequences, panels of columns.
 inline dim3 panels_of(const Recurrence& p, int64_t items) {
   return dim3(blocks(items * p.value_heads), blocks(ceil_div(p.value_width, int64_t{kPanel})));

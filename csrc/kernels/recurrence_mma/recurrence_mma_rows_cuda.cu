@@ -7,11 +7,11 @@
 namespace omniattn {
 namespace {
 
-template <int kKeys>
+template <class T, int kKeys>
 struct RowsShared {
   static constexpr int kTokens = kHeadTokens;
   static constexpr int kScoreStride = Scores<kTokens, false>::kScoreStride;
-  bf16 q[kTokens * kKeys], k[kTokens * kKeys];
+  T q[kTokens * kKeys], k[kTokens * kKeys];
   union {
     bf16 rows[kReaders][2][kTokens * kPanel];   // pieces of a panel of columns of values
     bf16 scores[2][2][kTokens * kScoreStride];  // pieces of dP and dN
@@ -22,13 +22,13 @@ struct RowsShared {
   float entering[kWarps][kTokens], leaving[kWarps][kTokens], carried[kWarps];
 };
 
-template <int kKeys, bool kDelta>
-struct RowsByMma : RowProducts<bf16, kKeys, kDelta, false, RowsShared<kKeys>> {
-  using Base = RowProducts<bf16, kKeys, kDelta, false, RowsShared<kKeys>>;
+template <class T, int kKeys, bool kDelta>
+struct RowsByMma : RowProducts<T, kKeys, kDelta, false, RowsShared<T, kKeys>> {
+  using Base = RowProducts<T, kKeys, kDelta, false, RowsShared<T, kKeys>>;
   using Base::kTokens, Base::kTiles, Base::kStrips;
   using Base::pair, Base::first, Base::lane, Base::dP, Base::dN, Base::met, Base::carried;
   using Base::params, Base::found, Base::p, Base::s, Base::shared, Base::head, Base::row;
-  static constexpr int kScoreStride = RowsShared<kKeys>::kScoreStride;
+  static constexpr int kScoreStride = RowsShared<T, kKeys>::kScoreStride;
 
   float P[2][4] = {}, N[2][4] = {};  // scores: of all tiles up to the diagonal
 
@@ -71,20 +71,23 @@ struct RowsByMma : RowProducts<bf16, kKeys, kDelta, false, RowsShared<kKeys>> {
   }
 
   // Channels [channel, channel + 16) of rows of q or k as a left operand, transposed.
-  __device__ __forceinline__ void load_channels(uint32_t (&a)[4], const bf16* rows, int channel,
-                                                int step) const {
-    using Rows = gpu::SharedRows<bf16, kKeys>;
+  __device__ __forceinline__ void load_channels(uint32_t (&a)[4], const T* rows, int channel,
+                                                int step, int piece) const {
+    using Rows = gpu::SharedRows<T, kKeys>;
     const int l = lane.lane;
     gpu::ldmatrix_x4_trans(
         a, rows + 16 * step * kKeys + Rows::offset(l / 16 * 8 + l % 8, channel / 8 + l / 8 % 2));
+    take_piece<T>(a, piece);
   }
-  // sums += a times pieces of scores: of rows that are the results' tokens, or of their columns.
+  // sums += a piece a times pieces of scores: of rows that are the results' tokens, or of their
+  // columns.
   template <bool kByRow>
-  __device__ __forceinline__ void multiply_scores(const uint32_t (&a)[4], int which, int step,
-                                                  int tokens, Tile (&sums)[kTiles]) const {
+  __device__ __forceinline__ void multiply_scores(const uint32_t (&a)[4], int piece, int which,
+                                                  int step, int tokens,
+                                                  Tile (&sums)[kTiles]) const {
     if (!omniattn::has_scores<kByRow>(step, tokens)) return;
 #pragma unroll
-    for (int n = 1; n >= 0; --n) {
+    for (int n = 1 - piece; n >= 0; --n) {
       uint32_t b[4];
       load_scores<kByRow, kScoreStride>(b, shared.scores[which][n], step, tokens);
       gpu::mma<bf16>(sums[2 * tokens], a, {b[0], b[1]});
@@ -121,16 +124,19 @@ struct RowsByMma : RowProducts<bf16, kKeys, kDelta, false, RowsShared<kKeys>> {
     }
 #pragma unroll
     for (int step = 0; step < kTiles / 2; ++step) {
-      uint32_t of_q[4], of_k[4];
-      load_channels(of_q, shared.q, channel, step);
-      load_channels(of_k, shared.k, channel, step);
 #pragma unroll
-      for (int tokens = 0; tokens < kTiles / 2; ++tokens) {
-        multiply_scores<true>(of_k, 0, step, tokens, dq);
-        multiply_scores<false>(of_q, 0, step, tokens, dk);
-        if constexpr (kDelta) {
-          multiply_scores<true>(of_k, 1, step, tokens, dk);
-          multiply_scores<false>(of_k, 1, step, tokens, dk);
+      for (int piece = kIsSplit<T>; piece >= 0; --piece) {
+        uint32_t of_q[4], of_k[4];
+        load_channels(of_q, shared.q, channel, step, piece);
+        load_channels(of_k, shared.k, channel, step, piece);
+#pragma unroll
+        for (int tokens = 0; tokens < kTiles / 2; ++tokens) {
+          multiply_scores<true>(of_k, piece, 0, step, tokens, dq);
+          multiply_scores<false>(of_q, piece, 0, step, tokens, dk);
+          if constexpr (kDelta) {
+            multiply_scores<true>(of_k, piece, 1, step, tokens, dk);
+            multiply_scores<false>(of_k, piece, 1, step, tokens, dk);
+          }
         }
       }
     }
@@ -184,7 +190,7 @@ struct RowsByMma : RowProducts<bf16, kKeys, kDelta, false, RowsShared<kKeys>> {
 
   __device__ __forceinline__ void run() {
     const int64_t key_head = p.key_head_of(head);
-    const TokenRows<bf16> q(p.q, s, key_head), k(p.k, s, key_head);
+    const TokenRows<T> q(p.q, s, key_head), k(p.k, s, key_head);
     q.template copy<kKeys, kTokens>(shared.q, 0, s.count, p.key_width);
     k.template copy<kKeys, kTokens>(shared.k, 0, s.count, p.key_width);
     gpu::cp_async_commit();
@@ -212,33 +218,20 @@ struct RowsByMma : RowProducts<bf16, kKeys, kDelta, false, RowsShared<kKeys>> {
 };
 
 // Blocks: value heads of slots.
-template <int kKeys, bool kDelta>
+template <class T, int kKeys, bool kDelta>
 __global__ void __launch_bounds__(kThreads, 2)
     recurrence_rows_mma_kernel(const __grid_constant__ RecurrenceBackwardParams params,
                                const __grid_constant__ Found<float> found) {
   const Recurrence& p = params.recurrence;
   const RecurrenceSequence s = chunk_of_slot(p, blockIdx.x / p.value_heads);
   if (s.count == 0) return;
-  RowsByMma<kKeys, kDelta>{{.params = params,
-                            .found = found,
-                            .p = p,
-                            .s = s,
-                            .shared = *gpu::dynamic_shared<RowsShared<kKeys>>(),
-                            .head = blockIdx.x % p.value_heads}}
+  RowsByMma<T, kKeys, kDelta>{{.params = params,
+                               .found = found,
+                               .p = p,
+                               .s = s,
+                               .shared = *gpu::dynamic_shared<RowsShared<T, kKeys>>(),
+                               .head = blockIdx.x % p.value_heads}}
       .run();
-}
-
-template <int kKeys>
-void launch(const RecurrenceBackwardParams& params, const Found<float>& found, int64_t chunks,
-            Stream stream) {
-  constexpr size_t kBytes = sizeof(RowsShared<kKeys>);
-  if (params.recurrence.delta) {
-    GPU_LAUNCH((recurrence_rows_mma_kernel<kKeys, true>), blocks(chunks), kThreads, kBytes, stream,
-               params, found);
-  } else {
-    GPU_LAUNCH((recurrence_rows_mma_kernel<kKeys, false>), blocks(chunks), kThreads, kBytes, stream,
-               params, found);
-  }
 }
 
 }  // namespace
@@ -249,8 +242,10 @@ void launch_recurrence_rows_mma(const RecurrenceBackwardParams& params, void* me
   const int64_t chunks = recurrence_slots(p) * p.value_heads;
   if (chunks == 0) return;
   const Found<float> found(p, memory);
-  p.key_width <= 64 ? launch<64>(params, found, chunks, stream)
-                    : launch<128>(params, found, chunks, stream);
+  with_rows(p, [&]<class T, int kKeys, bool kDelta>() {
+    GPU_LAUNCH((recurrence_rows_mma_kernel<T, kKeys, kDelta>), blocks(chunks), kThreads,
+               sizeof(RowsShared<T, kKeys>), stream, params, found);
+  });
 }
 
 }  // namespace omniattn

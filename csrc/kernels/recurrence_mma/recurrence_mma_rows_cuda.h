@@ -10,19 +10,19 @@
 
 #include "kernels/recurrence/recurrence_backward_cuda.h"
 #include "kernels/recurrence_mma/recurrence_mma.h"
-#include "kernels/recurrence_mma/recurrence_mma_cuda.h"
+#include "kernels/recurrence_mma/recurrence_mma_panel_cuda.h"
 
 namespace omniattn {
 namespace {
 
 enum Reader { kGradO, kAdded, kProbe, kReaders };  // do, u and de
 
-// The products over columns of values. SharedMemory: has kTokens, q, k, beta, and `rows` for pieces
-// of a panel of columns.
+// Computes the products over columns of values. SharedMemory has kTokens, q, k, beta, and `rows`
+// for pieces of a panel of columns; kChannels: `carried` is one sum per channel, else one in all.
 template <class T, int kKeys, bool kDelta, bool kChannels, class SharedMemory>
 struct RowProducts {
   using Shared = SharedMemory;
-  using Columns = TokenOperand<kPanel>;
+  using Columns = TokenOperand<bf16, kPanel>;
   static constexpr int kTokens = Shared::kTokens, kTiles = kTokens / 8;
   static constexpr int kStrips = kKeys / 16 / kWarps;  // 16 channels each, of a warp
   static constexpr int kRead = kDelta ? kReaders : kProbe;

@@ -1,4 +1,4 @@
-// Chunks of bf16 rows with one decay for all channels, or none: decays and scores.
+// Chunks with one decay for all channels, or none: decays and scores.
 #pragma once
 
 #include "kernels/recurrence_mma/recurrence_mma_panel_cuda.h"
@@ -12,10 +12,10 @@ static_assert(recurrence_chunk(false) == kHeadTokens && kHeadTokens == kLanes);
 constexpr int kFactorStride = kHeadTokens + 8;
 
 // Shared memory of a block. kKeys: the key width, padded with zeros.
-template <int kKeys, bool kDelta>
+template <class T, int kKeys, bool kDelta>
 struct HeadShared : Scores<kHeadTokens, kDelta> {
   struct Stage {  // tokens that are being copied, or used
-    alignas(16) bf16 q[kHeadTokens * kKeys], k[kHeadTokens * kKeys], v[kHeadTokens * kPanel];
+    alignas(16) T q[kHeadTokens * kKeys], k[kHeadTokens * kKeys], v[kHeadTokens * kPanel];
   };
   Stage stages[2];
   alignas(16) float between[kHeadTokens * kFactorStride];  // decays from column to row
@@ -51,10 +51,10 @@ __device__ __forceinline__ void set_decays(Shared& shared, float w, float beta) 
 
 // Scores of tokens [row, row + 16) with the keys up to them, q k^T or k k^T, in kPairs pairs of
 // tiles of 8 keys from `pair` on.
-template <int kPairs, int kKeys>
-__device__ __forceinline__ void scores(float (&sums)[2 * kPairs][4], const bf16* rows,
-                                       const bf16* keys, int row, int pair) {
-  using Rows = gpu::SharedRows<bf16, kKeys>;
+template <int kPairs, int kKeys, class T>
+__device__ __forceinline__ void scores(float (&sums)[2 * kPairs][4], const T* rows, const T* keys,
+                                       int row, int pair) {
+  using Rows = gpu::SharedRows<T, kKeys>;
   const int lane = lane_index();
   const int a_at = gpu::opaque(Rows::offset(row + lane % 16, lane / 16));
   const int b_at = gpu::opaque(Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2));
@@ -68,8 +68,8 @@ __device__ __forceinline__ void scores(float (&sums)[2 * kPairs][4], const bf16*
       if (16 * (pair + n) > row) continue;
       uint32_t b[4];
       gpu::ldmatrix_x4(b, keys + 16 * (pair + n) * kKeys + (b_at ^ 16 * step));
-      gpu::mma<bf16>(sums[2 * n], a, {b[0], b[1]});
-      gpu::mma<bf16>(sums[2 * n + 1], a, {b[2], b[3]});
+      gpu::mma<T>(sums[2 * n], a, {b[0], b[1]});
+      gpu::mma<T>(sums[2 * n + 1], a, {b[2], b[3]});
     }
   }
 }
@@ -121,11 +121,11 @@ __device__ __forceinline__ void store_factors(const float (&sums)[2 * kPairs][4]
 }
 
 // One decay for all channels, or none, with the interface of recurrence_mma_panel_cuda.h.
-template <int kKeys, bool kDelta, bool kBackward>
-struct HeadPanel : PanelByMma<bf16, kKeys, HeadShared<kKeys, kDelta>> {
-  using Base = PanelByMma<bf16, kKeys, HeadShared<kKeys, kDelta>>;
+template <class T, int kKeys, bool kDelta, bool kBackward>
+struct HeadPanel : PanelByMma<T, kKeys, HeadShared<T, kKeys, kDelta>> {
+  using Base = PanelByMma<T, kKeys, HeadShared<T, kKeys, kDelta>>;
   using Base::p, Base::s, Base::shared, Base::g, Base::beta, Base::state;
-  using Rows = TokenOperand<kKeys>;
+  using Rows = TokenOperand<T, kKeys>;
   using Base::Base;
   struct Gates {
     float g, beta;
@@ -153,7 +153,7 @@ struct HeadPanel : PanelByMma<bf16, kKeys, HeadShared<kKeys, kDelta>> {
     const int warp = gpu::warp_id(), row = warp % 2 * 16, pair = kPairs == 2 ? 0 : warp / 2;
     const bool of_k = !kQueries || (kDelta && warp >= 2);
     const float w = exp(gates.g);
-    const bf16* const keys = this->stage(t).k;
+    const T* const keys = this->stage(t).k;
     float sums[2 * kPairs][4];
     scores<kPairs, kKeys>(sums, of_k ? keys : this->stage(t).q, keys, row, pair);
     set_decays(shared, w, gates.beta);
