@@ -57,6 +57,7 @@ class Tile(NamedTuple):
     most: int
     copies: int = 0  # of a loop, if a loop makes them
     product: str = "HMMA"
+    rounds: int = 0  # of other loops within it
 
 
 TILES = {
@@ -71,19 +72,42 @@ TILES = {
     r"attention_dkdv_mma_kernel<\w+, 256>": Tile(160, 800, copies=8),
     r"moe_\w+_kernel<gpu::GemmByMma<.*": Tile(64, 350),
     # 32 tokens of 16 columns: 60 instructions per token and column are 30,720.
-    r"recurrence_forward_mma_kernel<64, false>": Tile(106, 1000),
-    r"recurrence_forward_mma_kernel<64, true>": Tile(146, 1700),
-    r"recurrence_forward_mma_kernel<128, false>": Tile(194, 1350),
-    r"recurrence_forward_mma_kernel<128, true>": Tile(274, 2100),
-    r"recurrence_du_mma_kernel<64, false>": Tile(106, 1300),
-    r"recurrence_du_mma_kernel<64, true>": Tile(162, 2100),
-    r"recurrence_du_mma_kernel<128, false>": Tile(194, 1600),
-    r"recurrence_du_mma_kernel<128, true>": Tile(306, 2500),
+    r"recurrence_forward_mma_kernel<bf16, 64, false>": Tile(106, 1000),
+    r"recurrence_forward_mma_kernel<bf16, 64, true>": Tile(146, 1700),
+    r"recurrence_forward_mma_kernel<bf16, 128, false>": Tile(194, 1350),
+    r"recurrence_forward_mma_kernel<bf16, 128, true>": Tile(274, 2100),
+    r"recurrence_du_mma_kernel<bf16, 64, false>": Tile(106, 1300),
+    r"recurrence_du_mma_kernel<bf16, 64, true>": Tile(162, 2100),
+    r"recurrence_du_mma_kernel<bf16, 128, false>": Tile(194, 1600),
+    r"recurrence_du_mma_kernel<bf16, 128, true>": Tile(306, 2500),
+    # Numbers of f16 are split where they are loaded.
+    r"recurrence_forward_mma_kernel<f16, 64, false>": Tile(154, 1900),
+    r"recurrence_forward_mma_kernel<f16, 64, true>": Tile(210, 3000),
+    r"recurrence_forward_mma_kernel<f16, 128, false>": Tile(290, 3200),
+    r"recurrence_forward_mma_kernel<f16, 128, true>": Tile(402, 4800),
+    r"recurrence_du_mma_kernel<f16, 64, false>": Tile(154, 2200),
+    r"recurrence_du_mma_kernel<f16, 64, true>": Tile(242, 3500),
+    r"recurrence_du_mma_kernel<f16, 128, false>": Tile(290, 3500),
+    r"recurrence_du_mma_kernel<f16, 128, true>": Tile(466, 5200),
     # A tile of these has 16 columns of values and a quarter of the channels.
-    r"recurrence_rows_mma_kernel<64, false>": Tile(30, 220),
-    r"recurrence_rows_mma_kernel<64, true>": Tile(48, 250),
-    r"recurrence_rows_mma_kernel<128, false>": Tile(54, 350),
-    r"recurrence_rows_mma_kernel<128, true>": Tile(84, 400),
+    r"recurrence_rows_mma_kernel<\w+, 64, false>": Tile(30, 220),
+    r"recurrence_rows_mma_kernel<\w+, 64, true>": Tile(48, 250),
+    r"recurrence_rows_mma_kernel<\w+, 128, false>": Tile(54, 350),
+    r"recurrence_rows_mma_kernel<\w+, 128, true>": Tile(84, 400),
+    # 16 tokens of 16 columns: 60 instructions per token and column are 15,360. A loop computes the
+    # scores, two rows of 18 at a time.
+    r"recurrence_channels_forward_mma_kernel<\w+, 64, false>": Tile(78, 2000, rounds=9),
+    r"recurrence_channels_forward_mma_kernel<\w+, 64, true>": Tile(102, 2400, rounds=9),
+    r"recurrence_channels_forward_mma_kernel<\w+, 128, false>": Tile(150, 3000, rounds=9),
+    r"recurrence_channels_forward_mma_kernel<\w+, 128, true>": Tile(198, 3700, rounds=9),
+    r"recurrence_channels_du_mma_kernel<\w+, 64, false>": Tile(78, 2100, rounds=9),
+    r"recurrence_channels_du_mma_kernel<\w+, 64, true>": Tile(126, 2700, rounds=9),
+    r"recurrence_channels_du_mma_kernel<\w+, 128, false>": Tile(150, 3100, rounds=9),
+    r"recurrence_channels_du_mma_kernel<\w+, 128, true>": Tile(246, 4100, rounds=9),
+    r"recurrence_channels_rows_mma_kernel<\w+, 64, false>": Tile(18, 220),
+    r"recurrence_channels_rows_mma_kernel<\w+, 64, true>": Tile(30, 250),
+    r"recurrence_channels_rows_mma_kernel<\w+, 128, false>": Tile(30, 350),
+    r"recurrence_channels_rows_mma_kernel<\w+, 128, true>": Tile(48, 400),
     # Four steps of a vector of channels: 40 instructions per 128 bytes of y are 640.
     r"causal_conv_forward_vector_kernel<.*": Tile(4, 600, product="STG.E.128"),
     r"causal_conv_slope_vector_kernel<.*": Tile(8, 850, product="STG.E.128"),
@@ -171,8 +195,9 @@ Tiles lie in dynamic shared memory. A struct next to each kernel defines their s
 
 Instructions that a warp executes for a tile of which all pairs are visible, without terms and
 dropout, with the copy of the next tile: the shortest way through the loop's machine code that
-passes all products (HMMA), copies and exponentials. Loops without products are counted by their
-stores of 16 bytes per thread (STG.E.128).
+passes all products (HMMA), copies and exponentials, with the loop over rows of scores where decays
+are per channel. Loops without products are counted by their stores of 16 bytes per thread
+(STG.E.128).
 
 | kernel | work | limit | {" | ".join(ARCHS)} |
 |---|---|---|{"---|" * len(ARCHS)}

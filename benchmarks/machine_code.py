@@ -151,30 +151,30 @@ class Code:
         inside = set().union(*(body for _, body in self.loops)) if self.loops else set()
         return sum(self.count(n, base) for n in inside for base in ("LDL", "STL"))
 
-    def tile(self, copies: int = 0, product: str = "HMMA") -> Work | None:
+    def tile(self, copies: int = 0, product: str = "HMMA", rounds: int = 0) -> Work | None:
         """Counts the instructions of a plain tile: the shortest way through the innermost loop with
         products that computes all of them, copies all operands and takes all exponentials.
         `product` is their name.
 
         Loops within it are of other tiles, except those that copy (LDGSTS): each is executed until
-        it has made `copies` of them.
+        it has made `copies` of them. With `rounds`, all others are executed so many times.
         """
         ways: dict[frozenset[int], Way] = {}
         for head, body in self.loops:
             inner = any(known <= body for known in ways)
             if not inner and any(self.count(n, product) for n in body):
-                ways[frozenset(body)] = self._best(head, body, copies, product)
+                ways[frozenset(body)] = self._best(head, body, copies, product, rounds)
         if not ways:
             return None
         products, _, _, instructions, local = max(ways.values())
         return Work(-instructions, products, -local)
 
-    def _best(self, head: int, body: set[int], copies: int, product: str) -> Way:
+    def _best(self, head: int, body: set[int], copies: int, product: str, rounds: int) -> Way:
         """Returns the best way through a loop."""
         inner = [b for h, b in self.loops if b < body and h != head]
         copied = [(b, sum(self.count(n, "LDGSTS") for n in b)) for b in inner]
-        times = {n: copies // count for b, count in copied if count for n in b}
-        skipped = set().union(*(b for b, count in copied if not count))
+        times = {n: copies // count if count else rounds for b, count in copied for n in b}
+        skipped = {n for n, count in times.items() if rounds == count == 0}
         best: dict[int, Way] = {}
         for n in self._after(head, body - skipped):
             ways = [best[m] for m in self.next[n] if m in best]

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -323,12 +323,19 @@ def choices(options: Options) -> Iterator[Item]:
     """Times ops that have several paths, without the paths before each of them."""
     tables = _library.paths(options.device)
     for item, make in timed(options):
-        op, pass_ = item.labels["op"], item.labels["pass"]
-        table = f"{op}_backward" if pass_ == "backward" and f"{op}_backward" in tables else op
+        table = table_of(item.labels["op"], item.labels["pass"], tables)
         for path in tables.get(table, ()):
             labels = item.labels | {"from": path}
             measure = functools.partial(time_path, options, table, labels, make)
             yield Item(labels, measure, f"{table} {path}", options.timeout)
+
+
+def table_of(op: str, pass_: str, tables: Container[str]) -> str:
+    """Returns the table of paths of a pass of an op: that of `recurrence` if it is a call of it."""
+    if registry()[op].family in ("recurrence", "delta variant"):
+        op = "recurrence"
+    of_backward = f"{op}_backward"
+    return of_backward if pass_ == "backward" and of_backward in tables else op
 
 
 def time_path(

@@ -358,6 +358,14 @@ def test_a_lease_costs_a_broken_op_its_own_cases_only(run_dry):
     }
 
 
+def test_recurrences_are_timed_by_the_paths_of_their_op():
+    tables = ["recurrence", "recurrence_backward", "moe_experts"]
+    calls = [(op, each) for op in ("kimi_delta_attention", "comba", "moe_experts")
+             for each in ("forward", "backward")]  # fmt: skip
+    found = gpu_module(f"print([steps.table_of(*call, {tables}) for call in {calls}])")
+    assert ast.literal_eval(found) == [*tables[:2], *tables[:2], "moe_experts", "moe_experts"]
+
+
 def test_a_lease_has_the_time_that_it_names():
     stages = gpu_module(
         """

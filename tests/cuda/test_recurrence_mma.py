@@ -48,11 +48,11 @@ def taken(capfd: pytest.CaptureFixture[str]) -> Iterator[list[str]]:
     assert [x.removeprefix("omniattn: ").replace(" on cpu", "") for x in lines] == found
 
 
-def inputs(steps: int, heads: int, v_heads: int, size: int, width: int, batch: int = 2):
-    """q, k, v and beta of fp64: the first three are numbers of bf16."""
+def inputs(steps, heads, v_heads, size, width, batch=2, dtype=torch.bfloat16):
+    """q, k, v and beta of fp64: the first three are numbers of `dtype`."""
     q, k = draw(batch, steps, heads, size), draw(batch, steps, heads, size, seed=1)
     v = draw(batch, steps, v_heads, width, seed=2)
-    q, k, v = (t.bfloat16().double() for t in (q, nnf.normalize(k, dim=-1), v))
+    q, k, v = (t.to(dtype).double() for t in (q, nnf.normalize(k, dim=-1), v))
     return q, k, v, draw(batch, steps, v_heads, seed=4).sigmoid().float().double()
 
 
@@ -61,22 +61,28 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-def results(delta, q, k, v, g, beta, start, *, half):
-    """o, the final state and the gradients of all inputs, in bf16 and fp32 or of fp64."""
+def results(delta, q, k, v, g, beta, start, *, dtype, cu_seqlens=None):
+    """o, the final state and the gradients of all inputs, in `dtype` and fp32 or of fp64."""
     leaves = [q, k, v, g, *([beta] if delta else []), start]
-    leaves = [t.bfloat16() if half and n < 3 else t.float() if half else t
+    half = dtype != torch.float64
+    leaves = [t.to(dtype) if half and n < 3 else t.float() if half else t
               for n, t in enumerate(leaves)]  # fmt: skip
     leaves = [t.detach().requires_grad_() for t in leaves]
-    rule = F.gated_delta_rule if delta else F.gated_linear_attention
-    o, final = rule(*leaves[:-1], initial_state=leaves[-1], backend=None if half else "reference")
+    rule = F.gated_linear_attention
+    if delta:
+        rule = F.kimi_delta_attention if g.dim() == 4 else F.gated_delta_rule
+    o, final = rule(*leaves[:-1], initial_state=leaves[-1], cu_seqlens=cu_seqlens,
+                    backend=None if half else "reference")  # fmt: skip
     weight, of_final = draw(*o.shape, seed=6).bfloat16(), draw(*final.shape, seed=7).float()
     loss = (o.double() * weight.double()).sum() + (final.double() * of_final.double()).sum()
     return [o, final, *torch.autograd.grad(loss, leaves)]
 
 
-def assert_results(delta, *given):
+def assert_results(delta, *given, dtype=torch.bfloat16, cu_seqlens=None):
     """No more than a rounding to the dtype of each result and what pieces leave out."""
-    found, exact = (results(delta, *given, half=half) for half in (True, False))
+    found, exact = (
+        results(delta, *given, dtype=t, cu_seqlens=cu_seqlens) for t in (dtype, torch.float64)
+    )
     for n, (a, b) in enumerate(zip(found, exact, strict=True)):
         if b.norm() > 0:
             assert error(a, b) < error(b.to(a.dtype), b) + LEFT_OUT, n
@@ -94,7 +100,7 @@ def assert_results(delta, *given):
         ("tokens", 70, 136, 64, torch.bfloat16),
         ("tokens", 70, 20, 64, torch.bfloat16),
         ("tokens", 70, 64, 20, torch.bfloat16),
-        ("tokens", 70, 64, 64, torch.float16),
+        ("mma", 70, 64, 64, torch.float16),
         ("tokens", 70, 64, 64, torch.float32),
     ],
 )
@@ -119,10 +125,21 @@ def test_rows_that_are_not_whole_pieces_go_by_tokens(taken):
 
 
 @emulated
-def test_decays_of_channels_go_by_tokens(taken):
-    q, k, v, _ = (t.bfloat16() for t in inputs(40, 1, 1, 16, 16))
-    F.gated_linear_attention(q, k, v, -torch.rand(2, 40, 1, 16))
-    taken.append(FORWARD.format("tokens"))
+@pytest.mark.parametrize(
+    ("path", "steps", "size", "dtype"),
+    [
+        ("mma", 9, 8, torch.bfloat16),
+        ("mma", 40, 128, torch.float16),
+        ("tokens", 8, 16, torch.bfloat16),
+        ("tokens", 40, 136, torch.float16),
+        ("tokens", 40, 16, torch.float32),
+    ],
+)
+def test_paths_of_decays_per_channel(taken, path, steps, size, dtype):
+    q, k, v, _ = (t.to(dtype) for t in inputs(steps, 1, 1, size, 16))
+    q.requires_grad_()
+    F.gated_linear_attention(q, k, v, -torch.rand(2, steps, 1, size))[0].sum().backward()
+    taken += [FORWARD.format(path), BACKWARD.format(path)]
 
 
 #: Logarithms of decays by token: none survives; one in five ends all before it; sums beyond what
@@ -139,20 +156,40 @@ DECAYS = {
 @emulated
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("delta", [False, True])
-def test_strong_decays(taken, decay, delta):
-    q, k, v, beta = inputs(75, 1, 2, 24, 40)
-    g = DECAYS[decay](draw(2, 75, 2, seed=3)).float().double()
-    assert_results(delta, q, k, v, g, beta, draw(2, 2, 24, 40, seed=8).float().double())
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_strong_decays(taken, channels, dtype, decay, delta):
+    q, k, v, beta = inputs(75, 1, 2, 24, 40, dtype=dtype)
+    of_channels = [24] if channels else []
+    g = DECAYS[decay](draw(2, 75, 2, *of_channels, seed=3)).float().double()
+    start = draw(2, 2, 24, 40, seed=8).float().double()
+    assert_results(delta, q, k, v, g, beta, start, dtype=dtype)
     taken += [FORWARD.format("mma"), BACKWARD.format("mma")]
 
 
 @emulated
 @pytest.mark.parametrize(("size", "width"), [(8, 8), (40, 72), (72, 24), (128, 104)])
-@pytest.mark.parametrize("steps", [17, 32, 33, 97])
-def test_odd_sizes(taken, steps, size, width):
+@pytest.mark.parametrize("steps", [17, 32, 97])
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_odd_sizes(taken, channels, dtype, steps, size, width):
     """Parts of a panel and of a chunk, value heads that share keys."""
-    q, k, v, beta = inputs(steps, 2, 4, size, width)
-    g = nnf.logsigmoid(3 * draw(2, steps, 4, seed=3)).float().double()
+    q, k, v, beta = inputs(steps, 2, 4, size, width, dtype=dtype)
+    of_channels = [size] if channels else []
+    g = nnf.logsigmoid(3 * draw(2, steps, 4, *of_channels, seed=3)).float().double()
     start = draw(2, 4, size, width, seed=8).float().double()
-    assert_results(True, q, k, v, g, beta, start)
+    assert_results(True, q, k, v, g, beta, start, dtype=dtype)
+    taken += [FORWARD.format("mma"), BACKWARD.format("mma")]
+
+
+@emulated
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_packed_sequences(taken, dtype, delta):
+    """With a decay per channel: of one token, none, few tokens and several chunks."""
+    q, k, v, beta = inputs(120, 2, 4, 24, 40, batch=1, dtype=dtype)
+    g = nnf.logsigmoid(3 * draw(1, 120, 4, 24, seed=3)).float().double()
+    start = draw(5, 4, 24, 40, seed=8).float().double()
+    bounds = torch.tensor([0, 1, 1, 4, 70, 120])
+    assert_results(delta, q, k, v, g, beta, start, dtype=dtype, cu_seqlens=bounds)
     taken += [FORWARD.format("mma"), BACKWARD.format("mma")]

@@ -127,13 +127,16 @@ OMNIATTN_FN RecurrenceSequence recurrence_sequence(const Recurrence& p, int64_t 
   return {n, 0, begin, p.boundaries[n + 1] - begin, begin / chunk + n};
 }
 
-// True if a call is faster on tiles, where the machine has them: its q, k and v are used unchanged,
-// and there are more tokens than half a chunk.
-OMNIATTN_FN bool recurrence_on_tiles(const Recurrence& p) {
-  const bool of_heads = !p.channel_decay && p.gv.data == nullptr;
-  const bool plain_rows = of_heads && p.features == FeatureMap::identity && !p.normalize;
+// True if a state meets rows of q, k and v as they are but for decays of keys, and there are more
+// tokens than half a chunk.
+OMNIATTN_FN bool plain_rows(const Recurrence& p) {
   const int64_t tokens = p.boundaries == nullptr ? p.steps : p.steps / larger(p.sequences, 1);
-  return p.dtype == DType::bf16 && plain_rows && tokens > recurrence_chunk(false) / 2;
+  return p.features == FeatureMap::identity && !p.normalize && p.gv.data == nullptr &&
+         tokens > recurrence_chunk(p) / 2;
+}
+// True if a call is faster on tiles, where the machine has them.
+OMNIATTN_FN bool recurrence_on_tiles(const Recurrence& p) {
+  return p.dtype == DType::bf16 && !p.channel_decay && plain_rows(p);
 }
 
 struct RecurrenceKernels {

@@ -5,11 +5,8 @@
 
 namespace omniattn {
 
-// Steps of recurrence_backward_cuda.cu: `rows`, in a file of its own; the same on tensor cores,
-// which also computes dg, in place of found.dg; and `finish`.
+// Steps of recurrence_backward_cuda.cu: `rows`, in a file of its own, and `finish`.
 void launch_recurrence_rows(const RecurrenceBackwardParams& params, void* memory, Stream stream);
-void launch_recurrence_rows_mma(const RecurrenceBackwardParams& params, void* memory,
-                                Stream stream);
 void launch_recurrence_finish(const RecurrenceBackwardParams& params, void* memory, Stream stream);
 
 namespace {
@@ -41,11 +38,11 @@ struct Found {
   C* features;      // of linear attention: features of q, then of k
   C* undivided;     // (B, T, Hv, W): undivided outputs, then their gradients
   C* dc;            // for low-rank updates
-  C *dq, *dk, *dg;  // (B, T, Hv, K), per value head
+  C *dq, *dk, *dg;  // (B, T, Hv, K), per value head; dg is unused on tensor cores
   C *da, *db;       // for low-rank updates
   C* dbonus;        // (slots, Hv, K)
   C* dstates;       // (slots, Hv, K, V), at the ends of chunks
-  int64_t bytes;
+  int64_t bytes, bytes_without_dg;
 
   __host__ Found(const Recurrence& p, void* memory) : bytes(0) {
     const int64_t heads = rows_of(p);
@@ -65,8 +62,9 @@ struct Found {
     dbonus = take(p.bonus == nullptr ? 0 : slots * p.key_width);
     dq = take(heads * p.key_width);
     dk = take(heads * p.key_width);
-    dg = take(p.g.data == nullptr ? 0 : heads * p.key_width);
     dstates = take(slots * p.key_width * p.state_width());
+    bytes_without_dg = bytes;
+    dg = take(p.g.data == nullptr ? 0 : heads * p.key_width);
   }
 };
 

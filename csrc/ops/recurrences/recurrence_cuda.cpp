@@ -24,12 +24,19 @@ const PathTable<bool(const Recurrence&), Status(const RecurrenceParams&)> kForwa
          }},
     });
 
-using Backward = Status(const RecurrenceBackwardParams&, void* memory, Stream);
-const PathTable<bool(const Recurrence&), Backward> kBackwardPaths(
+const PathTable<bool(const Recurrence&), Status(const RecurrenceBackwardParams&)> kBackwardPaths(
     "recurrence_backward",
     {
-        {"mma", recurrence_on_mma, launch_recurrence_backward_mma},
-        {"tokens", [](const Recurrence&) { return true; }, launch_recurrence_backward},
+        {"mma", recurrence_on_mma,
+         [](const RecurrenceBackwardParams& p) {
+           const Tensor memory = memory_of(recurrence_backward_mma_bytes(p.recurrence));
+           return launch_recurrence_backward_mma(p, memory.mutable_data_ptr(), stream());
+         }},
+        {"tokens", [](const Recurrence&) { return true; },
+         [](const RecurrenceBackwardParams& p) {
+           const Tensor memory = memory_of(recurrence_backward_bytes(p.recurrence));
+           return launch_recurrence_backward(p, memory.mutable_data_ptr(), stream());
+         }},
     });
 
 }  // namespace
@@ -38,8 +45,7 @@ Status launch_on_cuda(const RecurrenceParams& p) {
   return kForwardPaths.first(p.recurrence).run(p);
 }
 Status launch_on_cuda(const RecurrenceBackwardParams& p) {
-  const Tensor memory = memory_of(recurrence_backward_bytes(p.recurrence));
-  return kBackwardPaths.first(p.recurrence).run(p, memory.mutable_data_ptr(), stream());
+  return kBackwardPaths.first(p.recurrence).run(p);
 }
 
 }  // namespace omniattn::ops::recurrence
