@@ -1,4 +1,5 @@
-// Sums of decayed products; decayed_sum_cpu.cpp defines them.
+// Sums of decayed products; decayed_sum_cpu.cpp defines them. Only the CPU has a kernel: context
+// parallelism runs the definition on other devices.
 #pragma once
 
 #include "ops/device.h"

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "kernels/recurrence/decayed_sum.h"
+#include "kernels/sums/decayed_sum.h"
 #include "ops/recurrences/recurrence.h"
 #include "ops/registry.h"
 #include "ops/sequence_problem.h"

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "ops/recurrences/decayed_sum.h"
 #include "ops/registry.h"
 #include "ops/sequence_problem.h"
 #include "ops/shards.h"
@@ -251,6 +252,7 @@ const Registry registry([](Registry& ops) {
                           {"retention"}});
   ops.add<recurrence>("recurrence", saves_last);
   ops.add<recurrence_backward>("recurrence_backward");
+  ops.define<decltype(decayed_sum::decayed_sum)>("decayed_sum");
 });
 
 }  // namespace

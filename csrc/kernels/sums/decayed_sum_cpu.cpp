@@ -1,7 +1,7 @@
 // Sums of decayed products, see decayed_sum.h. The heads of an item alternate as in
 // recurrence_forward.h.
-#include "kernels/recurrence/decayed_sum.h"
 #include "kernels/recurrence/item_pass.h"
+#include "kernels/sums/decayed_sum.h"
 
 namespace omniattn::OMNIATTN_ISA {
 namespace {
