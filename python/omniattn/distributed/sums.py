@@ -178,9 +178,12 @@ def _exchanged_sums(chunks: _Chunks, given: Mapping[str, Any]) -> tuple[Tensor, 
         total, decay = nothing
         if part.goes_on:
             total, decay = _decayed_sum(given, part.tail, k, v, given["beta"], False, False)
-        own.append(torch.cat((total, decay if part.passes else 0 * decay), -1))
+        decay = decay if part.passes else torch.zeros_like(decay)
+        own.append(torch.cat((total.flatten(2), decay.flatten(2)), 2))
     found = chunks.layout.by_chunk(gather(torch.stack(own), chunks.layout))
-    return found[..., : v.shape[3]], found[..., v.shape[3] :]
+    parts = found.split([t[0, 0].numel() for t in nothing], -1)
+    sums, decays = (p.unflatten(-1, t.shape[2:]) for p, t in zip(parts, nothing, strict=True))
+    return sums, decays
 
 
 class _Later(torch.autograd.Function):
