@@ -65,6 +65,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "scan lengths": goal_scans.length_rows,
     "recurrences": goal_recurrences.rows,
     "mixers": goal_mixers.rows,
+    "ranks": goal_recurrences.rank_rows,
     "recurrence lengths": goal_recurrences.length_rows,
     "recurrence tiles": goal_recurrences.tile_rows,
     "patterns": goal_sparse.pattern_rows,

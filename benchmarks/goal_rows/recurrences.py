@@ -19,6 +19,7 @@ from tqdm import tqdm
 from goal_rows.goal import BF16, PASSES, Provider, Row, called_once, provider, tensors
 from goal_rows.products import CHANNEL_CHUNK, delta, low_rank, plain
 from omniattn import functional, testing
+from omniattn.ops.recurrence import decayed_sum
 from omniattn.testing.spec import Function, Pass
 from omniattn.testing.timing import once
 
@@ -59,6 +60,28 @@ def best_chunk(pass_: Pass, named: Named, function: Function, sizes: tuple[int, 
         return min(once(run, 1) for _ in range(2))
 
     return min((provider(pass_, named, function, chunk=size) for size in sizes), key=seconds)
+
+
+def _sums(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[tuple[Tensor, ...]]:
+    options = None, None, 0
+    keys = decayed_sum(k, v, g, *options, False, False)
+    return [keys, decayed_sum(q, v, g, *options, True, False)]
+
+
+def rank_rows() -> Iterator[Row]:
+    """What a rank of context parallelism computes besides the recurrence of its tokens: the sums of
+    their states and of the gradients of these. Decays that soon are 0 end a sum early."""
+    q, k, v, g = tensors(*[(1, 8192, 4, 64)] * 4)
+    for name, decay in (("slow", 1e-5), ("fast", 0.03)):
+        named = {"q": q, "k": k, "v": v, "g": -decay * g.abs()}
+        yield Row(
+            f"sums of gated_linear_attention N8192 H4 D64 {name} decays",
+            "forward+backward",
+            partial(_sums, **named),
+            provider("forward+backward", named, functional.gated_linear_attention),
+            "the recurrence of these tokens",
+            goal=0.1,
+        )
 
 
 def chunk_rows() -> Iterator[Row]:

@@ -1,5 +1,6 @@
 """calculate.parallel against what ranks of a Trainer store and send (gloo), message by message."""
 
+import gc
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -136,6 +137,52 @@ def test_ranks_store_and_send_what_is_calculated(ranks):
     run(__file__, "of_meshes", ranks, timeout=300)
 
 
+#: Models in fp32 whose activations are some ten MiB, by name the meshes of two ranks.
+LARGER = {"dim": 128, "num_layers": 4, "vocab_size": 256, "hidden_dim": 384}
+MEMORY = {"llama": ("pp", "fsdp", "tp"), "mixtral": ("dp",)}
+
+
+def resident(key):
+    """Bytes of this process's memory, VmRSS, or VmHWM, the most since `clear_refs`."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        line = next(line for line in file if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def of_memory(rank, ranks, port):
+    """Memory at the start of a step, of tensors, and its growth until the peak, of the process."""
+    start(rank, ranks, port)
+    task = LanguageModeling(b"".join(b"%d squared is %d\n" % (a, a * a) for a in range(999)), 256)
+    for name, meshes in MEMORY.items():
+        model = replace(MODELS[name], **LARGER)
+        for dimension in meshes:
+            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=(dimension,))
+            config = TrainConfig(model=model, batch=16, length=256, accumulate=PARTS)
+            trainer = Trainer(config, task, mesh=mesh)
+            trainer.train_step()
+            held = [t for p in trainer.model.parameters() for t in (p, p.grad)]
+            held += [t for s in trainer.optimizer.state.values() for t in s.values() if t.dim()]
+            stored = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in held)
+            before = resident("VmRSS")
+            with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+                file.write("5")
+            trainer.train_step()
+            every = [None] * ranks
+            dist.all_gather_object(every, stored + resident("VmHWM") - before)
+            options = {"batch": 16, "length": 256, "accumulate": PARTS, "dtype": "fp32"}
+            found = parallel(model, {dimension: ranks}, **options)
+            ratio = found.peak_bytes / max(every)
+            assert 0.9 < ratio < 1.1, (name, dimension, ratio, every)
+            del trainer, held
+            gc.collect()
+    dist.destroy_process_group()
+
+
+def test_peak_memory_is_within_a_tenth_of_that_of_ranks(monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "32768")  # tensors are given back when freed
+    run(__file__, "of_memory", 2)
+
+
 def test_more_ranks_than_there_are_here():
     """Sizes of Llama 3 70B on 2,048 GPUs, from the formulas of the docstring."""
     mesh = {"dp": 4, "fsdp": 64, "tp": 8}
@@ -178,4 +225,4 @@ def test_meshes_that_do_not_divide_are_refused(mesh, options, error, message):
 
 
 if __name__ == "__main__":
-    main({"of_meshes": of_meshes})
+    main({"of_meshes": of_meshes, "of_memory": of_memory})

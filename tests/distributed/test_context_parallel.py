@@ -210,6 +210,47 @@ def of_recurrences(rank, ranks, port):
     dist.destroy_process_group()
 
 
+def of_states(rank, ranks, port):
+    """Initial states, and losses of final ones: those of the rank with the last chunk."""
+    start(rank, ranks, port)
+    mesh = init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(0)
+    f, (q, k, v) = functional, rows(2, 2, 4)
+    sums = {"feature_map": "elu1", "normalize": True}
+    cases = {
+        "gla": (functools.partial(f.gated_linear_attention, g=decays(4, DIM)), DIM),
+        "weights": (functools.partial(f.linear_attention, **sums), DIM + 1),
+        "delta": (functools.partial(f.delta_rule, beta=torch.rand(2, T, 4).double()), DIM),
+    }
+    for name, (call, width) in cases.items():
+        state, of_final = randn(2, 4, DIM, width), randn(2, 4, DIM, width)
+        whole = leaves([q, unit(k), v, state])
+        out, final = call(*whole[:3], initial_state=whole[3])
+        pull = randn(*out.shape)
+        wanted = torch.autograd.grad((out * pull).sum() + (final * of_final).sum(), whole)
+        for order in ("zigzag", "contiguous"):
+            with context_parallel(mesh, order=order) as region:
+                given = [region.shard(t.detach()) for t in whole[:3]]
+                mine = leaves([*given, state])
+                tokens = {
+                    key: region.shard(t) if isinstance(t, torch.Tensor) else t
+                    for key, t in call.keywords.items()
+                }
+                o, last = call.func(*mine[:3], initial_state=mine[3], **tokens)
+                loss = (o * region.shard(pull)).sum()
+                if region.layout.own[-1] + 1 == region.layout.count:
+                    torch.testing.assert_close(last, final, **EXACT)
+                    loss = loss + (last * of_final).sum()
+                found = torch.autograd.grad(loss, mine, allow_unused=True)
+                expected = [region.shard(t) for t in wanted[:3]]
+            of_first = torch.zeros_like(state) if found[3] is None else found[3]
+            dist.all_reduce(of_first)
+            for grad, exact in zip((*found[:3], of_first), (*expected, wanted[3]), strict=True):
+                where = f"{name} {order}"
+                torch.testing.assert_close(grad, exact, **EXACT, msg=lambda m, w=where: f"{w}: {m}")
+    dist.destroy_process_group()
+
+
 #: Sequences of packed tokens: within a chunk, over several, empty, from a boundary of chunks on.
 BOUNDARIES = torch.tensor([0, 3, 5, 5, 19, 24, 32])
 
@@ -392,6 +433,7 @@ WORK = {
     "of_layers": of_layers,
     "of_model": of_model,
     "of_packed": of_packed,
+    "of_states": of_states,
     "of_attention": of_attention,
     "of_recurrences": of_recurrences,
 }

@@ -40,9 +40,10 @@ def test_every_op_has_a_cpu_kernel_without_python():
     assert run(sys.executable, "-c", MISSING, _library.loaded["cpu"]) == ""
 
 
-#: Single steps in place, for layers on the CPU, and an op that Python computes on CUDA.
+#: Single steps in place, for layers on the CPU, and ops that Python computes on CUDA.
 CPU_ONLY = [
     "omniattn::causal_conv1d_",
+    "omniattn::decayed_sum",
     "omniattn::fast_weights",
     "omniattn::fast_weights_backward",
     "omniattn::fast_weights_raw",

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "ops/recurrences/decayed_sum.h"
 #include "ops/registry.h"
 #include "ops/sequence_problem.h"
 #include "ops/shards.h"
@@ -116,22 +117,6 @@ struct Problem : SequenceProblem {
   }
 };
 
-// Number of sequence parts, `bytes` each, that an item of a kernel reads at once, of `count` parts:
-// as many as balance the threads as well as single parts do. Parts are independent, so results do
-// not depend on the number of threads.
-int64_t parts_of_item(const Problem& p, int64_t count, int64_t bytes) {
-  constexpr int64_t kMost = 8, kMostBytes = int64_t{1} << 19;
-  const int64_t threads = torch::stable::get_num_threads();
-  const auto rounds = [&](int64_t n) {
-    return n * ceil_div(p.sequences * ceil_div(count, n), threads);
-  };
-  int64_t parts = 1;
-  for (int64_t n = 2; n <= std::min(count, kMost) && n * bytes <= kMostBytes; ++n) {
-    if (rounds(n) <= rounds(1)) parts = n;
-  }
-  return parts;
-}
-
 // Kernels for a call; `tiles` is null if the machine has no tiles.
 template <class Kernels>
 const Kernels& on_tiles_or(const Recurrence& p, const Kernels* tiles, const Kernels& others) {
@@ -151,7 +136,7 @@ Results recurrence(const OpCall& call, const Inputs& in, const SequenceArguments
       .o = {true, p.value_sizes(), shared.o_dtype},
       .final_state = {true, {state.data(), state.size()}, p.acc},
       .states = {call.saves, {recurrence_slots(shared), state[1], state[2], state[3]}, p.acc}};
-  const int64_t heads = parts_of_item(p, shared.value_heads, p.state_bytes());
+  const int64_t heads = parts_of_item(p.sequences, shared.value_heads, p.state_bytes());
   const RecurrenceParams params{.recurrence = shared,
                                 .heads = heads,
                                 .o = r.o.data(),
@@ -221,7 +206,7 @@ Gradients recurrence_backward(const OpCall& call, const Incoming& grads, const I
   Shards shards(p.dtype, shards_of(shared));
   const int64_t all_parts = shared.key_heads * shards.count();
   const int64_t group = all_parts > 0 ? shared.value_heads / all_parts : 0;
-  const int64_t parts = parts_of_item(p, all_parts, group * p.state_bytes());
+  const int64_t parts = parts_of_item(p.sequences, all_parts, group * p.state_bytes());
   const RecurrenceBackwardParams params{.recurrence = shared,
                                         .shards = shards.count(),
                                         .parts = parts,
@@ -267,6 +252,7 @@ const Registry registry([](Registry& ops) {
                           {"retention"}});
   ops.add<recurrence>("recurrence", saves_last);
   ops.add<recurrence_backward>("recurrence_backward");
+  ops.define<decltype(decayed_sum::decayed_sum)>("decayed_sum");
 });
 
 }  // namespace

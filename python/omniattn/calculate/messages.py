@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from omniattn.checks.ranks import ACTIVE, Region
-from omniattn.distributed.states import PASSED, empty_state, sums_by_chunk
+from omniattn.distributed.states import PASSED, empty_state
+from omniattn.distributed.sums import sums_by_chunk
 
 
 class _Counted(Region):
@@ -40,9 +41,10 @@ class _Counted(Region):
                 x, rows = given["x"], given["weight"].shape[1] - 1
                 self.bytes += self.neighbours * x.shape[0] * rows * x.shape[2] * x.itemsize
             elif sums_by_chunk(op, given):
-                # Each rank has two chunks, with a sum and a decay each, gathered and sent back.
+                # The ranks gather a sum and a decay of two chunks each, and their gradients' sums.
                 state = empty_state(op, PASSED[op.name], given)
-                self.bytes += 2 * (self.ranks - 1) * 4 * state.nbytes
+                decay = state if given["gv"] is not None else state[..., :1]
+                self.bytes += 2 * (self.ranks - 1) * (2 * state.nbytes + decay.nbytes)
             else:
                 state = empty_state(op, PASSED[op.name], given)
                 self.bytes += self.neighbours * state.nbytes

@@ -1,16 +1,18 @@
-"""A training step on a mesh of ranks: state, messages and time of one rank."""
+"""A training step on a mesh of ranks: memory, messages and time of one rank."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
+from omniattn.calculate.activations import Stage
 from omniattn.calculate.costs import flops
 from omniattn.calculate.sources import Source, config_of, dtype_of, require_sizes
 from omniattn.calculate.trace import meta_model
@@ -31,7 +33,8 @@ class Parallel:
         ranks: number of ranks of the mesh.
         parameters: number of parameters that a rank stores.
         state_bytes: bytes of weights, gradients and AdamW's moments, all in the given dtype.
-            Activations and weights that are gathered for a forward come on top.
+        peak_bytes: bytes of weights, moments, activations, gathered weights and gradients at the
+            time when they are most, in a forward or backward, without buffers of messages.
         traffic: bytes that a rank sends, by kind: "shard" and "replicate" for gathered weights and
             reduced gradients of FSDP2, and the dimensions "cp", "ep", "tp" and "pp".
         seconds: "compute", of operations that are divided evenly, with the pipeline's idle time,
@@ -42,6 +45,7 @@ class Parallel:
     ranks: int
     parameters: int
     state_bytes: int
+    peak_bytes: int
     traffic: dict[str, int]
     seconds: dict[str, float]
 
@@ -57,7 +61,7 @@ def parallel(
     peak_flops: float | None = None,
     link: float | None = None,
 ) -> Parallel:
-    """Counts what a rank of `Trainer` stores and sends in a step, without running it.
+    """Counts what a rank of `Trainer` stores and sends in a step, by a run on the meta device.
 
     An all-gather or reduce-scatter of S bytes over N ranks sends ``(N - 1) / N S``, an all-reduce
     twice that. With M microbatches, FSDP2 gathers blocks 2 M times and embedding and head M times,
@@ -97,7 +101,7 @@ def parallel(
     if not isinstance(model, Decoder):
         raise NotImplementedError(f"{OP}: config must be of a decoder, got {type(source).__name__}")
     found = _Step(model, dict.fromkeys(_DIMENSIONS, 1) | dict(mesh), batch, length, accumulate)
-    parameters, traffic = found.totals()
+    parameters, peak, traffic = found.totals()
     ranks = math.prod(mesh.values())
     seconds: dict[str, float] = {}
     if peak_flops is not None and link is not None:
@@ -105,7 +109,7 @@ def parallel(
         idle = (found.parts + found.sizes["pp"] - 1) / found.parts
         seconds = {"compute": work * idle} | {k: n / link for k, n in traffic.items()}
     state = (2 + _MOMENTS) * parameters * kind.itemsize
-    return Parallel(ranks, parameters, state, traffic, seconds)
+    return Parallel(ranks, parameters, state, peak, traffic, seconds)
 
 
 class _Step:
@@ -129,6 +133,8 @@ class _Step:
         self.batch, self.length = batch // (replicas * parts), length // sizes["cp"]
         self.tokens = self.batch * self.length
         self.row = self.tokens * model.config.dim * self.dtype.itemsize
+        base = sizes["fsdp"] if sizes["fsdp"] > 1 else sizes["dp"]
+        self.among = base * sizes["cp"] * sizes["ep"]  # ranks that FSDP2 shards over
         self._check()
         self.between_chunks = self._between_chunks()
         self.splits = self._splits()
@@ -222,12 +228,48 @@ class _Step:
         parent = self.model.get_submodule(path.rpartition(".")[0])
         return isinstance(parent, MoE) and path.endswith(".experts")
 
-    def totals(self) -> tuple[int, dict[str, int]]:
-        """Returns the largest number of parameters, and of bytes of each kind, of any stage."""
+    def totals(self) -> tuple[int, int, dict[str, int]]:
+        """Returns the largest numbers of any stage: of parameters, of bytes that exist at once, and
+        of bytes of each kind that are sent."""
         found = [self._stage(n) for n in range(self.sizes["pp"])]
+        peaks = self._peaks([stored for stored, _ in found])
         kinds = {kind for _, traffic in found for kind, n in traffic.items() if n}
         most = {kind: round(max(t[kind] for _, t in found)) for kind in sorted(kinds)}
-        return max(count for count, _ in found), most
+        return max(count for count, _ in found), max(peaks), most
+
+    def _peaks(self, stored: list[int]) -> Iterator[int]:
+        """Yields the largest memory of a rank of each stage, which stores some parameters."""
+        from omniattn.distributed.pipeline import DecoderStage
+
+        stages = self.sizes["pp"]
+        weight = self.model.embed_tokens.weight
+        tokens = weight.new_empty(self.batch, self.length, dtype=torch.int64)
+        given = None
+        for n in range(stages):
+            model = self._part()
+            if stages > 1:
+                kind = type(model)
+                model.__class__ = type(f"{kind.__name__}Stage", (DecoderStage, kind), {})
+                cast(DecoderStage, model).cut(n, stages)
+            stage = Stage(model, tokens, given, self.among)
+            # 1F1B; GPipe where parts are fewer than stages.
+            in_flight = self.parts if self.parts < stages else stages - n
+            held = (1 + _MOMENTS) * stored[n] * self.dtype.itemsize
+            yield held + stage.peak(self.parts, in_flight)
+            given = stage.forward()
+
+    def _part(self) -> Decoder:
+        """Returns the model with a rank's parts of the layers that tp splits."""
+        model, ranks = copy.deepcopy(self.model).train(), self.sizes["tp"]
+        for path in self.splits:  # `parts_of` has given these layers the configs of their parts
+            config: Any = model.get_submodule(path).config
+            parent, _, name = path.rpartition(".")
+            layer = config.build(device="meta", dtype=self.dtype)
+            setattr(model.get_submodule(parent), name, layer)
+        for head in (model.embed_tokens, model.lm_head):
+            if head is not None:
+                head.weight = nn.Parameter(head.weight[: len(head.weight) // ranks].detach())
+        return model
 
     def _stage(self, stage: int) -> tuple[int, dict[str, float]]:
         """Returns the parameters that a rank of a stage stores, and the bytes that it sends."""
@@ -248,9 +290,7 @@ class _Step:
         experts = [name for name in own if self._is_expert(name) and sizes["ep"] > 1]
         dense = [name for name in own if name not in experts]
 
-        base = sizes["fsdp"] if sizes["fsdp"] > 1 else sizes["dp"]
-        replicas = sizes["dp"] if sizes["fsdp"] > 1 else 1
-        among = base * sizes["cp"] * sizes["ep"]
+        replicas, among = sizes["dp"] if sizes["fsdp"] > 1 else 1, self.among
         gathers = (2 * parts, parts) if stages == 1 else (parts + 1, 1)
         reduced = parts if stages == 1 else 1
         traffic = dict.fromkeys(("shard", "replicate", "cp", "ep", "tp", "pp"), 0.0)

@@ -183,6 +183,7 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "rank of a mesh", f"1 of {rank['ranks']:,}"
         yield "  parameters", f"{rank['parameters']:,} ({scaled(rank['parameters'])})"
         yield "  state", f"{binary(rank['state_bytes'])}, with gradients and AdamW's moments"
+        yield "  peak", f"{binary(rank['peak_bytes'])}, with activations and gathered weights"
         for kind, size in rank["traffic"].items():
             yield f"  sends, {kind}", f"{binary(size)} per step"
         for kind, seconds in rank["seconds"].items():

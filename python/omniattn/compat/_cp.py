@@ -17,7 +17,7 @@ from omniattn.checks.arguments import require_int, require_integers, shown
 from omniattn.functional.recurrences._common import require_boundaries
 
 if TYPE_CHECKING:
-    from omniattn.distributed.states import Packed
+    from omniattn.distributed.layout import Packed
 
 
 @dataclass
@@ -106,7 +106,7 @@ def build_cp_context(
             f"{op}: cu_seqlens[-1] must be a positive multiple of the number of ranks, "
             f"got cu_seqlens[-1]={edges[-1]}, {ranks} ranks"
         )
-    from omniattn.distributed.states import Packed
+    from omniattn.distributed.layout import Packed
 
     length = edges[-1] // ranks
     start = rank * length
@@ -185,7 +185,7 @@ def rows_of_ranks(
 
 
 def _part(context: FLACPContext) -> Packed:
-    from omniattn.distributed.states import Packed
+    from omniattn.distributed.layout import Packed
 
     edges = context.cu_seqlens if context.cu_seqlens_cpu is None else context.cu_seqlens_cpu
     assert edges is not None

@@ -15,9 +15,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from omniattn.checks.arguments import require_choice, shown
 from omniattn.checks.ranks import ACTIVE, Region
 from omniattn.distributed.attention import split_attention
-from omniattn.distributed.layout import Layout, Order
+from omniattn.distributed.layout import Layout, Order, Packed
 from omniattn.distributed.messages import Gather, Halo, Prompt
-from omniattn.distributed.states import PASSED, Packed, States
+from omniattn.distributed.states import PASSED, States
 from omniattn.modules.base.mixer import Mixer
 from omniattn.modules.blocks.mtp import MultiTokenPredictor
 

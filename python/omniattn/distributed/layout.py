@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import torch
@@ -91,6 +93,10 @@ class Layout:
         parts = t.chunk(self.count, dim)
         return torch.cat([parts[c] for c in self.gathered], dim)
 
+    def by_chunk(self, t: Tensor) -> Tensor:
+        """Returns t (ranks, chunks of a rank, ...) as (chunks, ...), in the order of the chunks."""
+        return t.flatten(0, 1)[[self.gathered.index(c) for c in range(self.count)]]
+
     def starts(self, length: int) -> list[int]:
         """Returns the first positions of this rank's chunks of `length` tokens."""
         return [c * length for c in self.own]
@@ -99,3 +105,20 @@ class Layout:
         """Returns the positions (count,) of this rank's tokens."""
         n = count // self.per_rank
         return torch.cat([torch.arange(s, s + n, device=device) for s in self.starts(n)])
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The sequences of packed tokens that a chunk has a part of."""
+
+    boundaries: tuple[int, ...]  # of the parts in the chunk
+    continues: bool  # the first one began in an earlier chunk
+    goes_on: bool  # the last one ends in a later chunk
+
+    @classmethod
+    def of(cls, offsets: Sequence[int], start: int, length: int) -> Packed:
+        end = start + length
+        ends = pairwise(offsets)
+        parts = [(a, b) for a, b in ends if max(a, start) < min(b, end)]  # not of empty sequences
+        own = (0, *(a - start for a, _ in parts[1:]), length)
+        return cls(own, parts[0][0] < start, parts[-1][1] > end)

@@ -73,6 +73,13 @@ def receive(layout: Layout, t: Tensor, rank: int) -> Tensor:
     return t
 
 
+def gather(t: Tensor, layout: Layout) -> Tensor:
+    """Returns the tensors t of all ranks, (ranks, ...)."""
+    found = t.new_empty(layout.ranks, *t.shape)
+    dist.all_gather(list(found.unbind(0)), t.contiguous(), group=layout.group)
+    return found
+
+
 class Receive(torch.autograd.Function):
     """Receives a tensor like `like` from a rank; its gradient goes back there.
 
@@ -121,9 +128,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, layout: Layout) -> Tensor:
         ctx.layout = layout
-        found = t.new_empty(layout.ranks, *t.shape)
-        dist.all_gather(list(found.unbind(0)), t.contiguous(), group=layout.group)
-        return found
+        return gather(t, layout)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -6,28 +6,21 @@ next layer: over a stack of L recurrent layers the ranks work at the same time b
 N + L - 1 steps, and no work is done twice. (The transition of a chunk, K x K, would free the ranks
 of each other, at three times the work.)
 
-Where the transition is diagonal, all ranks compute their chunk's own sum of k v^T, one matrix
-product, exchange these, and start from the decayed sum of those before.
+Where the transition of a recurrence is diagonal, ranks exchange sums of their chunks (sums.py).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as nnf
 
-from omniattn.distributed.layout import Layout
-from omniattn.distributed.messages import Gather, Halo, Join, Outbox, Receive, Send
+from omniattn.distributed.layout import Layout, Packed
+from omniattn.distributed.messages import Halo, Join, Outbox, Receive, Send
+from omniattn.distributed.sums import run_by_sums, sums_by_chunk
 from omniattn.ops.dispatch.autograd import DifferentiableOp
-from omniattn.ops.recurrence import FEATURE_MAPS as NAMES
-from omniattn.reference.precision import compute_dtype
-from omniattn.reference.recurrences.recurrence import FEATURE_MAPS
 from omniattn.reference.recurrences.scan import WKV_EMPTY
 
 
@@ -52,23 +45,6 @@ PASSED = {
 }
 
 
-@dataclass(frozen=True)
-class Packed:
-    """The sequences of packed tokens that a chunk has a part of."""
-
-    boundaries: tuple[int, ...]  # of the parts in the chunk
-    continues: bool  # the first one began in an earlier chunk
-    goes_on: bool  # the last one ends in a later chunk
-
-    @classmethod
-    def of(cls, offsets: Sequence[int], start: int, length: int) -> Packed:
-        end = start + length
-        ends = pairwise(offsets)
-        parts = [(a, b) for a, b in ends if max(a, start) < min(b, end)]  # not of empty sequences
-        own = (0, *(a - start for a, _ in parts[1:]), length)
-        return cls(own, parts[0][0] < start, parts[-1][1] > end)
-
-
 class States:
     """Runs ops on the chunks of this rank, with the states of the chunks before them."""
 
@@ -90,17 +66,16 @@ class States:
                 f"{op.name}: in context_parallel with cu_seqlens initial_state must be None"
             )
         passed = PASSED[op.name]
-        length = self.layout.length(given[passed.tokens[0]])
+        first = given[passed.tokens[0]]
+        length = self.layout.length(first)
+        packs = [self._packed(first, own, length) for own in self.layout.own]
+        if sums_by_chunk(op, given):
+            return run_by_sums(self.layout, packs, op, given)
         chunks = [self._chunk(given, passed, n, length) for n in range(self.layout.per_rank)]
-        packs = [
-            self._pack(given, passed, chunk, own)
-            for chunk, own in zip(chunks, self.layout.own, strict=True)
-        ]
+        for chunk, pack in zip(chunks, packs, strict=True):
+            _set_sequences(chunk, passed, pack)
         if op.name == "causal_conv1d":
             self._add_halos(chunks, packs)
-            outs = [op.alone(*chunk.values()) for chunk in chunks]
-        elif sums_by_chunk(op, given):
-            self._add_sums(chunks, packs)
             outs = [op.alone(*chunk.values()) for chunk in chunks]
         else:
             outs = self._pass_on(op, passed, chunks, packs)
@@ -121,27 +96,17 @@ class States:
             for name, t in given.items()
         }
 
-    def _pack(
-        self, given: dict[str, Any], passed: Passed, chunk: dict[str, Any], own: int
-    ) -> Packed | None:
-        """Sets the boundaries of the chunk's sequences."""
+    def _packed(self, tokens: Tensor, own: int, length: int) -> Packed | None:
+        """Returns the sequences of chunk number `own`."""
         if self.offsets is None:
             return None
-        tokens = chunk[passed.tokens[0]]
-        length = tokens.shape[1]
         total = length * self.layout.count
         if tokens.shape[0] != 1 or self.offsets[-1] != total:
             raise ValueError(
                 "context_parallel: with cu_seqlens the batch must be one row of cu_seqlens[-1] "
                 f"tokens, got B={tokens.shape[0]}, T={total}, cu_seqlens[-1]={self.offsets[-1]}"
             )
-        pack = Packed.of(self.offsets, own * length, length)
-        count = len(pack.boundaries) - 1
-        chunk["cu_seqlens"] = torch.tensor(pack.boundaries, device=tokens.device)
-        for name in passed.sequences:
-            if chunk[name] is not None:  # equal rows
-                chunk[name] = chunk[name][:1].expand(count, *chunk[name].shape[1:])
-        return pack
+        return Packed.of(self.offsets, own * length, length)
 
     def _pass_on(
         self, op: DifferentiableOp, passed: Passed, chunks: list[Any], packs: list[Packed | None]
@@ -190,38 +155,6 @@ class States:
             if state is not None:
                 chunk["initial_state"] = state
 
-    def _add_sums(self, chunks: list[Any], packs: list[Packed | None]) -> None:
-        """Sets the initial states of recurrences with diagonal transitions."""
-        layout = self.layout
-        sums, decays = [], []
-        for chunk, pack in zip(chunks, packs, strict=True):
-            last = 0 if pack is None else pack.boundaries[-2]
-            own_sum, decay = _sum(chunk, last)
-            if last > 0 or (pack is not None and not pack.continues):  # the sequence begins here
-                decay = decay - math.inf
-            sums.append(own_sum)
-            decays.append(decay)
-        first = chunks[0]["initial_state"]
-        all_sums = Gather.apply(torch.stack(sums), layout).flatten(0, 1)
-        all_decays = Gather.apply(torch.stack(decays), layout).flatten(0, 1)
-        at = [layout.gathered.index(c) for c in range(layout.count)]
-        for own, chunk, pack in zip(layout.own, chunks, packs, strict=True):
-            chunk["v"] = Join.apply(chunk["v"], all_sums, all_decays)
-            if not _follows(own, pack):
-                continue
-            state = torch.zeros_like(sums[0]) if first is None or pack is not None else first
-            for c in range(own):
-                state = all_decays[at[c]].exp() * state + all_sums[at[c]]
-            if pack is not None:
-                rest = state.new_zeros(len(pack.boundaries) - 2, *state.shape[1:])
-                state = torch.cat((state, rest))
-            chunk["initial_state"] = state
-
-
-def sums_by_chunk(op: DifferentiableOp, given: Mapping[str, Any]) -> bool:
-    """Returns True for transitions that are diagonal, of which ranks exchange sums of chunks."""
-    return op.name == "recurrence" and not given["delta"] and given["a"] is None
-
 
 def rows_before(
     layout: Layout,
@@ -265,6 +198,18 @@ def rows_before(
     return joined, states
 
 
+def _set_sequences(chunk: dict[str, Any], passed: Passed, pack: Packed | None) -> None:
+    """Sets the boundaries of a chunk's sequences, and the arguments with a row for each of them."""
+    if pack is None:
+        return
+    count = len(pack.boundaries) - 1
+    device = chunk[passed.tokens[0]].device
+    chunk["cu_seqlens"] = torch.tensor(pack.boundaries, device=device)
+    for name in passed.sequences:
+        if chunk[name] is not None:  # equal rows
+            chunk[name] = chunk[name][:1].expand(count, *chunk[name].shape[1:])
+
+
 def _follows(own: int, pack: Packed | None) -> bool:
     """Returns True if a sequence of chunk number `own` began in an earlier one."""
     return own > 0 if pack is None else pack.continues
@@ -283,48 +228,3 @@ def empty_state(op: DifferentiableOp, passed: Passed, chunk: dict[str, Any]) -> 
     if passed.empty:
         state = state + state.new_tensor(passed.empty)[:, None]
     return state
-
-
-def _sum(chunk: dict[str, Any], last: int) -> tuple[Tensor, Tensor]:
-    """Returns the state after a chunk's tokens from `last` on, from zeros, and the logarithm of
-    the decay of an earlier state."""
-    dtype = compute_dtype(chunk["q"])
-    k, v = (chunk[name][:, last:].to(dtype) for name in ("k", "v"))
-    k = FEATURE_MAPS[NAMES[chunk["feature_map"]]](k)
-    k = k.repeat_interleave(v.shape[2] // max(k.shape[2], 1), 2)
-    if chunk["normalize"]:
-        v = torch.cat((v, v.new_ones(*v.shape[:3], 1)), -1)
-    if chunk["beta"] is not None:
-        v = v * chunk["beta"][:, last:, :, None].to(dtype)
-    decay = k.new_zeros(())
-    for name, axis in (("g", -1), ("gv", -2)):
-        g = chunk[name]
-        if g is None:
-            continue
-        g = g[:, last:].to(dtype)
-        g = g[..., None] if g.dim() == 3 else g
-        rest = _decay_to_end(g)
-        k, v = (k * rest, v) if name == "g" else (k, v * rest)
-        decay = decay + g.sum(1).unsqueeze(axis)
-    state = torch.einsum("bthk,bthv->bhkv", k, v)
-    return state, decay.expand(state.shape)
-
-
-def _decay_to_end(g: Tensor) -> Tensor:
-    """Returns the exponentials of the sums of all later rows of log-decays g (B, T, ...).
-
-    Sums within blocks are matrix products, several times as fast as cumsum along T. Decays below
-    tiny / eps are 0: products with them would be subnormal numbers, which are slow.
-    """
-    size = 64
-    # Products of 0 and -inf would be NaN; e^-10000 is 0.
-    rows = g.clamp(min=-1e4).flatten(2)
-    blocks = nnf.pad(rows, (0, 0, 0, -rows.shape[1] % size)).unflatten(1, (-1, size))
-    totals = blocks.sum(2, keepdim=True)
-    after = nnf.pad(totals.flip(1).cumsum(1).flip(1)[:, 1:], (0, 0, 0, 0, 0, 1))
-    later = blocks.new_ones(size, size).triu(1) @ blocks + after
-    later = later.flatten(1, 2)[:, : rows.shape[1]]
-    limits = torch.finfo(g.dtype)
-    least = limits.tiny / limits.eps
-    decays = later.clamp(min=math.log(least) - 1).exp()
-    return nnf.threshold(decays, least, 0.0).view(g.shape)

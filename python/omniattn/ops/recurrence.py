@@ -9,15 +9,16 @@ from torch import Tensor
 
 from omniattn import reference
 from omniattn.ops.derivatives import recurrence_tangents
-from omniattn.ops.dispatch.autograd import DifferentiableOp
+from omniattn.ops.dispatch.autograd import DifferentiableOp, Op
 from omniattn.ops.dispatch.chunks import in_chunks
 from omniattn.ops.dispatch.library import CONSTANTS
 from omniattn.ops.dispatch.names import like_or_wide, state_slots
 from omniattn.ops.dispatch.pieces import Pieces
 from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.precision import compute_dtype
+from omniattn.reference.recurrences.decayed_sum import decayed_sum as definition_of_sum
 
-__all__ = ["FEATURE_MAPS", "recurrence"]
+__all__ = ["FEATURE_MAPS", "decayed_sum", "recurrence"]
 
 #: Feature maps of the kernels, in the order of their numbers in csrc/semantics/linear_attention.h.
 FEATURE_MAPS = ("identity", "elu1", "relu", "squared_relu", "exp")
@@ -125,3 +126,23 @@ def _call(values: dict[str, Any]) -> tuple[Tensor, Tensor]:
     values = values | {"feature_map": FEATURE_MAPS.index(values["feature_map"])}
     found: tuple[Tensor, Tensor] = recurrence(*(values[n] for n in _ARGUMENTS))
     return found
+
+
+def _formula_of_sum(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    k, v, g, beta, gv, feature_map, *how = args
+    return definition_of_sum(k, v, g, beta, gv, FEATURE_MAPS[feature_map], *how)
+
+
+#: (k, v, g, beta, gv, feature_map, from_start, before_own) -> (sum, decay, value_decay), as the
+#: definition; no gradient
+decayed_sum = Op(
+    "decayed_sum",
+    fakes={
+        "sum": lambda k, v: _states(k.shape[0], k, v, False),
+        "decay": lambda k, v: _states(k.shape[0], k, v, False)[..., 0],
+        "value_decay": lambda k, v, gv: k.new_empty(
+            0 if gv is None else (v.shape[0], *v.shape[2:]), dtype=compute_dtype(k)
+        ),
+    },
+    formula=_formula_of_sum,
+)
