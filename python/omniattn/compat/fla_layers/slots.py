@@ -418,7 +418,7 @@ class CyclicFlowAttention(DeltaLayer):
             self.b_proj(x).float().sigmoid(),
             self.readout,
             *norms,
-            scale=self.head_k_dim**-0.5,
+            self.head_k_dim**-0.5,
             **sequences,
         )
         # The factor keeps small means of values above the norm's eps.
