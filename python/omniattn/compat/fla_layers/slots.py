@@ -411,14 +411,16 @@ class CyclicFlowAttention(DeltaLayer):
     ) -> tuple[Tensor, Any]:
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)) for t in projected)
         step = self.a_proj(x).float() + self.dt_bias
-        norms: Any = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.k_norm.eps
+        norms: dict[str, Any] = {}
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            norms |= {f"{name}_weight": norm.weight, f"{name}_eps": norm.eps}
         o, recurrent = chunk_cyfa(
             *(q, k, v, -self.A_log.float().exp() * nnf.softplus(step)),
             self.d_proj(x.detach()).float().sigmoid(),
             self.b_proj(x).float().sigmoid(),
             self.readout,
-            *norms,
-            self.head_k_dim**-0.5,
+            scale=self.head_k_dim**-0.5,
+            **norms,
             **sequences,
         )
         # The factor keeps small means of values above the norm's eps.
