@@ -411,16 +411,15 @@ class CyclicFlowAttention(DeltaLayer):
     ) -> tuple[Tensor, Any]:
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)) for t in projected)
         step = self.a_proj(x).float() + self.dt_bias
-        norms: dict[str, Any] = {}
-        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
-            norms |= {f"{name}_weight": norm.weight, f"{name}_eps": norm.eps}
+        norms: Any = self.q_norm, self.k_norm
+        q_norm, k_norm = norms
         o, recurrent = chunk_cyfa(
             *(q, k, v, -self.A_log.float().exp() * nnf.softplus(step)),
             self.d_proj(x.detach()).float().sigmoid(),
             self.b_proj(x).float().sigmoid(),
             self.readout,
-            scale=self.head_k_dim**-0.5,
-            **norms,
+            *(q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps),
+            self.head_k_dim**-0.5,
             **sequences,
         )
         # The factor keeps small means of values above the norm's eps.
