@@ -175,6 +175,35 @@ def test_folders_of_fla_are_its_models(kind, tmp_path):
     torch.testing.assert_close(ours(tokens), theirs(tokens))
 
 
+class Backbone(nn.Module):
+    """Language model of Mamba-3 with fla's names."""
+
+    def __init__(self, **options):
+        super().__init__()
+        parts = {"embeddings": nn.Embedding(11, 16), "norm_f": Norm()}
+        layers = (fla.Mamba3(16, layer_idx=n, norm_eps=1e-6, **options) for n in range(2))
+        blocks = (nn.ModuleDict({"norm": Norm(), "mixer": layer}) for layer in layers)
+        self.backbone = nn.ModuleDict({**parts, "layers": nn.ModuleList(blocks)})
+        self.lm_head = nn.Linear(16, 11, bias=False)
+
+    def forward(self, tokens):
+        x = self.backbone["embeddings"](tokens)
+        for block in self.backbone["layers"]:
+            x = x + block["mixer"](block["norm"](x))[0]
+        return self.lm_head(self.backbone["norm_f"](x))
+
+
+@pytest.mark.parametrize("more", [{}, {"is_mimo": True, "mimo_rank": 2, "is_outproj_norm": True}])
+def test_folders_of_mamba_3_are_fla_s_models(more, tmp_path):
+    torch.manual_seed(0)
+    options = {"state_size": 8, "head_dim": 8, **more}
+    theirs, tokens = Backbone(**options), torch.randint(11, (2, 6))
+    config = {**SIZES, "norm_eps": 1e-6, "hidden_act": "silu", "model_type": "mamba3", **options}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    torch.testing.assert_close(from_hf(tmp_path)(tokens), theirs(tokens))
+
+
 def test_errors_of_folders_of_fla(tmp_path):
     saved(tmp_path, "gla", clamp_min=-1.0)
     with pytest.raises(NotImplementedError, match=r"clamp_min must be None .* got clamp_min=-1\.0"):

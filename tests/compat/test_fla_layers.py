@@ -48,6 +48,11 @@ def layers():
         "precond": fla.PrecondGatedDeltaNet(**heads, num_v_heads=4, allow_neg_eigval=True),
         "precond_kda": fla.PrecondKDA(**heads, num_v_heads=4, lower_bound=-3.0),
         "mesa": fla.MesaNet(**heads, use_output_gate=True, conv_bias=True),
+        "kalmanet": fla.GatedKalmaNet(**heads, expand_v=1.5, num_v_heads=4),
+        "kalmanet_plain": fla.GatedKalmaNet(
+            **heads | {"num_heads": 4}, num_kv_heads=2, use_v_conv=False, use_gate=False
+        ),
+        "cyfa": fla.CyclicFlowAttention(WIDTH, 1.5, 0.5, 4, 2, num_slots=6, layer_idx=0),
         "attention": fla.Attention(WIDTH, 4, 2, qk_norm=True, window_size=3, layer_idx=0),
         "parallax": fla.Parallax(WIDTH, 4, 2, qk_norm=True, window_size=3, layer_idx=0),
         "comba": fla.Comba(**heads, expand_v=1.5, correction_factor=0.5),
@@ -143,6 +148,27 @@ def test_slots_are_those_of_this_package():
         layer = theirs(hidden_size=WIDTH, use_short_conv=True, **sizes, **rope)
         own = loaded(ours(dim=WIDTH, **sizes), layer, g_norm="o_norm")
         torch.testing.assert_close(own(x), layer(x)[0])
+
+
+def test_layers_of_pull_requests_are_those_of_this_package():
+    x = torch.randn(2, 9, WIDTH)
+    sizes = dict(num_heads=2, head_dim=4, conv_size=3)
+    pairs = (
+        (
+            fla.GatedKalmaNet(WIDTH, use_forgetting_gate_kk=False, **sizes),
+            modules.GatedKalmaNet(dim=WIDTH, decay="values", **sizes),
+        ),
+        (
+            fla.GatedKalmaNet(WIDTH, use_beta_gate=False, use_alpha_connection=False, **sizes),
+            modules.GatedKalmaNet(dim=WIDTH, weighted=False, mixed=False, **sizes),
+        ),
+        (
+            fla.CyclicFlowAttention(WIDTH, num_slots=6, **sizes),
+            modules.CyclicFlowAttention(dim=WIDTH, num_slots=5, **sizes),
+        ),
+    )
+    for theirs, own in pairs:
+        torch.testing.assert_close(loaded(own, theirs)(x), theirs(x)[0])
 
 
 def test_wall_attention_is_that_of_this_package():
@@ -315,6 +341,10 @@ def test_errors_name_arguments_of_fla():
         (lambda: fla.GatedDeltaNet(head_dim=5, expand_v=0.5), "head_dim . expand_v must be"),
         (lambda: fla.LinearAttention(feature_map="elo"), "feature_map must be one of .*did you"),
         (lambda: fla.GatedDeltaNet2(num_v_heads=8), "GatedDeltaNet2: num_v_heads must be a mult"),
+        (lambda: fla.GatedKalmaNet(num_v_heads=8), "GatedKalmaNet: num_v_heads must be a multiple"),
+        (lambda: fla.GatedKalmaNet(num_kv_heads=3), "num_kv_heads must divide num_heads"),
+        (lambda: fla.CyclicFlowAttention(num_slots=5), "num_slots must be even and > 0"),
+        (lambda: fla.CyclicFlowAttention(head_dim=5, expand_k=0.5), "head_dim . expand_k must be"),
         (lambda: fla.RWKV7Attention(hidden_size=30), "RWKV7Attention: head_dim must divide"),
         (lambda: fla.RWKV7Attention(hidden_size=64)(x), "v_first must be given to layers after"),
         (lambda: fla.MultiheadLatentAttention(qk_head_dim=100), "qk_head_dim must be qk_nope"),

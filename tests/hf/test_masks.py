@@ -153,7 +153,7 @@ def inputs(queries: int = 4, keys: int = 4) -> tuple[torch.Tensor, ...]:
 
 
 def test_what_is_not_computed_is_named():
-    for name in ("block_table", "sinks", "cache"):
+    for name in ("block_table", "k_cache", "cache"):
         with pytest.raises(NotImplementedError, match=f"Layer passes {name}"):
             attention_forward(Layer(), *inputs(), None, **{name: True})
     compressing = Layer()

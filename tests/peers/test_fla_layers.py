@@ -1,6 +1,8 @@
 """fla's own layers, whose ops and modules are ours, against our layers with their weights."""
 
+import importlib
 import inspect
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +49,8 @@ CASES: list[tuple[str, str, Options, Options]] = [
     ("rwkv7", "RWKV7Attention", RWKV7 | {"layer_idx": 2, "fuse_norm": True}, FIRST),
     ("forgetting_attn", "ForgettingAttention", GROUPS | {"use_output_gate": True}, {}),
     ("forgetting_attn", "ForgettingAttention", GROUPS | {"qk_norm": True, "qkv_bias": True}, {}),
+    ("wall_attn", "WallAttention", GROUPS | {"qk_norm": True, "use_output_gate": True}, {}),
+    ("wall_attn", "WallAttention", GROUPS | {"use_scalar_gate": True, "qkv_bias": True}, {}),
     ("path_attn", "PaTHAttention", GROUPS | {"use_forget_gate": True, "use_qk_norm": True}, {}),
     ("path_attn", "PaTHAttention", GROUPS | {"use_low_rank_w": False, "conv_bias": True}, {}),
     ("path_attn", "PaTHAttention", GROUPS | {"use_w_shortconv": False}, {}),
@@ -70,10 +74,10 @@ STATE_SPACE: list[tuple[str, str, Options]] = [
     # One group: with more, their CPU path reads other groups than their kernel.
     ("mamba2", "Mamba2", {"hidden_size": D, "head_dim": 8, "state_size": 4, "use_bias": True}),
 ]
-#: Layers whose steps with a cache differ from the parallel form, and those that need a mask or have
-#: no cache in fla.
+#: Layers whose steps with a cache differ from the parallel form, and those that need a mask, have
+#: no cache or have kernels of their own for it in fla.
 OTHER_STEPS = ("MoBA",)
-NO_STEPS = ("PaTHAttention", "DeltaFormerAttention")
+NO_STEPS = ("PaTHAttention", "DeltaFormerAttention", "WallAttention")
 WITHOUT_CACHE: list[tuple[str, str, Options]] = [
     ("based", "BasedLinearAttention", {"feature_dim": 8, "mode": "parallel"}),
     ("based", "BasedLinearAttention", {"feature_dim": 8, "mode": "chunk"}),
@@ -115,6 +119,12 @@ def installed(monkeypatch):
     decoding = ModuleType("decoding")
     decoding.attn_decoding_one_step = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fla.ops.attn.decoding", decoding)
+    constant = ModuleType("constant")
+    constant.RCP_LN2 = 1 / math.log(2)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fla.ops.utils.constant", constant)
+    for name in ("build_wall_kv_cache", "parallel_wall_attn_decode"):  # of steps with a cache
+        wall = importlib.import_module("fla.ops.wall_attn")
+        monkeypatch.setattr(wall, name, None, raising=False)
     for name in ("rwkv6", "mamba2"):  # whose parts other layers import
         layers = peer_packages.load("fla", f"layers/{name}.py")
         monkeypatch.setitem(sys.modules, f"fla.layers.{name}", layers)

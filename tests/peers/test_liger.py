@@ -5,6 +5,7 @@ import math
 import liger_on_ours
 import peers
 import pytest
+import torch
 
 PEER = peers.Peer(
     "Liger-Kernel",
@@ -41,14 +42,26 @@ FILES = [
 WITHOUT = ("dtensor", "blackwell", "gemma4", "liger_cross_entropy_kernel")
 TEXT = "the error has another text or type"
 BF16 = "torch's bf16 loss on the CPU is further from fp64 than ours"
+Z_LOSS = "torch's fp32 gradient with a z loss is 40 to 100 times further from fp64 than ours"
+#: Functions whose bf16 cases fail now and then, since they draw other numbers in each run.
+BY_CHANCE = {
+    "test_layer_norm-test_liger_layer_norm": "eager gradients of bf16 are twice as far from fp64",
+    "test_geglu-test_correctness": "eager bf16 is as far from fp64 as ours, with other roundings",
+    "test_modulated_rms_norm-test_correctness": "eager bf16 is at least as far from fp64 as ours",
+}
 OTHER = {
-    "test_liger_layer_norm-6": "torch's bf16 gradients on the CPU are 7 times further from fp64",
-    "test_geglu-test_correctness-3": "eager bf16 is as far from fp64 as ours, with other roundings",
     "test_cross_entropy-test_correctness-2": BF16,
     "test_cross_entropy-test_correctness_with_ignore_index-0": BF16,
     "test_cross_entropy-test_correctness_with_weight_once-2": BF16,
     "test_cross_entropy-test_correctness_not_last_layer-0": BF16,
     "test_cross_entropy-test_correctness_not_last_layer_with_other_params-11": BF16,
+    "test_cross_entropy-test_correctness-0": BF16,
+    "test_cross_entropy-test_correctness_with_ignore_index-2": BF16,
+    "test_cross_entropy-test_correctness_with_weight_once-0": BF16,
+    "test_correctness_with_z_loss_with_other_params_once-5": Z_LOSS,
+    "test_correctness_with_z_loss_with_other_params_once-7": Z_LOSS,
+    "test_correctness_not_last_layer_with_other_params-8": Z_LOSS,
+    "test_correctness_not_last_layer_with_other_params-10": Z_LOSS,
     "out_of_bounds_target": TEXT,
     "label_smoothing_validation": TEXT,
     "invalid_loss_type": TEXT,
@@ -57,8 +70,20 @@ OTHER = {
     "mhc_coeffs_disallow_fp32": "ours takes fp32",
     "test_grpo_loss-test_functional_correctness": "the test gives True as a temperature",
 }
+
+
+def with_chance(case):
+    """Marks a case of BY_CHANCE that computes in bf16."""
+    function, arguments = case.values
+    reason = BY_CHANCE.get(case.id.rpartition("-")[0])
+    if reason is None or arguments.get("dtype") != torch.bfloat16:
+        return case
+    marks = [*case.marks, pytest.mark.xfail(reason=reason)]
+    return pytest.param(function, arguments, marks=marks, id=case.id)
+
+
 CASES = [
-    case
+    with_chance(case)
     for path in FILES
     for case in PEER.cases(path, 3, fits, OTHER)
     if not any(name in case.id for name in WITHOUT)

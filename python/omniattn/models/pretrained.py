@@ -30,9 +30,9 @@ def from_hf(
             config.json and weights in one or more files of safetensors. Nothing is downloaded.
             Folders of flash-linear-attention's GLA, RetNet, DeltaNet, gated DeltaNet and
             DeltaProduct, Comba, KDA, HGRN, HGRN-2, LightNet, GSA, Raven, ABC, RWKV-6, RWKV-7,
-            PaTH, forgetting and plain transformer load without fla, and those of mamba-ssm's
-            Mamba, Mamba-2 and Mamba-3 (config.json with d_model and ssm_cfg, pytorch_model.bin)
-            without mamba-ssm.
+            PaTH, Mamba-3, forgetting and plain transformer load without fla, and those of
+            mamba-ssm's Mamba, Mamba-2 and Mamba-3 (config.json with d_model and ssm_cfg,
+            pytorch_model.bin) without mamba-ssm.
         backend: backend of all ops of the model.
 
     Returns:

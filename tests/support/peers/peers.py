@@ -1,7 +1,8 @@
 """Runs test functions that other projects publish on our functions.
 
 `OMNIATTN_PEERS` names a folder with checkouts of the projects, and `site`, a folder with packages
-that their tests import. Nothing of theirs is part of this repository.
+that their tests import. `OMNIATTN_PEERS_MOST` raises the number of cases that run of each test
+function. Nothing of theirs is part of this repository.
 """
 
 import collections
@@ -26,6 +27,7 @@ import torch.utils.flop_counter  # looks for triton when it is loaded
 from omniattn.compat._names import MODULES, library
 
 FOLDER = os.environ.get("OMNIATTN_PEERS")
+MOST = int(os.environ.get("OMNIATTN_PEERS_MOST", 0))
 #: Names of triton with which files of kernels can be read for the definitions in them.
 TRITON = {
     "jit": lambda function=None, **_: function or (lambda each: each),
@@ -166,8 +168,8 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         fits: Callable[..., bool] = lambda **_: True,
         other: Mapping[str, str] = MappingProxyType({}),
     ) -> list:
-        """Up to `most` cases of each test function of a file, a fixed random choice of those that
-        `fits` (by their arguments) lets through.
+        """Up to `most` (or MOST, if that is larger) cases of each test function of a file, a fixed
+        random choice of those that `fits` (by their arguments) lets through.
 
         A case whose id has a key of `other` is expected to fail, for the reason there."""
         if not self.present:
@@ -177,7 +179,7 @@ class Peer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if not name.startswith("test") or not callable(function):
                 continue
             able = [case for case in _expand(function) if fits(**case[0])]
-            chosen = random.Random(name).sample(range(len(able)), min(most, len(able)))
+            chosen = random.Random(name).sample(range(len(able)), min(max(most, MOST), len(able)))
             for i in sorted(chosen):
                 arguments, marks = able[i]
                 case = f"{module.__name__}-{name}-{i}"

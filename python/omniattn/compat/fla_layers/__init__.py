@@ -63,7 +63,7 @@ from omniattn.compat.fla_layers.linear import (
     LinearAttention,
     ReBasedLinearAttention,
 )
-from omniattn.compat.fla_layers.mesa import MesaNet
+from omniattn.compat.fla_layers.mesa import GatedKalmaNet, MesaNet
 from omniattn.compat.fla_layers.mom import MomAttention
 from omniattn.compat.fla_layers.precond import PrecondGatedDeltaNet, PrecondKDA
 from omniattn.compat.fla_layers.rodimus import RodimusAttention
@@ -74,7 +74,12 @@ from omniattn.compat.fla_layers.rwkv import (
     RWKV6Attention,
     RWKV7Attention,
 )
-from omniattn.compat.fla_layers.slots import ABCAttention, GatedSlotAttention, Raven
+from omniattn.compat.fla_layers.slots import (
+    ABCAttention,
+    CyclicFlowAttention,
+    GatedSlotAttention,
+    Raven,
+)
 from omniattn.compat.fla_layers.sparse import (
     MoBA,
     MultiheadLatentAttention,
@@ -90,6 +95,7 @@ __all__ = [
     "BasedLinearAttention",
     "Cache",
     "Comba",
+    "CyclicFlowAttention",
     "DDLerpLinear",
     "DPFPFeatureMap",
     "DeltaFormerAttention",
@@ -100,6 +106,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedDeltaNet2",
     "GatedDeltaProduct",
+    "GatedKalmaNet",
     "GatedLinearAttention",
     "GatedSlotAttention",
     "HGRN2Attention",

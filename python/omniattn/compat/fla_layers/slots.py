@@ -1,7 +1,8 @@
-"""Layers of a few slots of memory: gated slot attention, ABC and Raven."""
+"""Layers of a few slots of memory: gated slot attention, ABC, Raven and CyFA."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from omniattn import functional
-from omniattn.checks.arguments import require_choice
+from omniattn.checks.arguments import require_choice, require_int
 from omniattn.compat._errors import errors_of
 from omniattn.compat._fla.norms import FusedRMSNormGated, RMSNorm
 from omniattn.compat._fla.parts import RotaryEmbedding
-from omniattn.compat._fla.slots import chunk_gsa
+from omniattn.compat._fla.slots import chunk_cyfa, chunk_gsa
 from omniattn.compat.fla_layers.base import ACT2FN, RecurrentLayer
+from omniattn.compat.fla_layers.delta import DeltaLayer
 from omniattn.compat.fla_layers.feature_maps import T2RFeatureMap
 from omniattn.modules.recurrent.delta_net import draw_rates
 
@@ -341,3 +343,84 @@ def slot_feature_map(op: str, name: str, width: int) -> Callable[[Tensor], Tenso
     """Returns the function or layer that `feature_map` names."""
     require_choice(op, "feature_map", name, ("swish", "relu", "t2r"))
     return T2RFeatureMap(width) if name == "t2r" else ACT2FN[name]
+
+
+class CyclicFlowAttention(DeltaLayer):
+    """Cyclic flow attention, see :func:`functional.cyclic_flow_attention`.
+
+    The layer is that of a pull request to fla, commit 904b95d1.
+
+    Args:
+        hidden_size: width of x and y.
+        expand_k, expand_v: widths of a head of keys and of values, as multiples of head_dim.
+        head_dim, num_heads: width and number of heads.
+        mode: "chunk" or "fused_recurrent"; has no effect.
+        use_short_conv, conv_size, conv_bias: short convolutions of q, k and v, without activation.
+        num_slots: even number, one more than the slots of a head.
+        checkpoint_level: 0 or 1; has no effect.
+        layer_idx: number of the layer, for a cache.
+        norm_eps: added to the mean squares of queries, keys and outputs.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        expand_k: float = 1.0,
+        expand_v: float = 1.0,
+        head_dim: int = 256,
+        num_heads: int = 4,
+        mode: str = "chunk",
+        use_short_conv: bool = True,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        num_slots: int = 128,
+        checkpoint_level: int = 0,
+        layer_idx: int | None = None,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        op = "CyclicFlowAttention"
+        self._start(mode, layer_idx)
+        self._heads(hidden_size, expand_v, head_dim, num_heads, None)
+        self.expand_k, self.head_k_dim = expand_k, int(head_dim * expand_k)
+        if not math.isclose(head_dim * expand_k, self.head_k_dim, rel_tol=1e-5):
+            raise ValueError(
+                f"{op}: head_dim * expand_k must be an integer, got {head_dim} * {expand_k}"
+            )
+        require_int(op, "checkpoint_level", checkpoint_level, 0, 1)
+        if num_slots < 2 or num_slots % 2:
+            raise ValueError(f"{op}: num_slots must be even and > 0, got num_slots={num_slots}")
+        self.num_slots, self.num_readout_slots = num_slots, num_slots - 1
+        self.checkpoint_level, self.key_dim = checkpoint_level, num_heads * self.head_k_dim
+        widths = {"q": self.key_dim, "k": self.key_dim, "v": self.value_dim}
+        for name, width in widths.items():
+            self.add_module(f"{name}_proj", nn.Linear(hidden_size, width, bias=False))
+        self.a_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.d_proj = nn.Linear(hidden_size, num_heads)
+        self.b_proj = nn.Linear(hidden_size, num_heads)
+        self._decays(torch.empty(num_heads).uniform_(0, 16), num_heads)
+        slots = torch.eye(self.num_readout_slots)
+        self.readout = nn.Parameter(slots.repeat(num_heads, 1, 1))
+        self.q_norm = RMSNorm(self.head_k_dim, eps=norm_eps, dtype=torch.float32)
+        self.k_norm = RMSNorm(self.head_k_dim, eps=norm_eps, dtype=torch.float32)
+        self._convolutions(use_short_conv, conv_size, conv_bias, None, **widths)
+        self._output_of_rank(norm_eps)
+
+    def _mix(
+        self, x: Tensor, projected: list[Tensor], sequences: dict[str, Any], **given: Any
+    ) -> tuple[Tensor, Any]:
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)) for t in projected)
+        step = self.a_proj(x).float() + self.dt_bias
+        norms: Any = self.q_norm, self.k_norm
+        q_norm, k_norm = norms
+        o, recurrent = chunk_cyfa(
+            *(q, k, v, -self.A_log.float().exp() * nnf.softplus(step)),
+            self.d_proj(x.detach()).float().sigmoid(),
+            self.b_proj(x).float().sigmoid(),
+            self.readout,
+            *(q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps),
+            self.head_k_dim**-0.5,
+            **sequences,
+        )
+        # The factor keeps small means of values above the norm's eps.
+        return self._projected_out(o * self.num_readout_slots, x), recurrent

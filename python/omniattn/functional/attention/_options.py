@@ -53,7 +53,7 @@ from omniattn.functional.masks.computed import Computed
 from omniattn.functional.scores import DistanceRows, RelativeBias
 from omniattn.functional.scores.score_mod import encode_score_mod
 from omniattn.ops import attention as ops
-from omniattn.reference.attention.attention import default_scale
+from omniattn.reference.attention.attention import default_scale, merge_attention
 
 _LARGEST_FACTOR = torch.finfo(torch.float32).max / 2  # finite times log2(e)
 _NO_TENSORS = (None,) * (len(Options._fields) - PLAIN_OPTIONS)
@@ -87,6 +87,8 @@ def run(
 
     `factors` has the scales of the rows of k and v, if these are int8.
     """
+    packed = layout is not None and layout[0] == MaskKind.PACKED
+    options, sinks = without_query_sinks(op, q, options, packed=packed)
     aux, mask, score, params = checked_codes(op, q, full, options, layout)
     require_bool(op, "return_lse", return_lse)
     if return_lse and options.normalizer not in WITH_LSE:
@@ -99,12 +101,26 @@ def run(
         refuse_gradients(op, q, *factors, *aux)
         attend = implementation(op, backend, q, ops.attention_int8)
         found = attend(q, k, v, *factors, aux, mask, score, params)
-        return found
-    attend = implementation(op, backend, q, ops.attention)
-    if takes_own_kernels(backend, q):
-        mask = with_own_kernels(mask)
-    found = attend(q, k, v, aux, seed, mask, score, params)
-    return found
+    else:
+        attend = implementation(op, backend, q, ops.attention)
+        if takes_own_kernels(backend, q):
+            mask = with_own_kernels(mask)
+        found = attend(q, k, v, aux, seed, mask, score, params)
+    return found if sinks is None else merge_attention(found[:1], found[1:], sinks=sinks)
+
+
+def without_query_sinks(
+    op: str, q: Tensor, options: Options, *, packed: bool = False
+) -> tuple[Options, Tensor | None]:
+    """Returns the options without sinks of queries, and these sinks (B, Hq, Tq) or None."""
+    sinks = options.sinks
+    if not isinstance(sinks, Tensor) or sinks.dim() < 2:
+        return options, None
+    batch, tq, heads, _ = q.shape
+    shape = (heads, tq) if packed else (batch, heads, tq)
+    require_parameter(op, "sinks", sinks, q, [(heads,), shape])
+    _require_softmax(op, options)
+    return options._replace(sinks=None), sinks.view(batch, heads, tq)
 
 
 def attempt(
@@ -375,9 +391,15 @@ def _scores(op: str, options: Options, q: Tensor, full: tuple[int, ...]) -> list
             )
         rules.append(rule)
     rules += _distance_rows(op, options, q)
-    if sinks is not None and options.normalizer != "softmax":
-        raise ValueError(f"{op}: sinks need softmax, got normalizer={shown(options.normalizer)}")
+    if sinks is not None:
+        _require_softmax(op, options)
     return rules
+
+
+def _require_softmax(op: str, options: Options) -> None:
+    """Requires the normalizer with which sinks can be used."""
+    if options.normalizer != "softmax":
+        raise ValueError(f"{op}: sinks need softmax, got normalizer={shown(options.normalizer)}")
 
 
 def _distance_rows(op: str, options: Options, q: Tensor) -> list[ScoreRule]:

@@ -101,7 +101,8 @@ def attention(
             numbers for each distance k - i and query head: q . k becomes q . k + q . r + k . w
             without a (Tq, Tk) tensor. relative_queries excludes head_scale.
         sinks: (Hq,), a logit per head that takes part in the softmax with a value of 0: it is not
-            scaled, capped, masked or dropped.
+            scaled, capped, masked or dropped. (B, Hq, Tq), a logit per query, joins the result of
+            the kernel by its lse, so that O is rounded twice.
         head_scale: (Hq,), a factor of scale per head.
         normalizer: how logits become weights: "softmax", or each logit by itself with "sigmoid"
             (pass its bias -ln Tk as `bias`) or "relu2", relu(logit)^2 (with scale = 1 / Tk), or
@@ -157,10 +158,11 @@ def attention(
         FlashAttention, 2022, arXiv:2205.14135; Dao, FlashAttention-2, 2023, arXiv:2307.08691;
         ALiBi: Press et al., Train Short, Test Long, 2021, arXiv:2108.12409; relative_keys: Shaw et
         al., Self-Attention with Relative Position Representations, 2018, arXiv:1803.02155; both:
-        He et al., DeBERTa, 2020, arXiv:2006.03654; sinks: OpenAI, gpt-oss, 2025, arXiv:2508.10925;
-        sigmoid: Ramapuram et al., Theory, Analysis, and Best Practices for Sigmoid Self-Attention,
-        2024, arXiv:2409.04431; relu2: Hua et al., Transformer Quality in Linear Time, 2022,
-        arXiv:2202.10447; score_mod: Dong et al., Flex Attention, 2024, arXiv:2412.05496.
+        He et al., DeBERTa, 2020, arXiv:2006.03654; sinks: OpenAI, gpt-oss, 2025, arXiv:2508.10925,
+        and of queries Inkling 2 in transformers 5.24; sigmoid: Ramapuram et al., Theory, Analysis,
+        and Best Practices for Sigmoid Self-Attention, 2024, arXiv:2409.04431; relu2: Hua et al.,
+        Transformer Quality in Linear Time, 2022, arXiv:2202.10447; score_mod: Dong et al., Flex
+        Attention, 2024, arXiv:2412.05496.
 
     Example:
         >>> q = k = torch.zeros(1, 2, 1, 4)

@@ -16,7 +16,7 @@ from omniattn.functional.attention._common import (
     require_lse,
     require_parameter,
 )
-from omniattn.functional.attention._options import checked_codes
+from omniattn.functional.attention._options import checked_codes, without_query_sinks
 from omniattn.ops import attention as ops
 
 __all__ = ["attention_weights", "merge_attention"]
@@ -81,6 +81,7 @@ def attention_weights(
         raise ValueError(
             f"{op}: normalizer must not be {record.normalizer!r}, as lse gives no weights"
         )
+    record, _ = without_query_sinks(op, q, record)  # lse has them
     codes = checked_codes(op, q, full, record)
     weigh = implementation(op, backend, q, ops.attention_weights)
     weights: Tensor = weigh(q, k, lse, *codes, column_sums, group_sums)
@@ -98,7 +99,7 @@ def merge_attention(
     Args:
         outs: O_n (B, Tq, Hq, Dv) of each set.
         lses: lse_n (B, Hq, Tq) of each set, without sinks.
-        sinks: (Hq,), see :func:`attention`; added once, here.
+        sinks: (Hq,) or (B, Hq, Tq), see :func:`attention`; added once, here.
 
     Returns:
         O of the dtype of outs[0], and lse.
@@ -141,5 +142,5 @@ def merge_attention(
                 f"got out.shape={tuple(out.shape)}, lse.shape={tuple(lse.shape)}"
             )
     if sinks is not None:
-        require_parameter(op, "sinks", sinks, outs[0], [(h,)])
+        require_parameter(op, "sinks", sinks, outs[0], [(h,), (b, h, t)])
     return reference.merge_attention(outs, lses, sinks=sinks)

@@ -97,7 +97,8 @@ def attention_varlen(
             :func:`attention`. Tensors per batch entry or position have the shape of a batch
             (N, Hq, max_seqlen_q, max_seqlen_k).
         relative_keys, relative_queries: see :func:`attention`.
-        sinks, head_scale, normalizer, score_mod, dropout_p, seed, return_lse, backend: see
+        sinks: (Hq,), or (Hq, total_q), see :func:`attention`.
+        head_scale, normalizer, score_mod, dropout_p, seed, return_lse, backend: see
             :func:`attention`.
 
     Returns:

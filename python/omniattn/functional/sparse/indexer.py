@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from omniattn.checks.arguments import (
     autocast_dtype,
     full_precision,
     implementation,
+    is_one_of,
     is_traced,
     require_bool,
     require_choice,
@@ -49,6 +50,8 @@ def dsa_indexer(
     topk: int,
     *,
     causal: bool = True,
+    key_stride: int = 1,
+    past: int | None = None,
     activation: Literal["relu"] | None = "relu",
     tie: Literal["first", "recent"] = "first",
     key_padding: Tensor | None = None,
@@ -64,6 +67,8 @@ def dsa_indexer(
     topk: int,
     *,
     causal: bool = True,
+    key_stride: int = 1,
+    past: int | None = None,
     activation: Literal["relu"] | None = "relu",
     tie: Literal["first", "recent"] = "first",
     key_padding: Tensor | None = None,
@@ -78,6 +83,8 @@ def dsa_indexer(
     topk: int,
     *,
     causal: bool = True,
+    key_stride: int = 1,
+    past: int | None = None,
     activation: Literal["relu"] | None = "relu",
     tie: Literal["first", "recent"] = "first",
     key_padding: Tensor | None = None,
@@ -98,6 +105,10 @@ def dsa_indexer(
             if wanted. None is 1 for each head.
         topk: number of keys per query, >= 0.
         causal: query t sees keys up to t + Tk - Tq.
+        key_stride: number of tokens for which a key stands: key s is seen from token
+            (s + 1) key_stride - 1 on, as the compressed keys of DeepSeek-V4 and Qwen4 are.
+        past: number of tokens before the first query; k has (past + Tq) // key_stride keys. None is
+            Tk - Tq, for key_stride = 1 only.
         activation: "relu", or None for the products themselves.
         tie: order of equal scores, the "first" key or the most "recent" first. With relu, equal
             scores (0) are common.
@@ -140,15 +151,80 @@ def dsa_indexer(
     require_bool(op, "return_scores", return_scores)
     run = implementation(op, backend, q, ops.dsa_indexer)
     weights = None if w is None else widen(w.detach())
+    given = q.detach(), k.detach(), weights, key_padding
+    windows = _windows(op, q, k, causal, key_stride, past)
+    if key_stride > 1 and q.shape[1] == 1:  # the query sees all keys
+        causal, windows = False, None
     index, scores = run(
-        *(q.detach(), k.detach(), weights, key_padding, topk),
-        *(causal, activation == "relu", tie == "recent", return_scores),
+        *(given if windows is None else windows.split(*given)),
+        *(topk, causal, activation == "relu", tie == "recent", return_scores),
     )
+    if windows is not None:
+        index = windows.joined(index)
+        scores = windows.joined(scores) if return_scores else scores
     if sorted_by_index:
         order = torch.where(index < 0, k.shape[1], index).argsort(-1)
         index = index.gather(-1, order)
         scores = scores.gather(-1, order) if return_scores else scores
     return (index, scores) if return_scores else index
+
+
+class _Windows(NamedTuple):
+    """Queries by their places in windows of tokens, so that keys of windows are causal to each.
+
+    A query at position t sees (t + 1) // stride keys. The queries with equal (t + 1) % stride, one
+    for each window, are an entry of the batch.
+    """
+
+    stride: int
+    #: Places in the first window that have no query, and number of queries.
+    lead: int
+    queries: int
+
+    def split(
+        self, q: Tensor, k: Tensor, w: Tensor | None, padding: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Returns the rows of each place, (B stride, windows, ..), and the keys for each."""
+        rest = -(self.lead + self.queries) % self.stride
+
+        def by_place(t: Tensor) -> Tensor:
+            added = (0, 0) * (t.dim() - 2) + (self.lead, rest)
+            t = torch.nn.functional.pad(t, added).unflatten(1, (-1, self.stride))
+            return t.transpose(1, 2).flatten(0, 1)
+
+        if padding is not None:
+            padding = padding.repeat_interleave(self.stride, 0)
+        weights = None if w is None else by_place(w)
+        return by_place(q), k.repeat_interleave(self.stride, 0), weights, padding
+
+    def joined(self, t: Tensor) -> Tensor:
+        """Returns results of the places (B stride, windows, n) in the order of queries."""
+        t = t.unflatten(0, (-1, self.stride)).transpose(1, 2).flatten(1, 2)
+        return t[:, self.lead : self.lead + self.queries]
+
+
+def _windows(
+    op: str, q: Tensor, k: Tensor, causal: bool, key_stride: int, past: int | None
+) -> _Windows | None:
+    """Checks the positions of queries and keys; returns windows unless each token has a key."""
+    require_int(op, "key_stride", key_stride, 1, 2**31 - 1)
+    if past is None and key_stride == 1:
+        return None
+    if past is None or not causal:
+        raise ValueError(
+            f"{op}: key_stride > 1 and past need each other and causal=True, got past={past}, "
+            f"key_stride={key_stride}, causal={causal}"
+        )
+    require_int(op, "past", past, 0)
+    queries, keys = q.shape[1], k.shape[1]
+    if not is_one_of(keys, (past + queries) // key_stride):
+        raise ValueError(
+            f"{op}: k must have (past + Tq) // key_stride keys, got Tk={keys}, past={past}, "
+            f"Tq={queries}, key_stride={key_stride}"
+        )
+    if key_stride == 1:
+        return None
+    return _Windows(key_stride, (past + 1) % key_stride, queries)
 
 
 def dsa_indexer_loss(

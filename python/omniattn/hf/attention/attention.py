@@ -18,12 +18,12 @@ from omniattn.hf.common.packed import active
 
 __all__ = ["attention_forward", "collects_weights"]
 
-#: Keywords of transformers' attention functions that change the result and are not supported:
-#: sinks per query (Inkling 2) and the caches of FlashAttention kernels.
+#: Keywords of transformers' attention functions that change the result and are not supported: the
+#: caches of FlashAttention kernels.
 #: Other keywords are ignored: models forward all their keyword arguments, also arguments of a
 #: loss, a collator or another layer, so no list can be complete. A test compares this list with all
 #: calls of attention functions in the installed transformers.
-UNSUPPORTED = frozenset({"block_table", "cache", "cache_seqlens", "k_cache", "sinks", "v_cache"})
+UNSUPPORTED = frozenset({"block_table", "cache", "cache_seqlens", "k_cache", "v_cache"})
 #: Layers that set `is_causal` but attend to all keys when they get no mask.
 _NEVER_CAUSAL = ("BridgeTowerSelfAttention",)
 
@@ -39,6 +39,7 @@ def attention_forward(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -58,6 +59,7 @@ def attention_forward(
         value: (B, Hkv, Tk, Dv).
         attention_mask: a RuleMask, bool (True = attend) or additive float.
         dropout, scaling, softcap, s_aux (sinks), position_bias: of the layer.
+        sinks: (B, Hq, Tq, 1), sinks of each query (Inkling 2).
         is_causal: overrides `module.is_causal`.
         sliding_window: used only without a mask; a mask already contains it.
         cu_seq_lens_q, cu_seq_lens_k: cumulative lengths of the sequences packed in one row.
@@ -79,7 +81,10 @@ def attention_forward(
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     chooses = indices is not None or block_indices is not None
     other = bool(output_attentions) or cu_seq_lens_q is None
-    _check_combined(module, position_bias, chooses, paged, other)
+    if sinks is not None:
+        options["sinks"] = sinks.squeeze(-1)
+    only_alone = {"position_bias": position_bias, "sinks": sinks}
+    _check_combined(module, only_alone, chooses, paged, other)
     if paged:
         assert cu_seq_lens_q is not None
         return paged_attention(
@@ -160,21 +165,23 @@ def _check_supported(
 
 
 def _check_combined(
-    module: nn.Module, position_bias: Tensor | None, chooses: bool, paged: bool, other: bool
+    module: nn.Module, given: dict[str, Tensor | None], chooses: bool, paged: bool, other: bool
 ) -> None:
     """Raises NotImplementedError for arguments that are supported only separately.
 
-    `other` is True for further arguments that continuous batching does not support.
+    `given` has arguments that neither chosen keys nor continuous batching support; `other` is True
+    for further ones that the latter does not.
     """
-    if paged and (chooses or other or position_bias is not None):
+    passed = [name for name, x in given.items() if x is not None]
+    if paged and (chooses or other or passed):
         raise NotImplementedError(
-            f"omniattn.hf: {type(module).__name__} supports no position_bias, chosen keys or "
+            f"omniattn.hf: {type(module).__name__} supports no {', '.join(given)}, chosen keys or "
             'attention weights in continuous batching; use attn_implementation="paged|eager"'
         )
-    if chooses and position_bias is not None:
+    if chooses and passed:
         raise NotImplementedError(
-            f"omniattn.hf: {type(module).__name__} passes position_bias with chosen keys, which is "
-            'not supported together; use attn_implementation="eager"'
+            f"omniattn.hf: {type(module).__name__} passes {', '.join(passed)} with chosen keys, "
+            'which is not supported together; use attn_implementation="eager"'
         )
 
 

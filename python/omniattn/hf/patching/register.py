@@ -35,8 +35,8 @@ def register(name: str = "omniattn") -> None:
         A model that computes its attention without transformers' AttentionInterface (BLOOM, MPT,
         DeBERTa, Falcon) would accept the name and ignore it, or raise KeyError. It raises
         NotImplementedError instead, when constructed and in `set_attn_implementation`. A layer that
-        passes an unsupported argument, such as Inkling 2's sinks per query, raises it in its
-        forward. docs/hf.md has the list.
+        passes an unsupported argument, such as the cache of a kernel, raises it in its forward.
+        docs/hf.md has the list.
 
     Example:
         >>> from transformers import AttentionInterface

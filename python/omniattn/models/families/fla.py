@@ -32,6 +32,7 @@ from omniattn.modules import (
     GatedSlotAttention,
     KimiDeltaAttention,
     LightNet,
+    Mamba3,
     MultiScaleRetention,
     PaTHAttention,
     Raven,
@@ -267,6 +268,31 @@ _SOFTMAX = {"num_heads": 32, "num_kv_heads": None, "qkv_bias": False, "qk_norm":
 _DELTA = {"allow_neg_eigval": False, "use_gate": True, "head_dim": 256, "num_v_heads": None}
 _RAVEN = {"feature_map": "swish", "use_output_gate": False, "bias_rmm": False}
 _RAVEN |= {"router_type": "lin", "gate_logit_normalizer": 8, "rope_theta": 10000.0}
+
+
+def _mamba3(o: Mapping[str, Any]) -> BlocksConfig:
+    dim, eps = o["hidden_size"], o["norm_eps"]
+    names = {"d_state": "state_size", "headdim": "head_dim", "ngroups": "n_groups"}
+    given = {name: o[names.get(name, name)] for name in _MAMBA3}
+    mixer = Mamba3.Config(dim, **given, decay="softplus", norm_eps=eps)
+    residual_in_fp32 = o["residual_in_fp32"]
+    block = DecoderBlock.Config(
+        mixer, None, RMSNorm.Config(dim, eps), residual_in_fp32=residual_in_fp32
+    )
+    return BlocksConfig(
+        vocab_size=o["vocab_size"],
+        dim=dim,
+        num_layers=o["num_hidden_layers"],
+        tie_embeddings=o["tie_word_embeddings"],
+        blocks=(block,),
+    )
+
+
+#: Options of Mamba-3 under our names.
+_MAMBA3 = (
+    *("d_state", "expand", "headdim", "ngroups", "rope_fraction", "A_floor", "is_mimo"),
+    *("mimo_rank", "is_outproj_norm"),
+)
 #: model_type -> mixer, further options with their defaults, and options that must have one value.
 KINDS: dict[str, _Kind] = {
     "gla": (
@@ -358,6 +384,14 @@ KINDS: dict[str, _Kind] = {
          "use_w_shortconv": True, "use_low_rank_w": True},
         {"use_forget_gate": False},
     ),
+    "mamba3": (
+        _mamba3,
+        {"num_hidden_layers": 48, "hidden_act": "silu", "norm_eps": 1e-5, "state_size": 128,
+         "expand": 2, "head_dim": 64, "n_groups": 1, "rope_fraction": 0.5, "A_floor": 1e-4,
+         "is_mimo": False, "mimo_rank": 4, "is_outproj_norm": False, "residual_in_fp32": True,
+         "use_bias": False},
+        {"hidden_act": "silu", "use_bias": False},
+    ),
     "rwkv6": (
         fla_rwkv.rwkv6,
         fla_rwkv.OPTIONS
@@ -386,6 +420,12 @@ _NAMES = (
 )
 #: Further parts of the names of one model_type.
 _OWN_NAMES = {
+    "mamba3": (
+        (r"^backbone\.embeddings\.", "embed_tokens."),
+        (r"^backbone\.norm_f\.", "norm."),
+        (r"^backbone\.", ""),
+        (r"^layers\.(\d+)\.norm\.", r"layers.\1.input_layernorm."),
+    ),
     "hgrn2": (
         (r"\.mixer\.f_(proj|conv1d)\.", r".mixer.k_\1."),
         (r"\.mixer\.i_(proj|conv1d)\.", r".mixer.v_\1."),

@@ -126,27 +126,12 @@ class CompressedIndexer(Compressor):
         k (B, N, index_dim) are the keys of all windows; the first query is at position `past`.
         Returns None where N is at most index_topk, since each query then sees all of its keys.
         """
-        c, rate, (batch, count) = self.config, self.config.compress_rate, q.shape[:2]
+        c = self.config
         if k.shape[1] <= c.index_topk:
             return None
-        if count == 1:
-            return functional.dsa_indexer(
-                q, k, weights, c.index_topk, causal=False, backend=c.backend
-            )
-        # A query at position t sees (t + 1) // rate keys. Queries with the same number of keys are
-        # in one row of the batch entries below, so that the keys are causal there: row j of the
-        # last J rows sees N - J + j keys.
-        lead = (past + 1) % rate
-        rest = -(lead + count) % rate
-
-        def by_place(t: Tensor) -> Tensor:
-            padding = (0, 0) * (t.dim() - 2) + (lead, rest)
-            t = nn.functional.pad(t, padding).unflatten(1, (-1, rate))
-            return t.transpose(1, 2).flatten(0, 1)
-
-        index = functional.dsa_indexer(
-            *(by_place(q), k.repeat_interleave(rate, 0), by_place(weights), c.index_topk),
+        return functional.dsa_indexer(
+            *(q, k, weights, c.index_topk),
+            key_stride=c.compress_rate,
+            past=past,
             backend=c.backend,
         )
-        index = index.unflatten(0, (batch, rate)).transpose(1, 2).flatten(1, 2)
-        return index[:, lead : lead + count]

@@ -88,6 +88,8 @@ def attention_varlen(
     for n in range(len(ends_q) - 1):
         (q0, q1), (k0, k1) = ends_q[n : n + 2], ends_k[n : n + 2]
         mine = of_sequence(record, n, q1 - q0, k1 - k0, cached=False)
+        if mine.sinks is not None and mine.sinks.dim() > 1:  # (Hq,Nq)
+            mine = mine._replace(sinks=mine.sinks[None, :, q0:q1])
         part = q[None, q0:q1], k[None, k0:k1], v[None, k0:k1]
         out, lse = attention_of_part(*part, mine, _whole(*part[:2], n))
         outs.append(out.reshape(out.shape[1:]))
@@ -124,6 +126,8 @@ def attention_cached(
     for n, tk in enumerate(cache_seqlens.tolist() or [0]):  # an empty batch has gradients, too
         one = slice(n, n + 1)
         mine = of_sequence(record, n, q.shape[1], tk, cached=True)
+        if mine.sinks is not None and mine.sinks.dim() > 1:
+            mine = mine._replace(sinks=mine.sinks[one])
         part = q[one], k[one, :tk], v[one, :tk]
         out, lse = attention_of_part(*part, mine, _whole(*part[:2], n))
         outs.append(out)
@@ -325,7 +329,7 @@ def merge_attention(
     lse = torch.stack([widen(x) for x in lses])
     if sinks is not None:
         shape = (1, *lse.shape[1:])
-        lse = torch.cat((lse, widen(sinks).to(lse.dtype)[:, None].expand(shape)))
+        lse = torch.cat((lse, _of_queries(widen(sinks).to(lse.dtype)).expand(shape)))
     top = lse.detach().amax(0)
     top = top.masked_fill(top == -math.inf, 0)
     weights = torch.exp(lse - top)
@@ -337,13 +341,19 @@ def merge_attention(
     return out, (top + total.log()).masked_fill(empty, -math.inf)
 
 
+def _of_queries(sinks: Tensor) -> Tensor:
+    """Returns sinks (Hq,) or (B,Hq,Tq) as a tensor that broadcasts to (B,Hq,Tq)."""
+    return sinks if sinks.dim() > 1 else sinks[:, None]
+
+
 def softmax(s: Tensor, sinks: Tensor | None, *, finite: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns P and lse (B,Hq,Tq); a sink adds a logit per head to the sum, but no column to P.
+    """Returns P and lse (B,Hq,Tq); sinks (Hq,) or (B,Hq,Tq) add a logit to the sum, but no column
+    to P.
 
     `finite`: True if each row is known to have a finite logit, so that torch's softmax is defined.
     """
     if sinks is not None:
-        s = torch.cat((s, sinks[:, None, None].expand(*s.shape[:-1], 1)), -1)
+        s = torch.cat((s, _of_queries(sinks)[..., None].expand(*s.shape[:-1], 1)), -1)
     if finite:
         p, lse = s.softmax(-1), s.logsumexp(-1)
         return (p if sinks is None else p[..., :-1]), lse

@@ -21,6 +21,8 @@ def dsa_indexer(
     topk: int,
     *,
     causal: bool = True,
+    key_stride: int = 1,
+    past: int | None = None,
     activation: Activation = "relu",
     tie: Literal["first", "recent"] = "first",
     key_padding: Tensor | None = None,
@@ -31,12 +33,13 @@ def dsa_indexer(
 
     Selects the visible keys with the largest ``sum_h w_h relu(q_h . k)``, in descending order. Ties
     go to the earlier key, or with tie "recent" to the later. Missing keys have index -1 and score
-    -inf.
+    -inf. Key s stands for key_stride tokens from s key_stride on, and is seen from the last of them
+    on; `past` tokens come before q.
     """
     tk = k.shape[1]
     with torch.no_grad():
         scores = indexer_scores(q, k, w, activation)
-        seen = visible_keys(q, k, causal, key_padding).expand(scores.shape)
+        seen = visible_keys(q, k, causal, key_padding, key_stride, past).expand(scores.shape)
         if tie == "recent":
             scores, seen = scores.flip(-1), seen.flip(-1)
         count = min(topk, tk)
@@ -64,13 +67,22 @@ def sum_of_heads(products: Tensor, w: Tensor | None, activation: Activation) -> 
     return products.sum(2) if w is None else (products * widen(w)[..., None]).sum(2)
 
 
-def visible_keys(q: Tensor, k: Tensor, causal: bool, key_padding: Tensor | None) -> Tensor:
+def visible_keys(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    key_padding: Tensor | None,
+    key_stride: int = 1,
+    past: int | None = None,
+) -> Tensor:
     """Returns the mask (B | 1, Tq, Tk), True where a query sees a key."""
     tq, tk = q.shape[1], k.shape[1]
     key = torch.arange(tk, device=q.device)
     seen = torch.ones(1, tq, tk, dtype=torch.bool, device=q.device)
     if causal:
-        seen = seen & (key <= torch.arange(tk - tq, tk, device=q.device)[:, None])
+        first = tk - tq if past is None else past
+        ends = torch.arange(first + 1, first + tq + 1, device=q.device) // key_stride
+        seen = seen & (key < ends[:, None])
     return seen if key_padding is None else seen & key_padding[:, None]
 
 

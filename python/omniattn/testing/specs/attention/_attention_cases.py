@@ -43,6 +43,7 @@ def attention_tensors(case: Case, random: Random) -> dict[str, Tensor]:
         "alibi": lambda: {"alibi_slopes": random.normal(h) / 8},
         "alibi per batch": lambda: {"alibi_slopes": random.normal(b, h) / 8},
         "sinks": lambda: {"sinks": random.normal(h)},
+        "sinks of queries": lambda: {"sinks": random.normal(b, h, tq)},
         "sinks at the ends": lambda: {"sinks": _ends(random, h)},
         "head scale": lambda: {"head_scale": random.normal(h)},
         "seed": lambda: {"seed": torch.tensor([1234, 5])},

@@ -93,6 +93,12 @@ ATTENTION = OpSpec(
         qkv("alibibatch", 2, 70, 70, 4, 2, 16, None, ("alibi per batch", "bias")),
         qkv("sinks", 2, 100, 100, 4, 2, 16, None, ("sinks",), causal=True, return_lse=True),
         qkv("sinks+", 1, 70, 63, 2, 1, 16, None, ("sinks", "mask"), causal=True),
+        qkv(
+            *("querysinks", 2, 33, 70, 4, 2, 16, None, ("sinks of queries", "mask")),
+            causal=True,
+            return_lse=True,
+        ),
+        qkv("onlyquerysinks", 2, 5, 0, 2, 1, 8, None, ("sinks of queries",), return_lse=True),
         qkv("headscale", 2, 100, 100, 4, 2, 16, None, ("head scale",), softcap=3.0),
         qkv("terms", 2, 9, 150, 4, 2, 16, None, ("alibi", "sinks", "head scale"), causal=True),
         qkv("sigmoid", 2, 100, 130, 4, 2, 16, None, ("bias", "alibi"), normalizer="sigmoid"),

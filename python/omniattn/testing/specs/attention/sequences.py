@@ -64,7 +64,10 @@ def _varlen_inputs(case: Case, random: Random) -> dict[str, Tensor]:
         "cu_seqlens_q": _boundaries(queries),
         "cu_seqlens_k": _boundaries(keys),
     }
-    return made | attention_tensors(case, random)
+    made |= attention_tensors(case, random)
+    if "sinks of queries" in case.tensors:
+        made["sinks"] = random.normal(h, nq)
+    return made
 
 
 def _sequence_flops(case: Case, pass_: Pass) -> float:
@@ -93,6 +96,7 @@ ATTENTION_VARLEN = OpSpec(
         _packed("decode", 6, 1, 300, 4, 2, 32, causal=True),
         _packed("onekey", 3, 20, 1, 1, 1, 8),
         _packed("terms", 4, 120, 120, 4, 2, 16, ("alibi per batch", "sinks", "head scale")),
+        _packed("querysinks", 3, 40, 60, 4, 2, 16, ("sinks of queries",), return_lse=True),
         _packed("bias", 3, 60, 110, 4, 2, 16, ("bias per batch", "mask"), softcap=3.0),
         _packed("ends", 3, 40, 70, 4, 2, 16, ("ends",), return_lse=True),
         _packed("dropout", 3, 70, 70, 2, 2, 16, ("seed",), causal=True, dropout_p=0.3),
@@ -150,6 +154,7 @@ ATTENTION_CACHED = OpSpec(
         qkv("chunk", 3, 60, 200, 4, 2, 32, causal=True),
         qkv("window", 3, 3, 300, 4, 2, 16, causal=True, window_size=(50, 0)),
         qkv("terms", 3, 2, 100, 4, 2, 16, None, ("alibi", "sinks"), causal=True),
+        qkv("querysinks", 3, 2, 100, 4, 2, 16, None, ("sinks of queries",), causal=True),
         qkv("mod", 3, 6, 100, 4, 2, 16, score_mod=tiles, causal=True),
         qkv("full", 2, 5, 5, 2, 2, 8, causal=True),
         qkv("ends", 3, 2, 100, 4, 2, 16, None, ("ends",), return_lse=True),

@@ -77,6 +77,9 @@ DSA_INDEXER = OpSpec(
         _case("plain", 1, 30, 65, 2, 8, 7, activation=None, causal=False),
         _case("byindex", 1, 20, 65, 2, 8, 7, W, sorted_by_index=True),
         _case("decode", 1, 1, 1100, 8, 16, 40, W),
+        _case("windows", 2, 33, 17, 3, 8, 5, W, key_stride=4, past=37),
+        _case("windowspad", 2, 9, 3, 2, 8, 2, ("w", "padding"), key_stride=3, past=2, tie="recent"),
+        _case("windowstep", 1, 1, 20, 2, 8, 4, W, key_stride=4, past=81),
         _case("drops", 1, 3, 1500, 2, 5, 4, ("w", "padding"), causal=False),
         _case("all", 1, 9, 20, 2, 8, 33, W),
         _case("short", 1, 9, 4, 2, 8, 3, W),
@@ -216,4 +219,9 @@ VARIANTS = (
         PAPER,
     ),
     Variant("single-head indexer without weights, ties to the latest key", ("dsa_indexer",), PAPER),
+    Variant(
+        "QSA of Qwen4: windows selected by their mean keys, and the tokens after the last window",
+        ("dsa_indexer", "selected_attention"),
+        "Qwen Team 2026, transformers 5.24",
+    ),
 )
