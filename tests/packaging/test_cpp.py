@@ -49,6 +49,9 @@ CPU_ONLY = [
     "omniattn::log_linear_attention",
     "omniattn::log_linear_attention_backward",
     "omniattn::log_linear_attention_raw",
+    "omniattn::mamba3_inputs",
+    "omniattn::mamba3_inputs_backward",
+    "omniattn::mamba3_inputs_raw",
     "omniattn::ssd_",
 ]
 
