@@ -29,6 +29,7 @@ struct Mamba3 {
   DType dtype;  // of q and k
   ScanRows rows;
   int64_t rank, groups, heads, width, pairs;  // R, G, H, N, number of rotated pairs
+  int64_t block;                              // heads per item
   bool interleaved;                           // pairs (2 i, 2 i + 1); else (i, i + N / 2)
   RankView q, k;
   StepView angles;              // (B, T, H, pairs) of A
@@ -36,7 +37,7 @@ struct Mamba3 {
   const void *q_bias, *k_bias;  // (H, R, N) of A
   const void* initial_state;    // theta (S, H, pairs) of A, or null for zeros
 
-  OMNIATTN_FN int64_t items() const { return rows.sequences * heads; }
+  OMNIATTN_FN int64_t items() const { return rows.sequences * ceil_div(heads, block); }
   OMNIATTN_FN int64_t group_heads() const { return groups > 0 ? heads / groups : 1; }
 };
 
@@ -65,7 +66,8 @@ static_assert(std::is_trivially_copyable_v<Mamba3Params>);
 static_assert(std::is_trivially_copyable_v<Mamba3BackwardParams>);
 
 struct Mamba3Kernels {
-  // Item n H + h is head h of sequence n. `memory` has the bytes of the pass.
+  // Item n ceil(H / block) + i is block i of the heads of sequence n. `memory` has the bytes of the
+  // pass.
   int64_t (*bytes)(const Mamba3&);
   void (*forward)(const Mamba3Params&, void* memory, int64_t begin, int64_t end);
   int64_t (*backward_bytes)(const Mamba3&);

@@ -1,4 +1,5 @@
-// The inputs of Mamba-3's recurrence on the CPU, see mamba3.h: one token of a head after the other.
+// The inputs of Mamba-3's recurrence on the CPU, see mamba3.h. All heads of an item process a token
+// before the next one: rows of one head lie pages apart in memory.
 #include "kernels/scan/mamba3.h"
 
 #include "kernels/recurrence/item_pass.h"
@@ -26,24 +27,29 @@ struct Steps {
   C last() const { return (1 - share) * dt; }
 };
 
-// A sequence and head, and rows of its current token.
+// A sequence, some heads of it, and rows of the current token and head.
 template <class C>
-struct Head {
+struct Heads {
   const Mamba3& p;
   ScanSequence s{};
-  int64_t index = 0, head = 0;
-  Matrix<C> q, k;  // (R, N), with biases, before their rotation
+  int64_t index = 0, first = 0, last = 0, head = 0;  // heads [first, last)
+  Matrix<C> q, k;                                    // (R, N), with biases, before their rotation
   C *cos, *sin;
 
-  Head(const Mamba3& problem, Room<C>& room) : p(problem) {
+  Heads(const Mamba3& problem, Room<C>& room) : p(problem) {
     q = room.rows(p.rank, p.width), k = room.rows(p.rank, p.width);
     cos = room.take(p.pairs), sin = room.take(p.pairs);
   }
 
   void start(int64_t item) {
-    index = item / p.heads, head = item % p.heads;
+    const int64_t items = ceil_div(p.heads, p.block);
+    index = item / items, first = item % items * p.block;
+    last = smaller(first + p.block, p.heads);
     s = scan_sequence(p.rows, index);
   }
+  // Place of a head in (S, H), and among the heads of an item.
+  int64_t row() const { return index * p.heads + head; }
+  int64_t own() const { return head - first; }
   int64_t end() const { return s.begin + s.count; }
   // Place of a token and head in (B, T, H), and of an input in (B, T, R, H).
   int64_t place(int64_t t) const { return (s.batch * p.rows.steps + t) * p.heads + head; }
@@ -140,52 +146,62 @@ struct Forward {
   const Mamba3Params& params;
   const Mamba3& p = params.problem;
   Room<C> room;
-  Head<C> head;
-  double* theta;
+  Heads<C> heads;
+  double* angles;   // theta of each head
+  Steps<C>* steps;  // of the current token of each head
 
-  Forward(const Mamba3Params& x, void* memory)
-      : params(x), room(memory), head(p, room) {
-    theta = reinterpret_cast<double*>(room.take(2 * p.pairs));
+  Forward(const Mamba3Params& x, void* memory) : params(x), room(memory), heads(p, room) {
+    angles = reinterpret_cast<double*>(room.take(2 * p.block * p.pairs));
+    steps = reinterpret_cast<Steps<C>*>(room.take(2 * p.block));
   }
 
   void run(int64_t item) {
-    head.start(item);
-    const C* const start = static_cast<const C*>(p.initial_state);
-    for (int64_t i = 0; i < p.pairs; ++i) {
-      theta[i] = start == nullptr ? 0 : static_cast<double>(start[item * p.pairs + i]);
-    }
-    if (head.s.count == 0) return;
-    Steps<C> now = head.steps(head.s.begin);
-    for (int64_t t = head.s.begin; t < head.end(); ++t) {
-      head.prefetch(t + kAhead);
-      const Steps<C> next = head.steps_after(t);
-      C* const phases = static_cast<C*>(params.phases) + head.place(t) * p.pairs;
-      advance(head.angles(t), now.dt, phases);
-      head.waves(phases);
-      head.load(t);
-      for (int64_t r = 0; r < p.rank; ++r) {
-        const int64_t at = head.place(t, r);
-        head.turn(head.q.row(r), static_cast<C*>(params.queries) + at * p.width, 1);
-        head.turn(head.k.row(r), static_cast<C*>(params.keys) + at * p.width, 1);
-        C* const reads = static_cast<C*>(params.reads) + at * p.rank;
-        for (int64_t s = 0; s < p.rank; ++s) {
-          reads[s] = head.dot(head.q.row(r), head.k.row(s)) * (s > r ? now.own() : -next.last());
-        }
+    heads.start(item);
+    if (heads.s.count == 0) return;
+    for (heads.head = heads.first; heads.head < heads.last; ++heads.head) {
+      const C* const start = static_cast<const C*>(p.initial_state);
+      for (int64_t i = 0; i < p.pairs; ++i) {
+        angles[heads.own() * p.pairs + i] =
+            start == nullptr ? 0 : static_cast<double>(start[heads.row() * p.pairs + i]);
       }
-      static_cast<C*>(params.weights)[head.place(t)] = now.own() + next.last();
-      now = next;
+      steps[heads.own()] = heads.steps(heads.s.begin);
+    }
+    for (int64_t t = heads.s.begin; t < heads.end(); ++t) {
+      for (heads.head = heads.first; heads.head < heads.last; ++heads.head) token(t);
     }
   }
 
  private:
-  void advance(const C* angles, C dt, C* phases) {
+  void token(int64_t t) {
+    heads.prefetch(t + kAhead);
+    const Steps<C> now = steps[heads.own()], next = heads.steps_after(t);
+    C* const phases = static_cast<C*>(params.phases) + heads.place(t) * p.pairs;
+    advance(heads.angles(t), now.dt, angles + heads.own() * p.pairs, phases);
+    heads.waves(phases);
+    heads.load(t);
+    for (int64_t r = 0; r < p.rank; ++r) {
+      const int64_t at = heads.place(t, r);
+      heads.turn(heads.q.row(r), static_cast<C*>(params.queries) + at * p.width, 1);
+      heads.turn(heads.k.row(r), static_cast<C*>(params.keys) + at * p.width, 1);
+      C* const reads = static_cast<C*>(params.reads) + at * p.rank;
+      for (int64_t s = 0; s < p.rank; ++s) {
+        reads[s] = heads.dot(heads.q.row(r), heads.k.row(s)) * (s > r ? now.own() : -next.last());
+      }
+    }
+    static_cast<C*>(params.weights)[heads.place(t)] = now.own() + next.last();
+    steps[heads.own()] = next;
+  }
+  void advance(const C* turns, C dt, double* theta, C* phases) const {
     for_row<C>(p.pairs, [&](int64_t i, auto part) {
-      part.store(phases + i, tanh(part.load(angles + i)) * static_cast<C>(kPi) * dt);
+      part.store(phases + i, tanh(part.load(turns + i)) * static_cast<C>(kPi) * dt);
     });
-    for (int64_t i = 0; i < p.pairs; ++i) {
+    const int64_t pairs = p.pairs;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < pairs; ++i) {
       const double sum = theta[i] + static_cast<double>(phases[i]);
-      theta[i] = sum - 2 * kPi * __builtin_floor(sum * (0.5 / kPi));
-      phases[i] = static_cast<C>(theta[i]);
+      const double rest = sum - 2 * kPi * __builtin_floor(sum * (0.5 / kPi));
+      theta[i] = rest;
+      phases[i] = static_cast<C>(rest);
     }
   }
 };
@@ -195,47 +211,60 @@ struct Backward {
   const Mamba3BackwardParams& params;
   const Mamba3& p = params.problem;
   Room<C> room;
-  Head<C> head;
+  Heads<C> heads;
   Matrix<C> dq, dk;
-  C* slopes;  // gradients of the token's angles
-  double* dtheta;
+  C* slopes;        // gradients of the token's angles
+  double* dangles;  // of the sums of each head
 
   Backward(const Mamba3BackwardParams& x, void* memory)
       : params(x),
         room(memory),
-        head(p, room),
+        heads(p, room),
         dq(room.rows(p.rank, p.width)),
         dk(room.rows(p.rank, p.width)),
         slopes(room.take(p.pairs)) {
-    dtheta = reinterpret_cast<double*>(room.take(2 * p.pairs));
+    dangles = reinterpret_cast<double*>(room.take(2 * p.block * p.pairs));
   }
 
   void run(int64_t item) {
-    head.start(item);
+    heads.start(item);
     const int64_t bias = p.rank * p.width;
-    C* const dq_bias = static_cast<C*>(params.dq_bias) + item * bias;
-    C* const dk_bias = static_cast<C*>(params.dk_bias) + item * bias;
-    for (int64_t i = 0; i < bias; ++i) dq_bias[i] = dk_bias[i] = 0;
-    for (int64_t i = 0; i < p.pairs; ++i) dtheta[i] = 0;
-    for (int64_t t = head.end() - 1; t >= head.s.begin; --t) {
-      head.prefetch(t - kAhead);
-      head.waves(static_cast<const C*>(params.phases) + head.place(t) * p.pairs);
-      head.load(t);
-      turn_back(t);
-      of_steps(t, of_angles(t));
-      for (int64_t r = 0; r < p.rank; ++r) {
-        head.add(dq.row(r), dq_bias + r * p.width);
-        head.add(dk.row(r), dk_bias + r * p.width);
+    for (heads.head = heads.first; heads.head < heads.last; ++heads.head) {
+      for (void* to : {params.dq_bias, params.dk_bias}) {
+        C* const sums = static_cast<C*>(to) + heads.row() * bias;
+        for (int64_t i = 0; i < bias; ++i) sums[i] = 0;
       }
-      store(dq, params.dq, t);
-      store(dk, params.dk, t);
+    }
+    for (int64_t i = 0; i < p.block * p.pairs; ++i) dangles[i] = 0;
+    for (int64_t t = heads.end() - 1; t >= heads.s.begin; --t) {
+      for (heads.head = heads.first; heads.head < heads.last; ++heads.head) token(t);
     }
     if (params.dinitial_state == nullptr) return;
-    C* const first = static_cast<C*>(params.dinitial_state) + item * p.pairs;
-    for (int64_t i = 0; i < p.pairs; ++i) first[i] = static_cast<C>(dtheta[i]);
+    C* const first = static_cast<C*>(params.dinitial_state);
+    for (heads.head = heads.first; heads.head < heads.last; ++heads.head) {
+      for (int64_t i = 0; i < p.pairs; ++i) {
+        first[heads.row() * p.pairs + i] = static_cast<C>(dangles[heads.own() * p.pairs + i]);
+      }
+    }
   }
 
  private:
+  void token(int64_t t) {
+    heads.prefetch(t - kAhead);
+    heads.waves(static_cast<const C*>(params.phases) + heads.place(t) * p.pairs);
+    heads.load(t);
+    turn_back(t);
+    of_steps(t, of_angles(t));
+    const int64_t bias = p.rank * p.width;
+    for (int64_t r = 0; r < p.rank; ++r) {
+      const int64_t at = heads.row() * bias + r * p.width;
+      heads.add(dq.row(r), static_cast<C*>(params.dq_bias) + at);
+      heads.add(dk.row(r), static_cast<C*>(params.dk_bias) + at);
+    }
+    store(dq, params.dq, t);
+    store(dk, params.dk, t);
+  }
+
   static const C* row(const void* x, int64_t at) {
     return x == nullptr ? nullptr : static_cast<const C*>(x) + at;
   }
@@ -245,8 +274,8 @@ struct Backward {
   void turn_back(int64_t t) {
     for (int64_t i = 0; i < p.pairs; ++i) slopes[i] = 0;
     for (int64_t r = 0; r < p.rank; ++r) {
-      turn_back(row(params.grad_queries, head.place(t, r) * p.width), head.q.row(r), dq.row(r));
-      turn_back(row(params.grad_keys, head.place(t, r) * p.width), head.k.row(r), dk.row(r));
+      turn_back(row(params.grad_queries, heads.place(t, r) * p.width), heads.q.row(r), dq.row(r));
+      turn_back(row(params.grad_keys, heads.place(t, r) * p.width), heads.k.row(r), dk.row(r));
     }
   }
   void turn_back(const C* grad, const C* x, C* dx) {
@@ -254,50 +283,55 @@ struct Backward {
       for (int64_t j = 0; j < p.width; ++j) dx[j] = 0;
       return;
     }
-    head.turn(grad, dx, -1);
+    heads.turn(grad, dx, -1);
     for_row<C>(p.pairs, [&](int64_t i, auto part) {
-      const Pair<C> d = head.pairs(dx, i, part), at = head.pairs(x, i, part);
+      const Pair<C> d = heads.pairs(dx, i, part), at = heads.pairs(x, i, part);
       part.store(slopes + i, part.load(slopes + i) + (d.y * at.x - d.x * at.y));
     });
   }
   // Adds the angles' gradients to those of later tokens and stores dangles; returns its part of
   // ddt.
   C of_angles(int64_t t) {
-    const C* const grad = row(params.grad_phases, head.place(t) * p.pairs);
-    for (int64_t i = 0; i < p.pairs; ++i) {
-      dtheta[i] += static_cast<double>(slopes[i]);
-      if (grad != nullptr) dtheta[i] += static_cast<double>(grad[i]);
-      slopes[i] = static_cast<C>(dtheta[i] * kPi);
+    const C* const grad = row(params.grad_phases, heads.place(t) * p.pairs);
+    double* const dtheta = dangles + heads.own() * p.pairs;
+    const int64_t pairs = p.pairs;
+    for (int64_t i = 0; grad != nullptr && i < pairs; ++i)
+      dtheta[i] += static_cast<double>(grad[i]);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < pairs; ++i) {
+      const double sum = dtheta[i] + static_cast<double>(slopes[i]);
+      dtheta[i] = sum;
+      slopes[i] = static_cast<C>(sum * kPi);
     }
-    const C* const angles = head.angles(t);
-    const C dt = head.steps(t).dt;
-    C* const dangles = static_cast<C*>(params.dangles) + head.place(t) * p.pairs;
+    const C* const angles = heads.angles(t);
+    const C dt = heads.steps(t).dt;
+    C* const of_turns = static_cast<C*>(params.dangles) + heads.place(t) * p.pairs;
     return row_sum<C>(p.pairs, [&](int64_t i, auto part) {
       const Vec<C> turn = tanh(part.load(angles + i)), slope = part.load(slopes + i);
-      part.store(dangles + i, slope * dt * (Vec<C>(C{1}) - turn * turn));
+      part.store(of_turns + i, slope * dt * (Vec<C>(C{1}) - turn * turn));
       return slope * turn;
     });
   }
   // Adds the gradients by reads to dq and dk, and stores those of dt and trap.
   void of_steps(int64_t t, C of_turns) {
-    const Steps<C> now = head.steps(t), next = head.steps_after(t);
-    const C* const weight = row(params.grad_weights, head.place(t));
+    const Steps<C> now = heads.steps(t), next = heads.steps_after(t);
+    const C* const weight = row(params.grad_weights, heads.place(t));
     C own = weight == nullptr ? 0 : *weight, following = own;
     for (int64_t r = 0; params.grad_reads != nullptr && r < p.rank; ++r) {
-      const C* const grads = row(params.grad_reads, head.place(t, r) * p.rank);
+      const C* const grads = row(params.grad_reads, heads.place(t, r) * p.rank);
       for (int64_t s = 0; s < p.rank; ++s) {
-        const C by_dot = grads[s] * head.dot(head.q.row(r), head.k.row(s));
+        const C by_dot = grads[s] * heads.dot(heads.q.row(r), heads.k.row(s));
         (s > r ? own : following) += s > r ? by_dot : -by_dot;
         const C factor = grads[s] * (s > r ? now.own() : -next.last());
-        add_scaled(factor, head.k.row(s), dq.row(r));
-        add_scaled(factor, head.q.row(r), dk.row(s));
+        add_scaled(factor, heads.k.row(s), dq.row(r));
+        add_scaled(factor, heads.q.row(r), dk.row(s));
       }
     }
-    C* const ddt = static_cast<C*>(params.ddt) + head.place(t);
-    C* const dtrap = static_cast<C*>(params.dtrap) + head.place(t);
+    C* const ddt = static_cast<C*>(params.ddt) + heads.place(t);
+    C* const dtrap = static_cast<C*>(params.dtrap) + heads.place(t);
     ddt[0] = of_turns + own * now.share;
     dtrap[0] = own * now.dt * now.share * (1 - now.share);
-    if (t + 1 == head.end()) return;
+    if (t + 1 == heads.end()) return;
     ddt[p.heads] += following * (1 - next.share);
     dtrap[p.heads] -= following * next.dt * next.share * (1 - next.share);
   }
@@ -307,9 +341,9 @@ struct Backward {
     });
   }
   void store(Matrix<C> rows, void* to, int64_t t) const {
-    const int64_t members = p.group_heads(), group = head.head / members;
+    const int64_t members = p.group_heads(), group = heads.head / members;
     const int64_t batches = p.rows.boundaries != nullptr ? 1 : p.rows.sequences;
-    const int64_t tokens = (head.head % members * batches + head.s.batch) * p.rows.steps + t;
+    const int64_t tokens = (heads.head % members * batches + heads.s.batch) * p.rows.steps + t;
     const int64_t at = (tokens * p.rank * p.groups + group) * p.width;
     store_rows(params.row_dtype, rows, p.rank, p.width,
                static_cast<char*>(to) + at * size_of(params.row_dtype), p.groups * p.width);

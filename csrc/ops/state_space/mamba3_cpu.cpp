@@ -31,6 +31,7 @@ struct Problem : SequenceProblem {
     p.rows = {sequences, steps, packed.rows.q};
     p.rank = in.q.size(2), p.groups = in.q.size(3), p.width = in.q.size(4);
     p.heads = with_dims("dt", in.dt, 3).size(2);
+    p.block = heads_of_item();
     p.pairs = with_dims("angles", in.angles, 4).size(3);
     p.interleaved = options.interleaved;
     require(p.groups > 0 ? p.heads % p.groups == 0 : p.heads == 0, op,
@@ -64,6 +65,12 @@ struct Problem : SequenceProblem {
   }
 
  private:
+  // As many heads as leave each thread a few items, since rows of neighbouring heads lie together.
+  int64_t heads_of_item() const {
+    constexpr int64_t kItems = 2, kMost = 8;
+    const int64_t threads = torch::stable::get_num_threads();
+    return std::clamp<int64_t>(sequences * shared.heads / (kItems * threads), 1, kMost);
+  }
   RankView ranks(const char* name, const Tensor& given, Sizes want) {
     require_tensor(op, name, given, dtype);
     require_sizes(op, name, given, want);

@@ -37,11 +37,8 @@ def _definition(
     """Returns the rotated queries and keys (B, T, R, H, N), the factors (B, T, H) of writes, those
     (B, T, R, H, R) of a token's own inputs in its outputs, and the angles (B, T, H, A)."""
     phases = _phases(angles, dt, initial_state, cu_seqlens)
-    queries, keys = _turned(
-        *(_with_bias(t, bias) for t, bias in ((q, q_bias), (k, k_bias))),
-        phases[:, :, None],
-        interleaved,
-    )
+    rows = _with_bias(q, q_bias), _with_bias(k, k_bias)
+    queries, keys = _turned(*rows, phases[:, :, None], interleaved)
     share = trap.sigmoid()
     own, following = share * dt, nnf.pad((1 - share) * dt, (0, 0, 0, 1))[:, 1:]
     if cu_seqlens is not None:

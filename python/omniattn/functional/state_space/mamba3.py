@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as nnf
@@ -23,6 +25,7 @@ from omniattn.functional.recurrences._common import (
     composed_sequence_count,
     edge,
     first_of,
+    is_step,
     log_decays,
     run,
     state_parts,
@@ -129,12 +132,12 @@ def mamba3(
         require_strided(op, name, t)
     batch, steps, heads, size = v.shape
     states, of_heads = q.shape[-1], (batch, steps, heads)
-    rows = ((heads, states) if single else (heads, rank, states),)
+    of_biases = ((heads, states) if single else (heads, rank, states),)
     adt = log_decays(op, "adt", adt, v, (of_heads,))
     dt = widened(op, "dt", dt, v, (of_heads,))
     trap = widened(op, "trap", trap, v, (of_heads,))
-    q_bias = widened(op, "q_bias", q_bias, v, rows)
-    k_bias = widened(op, "k_bias", k_bias, v, rows)
+    q_bias = widened(op, "q_bias", q_bias, v, of_biases)
+    k_bias = widened(op, "k_bias", k_bias, v, of_biases)
     angles = _checked_angles(op, angles, v, states)
     mimo_v, mimo_z, mimo_out = (
         t if t is None else _rank_first(widened(op, name, t, v, ((heads, rank, size),)))
@@ -165,14 +168,20 @@ def mamba3(
     )
     wide = widen(v)
     x = _inputs(wide, mimo_v)
-    start = None if before is None else _with_last(before, dt, trap, mimo_v, cu_seqlens)
+    rows = _Rows(q, k, x, adt, weights)
+    start = None
+    if before is not None and is_step(v, cu_seqlens):
+        start, rows = before[1].mT, _after_last(before, rows, dt, mimo_v)
+    elif before is not None:
+        start = _with_last(before, dt, trap, mimo_v, cu_seqlens)
     y, h = run(
-        *(op, q.flatten(1, 2), k.flatten(1, 2), x.flatten(1, 2), first_of(rank, adt), 1.0),
+        *(op, rows.q.flatten(1, 2), rows.k.flatten(1, 2), rows.x.flatten(1, 2)),
+        *(first_of(rank, rows.g), 1.0),
         Sequences(start, None if cu_seqlens is None else cu_seqlens * rank, backend),
-        beta=weights[:, :, None].expand(-1, -1, rank, -1).flatten(1, 2),
+        beta=rows.weights[:, :, None].expand(-1, -1, rank, -1).flatten(1, 2),
     )
-    y = y.unflatten(1, (steps, rank)) if rank > 1 else y[:, :, None]
-    for r in range(rank):
+    y = y.unflatten(1, (-1, rank))[:, -steps:] if steps > 0 else y[:, :, None]
+    for r in range(rank if rank * steps > 1 else 0):  # one write alone has no other to leave out
         y = torch.addcmul(y, x[:, :, r : r + 1], reads[..., r, None])
     if skips is not None:
         y = torch.addcmul(y, x, skips[:, None])
@@ -249,6 +258,32 @@ def _inputs(t: Tensor, factors: Tensor | None) -> Tensor:
     """Returns t (B, T, H, P) as (B, T, 1, H, P), or times factors (R, H, P)."""
     t = t[:, :, None]
     return t if factors is None else t * factors
+
+
+class _Rows(NamedTuple):
+    """Arguments of the recurrence, with R tokens for each."""
+
+    q: Tensor
+    k: Tensor
+    x: Tensor
+    g: Tensor
+    weights: Tensor
+
+
+def _after_last(
+    before: tuple[Tensor, ...], rows: _Rows, dt: Tensor, mimo_v: Tensor | None
+) -> _Rows:
+    """Puts the last token of a state before the rows of one token, so that the kernel adds it to
+    the state's matrix on the way."""
+    _, _, k, v = before
+    k = k[:, None] if mimo_v is not None else k[:, None, None]
+    return _Rows(
+        rows.q.expand(-1, 2, -1, -1, -1),
+        torch.cat((k, rows.k), 1),
+        torch.cat((_inputs(v[:, None], mimo_v), rows.x), 1),
+        nnf.pad(rows.g, (0, 0, 1, 0)),
+        torch.cat((dt - rows.weights, rows.weights), 1),  # no next token: weights are l dt
+    )
 
 
 def _with_last(
