@@ -52,6 +52,7 @@ CPU_ONLY = [
     "omniattn::mamba3_inputs",
     "omniattn::mamba3_inputs_backward",
     "omniattn::mamba3_inputs_raw",
+    "omniattn::mesa_step",
     "omniattn::ssd_",
 ]
 
