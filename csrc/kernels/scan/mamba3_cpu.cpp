@@ -18,7 +18,8 @@ struct Pair {
   Vec<C> x, y;
 };
 
-// The step sizes of a token: share is sigmoid(trap).
+// The step size of a token, the share sigmoid(trap) of its own input, and the factors of this input
+// and of the one before.
 template <class C>
 struct Steps {
   C share, dt;
@@ -195,9 +196,7 @@ struct Forward {
     for_row<C>(p.pairs, [&](int64_t i, auto part) {
       part.store(phases + i, tanh(part.load(turns + i)) * static_cast<C>(kPi) * dt);
     });
-    const int64_t pairs = p.pairs;
-#pragma GCC ivdep
-    for (int64_t i = 0; i < pairs; ++i) {
+    for (int64_t i = 0; i < p.pairs; ++i) {
       const double sum = theta[i] + static_cast<double>(phases[i]);
       const double rest = sum - 2 * kPi * __builtin_floor(sum * (0.5 / kPi));
       theta[i] = rest;
@@ -294,14 +293,10 @@ struct Backward {
   C of_angles(int64_t t) {
     const C* const grad = row(params.grad_phases, heads.place(t) * p.pairs);
     double* const dtheta = dangles + heads.own() * p.pairs;
-    const int64_t pairs = p.pairs;
-    for (int64_t i = 0; grad != nullptr && i < pairs; ++i)
-      dtheta[i] += static_cast<double>(grad[i]);
-#pragma GCC ivdep
-    for (int64_t i = 0; i < pairs; ++i) {
-      const double sum = dtheta[i] + static_cast<double>(slopes[i]);
-      dtheta[i] = sum;
-      slopes[i] = static_cast<C>(sum * kPi);
+    for (int64_t i = 0; i < p.pairs; ++i) {
+      dtheta[i] += static_cast<double>(slopes[i]);
+      if (grad != nullptr) dtheta[i] += static_cast<double>(grad[i]);
+      slopes[i] = static_cast<C>(dtheta[i] * kPi);
     }
     const C* const angles = heads.angles(t);
     const C dt = heads.steps(t).dt;

@@ -181,10 +181,12 @@ def mamba3(
         beta=rows.weights[:, :, None].expand(-1, -1, rank, -1).flatten(1, 2),
     )
     y = y.unflatten(1, (-1, rank))[:, -steps:] if steps > 0 else y[:, :, None]
-    for r in range(rank if rank * steps > 1 else 0):  # one write alone has no other to leave out
-        y = torch.addcmul(y, x[:, :, r : r + 1], reads[..., r, None])
     if skips is not None:
-        y = torch.addcmul(y, x, skips[:, None])
+        same = torch.eye(rank, dtype=x.dtype, device=x.device)
+        reads = reads + same[:, None] * skips[:, None]
+    # One write alone has no other to leave out.
+    for r in range(rank if skips is not None or rank * steps > 1 else 0):
+        y = torch.addcmul(y, x[:, :, r : r + 1], reads[..., r, None])
     if z is not None:
         y = y * nnf.silu(_inputs(widen(z), mimo_z))
     if single:
