@@ -1,6 +1,6 @@
 // Conjugate gradients on the CPU, see conjugate_gradients.h: a system at a time, whose matrix stays
 // in the caches.
-#include "kernels/recurrence/conjugate_gradients.h"
+#include "kernels/fast_weights/conjugate_gradients.h"
 
 #include "runtime/assert.h"
 #include "runtime/denormals.h"
