@@ -27,6 +27,7 @@ INNER = {
     "activate": [(X, 2)],
     "activate_backward_": [(X.clone(), X, 2)],
     "causal_conv1d_": [(f(2, 1, 3), f(3, 4), f(3), f(2, 3, 3), True)],
+    "mesa_step": [(f(2, 1, 3, 4), f(2, 1, 3, 4), f(2, 3, 4, 4), 2, 1e-6)],
     "selective_scan_": [
         (
             *[f(2, 1, 3)] * 2,

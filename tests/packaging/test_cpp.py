@@ -50,6 +50,10 @@ CPU_ONLY = [
     "omniattn::log_linear_attention",
     "omniattn::log_linear_attention_backward",
     "omniattn::log_linear_attention_raw",
+    "omniattn::mamba3_inputs",
+    "omniattn::mamba3_inputs_backward",
+    "omniattn::mamba3_inputs_raw",
+    "omniattn::mesa_step",
     "omniattn::ssd_",
 ]
 

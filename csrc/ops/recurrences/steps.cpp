@@ -1,5 +1,5 @@
 // Schemas of the steps, which only the CPU has: elsewhere layers decode by the ops that return new
-// states.
+// states, and compositions/least_squares.py implements mesa_step by torch's ops.
 #include "ops/recurrences/steps.h"
 
 #include "ops/registry.h"
@@ -10,6 +10,7 @@ namespace {
 const Registry registry([](Registry& ops) {
   ops.define<decltype(causal_conv1d_inplace)>("causal_conv1d_");
   ops.define<decltype(ssd_inplace)>("ssd_");
+  ops.define<decltype(mesa_step)>("mesa_step");
 });
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Single steps of recurrences in place, without gradients; steps_cpu.cpp defines them.
+// Single steps of recurrences, without gradients; steps_cpu.cpp defines them. All but mesa_step
+// update states in place.
 #pragma once
 
 #include "ops/fields.h"
@@ -14,10 +15,14 @@ OMNIATTN_FIELDS(ConvOptions, bool silu);
 OMNIATTN_FIELDS(Ssd, Tensor x, dt, A, B, C; OptTensor D, z, dt_bias);
 OMNIATTN_FIELDS(SsdOptions, bool dt_softplus; double least, largest);
 OMNIATTN_FIELDS(State, Written initial_state);
+// q, lamb (B, 1, H, K) and the state after the token (B, H, K, K), in fp32 or fp64.
+OMNIATTN_FIELDS(Mesa, Tensor q, lamb, initial_state);
+OMNIATTN_FIELDS(MesaOptions, int64_t max_iterations; double tolerance);
 
 Tensor causal_conv1d_inplace(const OpCall& call, const Conv& in, const State& state,
                              const ConvOptions& options);
 Tensor ssd_inplace(const OpCall& call, const Ssd& in, const State& state,
                    const SsdOptions& options);
+Tensor mesa_step(const OpCall& call, const Mesa& in, const MesaOptions& options);
 
 }  // namespace omniattn::ops::steps

@@ -3,9 +3,11 @@
 #include <cmath>
 
 #include "kernels/conv/conv.h"
+#include "kernels/fast_weights/conjugate_gradients.h"
 #include "kernels/scan/step.h"
 #include "ops/recurrences/scan.h"
 #include "ops/registry.h"
+#include "ops/stage.h"
 
 namespace omniattn::ops::steps {
 namespace {
@@ -131,11 +133,35 @@ Tensor ssd_inplace(const OpCall& call, const Ssd& in, const State& state,
   return y;
 }
 
+Tensor mesa_step(const OpCall& call, const Mesa& in, const MesaOptions& options) {
+  const SequenceProblem p(call.op, "q", in.q, 4, std::nullopt);
+  require_tensor(p.op, "q", in.q, p.acc);
+  require(p.steps == 1, p.op, "q must have T=1 for a step, got T=", p.steps);
+  const int64_t heads = in.q.size(2), width = in.q.size(3);
+  const Tensor q = *p.dense("q", in.q, in.q.sizes());
+  const Tensor lamb = *p.dense("lamb", in.lamb, in.q.sizes());
+  const Tensor state = *p.dense("initial_state", in.initial_state, {p.batch, heads, width, width});
+  const Tensor x = empty_tensor(in.q.sizes(), p.acc);
+  const ConjugateGradients params{.dtype = p.acc,
+                                  .systems = p.batch * heads,
+                                  .width = width,
+                                  .iterations = options.max_iterations,
+                                  .tolerance = options.tolerance,
+                                  .state = state.const_data_ptr(),
+                                  .lamb = lamb.const_data_ptr(),
+                                  .q = q.const_data_ptr(),
+                                  .x = x.mutable_data_ptr()};
+  run_items(params, params.systems, params.bytes(), conjugate_gradients_kernels(p.acc).solve);
+  return x;
+}
+
 namespace {
 
 const Registry registry([](Registry& ops) {
   ops.implement<causal_conv1d_inplace>("causal_conv1d_");
   ops.implement<ssd_inplace>("ssd_");
+  ops.name("mesa_step", {{"mesa_net"}});
+  ops.implement<mesa_step>("mesa_step");
 });
 
 }  // namespace

@@ -279,6 +279,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "linear_scan": _sequential,
     "rwkv4": _sequential,
     "exponential_gates": _sequential,
+    "mamba3_inputs": _sequential,
 }
 #: Ops without products, which mix no tokens.
 ELEMENTWISE = frozenset(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,9 +88,9 @@ def _checked(
 
 def _require(name: str, args: tuple[Any, ...], argument: str, t: Tensor, lead: Tensor) -> None:
     """Requires what memory accesses and dtypes of results depend on."""
-    op = _library.public_name(name, args)
+    op = partial(_library.public_name, name, args)  # found for an error only
     if t.layout != torch.strided:
-        raise TypeError(f"{op}: {argument} must be strided, got {argument}.layout={t.layout}")
+        raise TypeError(f"{op()}: {argument} must be strided, got {argument}.layout={t.layout}")
     if argument in _INTEGERS:
         known = [torch.int32, torch.int64]
     else:
@@ -97,11 +98,11 @@ def _require(name: str, args: tuple[Any, ...], argument: str, t: Tensor, lead: T
     if t.dtype not in known or (argument not in _INTEGERS and not t.is_floating_point()):
         names = " or ".join(map(str, known))
         raise TypeError(
-            f"{op}: {argument} must have the dtype {names}, got {argument}.dtype={t.dtype}"
+            f"{op()}: {argument} must have the dtype {names}, got {argument}.dtype={t.dtype}"
         )
     if t.device != lead.device:
         raise ValueError(
-            f"{op}: {argument} must be on the device of the first argument={lead.device}, "
+            f"{op()}: {argument} must be on the device of the first argument={lead.device}, "
             f"got {argument}.device={t.device}"
         )
     if not t.is_meta and t.numel() > 0:
@@ -109,7 +110,7 @@ def _require(name: str, args: tuple[Any, ...], argument: str, t: Tensor, lead: T
             (n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)
         )
         if t.untyped_storage().nbytes() < (last + 1) * t.element_size():
-            raise RuntimeError(f"{op}: {argument} must be a tensor with memory of its own")
+            raise RuntimeError(f"{op()}: {argument} must be a tensor with memory of its own")
 
 
 def _require_shape(

@@ -6,36 +6,41 @@ op `recurrence` multiplies the matrices of all tokens with a vector each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from omniattn.compositions._python_ops import define
-from omniattn.ops import recurrence as ops
+from omniattn.compositions._python_ops import define, implement
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.backward import BackwardOp, private_op
+from omniattn.ops.dispatch.library import register_fake
 from omniattn.reference.recurrences.least_squares import mesa_solve as definition
 
 __all__ = ["mesa_solve"]
 
 #: Rows are solved at residuals of so many roundings, relative to the length of q.
 _ROUNDINGS = 4
+_product = private_op("recurrence_only")
+_product_and_states = private_op("recurrence_raw")
 _product_backward = private_op("recurrence_backward")
+_step = private_op("mesa_step")
 
 
-def _product(
+def _arguments(
     x: Tensor,
     k: Tensor,
     g: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes H_t x_t, the last H and the states that the backward reads."""
-    found: tuple[Tensor, Tensor, Tensor] = ops.recurrence.raw(
+) -> tuple[Any, ...]:
+    """Returns the arguments of `recurrence` for H_t x_t and the last H."""
+    return (
         *(x, k, k, g, beta, None, None, None, None, None, None, initial_state, cu_seqlens),
         *(1.0, False, 0, False, 0.0, False),
     )
-    return found
 
 
 def _forward(
@@ -48,27 +53,50 @@ def _forward(
     cu_seqlens: Tensor | None,
     max_iterations: int,
 ) -> tuple[Tensor, Tensor]:
-    x, r, p = torch.zeros_like(q), q.clone(), q.clone()
+    given = k, g, beta, initial_state, cu_seqlens
+    y, final = _product(*_arguments(q, *given))
+    tolerance = _ROUNDINGS * torch.finfo(q.dtype).eps
+    if q.shape[1] == 1 and cu_seqlens is None:  # H is that of the only token
+        return _step(q, lamb, final, max_iterations, tolerance), final
+
+    def times(p: Tensor) -> Tensor:
+        return y if p is q else _product(*_arguments(p, *given))[0]
+
+    return _solve(q, lamb, times, max_iterations, tolerance), final
+
+
+def _solve_step(
+    q: Tensor, lamb: Tensor, initial_state: Tensor, max_iterations: int, tolerance: float
+) -> Tensor:
+    def times(p: Tensor) -> Tensor:
+        return (initial_state @ p[:, 0, :, :, None])[:, None, ..., 0]
+
+    return _solve(q, lamb, times, max_iterations, tolerance)
+
+
+def _solve(
+    q: Tensor,
+    lamb: Tensor,
+    times: Callable[[Tensor], Tensor],
+    max_iterations: int,
+    tolerance: float,
+) -> Tensor:
+    """Solves the systems of all tokens, whose matrices `times` multiplies by a vector each."""
+    x, r, p = torch.zeros_like(q), q.clone(), q
     left = torch.linalg.vecdot(r, r)
-    enough = left * (_ROUNDINGS * torch.finfo(q.dtype).eps) ** 2
-    single = q.shape[1] == 1 and cu_seqlens is None
-    y, final, _ = _product(p, k, g, beta, initial_state, cu_seqlens)
-    for n in range(max(1, max_iterations)):
-        if n > 0 and single:  # H is that of the only token
-            y = (final @ p[:, 0, :, :, None])[:, None, ..., 0]
-        elif n > 0:
-            y, _, _ = _product(p, k, g, beta, initial_state, cu_seqlens)
-        y.addcmul_(lamb, p)
+    enough = left * tolerance**2
+    for _ in range(max(1, max_iterations)):
         solved = left <= enough  # False where q holds NaN
         if q.numel() == 0 or bool(solved.all()):
             break
+        y = torch.addcmul(times(p), lamb, p)
         length = (left / torch.linalg.vecdot(p, y)).masked_fill_(solved, 0)[..., None]
         x.addcmul_(length, p)
         r.addcmul_(length, y, value=-1)
         before, left = left, torch.linalg.vecdot(r, r)
         turn = (left / before).masked_fill_(solved, 0)[..., None]
         p = torch.addcmul(r, turn, p)
-    return x, final
+    return x
 
 
 def _backward(
@@ -91,7 +119,7 @@ def _backward(
         dq, _ = _forward(
             grad_x.contiguous(), k, g, beta, lamb, initial_state, cu_seqlens, max_iterations
         )
-    _, _, states = _product(x, *given)
+    _, _, states = _product_and_states(*_arguments(x, *given))
     _, dk, dv, dg, dbeta, *_, dinitial_state = _product_backward(
         *(-dq, grad_final_state, x, k, k, g, beta, None, None, None, None, None, None),
         *(initial_state, cu_seqlens, states, 1.0, False, 0, False, 0.0, False),
@@ -110,6 +138,8 @@ _ARGUMENTS = ", ".join(
         "int max_iterations",
     ]
 )
+register_fake("mesa_step")(lambda q, *_: q.new_empty(q.shape))
+implement("mesa_step", _solve_step, {"q": "B T H K", "lamb": "B T H K", "initial_state": "B H K K"})
 define(
     "mesa_net",
     _ARGUMENTS,

@@ -136,6 +136,18 @@ def test_a_state_continues(name, backend):
     torch.testing.assert_close(state, final)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_a_step(name):
+    """Gradients of a call and a step after it are those of one call."""
+    function, tokens = CALLS[name]
+    leaves = [t.clone().requires_grad_() for t in tokens]
+    expected = torch.autograd.grad(function(*leaves)[0].square().sum(), leaves)
+    first, state = function(*(t[:, :-1] for t in leaves))
+    last, _ = function(*(t[:, -1:] for t in leaves), initial_state=state)
+    found = torch.autograd.grad(torch.cat((first, last), 1).square().sum(), leaves)
+    torch.testing.assert_close(found, expected)
+
+
 ONE = torch.ones(1, 2, 1, 4)
 TWO = torch.ones(1, 2, 2, 1, 4)
 BETAS = torch.ones(1, 2, 1)

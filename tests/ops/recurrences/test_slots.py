@@ -139,14 +139,15 @@ def test_packed_sequences(name):
         torch.testing.assert_close([t[n : n + 1] for t in after[1]], list(state))
 
 
+@pytest.mark.parametrize("size", [9, 20])
 @pytest.mark.parametrize("name", ["abc", "cyfa", "lightnet"])
-def test_gradients_through_states(name):
+def test_gradients_through_states(name, size):
     """Gradients of two calls are those of one, although m has none."""
     function, tokens = CALLS[name]
     leaves = [t.clone().requires_grad_() for t in tokens]
     expected = torch.autograd.grad(function(*leaves)[0].square().sum(), leaves)
-    first, state = function(*(t[:, :9] for t in leaves))
-    last, _ = function(*(t[:, 9:] for t in leaves), initial_state=state)
+    first, state = function(*(t[:, :size] for t in leaves))
+    last, _ = function(*(t[:, size:] for t in leaves), initial_state=state)
     found = torch.autograd.grad(torch.cat((first, last), 1).square().sum(), leaves)
     torch.testing.assert_close(found, expected)
 

@@ -100,6 +100,19 @@ def test_a_state_continues(rank):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("rank", [0, R])
+def test_gradients_of_a_step(rank):
+    """Gradients of a call and a step after it are those of one call."""
+    made = {n: t.requires_grad_() for n, t in given(rank).items()}
+    names = ["q", "k", "v", "adt", "dt", "trap", "angles", *(["z"] if rank else [])]
+    leaves = list(made.values())
+    expected = torch.autograd.grad(mamba3(**made)[0].square().sum(), leaves)
+    first, state = mamba3(**made | {n: made[n][:, :-1] for n in names})
+    last, _ = mamba3(**made | {n: made[n][:, -1:] for n in names}, initial_state=state)
+    found = torch.autograd.grad(torch.cat((first, last), 1).square().sum(), leaves)
+    torch.testing.assert_close(found, expected)
+
+
 def test_halves_are_pairs_in_another_order():
     made = given(R)
     order = torch.tensor([0, 3, 1, 4, 2, 5])  # channel i and i + N / 2 become neighbours

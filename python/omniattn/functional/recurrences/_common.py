@@ -32,7 +32,7 @@ from omniattn.checks.packed import require_all_tokens
 from omniattn.encoding.sequences import Sequences
 from omniattn.ops import norm as norms
 from omniattn.ops import recurrence as ops
-from omniattn.ops.dispatch.plain import PLAIN, are_alike, is_plain
+from omniattn.ops.dispatch.plain import PLAIN, are_alike, is_eager, is_plain
 from omniattn.reference.empty import nothing_of
 from omniattn.reference.precision import compute_dtype
 from omniattn.reference.values import require_all_rows
@@ -304,12 +304,16 @@ def run(
         copies = _copies(q.shape[2], v.shape[2])
         q, k = repeated(q, copies), repeated(k, copies)
         a, b = (t if t is None else repeated(t, copies) for t in (a, b))
-    call = implementation(op, backend, q, ops.recurrence)
-    o, state = call(
-        *(q, k, v, g, beta, bonus, a, b, skip, min_denominator, gv),
-        *(initial_state, cu_seqlens, scale, delta),
+    tensors = q, k, v, g, beta, bonus, a, b, skip, min_denominator, gv, initial_state
+    arguments = (
+        *(*tensors, cu_seqlens, scale, delta),
         *(ops.FEATURE_MAPS.index(feature_map), normalize, eps, fp32_output),
     )
+    if backend is None and cu_seqlens is None and is_plain(*tensors):
+        found: tuple[Tensor, Tensor] | None = ops.recurrence.attempt(*arguments)
+        if found is not None:
+            return found
+    o, state = implementation(op, backend, q, ops.recurrence)(*arguments)
     return o, state
 
 
@@ -335,6 +339,11 @@ def first_of(count: int, g: Tensor) -> Tensor:
         return g
     behind = (0, 0) * (g.ndim - 2) + (0, count - 1)
     return nnf.pad(g[:, :, None], behind).flatten(1, 2)
+
+
+def is_step(t: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """True in an eager call of one token (B, 1, ...), all of whose past is in its state."""
+    return cu_seqlens is None and t.shape[1] == 1 and is_eager()
 
 
 def edge(t: Tensor, cu_seqlens: Tensor | None, old: Tensor, first: bool = False) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from omniattn.checks.arguments import implementation
 from omniattn.encoding.sequences import Sequences
-from omniattn.functional.recurrences._common import edge
+from omniattn.functional.recurrences._common import edge, is_step
 from omniattn.ops import scan as ops
 
 
@@ -35,6 +35,8 @@ def running_softmax(
     n is 0 where there are no tokens before.
     """
     cu_seqlens, backend = sequences.cu_seqlens, sequences.backend
+    if before is not None and is_step(s, cu_seqlens):
+        return _step(s, *before)
     logits, sizes = s.detach().flatten(2), s.shape[2:]
     if before is None:
         count = s.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -49,3 +51,13 @@ def running_softmax(
     totals, n = implementation(op, backend, s, ops.linear_scan)(weights, decays, n, cu_seqlens)
     weights, decays, totals = (t.unflatten(2, sizes) for t in (weights, decays, totals))
     return Running(weights, decays, totals, n.unflatten(1, sizes), m.unflatten(1, sizes))
+
+
+def _step(s: Tensor, n: Tensor, m: Tensor) -> Running:
+    """Computes the weight of one token, in place of passes over all tokens."""
+    logits = s.detach()[:, 0]
+    m = torch.where(n == 0, logits, m.detach())
+    most = torch.maximum(m, logits)
+    decays, weights = m - most, (s[:, 0] - most).exp()
+    n = torch.addcmul(weights, n, decays.exp())
+    return Running(weights[:, None], decays[:, None], n[:, None], n, most)

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from omniattn.checks.arguments import (
     cast_like,
+    full_precision,
     implementation,
     require_bool,
     require_number,
@@ -25,6 +26,7 @@ from omniattn.functional.recurrences._common import (
     NO_DECAY,
     delta,
     first_of,
+    is_step,
     log_decays,
     low_rank,
     repeated,
@@ -35,8 +37,8 @@ from omniattn.functional.recurrences._common import (
     unit_rows,
     widened,
 )
-from omniattn.functional.recurrences.scan import linear_scan
 from omniattn.ops import norm as norms
+from omniattn.ops import scan as scans
 from omniattn.reference.precision import widen
 
 __all__ = [
@@ -315,27 +317,46 @@ def gated_oja_rule(
     if gv is not None:
         gv = log_decays(op, "gv", gv, v, (tuple(v.shape),))
     count, dtype = sequence_count(op, q, cu_seqlens), v.dtype
-    start = None
     if initial_state is not None:
         shape = (count, v.shape[2], q.shape[3], v.shape[3])
         initial_state = widened(op, "initial_state", initial_state, v, (shape,))
-        start = initial_state.mT
     copies = v.shape[2] // max(1, q.shape[2])
     q, k, v = repeated(widen(q), copies), repeated(widen(k), copies), widen(v)
+    if is_step(q, cu_seqlens):
+        known = _read_values(initial_state, v, gv)
+    else:
+        known = _known(op, k, v, gv, beta, Sequences(initial_state, cu_seqlens, backend))
+    corrected = beta[..., None] * (k if known is None else k - known)
+    own = sequences._replace(initial_state=initial_state)
+    o, state = run(op, q, corrected, v, None, scale, own, gv=gv)
+    return o.to(dtype), state
+
+
+def _known(
+    op: str, k: Tensor, v: Tensor, gv: Tensor | None, beta: Tensor, sequences: Sequences
+) -> Tensor:
+    """Returns S' v of all tokens."""
+    start, cu_seqlens, backend = sequences
     # The first of a token's steps reads the decayed state, and the second one writes.
     keys, values = (t.repeat_interleave(2, 1) for t in (v, k))
     writes = nnf.pad(beta[:, :, None], (0, 0, 1, 0)).flatten(1, 2)
     bounds = None if cu_seqlens is None else cu_seqlens * 2
     known, _ = run(
         *(op, keys, keys, values, None if gv is None else first_of(2, gv), 1.0),
-        Sequences(start, bounds, backend),
+        Sequences(None if start is None else start.mT, bounds, backend),
         beta=writes,
         delta=True,
     )
-    corrected = beta[..., None] * (k - known[:, ::2])
-    own = sequences._replace(initial_state=initial_state)
-    o, state = run(op, q, corrected, v, None, scale, own, gv=gv)
-    return o.to(dtype), state
+    return known[:, ::2]
+
+
+def _read_values(state: Tensor | None, v: Tensor, gv: Tensor | None) -> Tensor | None:
+    """Returns S' v of one token after a state (N, Hv, K, V), None for no state."""
+    if state is None:
+        return None
+    with full_precision(v):
+        decayed = v if gv is None else v * gv.exp()
+        return (state @ decayed[:, 0, :, :, None])[:, None, ..., 0]
 
 
 @over_sequences("q", "k", "v", "g", "beta", "g_atk", "beta_atk")
@@ -425,15 +446,15 @@ def preconditioned_delta_rule(
     q, k = _normalised(op, l2norm, sequences, q, k)
 
     wide = widen(k)
-    a, squares = linear_scan(
+    scan = implementation(op, backend, q, scans.linear_scan)
+    a, squares = scan(
         (beta_atk[..., None] * wide.square()).flatten(2),
         g_atk[..., None].expand_as(wide).flatten(2),
-        initial_state=None if squares is None else squares.flatten(1),
-        cu_seqlens=cu_seqlens,
-        backend=backend,
+        None if squares is None else squares.flatten(1),
+        cu_seqlens,
     )
     r = (a.view_as(wide) + eps).log() - log_atk_scale
-    written = wide * (-math.log(x) * r / (1 + r.abs())).exp()
+    written = wide * (-math.log(x) * nnf.softsign(r)).exp()
     erased = beta * repeated(wide, v.shape[2] // max(1, q.shape[2]))
     o, state = _two_keys(op, q, written, v, beta * v, erased, g, scale, sequences, True)
     return o, (state, squares.view(shapes[1]))
@@ -473,6 +494,6 @@ def _two_keys(
     q, k = repeated(widen(q), copies), repeated(widen(k), copies)
     if erased.shape[2] != v.shape[2]:
         erased = repeated(erased, copies)
-    a = g.exp() * erased if decayed else erased
-    o, state = low_rank(op, q, k, u, a, -k, g.expand(of_channels), scale, sequences)
+    a = -g.exp() * erased if decayed else -erased
+    o, state = low_rank(op, q, k, u, a, k, g.expand(of_channels), scale, sequences)
     return o.to(v.dtype), state

@@ -80,12 +80,13 @@ def mesa_net(
 
     Note:
         Each step of conjugate gradients is one call of the kernel of `gated_linear_attention` for
-        all tokens, in fp32 for half types; a residual that is not 0 after `max_iterations` steps
-        remains. The backward takes as many steps for the gradient of q, and gives the gradients of
-        the exact solutions (implicit function theorem), so that no step is saved. fla adds 1e-5 to
-        denominators of the steps, which ends its improvement at residuals of about 3e-3. A NaN or
-        infinity in k, v, g or beta may also reach outputs of up to 31 earlier tokens. Second and
-        forward-mode derivatives go through the eager definition.
+        all tokens, in fp32 for half types, and all steps for a single token are one call; a
+        residual that is not 0 after `max_iterations` steps remains. The backward takes as many
+        steps for the gradient of q, and gives the gradients of the exact solutions (implicit
+        function theorem), so that no step is saved. fla adds 1e-5 to denominators of the steps,
+        which ends its improvement at residuals of about 3e-3. A NaN or infinity in k, v, g or beta
+        may also reach outputs of up to 31 earlier tokens. Second and forward-mode derivatives go
+        through the eager definition.
 
     Reference:
         von Oswald et al., MesaNet: Sequence Modeling by Locally Optimal Test-Time Training, 2025,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.nn import functional as nnf
 
 from omniattn.checks.arguments import (
     cast_like,
+    implementation,
     require_bool,
     require_float,
     require_shape,
@@ -18,11 +19,13 @@ from omniattn.checks.arguments import (
     shown,
 )
 from omniattn.checks.jagged import over_sequences
+from omniattn.compositions.mamba3 import mamba3_inputs
 from omniattn.encoding.sequences import Sequences
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,
     edge,
     first_of,
+    is_step,
     log_decays,
     run,
     state_parts,
@@ -129,12 +132,12 @@ def mamba3(
         require_strided(op, name, t)
     batch, steps, heads, size = v.shape
     states, of_heads = q.shape[-1], (batch, steps, heads)
-    rows = ((heads, states) if single else (heads, rank, states),)
+    of_biases = ((heads, states) if single else (heads, rank, states),)
     adt = log_decays(op, "adt", adt, v, (of_heads,))
     dt = widened(op, "dt", dt, v, (of_heads,))
-    trap = widened(op, "trap", trap, v, (of_heads,)).sigmoid()
-    q_bias = widened(op, "q_bias", q_bias, v, rows)
-    k_bias = widened(op, "k_bias", k_bias, v, rows)
+    trap = widened(op, "trap", trap, v, (of_heads,))
+    q_bias = widened(op, "q_bias", q_bias, v, of_biases)
+    k_bias = widened(op, "k_bias", k_bias, v, of_biases)
     angles = _checked_angles(op, angles, v, states)
     mimo_v, mimo_z, mimo_out = (
         t if t is None else _rank_first(widened(op, name, t, v, ((heads, rank, size),)))
@@ -155,24 +158,35 @@ def mamba3(
     )
     before = state_parts(op, initial_state, "theta, h, k, v", v, shapes)
 
-    theta = _phases(angles, dt, before, cu_seqlens)
-    q, k = _with_bias(q, q_bias, single), _with_bias(k, k_bias, single)
-    q, k = _turned(q, k, theta[:, :, None], interleaved)
+    call = implementation(op, backend, q, mamba3_inputs)
+    if single:
+        q, k, q_bias, k_bias = q[:, :, None], k[:, :, None], q_bias[:, None], k_bias[:, None]
+    theta = None if before is None else before[0]
+    angles = angles.expand(-1, -1, heads, -1)
+    q, k, weights, reads, phases = call(
+        *(q, k, dt, trap, q_bias, k_bias, angles, theta, cu_seqlens, interleaved)
+    )
     wide = widen(v)
     x = _inputs(wide, mimo_v)
-    own, last = trap * dt, (1 - trap) * dt  # factors of a token and of the one before
-    start = None if before is None else _with_last(before, last, mimo_v, cu_seqlens)
-    following = nnf.pad(last, (0, 0, 0, 1))[:, 1:]
-    if cu_seqlens is not None:
-        ends = torch.ones(steps + 1, dtype=last.dtype, device=last.device)
-        following = following * ends.index_fill(0, cu_seqlens[1:].long(), 0.0)[1:, None]
+    rows = _Rows(q, k, x, adt, weights)
+    start = None
+    if before is not None and is_step(v, cu_seqlens):
+        start, rows = before[1].mT, _after_last(before, rows, dt, mimo_v)
+    elif before is not None:
+        start = _with_last(before, dt, trap, mimo_v, cu_seqlens)
     y, h = run(
-        *(op, q.flatten(1, 2), k.flatten(1, 2), x.flatten(1, 2), first_of(rank, adt), 1.0),
+        *(op, rows.q.flatten(1, 2), rows.k.flatten(1, 2), rows.x.flatten(1, 2)),
+        *(first_of(rank, rows.g), 1.0),
         Sequences(start, None if cu_seqlens is None else cu_seqlens * rank, backend),
-        beta=(own + following)[:, :, None].expand(-1, -1, rank, -1).flatten(1, 2),
+        beta=rows.weights[:, :, None].expand(-1, -1, rank, -1).flatten(1, 2),
     )
-    y = y.unflatten(1, (steps, rank)) if rank > 1 else y[:, :, None]
-    y = _without_following(y, q, k, x, own, following, skips)
+    y = y.unflatten(1, (-1, rank))[:, -steps:] if steps > 0 else y[:, :, None]
+    if skips is not None:
+        same = torch.eye(rank, dtype=x.dtype, device=x.device)
+        reads = reads + same[:, None] * skips[:, None]
+    # One write alone has no other to leave out.
+    for r in range(rank if skips is not None or rank * steps > 1 else 0):
+        y = torch.addcmul(y, x[:, :, r : r + 1], reads[..., r, None])
     if z is not None:
         y = y * nnf.silu(_inputs(widen(z), mimo_z))
     if single:
@@ -181,7 +195,7 @@ def mamba3(
         y = (y * mimo_out).sum(2)
     old = before or tuple(v.new_zeros(shape, dtype=wide.dtype) for shape in shapes)
     state = (
-        edge(theta, cu_seqlens, old[0]),
+        edge(phases, cu_seqlens, old[0]),
         h.mT,
         edge(k[:, :, 0] if single else k, cu_seqlens, old[2]),
         edge(wide, cu_seqlens, old[3]),
@@ -237,70 +251,6 @@ def _require_pairs(
         )
 
 
-def _phases(
-    angles: Tensor, dt: Tensor, before: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
-) -> Tensor:
-    """Returns theta (B, T, H, A) modulo 2 pi.
-
-    Integers hold the turns, so that sums over any number of tokens are exact, and wrap around.
-    """
-    steps = (math.pi * angles.tanh() * dt[..., None]).double()
-    turns = steps.detach() * (0.5 / math.pi)
-    parts = ((turns - turns.round()) * _TURN).round().long()
-    theta = _sums(parts, cu_seqlens).bitwise_and(_TURN - 1).double() * (2 * math.pi / _TURN)
-    if before is not None:
-        start = before[0][:, None]
-        if cu_seqlens is not None:
-            total = steps.shape[1]
-            start = before[0].repeat_interleave(cu_seqlens.diff(), 0, output_size=total)[None]
-        theta = theta + start
-        theta = torch.sub(theta, (theta.detach() * (0.5 / math.pi)).floor(), alpha=2 * math.pi)
-    slopes = _sums(steps, cu_seqlens)  # also NaN where a step is not finite
-    return (theta + (slopes - slopes.detach())).to(dt.dtype)
-
-
-#: A turn in integers.
-_TURN = 1 << 56
-
-
-def _sums(t: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Sums t (B, T, H, A) over the tokens of each sequence so far."""
-    if cu_seqlens is None:
-        return t.cumsum(1)
-    # Two more rows: torch traces a gradient of cumsum only where it knows that T is not 1.
-    sums = nnf.pad(t[0], (0, 0, 0, 0, 1, 1)).cumsum(0)
-    first = sums[cu_seqlens[:-1].long()]
-    spread = first.repeat_interleave(cu_seqlens.diff(), 0, output_size=t.shape[1])
-    return (sums[1:-1] - spread)[None]
-
-
-def _with_bias(t: Tensor, bias: Tensor, single: bool) -> Tensor:
-    """Adds a bias (H, R, N) to t (B, T, R, G, N), or without R; returns (B, T, R, H, N)."""
-    t = widen(t)
-    if single:
-        t, bias = t[:, :, None], bias[:, None]
-    bias = _rank_first(bias).unflatten(1, (t.shape[3], -1))
-    return (t[:, :, :, :, None] + bias).flatten(3, 4)
-
-
-def _turned(q: Tensor, k: Tensor, theta: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Rotates pairs of q and k (..., N) by theta (..., A); the last N / 2 - A pairs stay."""
-    pairs, turned = q.shape[-1] // 2, theta.shape[-1]
-    cos, sin = theta.cos(), theta.sin()
-    if interleaved:
-        rest = (0, pairs - turned)
-        turn = torch.complex(nnf.pad(cos, rest, value=1.0), nnf.pad(sin, rest))
-        q, k = (torch.view_as_complex(t.unflatten(-1, (pairs, 2))) * turn for t in (q, k))
-        return torch.view_as_real(q).flatten(-2), torch.view_as_real(k).flatten(-2)
-    parts = (turned, pairs - turned) * 2
-
-    def rotated(t: Tensor) -> Tensor:
-        a, kept_a, b, kept_b = t.split(parts, -1)
-        return torch.cat((a * cos - b * sin, kept_a, a * sin + b * cos, kept_b), -1)
-
-    return rotated(q), rotated(k)
-
-
 def _rank_first(t: Tensor) -> Tensor:
     """Returns t (H, R, P) as (R, H, P), so that products with tokens have their layout."""
     return t.transpose(0, 1).contiguous()
@@ -312,39 +262,44 @@ def _inputs(t: Tensor, factors: Tensor | None) -> Tensor:
     return t if factors is None else t * factors
 
 
+class _Rows(NamedTuple):
+    """Arguments of the recurrence, with R tokens for each."""
+
+    q: Tensor
+    k: Tensor
+    x: Tensor
+    g: Tensor
+    weights: Tensor
+
+
+def _after_last(
+    before: tuple[Tensor, ...], rows: _Rows, dt: Tensor, mimo_v: Tensor | None
+) -> _Rows:
+    """Puts the last token of a state before the rows of one token, so that the kernel adds it to
+    the state's matrix on the way."""
+    _, _, k, v = before
+    k = k[:, None] if mimo_v is not None else k[:, None, None]
+    return _Rows(
+        rows.q.expand(-1, 2, -1, -1, -1),
+        torch.cat((k, rows.k), 1),
+        torch.cat((_inputs(v[:, None], mimo_v), rows.x), 1),
+        nnf.pad(rows.g, (0, 0, 1, 0)),
+        torch.cat((dt - rows.weights, rows.weights), 1),  # no next token: weights are l dt
+    )
+
+
 def _with_last(
-    before: tuple[Tensor, ...], last: Tensor, mimo_v: Tensor | None, cu_seqlens: Tensor | None
+    before: tuple[Tensor, ...],
+    dt: Tensor,
+    trap: Tensor,
+    mimo_v: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> Tensor:
     """Adds the last token of a state, with the factor of its first step, to the state's matrix."""
     _, h, k, v = before
-    first = edge(last, cu_seqlens, v.new_zeros(v.shape[:-1]), first=True)
-    v = v * first[..., None]
+    none = v.new_zeros(v.shape[:-1])
+    dt, trap = (edge(t, cu_seqlens, none, first=True) for t in (dt, trap))
+    v = v * ((1 - trap.sigmoid()) * dt)[..., None]
     if mimo_v is None:
         return h.mT + k[..., None] * v[..., None, :]
     return h.mT + (k[..., None] * (v[:, None] * mimo_v)[..., None, :]).sum(1)
-
-
-def _without_following(
-    y: Tensor,
-    q: Tensor,
-    k: Tensor,
-    x: Tensor,
-    own: Tensor,
-    following: Tensor,
-    skips: Tensor | None,
-) -> Tensor:
-    """Takes the next step's share of a token's writes out of its outputs y (B, T, R, H, P).
-
-    Output r has read the writes 0 .. r of its token with the factor own + following; it gets all
-    R writes with the factor own. `skips` (H,) are the factors of x in y.
-    """
-    for r in range(q.shape[2]):
-        factor = -following[:, :, None]
-        if r > 0:
-            factor = torch.cat(
-                (own[:, :, None].expand(-1, -1, r, -1), factor.expand(-1, -1, q.shape[2] - r, -1)),
-                2,
-            )
-        weights = (q * k[:, :, r : r + 1]).sum(-1) * factor
-        y = torch.addcmul(y, x[:, :, r : r + 1], weights[..., None])
-    return y if skips is None else torch.addcmul(y, x, skips[:, None])
