@@ -25,6 +25,7 @@ import torch
 from goal_rows import attention as goal_rows
 from goal_rows import caches as goal_caches
 from goal_rows import calls as goal_calls
+from goal_rows import derivatives as goal_derivatives
 from goal_rows import mixers as goal_mixers
 from goal_rows import recurrences as goal_recurrences
 from goal_rows import scans as goal_scans
@@ -65,6 +66,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "scan lengths": goal_scans.length_rows,
     "recurrences": goal_recurrences.rows,
     "mixers": goal_mixers.rows,
+    "derivatives": goal_derivatives.rows,
     "ranks": goal_recurrences.rank_rows,
     "recurrence lengths": goal_recurrences.length_rows,
     "recurrence tiles": goal_recurrences.tile_rows,

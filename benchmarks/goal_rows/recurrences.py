@@ -69,8 +69,10 @@ def _sums(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[tuple[Tensor, ...]
 
 
 def rank_rows() -> Iterator[Row]:
-    """What a rank of context parallelism computes besides the recurrence of its tokens: the sums of
-    their states and of the gradients of these. Decays that soon are 0 end a sum early."""
+    """Yields rows of the work of a rank of context parallelism besides its tokens' recurrence.
+
+    It is the sums of states and of their gradients. Decays that soon are 0 end a sum early.
+    """
     q, k, v, g = tensors(*[(1, 8192, 4, 64)] * 4)
     for name, decay in (("slow", 1e-5), ("fast", 0.03)):
         named = {"q": q, "k": k, "v": v, "g": -decay * g.abs()}

@@ -53,7 +53,7 @@ struct Mamba3Params {
 struct Mamba3BackwardParams {
   Mamba3 problem;
   const void* phases;
-  // Of the results of the forward, or null for zeros.
+  // Gradients of the forward's results, null for zeros.
   const void *grad_queries, *grad_keys, *grad_weights, *grad_reads, *grad_phases;
   DType row_dtype;          // of dq and dk
   void *dq, *dk;            // (H / G, B, T, R, G, N), a part for each head of a group

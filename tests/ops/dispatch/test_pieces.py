@@ -430,7 +430,7 @@ def test_half_precision_sums_in_fp32() -> None:
 _MEMORY = """
 import resource, torch
 from torch.func import grad, jvp
-from omniattn.functional import attention, linear_attention
+from omniattn.functional import attention, gated_linear_attention, linear_attention
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -462,6 +462,9 @@ print(peak() - before)
         # much.
         ("linear_attention(q, k, v)[0]", 1024, 100),
         pytest.param("attention(q, k, v, causal=True)", 16384, 1024, marks=pytest.mark.slow),
+        pytest.param(
+            "gated_linear_attention(q, k, v, -q.abs())[0]", 16384, 1024, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_memory(function: str, tokens: int, mib: int) -> None:
