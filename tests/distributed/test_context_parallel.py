@@ -283,6 +283,14 @@ def of_packed(rank, ranks, port):
         for order in ("zigzag", "contiguous"):
             how = {"order": order, "cu_seqlens": BOUNDARIES}
             check(mesh, name, call, tensors, options, one_process, **how)
+    ends, row = torch.tensor([0, 3, 32, 32]), rows(HEADS, batch=1)[0]
+    with context_parallel(mesh, order="contiguous", cu_seqlens=ends) as split:
+        own = split.shard(row, 1)
+        for final in (
+            functional.retention(own, own, own)[1],
+            functional.delta_rule(own, own, own, own[..., 0].sigmoid())[1],
+        ):
+            assert final.any() == (rank + 1 < ranks)  # the last sequence is empty
     dist.destroy_process_group()
 
 
@@ -409,6 +417,10 @@ def refuse(mesh, ranks):
         ("backend must not be 'reference'", lambda: f.retention(q, k, v, backend="reference")),
         ('needs method="all_to_all"', lambda: f.attention(q, k, v, normalizer="stick_breaking")),
         ("an even number of tokens", lambda: f.attention(q[:, 1:], k[:, 1:], v[:, 1:])),
+        (
+            "no derivatives of torch.func",
+            lambda: torch.func.jvp(f.linear_attention, (q, k, v), (q, k, v)),
+        ),
         (
             "cu_seqlens must be given to",
             lambda: f.delta_rule(q[:1], k[:1], v[:1], q[:1, :, :, 0], cu_seqlens=boundaries),

@@ -2,6 +2,9 @@
 // in the caches.
 #include "kernels/fast_weights/conjugate_gradients.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "runtime/assert.h"
 #include "runtime/denormals.h"
 #include "runtime/dispatch.h"
@@ -59,8 +62,12 @@ void solve_system(const ConjugateGradients& params, C* memory, int64_t n) {
                     .y = memory + 2 * K};
   C* const x = static_cast<C*>(params.x) + n * K;
   const C* const q = row(params.q);
-  for (int64_t i = 0; i < K; ++i) s.r[i] = s.p[i] = q[i], x[i] = 0;
-  C left = s.dot(q, q);
+  // Squares of residuals would overflow or vanish for large and small q.
+  C scale = 0;
+  for (int64_t i = 0; i < K; ++i) scale = std::max(scale, std::abs(q[i]));
+  if (!(scale > 0) || std::isinf(scale)) scale = 1;
+  for (int64_t i = 0; i < K; ++i) s.r[i] = s.p[i] = q[i] / scale, x[i] = 0;
+  C left = s.dot(s.r, s.r);
   const C enough = left * static_cast<C>(params.tolerance * params.tolerance);
   for (int64_t step = 0; step < params.iterations && !(left <= enough); ++step) {
     s.multiply();
@@ -74,6 +81,7 @@ void solve_system(const ConjugateGradients& params, C* memory, int64_t n) {
       part.store(s.p + i, fma(part.load(s.p + i), turn, part.load(s.r + i)));
     });
   }
+  for (int64_t i = 0; i < K; ++i) x[i] *= scale;
 }
 
 void solve(const ConjugateGradients& params, void* memory, int64_t begin, int64_t end) {

@@ -54,15 +54,27 @@ def _forward(
     max_iterations: int,
 ) -> tuple[Tensor, Tensor]:
     given = k, g, beta, initial_state, cu_seqlens
-    y, final = _product(*_arguments(q, *given))
     tolerance = _ROUNDINGS * torch.finfo(q.dtype).eps
     if q.shape[1] == 1 and cu_seqlens is None:  # H is that of the only token
+        final = _product(*_arguments(q, *given))[1]
         return _step(q, lamb, final, max_iterations, tolerance), final
+    right, scale = _scaled(q)
+    y, final = _product(*_arguments(right, *given))
 
     def times(p: Tensor) -> Tensor:
-        return y if p is q else _product(*_arguments(p, *given))[0]
+        return y if p is right else _product(*_arguments(p, *given))[0]
 
-    return _solve(q, lamb, times, max_iterations, tolerance), final
+    return _solve(right, lamb, times, max_iterations, tolerance).mul_(scale), final
+
+
+def _scaled(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns q with rows whose largest number is 1, and what the rows were divided by.
+
+    Squares of residuals would overflow or vanish for large and small q.
+    """
+    largest = torch.linalg.vector_norm(q, torch.inf, -1, keepdim=True)
+    scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
+    return q / scale, scale
 
 
 def _solve_step(
@@ -71,7 +83,8 @@ def _solve_step(
     def times(p: Tensor) -> Tensor:
         return (initial_state @ p[:, 0, :, :, None])[:, None, ..., 0]
 
-    return _solve(q, lamb, times, max_iterations, tolerance)
+    right, scale = _scaled(q)
+    return _solve(right, lamb, times, max_iterations, tolerance).mul_(scale)
 
 
 def _solve(
@@ -112,7 +125,10 @@ def _backward(
     max_iterations: int,
     x: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Solves for dq, as ``x_t = (H_t + diag(lamb_t))^-1 q_t``; that of H_t is ``-dq_t x_t^T``."""
+    """Solves for dq, as ``x_t = (H_t + diag(lamb_t))^-1 q_t``; that of H_t is ``-dq_t x_t^T``.
+
+    The op `recurrence` has such gradients for rows -dq_t and gradients x_t of its outputs.
+    """
     given = k, g, beta, initial_state, cu_seqlens
     dq = torch.zeros_like(q)
     if grad_x is not None:
@@ -121,7 +137,7 @@ def _backward(
         )
     _, _, states = _product_and_states(*_arguments(x, *given))
     _, dk, dv, dg, dbeta, *_, dinitial_state = _product_backward(
-        *(-dq, grad_final_state, x, k, k, g, beta, None, None, None, None, None, None),
+        *(x, grad_final_state, -dq, k, k, g, beta, None, None, None, None, None, None),
         *(initial_state, cu_seqlens, states, 1.0, False, 0, False, 0.0, False),
         *(True, True, False, False, False, False, initial_state is not None),
     )

@@ -95,7 +95,8 @@ def _turned(q: Tensor, k: Tensor, theta: Tensor, interleaved: bool) -> tuple[Ten
     if interleaved:
         rest = (0, pairs - turned)
         turn = torch.complex(nnf.pad(cos, rest, value=1.0), nnf.pad(sin, rest))
-        q, k = (torch.view_as_complex(t.unflatten(-1, (pairs, 2))) * turn for t in (q, k))
+        q, k = (t.unflatten(-1, (pairs, 2)).contiguous() for t in (q, k))
+        q, k = (torch.view_as_complex(t) * turn for t in (q, k))
         return torch.view_as_real(q).flatten(-2), torch.view_as_real(k).flatten(-2)
     parts = (turned, pairs - turned) * 2
 

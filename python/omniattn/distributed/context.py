@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -20,6 +21,7 @@ from omniattn.distributed.messages import Gather, Halo, Prompt
 from omniattn.distributed.states import PASSED, States
 from omniattn.modules.base.mixer import Mixer
 from omniattn.modules.blocks.mtp import MultiTokenPredictor
+from omniattn.ops.dispatch.functions import derivative_levels
 
 __all__ = ["context_parallel", "context_parallel_unshard"]
 
@@ -121,6 +123,11 @@ class ContextParallel(Region):
 
     def run(self, op: Any, args: tuple[Any, ...]) -> Any:
         if op.name in PASSED:
+            if derivative_levels() or forward_ad._current_level >= 0:
+                raise NotImplementedError(
+                    f"{op.name}: context_parallel has no derivatives of torch.func and no forward "
+                    "mode; call backward or torch.autograd.grad"
+                )
             return self.states.run(op, args)
         if op.name not in TOKEN_WISE:
             self.require(op.name)

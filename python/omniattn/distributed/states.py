@@ -70,7 +70,8 @@ class States:
         length = self.layout.length(first)
         packs = [self._packed(first, own, length) for own in self.layout.own]
         if sums_by_chunk(op, given):
-            return run_by_sums(self.layout, packs, op, given)
+            o, final = run_by_sums(self.layout, packs, op, given)
+            return o, self._of_last(op, passed, given, final)
         chunks = [self._chunk(given, passed, n, length) for n in range(self.layout.per_rank)]
         for chunk, pack in zip(chunks, packs, strict=True):
             _set_sequences(chunk, passed, pack)
@@ -81,7 +82,19 @@ class States:
             outs = self._pass_on(op, passed, chunks, packs)
         tokens = [torch.cat(parts, 1) for parts in zip(*(out[:-1] for out in outs), strict=True)]
         final = outs[-1][-1]
-        return *tokens, final if self.offsets is None else final[-1:]
+        if self.offsets is not None:
+            final = self._of_last(op, passed, given, final[-1:])
+        return *tokens, final
+
+    def _of_last(
+        self, op: DifferentiableOp, passed: Passed, given: dict[str, Any], final: Tensor
+    ) -> Tensor:
+        """Returns the state after the last sequence; chunks do not have an empty one."""
+        ends, layout = self.offsets, self.layout
+        if ends is None or ends[-1] > ends[-2] or layout.own[-1] + 1 < layout.count:
+            return final
+        empty = empty_state(op, passed, given)[:1]
+        return torch.where(final.new_zeros((), dtype=torch.bool), final, empty)
 
     def run_part(self, op: DifferentiableOp, args: Sequence[Any], part: Packed) -> Any:
         """Returns the op's outputs for this rank's only chunk, and the states after the part of

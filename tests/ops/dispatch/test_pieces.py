@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -386,6 +387,52 @@ def test_tangents_of_decays_in_long_sequences(
 
     exact = along_decays(F64)
     assert (along_decays(torch.float32) - exact).abs().max() <= 2e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("function", ["gla", "delta", "scan"])
+def test_tangents_of_strong_decays(function: str) -> None:
+    """A token's own product has no tangent along decays, not a rounding error in its place."""
+    q, k, v = (t.float() for t in _inputs(*[(1, 100, 1, 8)] * 3))
+    calls: dict[str, Callable[..., Tensor]] = {
+        "gla": lambda q, k, v, g: F.gated_linear_attention(q, k, v, g)[0],
+        "delta": lambda q, k, v, g: F.gated_delta_rule(q, k, v, g[..., 0], 0.1 * g[..., 0].exp())[
+            0
+        ],
+        "scan": lambda q, k, v, g: F.linear_scan(v[:, :, 0], g[:, :, 0])[0],
+    }
+
+    def along_decays(dtype: torch.dtype) -> Tensor:
+        rows, decays = [t.to(dtype) for t in (q, k, v)], torch.full_like(q, -10, dtype=dtype)
+        run = partial(calls[function], *rows)
+        return jvp(run, (decays,), (torch.ones_like(decays),))[1]
+
+    exact = along_decays(F64)
+    assert (along_decays(torch.float32) - exact).abs().max() <= 3e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("ends", [None, [0], [0, 0, 0], [0, 0, 12], [0, 5, 5, 12], [0, 12, 12]])
+@pytest.mark.parametrize("name", ["gla", "gated delta rule", "rwkv6", "linear scan"])
+def test_empty_sequences(name: str, ends: list[int] | None) -> None:
+    length = 0 if ends is None else ends[-1]
+    shapes, function = RECURRENCES[name]
+    given = [s for s in shapes if len(s) < 4 or s[1] == 10]  # without initial states
+    inputs = _inputs(*((1, length, *s[2:]) if s[:2] == (B, 10) else s for s in given))
+    more = [None] if len(given) < len(shapes) else []
+
+    def loss(backend: str | None) -> Loss:
+        def run(*x: Tensor) -> Tensor:
+            packed = {} if ends is None else {"cu_seqlens": torch.tensor(ends)}
+            outputs = function(*x, *more, backend=backend, **packed)
+            return torch.stack([o.sin().sum() for o in outputs]).sum()
+
+        return run
+
+    along = _directions(inputs)
+    for derive in ("twice", "jvp of grad"):
+        found, wanted = (
+            DERIVATIVES[derive](loss(backend), inputs, along) for backend in (None, "reference")
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["gla", "gated delta rule"])

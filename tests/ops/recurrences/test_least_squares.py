@@ -55,6 +55,42 @@ def test_more_steps_are_closer_and_end_by_themselves():
     assert not zero.any()
 
 
+@pytest.mark.parametrize("tokens", [1, 21])
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20])
+@pytest.mark.parametrize("op", ["mesa_net", "gated_kalmanet"])
+def test_small_and_large_right_hand_sides(op, size, tokens):
+    """Outputs are linear in q and gradients in those of outputs, also where squares vanish."""
+    q, k, v, g, beta = (t[:, :tokens].float() for t in (Q, K, V, G, BETA))
+
+    def run(q, k, factor):
+        q, k = q.requires_grad_(), k.clone().requires_grad_()
+        rest = (g, beta, LAMB.float()) if op == "mesa_net" else (g, g)
+        o, _ = getattr(F, op)(q, k, v, *rest)
+        return o, *torch.autograd.grad(o, (q, k), torch.full_like(o, factor))
+
+    o, dq, dk = run(q.clone(), k, 1.0)
+    scaled, *_ = run(q * size, k, 1.0)
+    torch.testing.assert_close(scaled / size, o, rtol=1e-4, atol=1e-5)
+    _, dq_scaled, dk_scaled = run(q.clone(), k, size)
+    torch.testing.assert_close(dq_scaled / size, dq, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dk_scaled / size, dk, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", ["mesa_net", "gated_kalmanet"])
+def test_gradient_of_an_initial_state(op):
+    q, k, v, g = (t[:, :5] for t in (Q, K, V, G))
+    rest = (g, BETA[:, :5], LAMB) if op == "mesa_net" else (g, g)
+    half = draw(2, 2, 8, 8, seed=7)
+    start, other = half @ half.mT, draw(2, 2, 8, 5, seed=8)
+
+    def gradient(backend):
+        h = start.clone().requires_grad_()
+        o, _ = getattr(F, op)(q, k, v, *rest, initial_state=(h, other), backend=backend)
+        return torch.autograd.grad(o.sin().sum(), h)[0]
+
+    torch.testing.assert_close(gradient(None), gradient("reference"))
+
+
 def test_nan_stays_in_its_row():
     q = Q.clone()
     q[0, 3, 1, 0] = torch.nan

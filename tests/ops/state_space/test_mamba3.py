@@ -113,6 +113,24 @@ def test_gradients_of_a_step(rank):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_layouts_in_memory(backend):
+    made = given()
+    moved = {n: t.transpose(0, -1).contiguous().transpose(0, -1) for n, t in made.items()}
+    wanted, found = (mamba3(**m, backend=backend)[0] for m in (made, moved))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("rank", [0, R])
+def test_no_tokens(rank):
+    over_time = {"q", "k", "v", "adt", "dt", "trap", "angles", "z"}
+    made = {n: t[:, :0] if n in over_time else t for n, t in given(rank).items()}
+    assert mamba3(**made)[0].shape == (B, 0, H, P)
+    if rank:
+        del made["mimo_out"]
+        assert mamba3(**made)[0].shape == (B, 0, R, H, P)
+
+
 def test_halves_are_pairs_in_another_order():
     made = given(R)
     order = torch.tensor([0, 3, 1, 4, 2, 5])  # channel i and i + N / 2 become neighbours

@@ -84,7 +84,7 @@ def deltaformer_attention(
     """
     op = "deltaformer_attention"
     require_float(op, "q", q)
-    k, v = cast_like(op, "k", k, q), cast_like(op, "v", v, q)
+    k, v = cast_like(op, "k", k, q, "q"), cast_like(op, "v", v, q, "q")
     for name, t in (("q", q), ("k", k), ("v", v)):
         require_strided(op, name, t)
     if q.ndim != 4:

@@ -218,7 +218,8 @@ def gated_linear_attention(
     Note:
         States, decays and sums are in fp32 (fp64 for fp64). Gradients flow to all tensors, from o
         and from the final state; they do not depend on the number of threads. Second and
-        forward-mode derivatives go through the eager definition, chunk by chunk.
+        forward-mode derivatives are sums of such recurrences; derivatives along decays lose two to
+        three digits where decays differ by orders of magnitude.
 
         Steps are computed by matrix products, 16 or more at a time. So a NaN or infinity may also
         reach outputs of up to 31 earlier steps; finite inputs have no such effect.

@@ -74,7 +74,7 @@ def mlstm(
         final state; the kernels of NX-AI treat the denominator as a constant. They do not depend on
         the number of threads. e^-m is computed with m clamped to at least -80 (-700 for float64),
         so that gradients stay finite. Second and forward-mode derivatives go through the eager
-        definition.
+        definition of the gates.
 
         States are computed by products over blocks of steps: a NaN or infinity may also reach
         outputs of up to 31 earlier steps.

@@ -60,7 +60,7 @@ def linear_scan(
         States are kept in fp32 (fp64 for fp64); h is rounded where it is returned only. Gradients
         flow to all tensors, from h and from the final state; they do not depend on the number of
         threads. The inputs and the state of every 32nd token are saved for the backward. Second and
-        forward-mode derivatives go through the eager definition.
+        forward-mode derivatives are scans, too.
 
     Reference:
         Qin et al., Hierarchically Gated Recurrent Neural Network for Sequence Modeling, 2023,

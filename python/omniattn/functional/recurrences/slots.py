@@ -323,7 +323,7 @@ def _attempt(
 def _require_heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
     """Checks q, k and v; returns k, v and the number of heads of q for each of k and v."""
     require_float(op, "q", q)
-    k, v = cast_like(op, "k", k, q), cast_like(op, "v", v, q)
+    k, v = cast_like(op, "k", k, q, "q"), cast_like(op, "v", v, q, "q")
     for name, t in (("q", q), ("k", k), ("v", v)):
         require_strided(op, name, t)
     if q.ndim != 4:

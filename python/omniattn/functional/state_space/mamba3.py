@@ -126,7 +126,7 @@ def mamba3(
     require_bool(op, "interleaved", interleaved)
     single = mimo_v is None
     rank = _rank(op, q, v, single)
-    k, v = cast_like(op, "k", k, q), cast_like(op, "v", v, q)
+    k, v = cast_like(op, "k", k, q, "q"), cast_like(op, "v", v, q, "q")
     require_shape(op, "k", k, tuple(q.shape))
     for name, t in (("q", q), ("k", k), ("v", v)):
         require_strided(op, name, t)
@@ -145,7 +145,7 @@ def mamba3(
     )
     skips = None if D is None else widened(op, "D", D, v, ((heads,),))
     if z is not None:
-        z = cast_like(op, "z", z, q)
+        z = cast_like(op, "z", z, q, "q")
         require_strided(op, "z", z)
         require_shape(op, "z", z, tuple(v.shape))
     _require_pairs(op, single, z, mimo_z, mimo_out)
@@ -180,7 +180,11 @@ def mamba3(
         Sequences(start, None if cu_seqlens is None else cu_seqlens * rank, backend),
         beta=rows.weights[:, :, None].expand(-1, -1, rank, -1).flatten(1, 2),
     )
-    y = y.unflatten(1, (-1, rank))[:, -steps:] if steps > 0 else y[:, :, None]
+    y = (
+        y.unflatten(1, (-1, rank))[:, -steps:]
+        if steps > 0
+        else y[:, :, None].expand(-1, -1, rank, -1, -1)
+    )
     if skips is not None:
         same = torch.eye(rank, dtype=x.dtype, device=x.device)
         reads = reads + same[:, None] * skips[:, None]

@@ -91,7 +91,7 @@ def ssd(
         outputs of up to 31 steps before its own. y is rounded once. Gradients flow to all tensors,
         from y and from the final state. torch computes the gate silu(z), so the last bits of y and
         of gradients may depend on the number of threads; without z they do not. Second and
-        forward-mode derivatives go through the eager definition.
+        forward-mode derivatives are sums of such calls.
 
     Reference:
         Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060.

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniattn.ops.derivatives.tokens import first_tokens, last_tokens, previous_tokens
 from omniattn.ops.dispatch import chunks
 from omniattn.ops.dispatch.pieces import Composed, Piece, Pieces, Tensors
 from omniattn.reference.precision import compute_dtype
@@ -141,15 +142,22 @@ def _double(t: Any) -> Any:
 
 def _of_segment(call: Call, at: Values, along: Values) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes the tangents of the outputs and of the final state, and with tangents of decays that
-    state."""
-    q, k, v, a, b, bonus, cu_seqlens = (at[n] for n in _READ)
-    later, earlier, written, moved_a, moved_b = (along[n] for n in ("q", "k", "v", "a", "b"))
-    decay, of_values = _Summed(along["g"], cu_seqlens), _Summed(along["gv"], cu_seqlens)
+    state.
+
+    A token's own product has not decayed. With tangents of decays, `_delayed` leaves these products
+    out of the calls: their factors c'_t - c'_t would be rounding errors that exceed the tangents of
+    strong decays.
+    """
+    q, k, v, a, b, bonus, ends = (at[n] for n in _READ)
+    moved_q, moved_k, moved_v, moved_a, moved_b = (along[n] for n in ("q", "k", "v", "a", "b"))
+    decay, of_values = (_Summed(_of_lasting(at[n], along[n]), ends) for n in ("g", "gv"))
+    delay = bool(decay or of_values)
     if decay or bonus is not None:
-        rows = (q, k, a, b, later, earlier, moved_a, moved_b)
-        q, k, a, b, later, earlier, moved_a, moved_b = (
+        rows = (q, k, a, b, moved_q, moved_k, moved_a, moved_b)
+        q, k, a, b, moved_q, moved_k, moved_a, moved_b = (
             None if t is None else _of_each_head(t, v.shape[2]) for t in rows
         )
+    later, earlier, written = moved_q, moved_k, moved_v
     if decay:
         later = _plus(later, decay.of_tokens(before=bonus is not None) * q)
         earlier = _plus(earlier, -decay.of_tokens() * k)
@@ -160,53 +168,92 @@ def _of_segment(call: Call, at: Values, along: Values) -> tuple[Tensor, Tensor, 
         written = _plus(written, -of_values.of_tokens() * v)
     at = at | {"q": q, "k": k, "a": a, "b": b}
 
+    def write(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        values = at | {"q": q, "k": k, "v": v, "initial_state": state}
+        return call(_delayed(values) if delay else values)
+
     o = final = last = None
     if later is not None:
-        o, last = call(at | {"q": later})
+        o, last = write(later, k, v, at["initial_state"])
         final = decay.of_sequences() * last if decay else None
     start = along["initial_state"]
     if earlier is None and start is not None:
         earlier = torch.zeros_like(k)
-    writes = [(earlier, v, start), (k, written, None)]
-    if moved_a is not None:
-        writes.append((b, _read_before(call, at, moved_a), None))
-    if moved_b is not None:
-        writes.append((moved_b, _read_before(call, at, a), None))
-    for row, value, state in writes:
+    for row, value, state in ((earlier, v, start), (k, written, None)):
         if row is not None and value is not None:
-            found, added = call(at | {"k": row, "v": value, "initial_state": state})
+            found, added = write(q, row, value, state)
             o, final = _plus(o, found), _plus(final, added)
     if of_values:
-        found, last = call(at)
+        found, last = write(q, k, v, at["initial_state"])
         o = _plus(o, of_values.of_tokens() * found)
         final = _plus(final, of_values.of_sequences().mT * last)
-    if bonus is not None and (decay or along["bonus"] is not None):
-        weight = _of_tokens(bonus, cu_seqlens, v) * _rows(along["g"]) if decay else None
-        if along["bonus"] is not None:
-            weight = _plus(weight, _of_tokens(along["bonus"], cu_seqlens, v))
-        o = _plus(o, at["scale"] * (weight * q * k).sum(-1, keepdim=True) * v)
+    for row, read in ((b, moved_a), (moved_b, a)):
+        if row is not None and read is not None:
+            value = _read_before(call, at, read)
+            found, added = call(at | {"k": row, "v": value, "initial_state": None})
+            o, final = _plus(o, found), _plus(final, added)
+
+    scale, of_token = at["scale"], None if bonus is None else _of_tokens(bonus, ends, v)
+    if delay:
+        for x, y, z in ((moved_q, k, v), (q, moved_k, v), (q, k, moved_v)):
+            if x is not None and y is not None and z is not None:
+                o = _plus(o, scale * _own_products(x, y, z, of_token, ends))
+        for x, z in ((moved_k, v), (k, moved_v)):
+            if x is not None and z is not None:
+                final = _plus(final, _last_products(x, z, ends))
+        last = _plus(last, _last_products(k, v, ends))
+    if along["bonus"] is not None:
+        weight = _of_tokens(along["bonus"], ends, v) * q * k
+        o = _plus(o, scale * weight.sum(-1, keepdim=True) * v)
     if final is None:
-        count = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        count = v.shape[0] if ends is None else ends.shape[0] - 1
         final = v.new_zeros(count, v.shape[2], k.shape[3], v.shape[3])
     return torch.zeros_like(v) if o is None else o, final, last
 
 
+def _delayed(at: Values) -> Values:
+    """Returns a recurrence whose state is that of `at` without the products k_t v_t^T of its last
+    token; a bonus is left out, too."""
+    g, gv, a, bonus, ends = (at[n] for n in ("g", "gv", "a", "bonus", "cu_seqlens"))
+    row, value = (previous_tokens(at[n], ends) for n in ("k", "v"))
+    k = row if g is None else _rows(g).exp() * row
+    if a is not None:
+        k = k + at["b"] * (a * row).sum(-1, keepdim=True)
+    v = value if gv is None else gv.exp() * value
+    return at | {"k": k, "v": v, "bonus": None if bonus is None else torch.zeros_like(bonus)}
+
+
+def _own_products(
+    q: Tensor, k: Tensor, v: Tensor, bonus: Tensor | None, ends: Tensor | None
+) -> Tensor:
+    """Computes what outputs read of the products that `_delayed` leaves out."""
+    if bonus is None:
+        return (q * k).sum(-1, keepdim=True) * v
+    row, value = previous_tokens(k, ends), previous_tokens(v, ends)
+    return (q * row).sum(-1, keepdim=True) * value + (q * bonus * k).sum(-1, keepdim=True) * v
+
+
+def _last_products(k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
+    """Computes k_t v_t^T of the last token of each sequence, zeros of empty ones."""
+    return last_tokens(k, ends)[..., None] * last_tokens(v, ends)[..., None, :]
+
+
 def _read_before(call: Call, at: Values, rows: Tensor) -> Tensor:
     """Computes S_{t-1}^T row_t for all tokens."""
-    state, ends, later = at["initial_state"], at["cu_seqlens"], rows[:, 1:]
-    o, _ = call(at | {"q": torch.cat((later, torch.zeros_like(rows[:, :1])), 1), "scale": 1.0})
-    o = torch.cat((torch.zeros_like(o[:, :1]), o[:, :-1]), 1)
-    if ends is None:
-        if state is None:
-            return o
-        first = torch.einsum("bthk,bhkv->bthv", rows[:, :1], state)
-        return torch.cat((first, o[:, 1:]), 1)
-    starts, begun = ends[:-1].clamp(max=o.shape[1] - 1), ends.diff() > 0
-    first = torch.zeros_like(o[0, starts])
+    if rows.shape[1] == 0:
+        return at["v"]
+    state, ends = at["initial_state"], at["cu_seqlens"]
+    later = torch.cat((rows[:, 1:], torch.zeros_like(rows[:, :1])), 1)
+    o, _ = call(at | {"q": later, "scale": 1.0})
+    first = None
     if state is not None:
-        first = torch.einsum("nhk,nhkv->nhv", rows[0, starts], state) * begun[:, None, None]
-    inside = torch.ones_like(o[0, :, 0, 0]).index_fill(0, starts[begun], 0)
-    return (o * inside[:, None, None]).index_add(1, starts, first[None])
+        first = torch.einsum("nhk,nhkv->nhv", first_tokens(rows, ends), state)
+    return previous_tokens(o, ends, first)
+
+
+def _of_lasting(g: Tensor, moved: Tensor | None) -> Tensor | None:
+    """Returns tangents of decays, with zeros for those with e^g = 0, whose sums lose digits."""
+    return None if moved is None else torch.where(g.exp() > 0, moved, 0)
 
 
 class _Summed:
@@ -218,7 +265,8 @@ class _Summed:
         self.sums: Tensor | None = None
         if tangents is not None:
             rows = _rows(tangents)
-            self.sums = torch.cat((torch.zeros_like(rows[:, :1]), rows.cumsum(1)), 1)
+            zero = torch.zeros_like(rows.sum(1, keepdim=True))
+            self.sums = torch.cat((zero, rows.cumsum(1)), 1)
 
     def __bool__(self) -> bool:
         return self.sums is not None

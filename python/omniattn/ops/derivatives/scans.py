@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
+from omniattn.ops.derivatives.tokens import previous_tokens
 from omniattn.ops.dispatch.pieces import ELEMENTS, Composed, Piece, Pieces, Tensors
 from omniattn.reference.precision import compute_dtype
 
@@ -21,7 +22,10 @@ Scan = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Te
 def linear_scan_pieces(
     scan: Scan, x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> Pieces:
-    """Returns linear_scan with its tangents: h'_t = e^(g_t) h'_{t-1} + x'_t + g'_t (h_t - x_t)."""
+    """Returns linear_scan with its tangents.
+
+    They are h'_t = e^(g_t) h'_{t-1} + x'_t + g'_t e^(g_t) h_{t-1}.
+    """
 
     def tangents(at: Tensors, along: Tensors) -> tuple[Tensor, Tensor]:
         values: Any = at  # x and g are there
@@ -29,7 +33,8 @@ def linear_scan_pieces(
         moved_x, moved_g, moved_start, _ = along
         added = torch.zeros_like(x) if moved_x is None else moved_x
         if moved_g is not None:
-            added = added + moved_g * (scan(x, g, start, ends)[0] - x)
+            before = previous_tokens(scan(x, g, start, ends)[0], ends, start)
+            added = added + moved_g * g.exp() * before
         return scan(added, g, moved_start, ends)
 
     count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
