@@ -35,9 +35,12 @@ def dense_indexer(
     key_padding: Tensor | None = None,
     sorted_by_index: bool = False,
     return_scores: bool = False,
+    key_stride: int = 1,
+    past: int | None = None,
 ) -> Tensor:
     """Selects keys by torch.topk, with unspecified order of ties and no -1 for missing keys."""
     lacks(recent=tie != "first", padding=key_padding is not None, order=sorted_by_index)
+    lacks(windows=key_stride > 1 or past is not None)
     lacks(scores=return_scores, missing_keys=topk > k.shape[1])
     return _scores(q, k, w, causal, activation).topk(topk, dim=-1).indices.int()
 

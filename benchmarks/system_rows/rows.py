@@ -54,6 +54,9 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
         *(("dsa_indexer_loss", "dense"), ("dsa_indexer_loss", "sparse")),
     ),
     "single-head indexer without weights, ties to the latest key": (("dsa_indexer", "onehead"),),
+    "QSA of Qwen4: windows selected by their mean keys, and the tokens after the last window": (
+        ("dsa_indexer", "windows"),
+    ),
     "learned block routing: untrained, trained by gates or distillation": (
         *(("routed_block_attention", "plain"), ("routed_block_attention", "gate")),
     ),

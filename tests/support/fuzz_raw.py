@@ -58,6 +58,7 @@ def _inner_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     ones = [torch.ones(5, 70) for _ in range(4)]
     silu = ACTIVATIONS["silu"]
     row = torch.ones(2, 1, 6, dtype=dtype)
+    squares = torch.ones(2, 3, 4, 4, dtype=wide)
     groups, heads = row.view(2, 1, 2, 3), torch.ones(2, 1, 4, 5, dtype=dtype)
     four, dt = torch.ones(4, dtype=wide), torch.ones(2, 1, 4, dtype=dtype)
     taps = torch.ones(6, 3, dtype=dtype)
@@ -86,6 +87,8 @@ def _inner_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
             *(heads, torch.ones(2, 4, 1, dtype=wide), torch.zeros(2, 4, 1, dtype=wide), []),
             *([11, 0, 2, 12, 1, 3], [0.5, 0.0, 3.0, -2.0], [0, 1]),
         ),
+        "mesa_step": (*[torch.ones(2, 1, 3, 4, dtype=wide)] * 2, squares, 5, 1e-6),
+        "decayed_sum": (heads, heads, *[None] * 3, 0, False, False),
         "glu_backward_": (*ones[:3], silu, [], ones[3]),
         "activate": (ones[0], silu),
         "activate_backward_": (*ones[:2], silu),

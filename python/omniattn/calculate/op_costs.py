@@ -261,6 +261,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "recurrence": _matrix_state,
     "log_linear_attention": _log_linear,
     "mesa_net": _mesa,
+    "mesa_step": _mesa,
     "fast_weights": _fast_weights,
     "atlas_linear": _atlas,
     "titans_mlp": _memory_mlp,

@@ -13,6 +13,7 @@ from omniattn.compositions._descent import recomputed
 from omniattn.compositions._python_ops import implement
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.backward import BackwardOp
+from omniattn.ops.dispatch.names import like_or_wide
 from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.precision import compute_dtype, widen
 
@@ -149,7 +150,10 @@ mamba3_inputs = DifferentiableOp(
         "reads": _reads,
         "phases": lambda angles: angles.new_empty(angles.shape),
     },
-    backward_op=BackwardOp("mamba3_inputs_backward"),
+    backward_op=BackwardOp(
+        "mamba3_inputs_backward",
+        fakes={"dinitial_state": lambda dt, initial_state: like_or_wide(initial_state, dt)},
+    ),
     formula=_definition,
     fold=Fold(
         ("q", "k", "dt", "trap", "angles", "initial_state"),

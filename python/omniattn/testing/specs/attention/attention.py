@@ -47,11 +47,23 @@ def _sdpa_inputs(case: Case, random: Random) -> dict[str, Tensor]:
     return {names[n]: heads_first.get(n, t) for n, t in made.items()}
 
 
+def _eager(
+    *args: Any, sinks: Tensor | None = None, return_lse: bool = False, **options: Any
+) -> Any:
+    """Computes reference.attention; sinks of queries join rounded outputs by their lse."""
+    if sinks is None or sinks.dim() == 1:
+        return reference.attention(*args, sinks=sinks, return_lse=return_lse, **options)
+    out, lse = reference.attention(*args, return_lse=True, **options)
+    out, lse = reference.merge_attention([out], [lse], sinks=sinks)
+    return (out, lse) if return_lse else out
+
+
 ATTENTION = OpSpec(
     name="attention",
     family="attention",
     cuda="emulated",
     paper="Dao 2023, arXiv 2307.08691",
+    eager=_eager,
     inputs=attention_inputs,
     differentiable=("q", "k", "v", "bias", "alibi_slopes", "sinks", "head_scale"),
     flops=attention_flops,

@@ -90,7 +90,7 @@ DSA_INDEXER = OpSpec(
         _case("indices", 1, 5, 30, 2, 8, 4, ("w", "ties"), return_scores=False),
     ),
     benchmarks=(
-        # The last queries of 8k, a step at 32k, and the single head.
+        # The last queries of 8k, a step at 32k, the single head, and windows of 4 tokens of 32k.
         Benchmark(
             _case("heads64", 1, 256, 8192, 64, 128, 2048, W, return_scores=False),
             (F32, BF16),
@@ -104,6 +104,17 @@ DSA_INDEXER = OpSpec(
         ),
         Benchmark(
             _case("onehead", 1, 2048, 2048, 1, 64, 256, return_scores=False),
+            (F32,),
+            FORWARD,
+            "compute",
+        ),
+        Benchmark(
+            _case(
+                *("windows", 1, 256, 8192, 16, 64, 512, W),
+                return_scores=False,
+                key_stride=4,
+                past=32768 - 256,
+            ),
             (F32,),
             FORWARD,
             "compute",
