@@ -83,8 +83,9 @@ def selective_scan(
     Note:
         Gradients flow to all tensors, from y and from the final state; they do not depend on the
         number of threads. The backward keeps the inputs and the state of every 32nd token, and
-        memory for no other states. Second and forward-mode derivatives go through
-        `linear_scan`, chunk by chunk, complex ones through the eager definition. CUDA takes at most 256 states, or 128 complex ones.
+        memory for no other states. Second and forward-mode derivatives go through `linear_scan`,
+        chunk by chunk, complex ones through the eager definition. CUDA takes at most 256 states, or
+        128 complex ones.
 
         A may be complex: y then has ``2 Re(sum_n C h)``, B and C may be complex, too, and states
         are. The kernels compute ``e^(dt Re A)``, ``cos(dt Im A)`` and ``sin(dt Im A)``, and copy B
