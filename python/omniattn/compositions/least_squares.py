@@ -72,6 +72,8 @@ def _scaled(q: Tensor) -> tuple[Tensor, Tensor]:
 
     Squares of residuals would overflow or vanish for large and small q.
     """
+    if q.numel() == 0:
+        return q, q.new_ones(())
     largest = torch.linalg.vector_norm(q, torch.inf, -1, keepdim=True)
     scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
     return q / scale, scale
