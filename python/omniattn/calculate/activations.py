@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from omniattn.models.decoders.decoder import Decoder
 
-#: Bytes of the rows that experts process at a time, at most (csrc/ops/layers/moe_routing_cpu.cpp);
-#: those of one expert may be more.
+#: Bytes of the rows that experts process at a time, at most (csrc/ops/layers/moe_routing_cpu.cpp).
+#: The rows of a single expert may have more.
 _WAVE = 2**25
 
 

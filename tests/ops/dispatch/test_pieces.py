@@ -117,6 +117,15 @@ DERIVATIVES: dict[str, Callable[[Loss, list[Tensor], tuple[Tensor, ...]], Any]] 
 }
 
 
+def _assert_as_definition(
+    name: str, loss: Callable[[str | None], Loss], inputs: list[Tensor], rtol: float
+) -> None:
+    """Requires derivative `name` of the loss of a backend to be that of the definition."""
+    derive, along = DERIVATIVES[name], _directions(inputs)
+    found, wanted = (derive(loss(backend), inputs, along) for backend in (None, "reference"))
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=1e-12)
+
+
 @pytest.mark.parametrize("mode", ["attention", "gated_delta_rule"])
 def test_gradients_batched_by_autograd(mode: str) -> None:
     (x,) = _inputs((1, TQ, 2, D))
@@ -167,9 +176,7 @@ def test_transforms(name: str) -> None:
 
         return run
 
-    along, derive = _directions(inputs), DERIVATIVES[name]
-    found, wanted = (derive(loss(backend), inputs, along) for backend in (None, "reference"))
-    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    _assert_as_definition(name, loss, inputs, rtol=1e-11)
 
 
 @pytest.mark.parametrize(("outer", "inner"), [*itertools.product((jacrev, jacfwd), repeat=2)])
@@ -231,12 +238,8 @@ def test_terms(name: str) -> None:
 
         return run
 
-    along = _directions(inputs)
     for derive in ("twice", "jvp"):
-        found, wanted = (
-            DERIVATIVES[derive](loss(backend), inputs, along) for backend in (None, "reference")
-        )
-        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+        _assert_as_definition(derive, loss, inputs, rtol=1e-11)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -250,12 +253,8 @@ def test_options(name: str) -> None:
 
         return run
 
-    along = _directions(inputs)
     for derive in ("twice", "jvp"):
-        found, wanted = (
-            DERIVATIVES[derive](loss(backend), inputs, along) for backend in (None, "reference")
-        )
-        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+        _assert_as_definition(derive, loss, inputs, rtol=1e-11)
 
 
 @pytest.mark.parametrize("form", ["packed", "cached"])
@@ -275,12 +274,8 @@ def test_layouts(form: str) -> None:
 
         return run
 
-    along = _directions(inputs)
     for derive in ("twice", "jvp of grad"):
-        found, wanted = (
-            DERIVATIVES[derive](loss(backend), inputs, along) for backend in (None, "reference")
-        )
-        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+        _assert_as_definition(derive, loss, inputs, rtol=1e-11)
 
 
 #: Shapes of inputs, and a function of them; decays and step sizes are made from any numbers.
@@ -347,11 +342,7 @@ def _assert_recurrence(name: str, derive: str, packed: bool) -> None:
 
         return run
 
-    along = _directions(inputs)
-    found, wanted = (
-        DERIVATIVES[derive](loss(backend), inputs, along) for backend in (None, "reference")
-    )
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    _assert_as_definition(derive, loss, inputs, rtol=1e-10)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -427,12 +418,8 @@ def test_empty_sequences(name: str, ends: list[int] | None) -> None:
 
         return run
 
-    along = _directions(inputs)
     for derive in ("twice", "jvp of grad"):
-        found, wanted = (
-            DERIVATIVES[derive](loss(backend), inputs, along) for backend in (None, "reference")
-        )
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        _assert_as_definition(derive, loss, inputs, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["gla", "gated delta rule"])
@@ -450,12 +437,8 @@ def test_tangents_of_infinite_decays(name: str) -> None:
 
         return run
 
-    along = _directions([x, g])
     for derive in ("twice", "jvp of grad"):
-        found, wanted = (
-            DERIVATIVES[derive](loss(backend), [x, g], along) for backend in (None, "reference")
-        )
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        _assert_as_definition(derive, loss, [x, g], rtol=1e-10)
 
 
 def test_half_precision_sums_in_fp32() -> None:

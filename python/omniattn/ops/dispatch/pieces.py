@@ -196,15 +196,8 @@ class Composed(Pieces):
         return self.tangents(tensors, along)
 
     def vjp(self, tensors: Tensors, wanted: Sequence[int], given: Sequence[int]) -> Pieces:
-        places = ((),) * (len(tensors) + len(given))
-        piece = Piece(partial(self._pull, wanted, given), places, ((),) * len(wanted))
-        return Pulled((piece,), _like(tensors, wanted), of=self, wanted=wanted, given=given)
-
-    def _pull(self, wanted: Sequence[int], given: Sequence[int], *values: Any) -> Any:
-        arguments, grads = values[: -len(given)], values[-len(given) :]
-        run = _of(self.pieces[0].function, arguments, wanted, given)
-        pull: Any = torch.func.vjp(run, *(arguments[i] for i in wanted))[1]
-        return pull(grads)
+        plain = super().vjp(tensors, wanted, given)
+        return Pulled(plain.pieces, plain.outputs, of=self, wanted=wanted, given=given)
 
     def jvp(self, tensors: Tensors, given: Sequence[int]) -> Pieces:
         count = len(tensors)
@@ -248,8 +241,7 @@ class Pulled(Pieces):
         return Pieces((piece,), _like(tensors, wanted))
 
     def jvp(self, tensors: Tensors, given: Sequence[int]) -> Pieces:
-        assert self.of is not None
-        composed, total = self.of, len(tensors)
+        total, gradients = len(tensors), self.pieces[0].function
         count = total - len(self.given)
 
         def tangents(*values: Any) -> Sequence[Tensor]:
@@ -261,7 +253,7 @@ class Pulled(Pieces):
             if any(t is not None for t in moved[count:]):
                 pairs = zip(moved[count:], grads, strict=True)
                 of_grads = [torch.zeros_like(g) if t is None else t for t, g in pairs]
-                added = composed._pull(self.wanted, self.given, *arguments, *of_grads)
+                added = gradients(*arguments, *of_grads)
                 found = [a + b for a, b in zip(found, added, strict=True)]
             return found
 
