@@ -268,8 +268,8 @@ struct Backward {
     return x == nullptr ? nullptr : static_cast<const C*>(x) + at;
   }
 
-  // Sets dq and dk to the gradients of the rows before their rotation, and slopes to those of the
-  // angles: (x', y') = R(theta) (x, y) has d(x', y') / dtheta = R(theta) (-y, x).
+  // Sets dq and dk to the gradients of the rows before their rotation, and slopes to the angles'
+  // gradients: (x', y') = R(theta) (x, y) has d(x', y') / dtheta = R(theta) (-y, x).
   void turn_back(int64_t t) {
     for (int64_t i = 0; i < p.pairs; ++i) slopes[i] = 0;
     for (int64_t r = 0; r < p.rank; ++r) {
@@ -288,8 +288,8 @@ struct Backward {
       part.store(slopes + i, part.load(slopes + i) + (d.y * at.x - d.x * at.y));
     });
   }
-  // Adds the angles' gradients to those of later tokens and stores dangles; returns its part of
-  // ddt.
+  // Adds the token's gradients of angles to the sums over later tokens, and stores dangles. Returns
+  // the part of ddt that comes from angles.
   C of_angles(int64_t t) {
     const C* const grad = row(params.grad_phases, heads.place(t) * p.pairs);
     double* const dtheta = dangles + heads.own() * p.pairs;
@@ -307,7 +307,7 @@ struct Backward {
       return slope * turn;
     });
   }
-  // Adds the gradients by reads to dq and dk, and stores those of dt and trap.
+  // Adds the gradients by reads to dq and dk, and stores ddt and dtrap.
   void of_steps(int64_t t, C of_turns) {
     const Steps<C> now = heads.steps(t), next = heads.steps_after(t);
     const C* const weight = row(params.grad_weights, heads.place(t));
