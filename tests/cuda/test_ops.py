@@ -70,8 +70,12 @@ FEW = (
     ),
     *("-attention_varlen-dropout-", "-attention_cached-terms-"),
 )
-#: Several tiles of keys, hidden ones, and dropout.
-FEW_STICKS = tuple(f"-stick_breaking_attention-{case}-" for case in ("tiny", "options", "dropout"))
+#: Several tiles of keys, hidden ones, and dropout, with other weights than those of a softmax.
+FEW_WEIGHTS = tuple(
+    f"-{name}_attention-{case}-"
+    for name in ("stick_breaking", "softpick")
+    for case in ("tiny", "options", "dropout")
+)
 #: Sizes of 1, of a tile and of one more.
 TILES = tuple(f"-attention-{case}-" for case in ("one", "oneof8", "plain", r"tile\+1"))
 EDGES = ("tiny", "tile", "notokens", "noslots", "nofeatures", "nodim")
@@ -144,7 +148,7 @@ RUNS = {
         (("-selective_attention-",), VALUES, ("f32", "bf16")),
         (("-forgetting_attention-(tiny|options|one)-",), VALUES, ("bf16",)),
         (("-(path|wall)_attention-(tiny|plain|one)-",), VALUES, ("bf16",)),
-        (("-stick_breaking_attention-",), VALUES, ("f32", "bf16")),
+        (("-(stick_breaking|softpick)_attention-",), VALUES, ("f32", "bf16")),
         (EXPERTS, VALUES, ("f32", "bf16")),
         (STATES, VALUES, ("bf16",)),
         (SCANS, VALUES, ("f64", "bf16")),
@@ -158,7 +162,7 @@ RUNS = {
         (FEW_WANTED + FEW[1:2], ("each_gradient",), ("f64", "f32", "f16")),
         (LOOKS, ("strided", "poisoned"), ("f32",)),
         (FEW_CODES, ("strided", "poisoned", "deterministic"), ("f32", "bf16")),
-        (FEW_STICKS, (*VALUES, *PLACES), ("f64", "f32")),
+        (FEW_WEIGHTS, (*VALUES, *PLACES), ("f64", "f32")),
         (FEW_SELECTED, PLACES, ("bf16",)),
         (FEW_SELECTED[:1], VALUES, ("f64", "f32", "f16")),
         (INDEXER, ("forward", *PLACES), ("f32", "bf16")),
@@ -172,7 +176,7 @@ RUNS = {
     ("race", "ascending"): [
         (OPS, VALUES, ("bf16",)),
         (FEW_INDEXED, ("forward",), ("bf16",)),
-        (CHECKED_SELECTED + FEW_STICKS, VALUES, ("bf16",)),
+        (CHECKED_SELECTED + FEW_WEIGHTS, VALUES, ("bf16",)),
         (FEW, ("derivatives",), ("bf16",)),
         (LOOKS + FEW_CODES, ("forward",), ("bf16",)),
         (FEW_EXPERTS, ("derivatives",), ("f32", "bf16")),
@@ -184,7 +188,7 @@ RUNS = {
     ("sanitized", "shuffled"): [
         (OPS, (*VALUES, "strided"), ("bf16",)),
         (FEW_INDEXED, ("forward", "strided"), ("bf16",)),
-        (CHECKED_SELECTED + FEW_STICKS, (*VALUES, "strided"), ("bf16",)),
+        (CHECKED_SELECTED + FEW_WEIGHTS, (*VALUES, "strided"), ("bf16",)),
         (FEW, ("derivatives",), ("bf16",)),
         (LOOKS + FEW_CODES, ("forward",), ("bf16",)),
         (FEW_EXPERTS, ("derivatives",), ("f32", "bf16")),

@@ -10,6 +10,21 @@ namespace {
 
 using namespace gpu;
 
+// Unnormalised weights, which add their part of the denominator to `sum`.
+template <class A>
+__device__ __forceinline__ A soft_weight(A exponent, A& sum) {
+  const A weight = exp2(exponent);
+  sum += weight;
+  return weight;
+}
+template <class A>
+__device__ __forceinline__ A pick_weight(A logit, A shift, A& sum) {
+  if (logit == negative_infinity<A>()) return A(0);  // hidden
+  const A power = shifted_power(logit, shift).value;
+  sum += abs(power);
+  return max(A(0), power);
+}
+
 template <class T>
 OMNIATTN_FN int64_t forward_blocks(const AttentionProblem& p) {
   return p.batch * p.hq * ceil_div(p.tq, kTile) * chunks_of<compute_t<T>>(p.dv);
@@ -35,8 +50,8 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
     clear(o);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      m[i] = initial_maximum<A>(p, tile.h);
-      l[i] = tx == 0 ? softmax_initial_sum(m[i]) : A(0);
+      m[i] = is_softpick(p.score) ? A(0) : initial_maximum<A>(p, tile.h);
+      l[i] = tx == 0 && is_softmax(p.score) ? softmax_initial_sum(m[i]) : A(0);
     }
 
     for (Tiles<Along::keys> tiles(p, tile); tiles.next(tile);) {
@@ -52,10 +67,10 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
         for (int j = 0; j < 4; ++j) {
           const int c = tx + 16 * j;
           x[i][j] = score_of(p, tile, r, c, x[i][j], shared.bits.sees(tile, r, c));
-          if (!is_softmax(p.score)) x[i][j] = weight_at(p.score, x[i][j]).value;
+          if (!divides_rows(p.score)) x[i][j] = weight_at(p.score, x[i][j]).value;
           top = max(top, x[i][j]);
         }
-        if (is_softmax(p.score)) {
+        if (divides_rows(p.score)) {
           top = reduce_row(top, [](A a, A b) { return max(a, b); });
           const A shift = softmax_shift(top), exponent = exponent_factor<A>(p.score);
           const A alpha = exp2(exponent * (m[i] - shift));
@@ -65,8 +80,8 @@ __global__ void __launch_bounds__(kFmaThreads, 1)
           for (int j = 0; j < kColumns; ++j) o[i][j] *= alpha;
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            x[i][j] = exp2(exponent * (x[i][j] - shift));
-            l[i] += x[i][j];
+            x[i][j] = is_softpick(p.score) ? pick_weight(x[i][j], shift, l[i])
+                                           : soft_weight(exponent * (x[i][j] - shift), l[i]);
           }
         }
 #pragma unroll

@@ -162,10 +162,32 @@ __device__ __forceinline__ A score_of(const AttentionProblem& p, const Tile& til
   return program_value(p, program_place(p, tile, r, n), logit);
 }
 
-// Weight of a program's result, and the gradient of that result.
+// The numerator (e^x - 1) e^-shift of a weight of softpick and its derivative, see
+// attention_softpick.h.
+template <class A>
+__device__ __forceinline__ ValueAndSlope<A> shifted_power(A x, A shift) {
+  shift = max(A(-87), shift);  // e^-shift stays finite
+  const A e = exp(x - shift), one = exp(-shift);
+  const bool cancels = abs(x) < A(0.35);
+  return {cancels ? one * expm1(x) : e - one, e};
+}
+
+// Weight and gradient of a pair whose weights are softpick's.
+template <class A>
+__device__ __forceinline__ ValueAndSlope<A> pick(A x, A z, A dp, const RowStats<A>& stats) {
+  const auto power = shifted_power(x, stats.shift);
+  A grad = x;  // NaN and 0 stay
+  if (x > A(0)) grad = z * dp - stats.delta;
+  if (x < A(0)) grad = stats.delta;
+  const A weight = x < A(0) ? A(0) : power.value;
+  return {stats.factor * weight * z, stats.factor * power.slope * grad};
+}
+
+// Weight of a pair with the logit `value`, and the gradient of that logit.
 template <class A>
 __device__ __forceinline__ ValueAndSlope<A> weigh(const AttentionProblem& p, A value, A z, A dp,
                                                   const RowStats<A>& stats) {
+  if (is_softpick(p.score)) return pick(value, z, dp, stats);
   if (!is_softmax(p.score)) {
     const auto weight = weight_at(p.score, value);
     return {weight.value * z, weight.slope * z * dp};
@@ -183,15 +205,19 @@ GPU_NOINLINE PairGradient<A> program_gradient(const AttentionProblem& p, const P
   return {weight.value, grad, grad * logit.slope};
 }
 
-// gradient_of, including the program.
+// Gradients of a pair with any score, including a program.
 template <class A>
 __device__ __forceinline__ PairGradient<A> pair_gradient(const AttentionProblem& p,
                                                          const Tile& tile, int r, int n, bool sees,
                                                          A z, A dot, A dp,
                                                          const RowStats<A>& stats) {
-  if (p.program == nullptr || !sees) return gradient_of(p, tile, r, n, sees, z, dot, dp, stats);
-  return program_gradient(p, program_place(p, tile, r, n), logit_of(p, tile, r, n, dot, true), z,
-                          dp, stats);
+  if (!sees) return {0, 0, 0};  // a hidden key may hold anything
+  const Logit<A> logit = logit_of(p, tile, r, n, dot, true);
+  if (p.program != nullptr) {
+    return program_gradient(p, program_place(p, tile, r, n), logit, z, dp, stats);
+  }
+  const auto weight = weigh(p, logit.value, z, dp, stats);
+  return {weight.value, weight.slope, weight.slope * logit.slope};
 }
 
 }  // namespace omniattn::gpu

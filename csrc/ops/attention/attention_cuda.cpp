@@ -87,7 +87,7 @@ void run_program_gradients(const char* op, const AttentionBackwardParams& b,
 
 // True if the call is decoded, by the kernel that reads pages and int8 in place.
 bool takes_split(const AttentionProblem& p) {
-  return p.program == nullptr && !is_stick(p.score) && takes_split_path(p);
+  return p.program == nullptr && weighs_by_key(p.score) && takes_split_path(p);
 }
 
 // Copies k and v in pages or in int8 into the returned memory and points k and v to it.
@@ -176,7 +176,8 @@ const PathTable<const char*(const Call&, const AttentionProblem&), Status(Forwar
              [](ForwardRun& f) { return launch_attention_stick(*f.ours, stream()); }},
             {"mma",
              [](const Call&, const AttentionProblem& p) {
-               return refused_unless(p.program == nullptr && takes_mma_path(p));
+               return refused_unless(p.program == nullptr && weighs_by_key(p.score) &&
+                                     takes_mma_path(p));
              },
              [](ForwardRun& f) { return launch_attention_mma(*f.ours, stream()); }},
             {"fma", [](const Call&, const AttentionProblem&) { return refused_unless(true); },
@@ -202,7 +203,8 @@ const PathTable<const char*(const Call&, const AttentionBackwardParams&), Status
              [](BackwardRun& b) { return run_stick_gradients(b.ours); }},
             {"mma",
              [](const Call&, const AttentionBackwardParams& b) {
-               return refused_unless(b.problem.program == nullptr && takes_mma_path(b));
+               return refused_unless(b.problem.program == nullptr &&
+                                     weighs_by_key(b.problem.score) && takes_mma_path(b));
              },
              [](BackwardRun& b) { return launch_attention_gradients_mma(b.ours, stream()); }},
             {"fma",
@@ -244,7 +246,6 @@ void decode_seed(Call& call, const Tensor& seed) {
 
 void run_forward(AttentionForwardParams f, const Call& call) {
   constexpr const char* op = "attention";
-  require(!is_softpick(f.problem.score), op, "softpick runs on CPUs, and has no CUDA kernel yet");
   const Tensor program = upload_program(op, f.problem);
   const Tensors rows = gather_rows(op, f.problem);
   const Tensor table = expand_table(op, f.problem);
@@ -254,7 +255,6 @@ void run_forward(AttentionForwardParams f, const Call& call) {
 
 void run_backward(AttentionBackwardParams b, const Call& call) {
   constexpr const char* op = "attention_backward";
-  require(!is_softpick(b.problem.score), op, "softpick runs on CPUs, and has no CUDA kernel yet");
   const ScoreProgram* const steps = b.problem.program;
   const Tensor program = upload_program(op, b.problem);
   const Tensor table = expand_table(op, b.problem);

@@ -81,8 +81,7 @@ def softpick_attention(
         no key, gives 0 and -inf, with gradients of 0.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see :func:`attention`. There is no CUDA kernel
-            yet.
+        TypeError, ValueError, NotImplementedError: see :func:`attention`.
 
     Note:
         exp(z) - 1 keeps its relative precision near 0. Where z = 0, its derivatives are those of

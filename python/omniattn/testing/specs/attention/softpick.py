@@ -39,7 +39,7 @@ def _rounded_weights(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 SOFTPICK_ATTENTION = OpSpec(
     name="softpick_attention",
     family="attention",
-    cuda="planned",
+    cuda="emulated",
     paper="Zuhri et al. 2025, arXiv 2504.20966",
     inputs=_inputs,
     differentiable=("q", "k", "v", "bias"),
