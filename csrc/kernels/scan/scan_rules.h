@@ -164,6 +164,14 @@ OMNIATTN_FN ValueAndSlope<V> softplus(V x) {
           select(is_linear, V(1), select(is_positive, V(1), e) * part)};
 }
 
+// 1 / (1 + square + e^-x), Longhorn's step size for x and |B|^2, and its derivative by x; by the
+// square it is minus the value squared. Below -80 the size vanishes in sums, and e^-x is limited.
+template <class V>
+OMNIATTN_FN ValueAndSlope<V> longhorn_step(V x, V square) {
+  const V e = exp(-select(x < V(-80), V(-80), x)), size = V(1) / (V(1) + square + e);
+  return {size, size * (e * size)};
+}
+
 // silu(z) = z sigmoid(z) and its derivative.
 template <class V>
 OMNIATTN_FN ValueAndSlope<V> silu(V z) {

@@ -7,6 +7,11 @@
 // B and C may also be constants of each channel. The forward saves the states before each chunk of
 // steps; the backward recomputes the others from them.
 //
+// Longhorn's rule has neither A nor softplus: with dt = 1 / (1 + |B_t|^2 + e^-(delta +
+// delta_bias)), which is b / (1 + b |B_t|^2) for b = sigmoid(delta + delta_bias),
+//
+//   h_t[n] = (1 - dt_t B_t[g, n]^2) h_{t-1}[n] + dt_t B_t[g, n] u_t
+//
 // States may be paired: states 2 n and 2 n + 1, and their entries of A, are then the real and the
 // imaginary part of one complex number, and e^(dt A) h is a complex product. For a complex scan, y
 // = 2 Re sum_n C h, the caller passes the parts of B and of 2 conj(C).
@@ -21,21 +26,24 @@
 namespace omniattn {
 
 // B or C: rows (G, N) for each step, in T, or in A if states are paired; or a
-// constant (D, N) in A for all steps.
+// constant (D, N) in A for all steps, which Longhorn's rule does not take.
 struct SelectiveWeights {
   ScanView rows;
   bool constant;
 };
 
+enum class SelectiveRule : int { decay, pairs, longhorn };
+
 // Arguments of forward and backward. A is the accumulator type of dtype.
 struct Selective {
   DType dtype;  // of u, delta, z, y, of time-varying B and C, and of their gradients
-  bool softplus, paired;
+  bool softplus;
+  SelectiveRule rule;
   ScanRows rows;
-  int64_t channels, groups, states;  // D, G, N; N is even if paired
+  int64_t channels, groups, states;  // D, G, N; N is even for pairs
   int64_t block;                     // channels per item; an item lies in one group
   ScanView u, delta, z;              // (B, T, D); z may be null
-  const void* decay;                 // A: (D, N) of A contiguous
+  const void* decay;                 // A: (D, N) of A contiguous; null for Longhorn's rule
   SelectiveWeights b, c;
   const void *skip, *bias;    // D and delta_bias: (D) of A, or null
   const void* initial_state;  // (N, D, N) of A contiguous, or null

@@ -16,14 +16,15 @@ void clear(C* to, int64_t n) {
 }
 
 // Memory of the backward. For all vectors of channels: tables as in the forward, gradients of the
-// states, and sums over time. For a chunk: B and C, and dB and dC of each lane. For one vector of
+// states, and sums over time. For a chunk: B and C, and of each lane dB and dC, and the gradient of
+// |B|^2 in Longhorn's step sizes. For one vector of
 // channels and a chunk: inputs of its steps, and states and decays of a block of states.
 template <class C>
 struct BackwardMemory {
   enum Row { kDt, kInput, kU, kSlope, kGrad, kGate, kOfDecay, kOfInput, kY, kRows };
   static constexpr int kWidth = Vec<C>::kWidth;
   C *decay, *gradient, *ddecay, *b_table, *c_table, *db_table, *dc_table, *dskip, *dbias;
-  C *b, *c, *db, *dc, *rows, *before, *decays;
+  C *b, *c, *db, *dc, *of_square, *rows, *before, *decays;
 
   BackwardMemory(const Selective& p, C* memory) {
     C* next = memory;
@@ -39,6 +40,7 @@ struct BackwardMemory {
     for (C** each : {&dskip, &dbias}) *each = take(p.block);
     for (C** each : {&b, &c}) *each = take(kScanChunk * p.states);
     for (C** each : {&db, &dc}) *each = take(kScanChunk * p.states * kWidth);
+    of_square = take(kScanChunk * kWidth);
     rows = take(kRows * kScanChunk * kWidth);
     before = take((kScanChunk + 1) * kMostStates * kWidth);
     decays = take(kScanChunk * kMostStates * kWidth);
@@ -48,17 +50,17 @@ struct BackwardMemory {
   static int64_t elements(const Selective& p) {
     return p.states * p.block * (3 + 2 * (p.b.constant + p.c.constant)) + 2 * p.block +
            2 * kScanChunk * p.states * (1 + kWidth) +
-           (kScanChunk * kRows + (2 * kScanChunk + 1) * kMostStates) * kWidth;
+           (kScanChunk * (kRows + 1) + (2 * kScanChunk + 1) * kMostStates) * kWidth;
   }
 };
 
 // Recomputes the states before and after each step of a chunk, and their decays, for some states of
 // a vector of channels, from the states before the chunk.
-template <bool kPaired, int64_t kStates, class C, class B>
+template <SelectiveRule kRule, int64_t kStates, class C, class B>
 [[gnu::noinline]] void recompute(int64_t steps, const C* decay, const C* dt, const C* input, B b,
                                  C* states, C* decays) {
   constexpr int kWidth = Vec<C>::kWidth;
-  constexpr int64_t kParts = Paired<kPaired>::parts;
+  constexpr int64_t kParts = Rule<kRule>::parts;
   Vec<C> h[kStates];
 #pragma GCC unroll 16
   for (int64_t n = 0; n < kStates; ++n) h[n] = load(states + n * kWidth);
@@ -66,10 +68,10 @@ template <bool kPaired, int64_t kStates, class C, class B>
     const Vec<C> step = load(dt + t * kWidth), x = load(input + t * kWidth);
 #pragma GCC unroll 16
     for (int64_t n = 0; n < kStates; n += kParts) {
-      const auto a = decay_at<kPaired>(step, decay + n * kWidth);
-      move_on<kPaired>(h + n, a, x, b.at(t, n), b.at(t, n + kParts - 1));
+      const auto a = decay_at<kRule>(step, decay + n * kWidth, b.at(t, n));
+      move_on<kRule>(h + n, a, x, b.at(t, n), b.at(t, n + kParts - 1));
       store(decays + (t * kStates + n) * kWidth, a.re);
-      if constexpr (kPaired) store(decays + (t * kStates + n + 1) * kWidth, a.im);
+      if constexpr (kParts == 2) store(decays + (t * kStates + n + 1) * kWidth, a.im);
 #pragma GCC unroll 2
       for (int64_t k = n; k < n + kParts; ++k) {
         store(states + ((t + 1) * kStates + k) * kWidth, h[k]);
@@ -91,12 +93,16 @@ struct Sums {
 };
 
 // Backward of h = a h' for one state or a pair: dh becomes the gradient of h'; of_exponent is the
-// gradient of dt A, the product of this gradient and the conjugate of h'.
-template <bool kPaired, class C>
+// gradient of dt A, the product of this gradient and the conjugate of h', or that of a = 1 - dt
+// B^2.
+template <SelectiveRule kRule, class C>
 OMNIATTN_INLINE void decay_back(const C* decays, const C* before, Vec<C>* dh, Vec<C>* of_exponent) {
   constexpr int kWidth = Vec<C>::kWidth;
   const Vec<C> a = load(decays), h = load(before);
-  if constexpr (!kPaired) {
+  if constexpr (kRule == SelectiveRule::longhorn) {
+    of_exponent[0] = dh[0] * h;
+    dh[0] = dh[0] * a;
+  } else if constexpr (kRule == SelectiveRule::decay) {
     dh[0] = dh[0] * a;
     of_exponent[0] = dh[0] * h;
   } else {
@@ -110,14 +116,14 @@ OMNIATTN_INLINE void decay_back(const C* decays, const C* before, Vec<C>* dh, Ve
 }
 
 // Backward of one chunk of some states of a vector of channels. Adds to three
-// sums over states: the gradients of dt A times the table of A, for ddt
+// sums over states: the gradients of dt A times the table of A, or of decays times -B^2, for ddt
 // (kOfDecay); dh B (kOfInput); C h (kY).
-template <bool kPaired, int64_t kStates, class C, class B, class R>
+template <SelectiveRule kRule, int64_t kStates, class C, class B, class R>
 [[gnu::noinline]] void go_back(int64_t steps, const BackwardMemory<C>& m, const C* decay, B b, R c,
                                C* gradient, C* ddecay, Sums<C> db, Sums<C> dc) {
   using Memory = BackwardMemory<C>;
   constexpr int kWidth = Vec<C>::kWidth;
-  constexpr int64_t kParts = Paired<kPaired>::parts;
+  constexpr int64_t kParts = Rule<kRule>::parts;
   Vec<C> dh[kStates], da[kStates];
 #pragma GCC unroll 16
   for (int64_t n = 0; n < kStates; ++n) {
@@ -142,7 +148,13 @@ template <bool kPaired, int64_t kStates, class C, class B, class R>
       }
       Vec<C> kept[kParts];
       const int64_t at = (t * kStates + n) * kWidth;
-      decay_back<kPaired>(m.decays + at, m.before + at, dh + n, kept);
+      decay_back<kRule>(m.decays + at, m.before + at, dh + n, kept);
+      if constexpr (kRule == SelectiveRule::longhorn) {
+        const Vec<C> weight = b.at(t, n), of_weight = -kept[0] * weight;
+        of_decay = fma(of_weight, weight, of_decay);
+        db.add(t, n, of_weight, dt + dt);
+        continue;
+      }
 #pragma GCC unroll 2
       for (int64_t k = 0; k < kParts; ++k) {
         of_decay = fma(kept[k], load(decay + (n + k) * kWidth), of_decay);
@@ -188,7 +200,7 @@ struct BackwardStates {
     const int64_t slot = x.s.slot + t / kScanChunk, of_vector = i * p.states;
     const int64_t lanes = smaller(kWidth, x.width - i);
     with_weights(p, m.b, m.b_table, m.c, m.c_table, i, [&](auto b, auto c) {
-      const auto block = [&](int64_t n, auto paired, auto count) {
+      const auto block = [&](int64_t n, auto rule, auto count) {
         constexpr int64_t kStates = decltype(count)::value;
         for (int64_t k = 0; k < kStates; ++k) {
           const C* const before = x.row_of(params.states, slot, p.states, n + k) + i;
@@ -199,17 +211,18 @@ struct BackwardStates {
                                         : Sums<C>{m.db + n * kWidth, p.states * kWidth};
         const Sums<C> dc = p.c.constant ? Sums<C>{m.dc_table + at, 0}
                                         : Sums<C>{m.dc + n * kWidth, p.states * kWidth};
-        recompute<paired.value, kStates>(steps, m.decay + at, m.row(Memory::kDt, 0),
-                                         m.row(Memory::kInput, 0), b.from(n), m.before, m.decays);
-        go_back<paired.value, kStates>(steps, m, m.decay + at, b.from(n), c.from(n),
-                                       m.gradient + at, m.ddecay + at, db, dc);
+        recompute<rule.value, kStates>(steps, m.decay + at, m.row(Memory::kDt, 0),
+                                       m.row(Memory::kInput, 0), b.from(n), m.before, m.decays);
+        go_back<rule.value, kStates>(steps, m, m.decay + at, b.from(n), c.from(n), m.gradient + at,
+                                     m.ddecay + at, db, dc);
       };
       for_blocks<kMostStates>(p, block);
     });
   }
 
-  // Sums over the channels of the item, for each step of a chunk.
-  void sum_lanes(const C* sums, int64_t t, int64_t steps, void* out) const {
+  // Sums over the channels of the item, for each step of a chunk. `of_square` is the gradient of
+  // |B|^2 in each lane and step, or null.
+  void sum_lanes(const C* sums, const C* of_square, int64_t t, int64_t steps, void* out) const {
     if (out == nullptr) return;
     const int64_t rows = p.rows.steps * (p.rows.boundaries == nullptr ? p.rows.sequences : 1);
     for (int64_t j = 0; j < steps; ++j) {
@@ -227,6 +240,10 @@ struct BackwardStates {
         for (int64_t half = kWidth / 2; half > 0; half /= 2) {
 #pragma GCC unroll 8
           for (int64_t k = 0; k < half; ++k) lanes[k] = lanes[k] + lanes[k + half];
+        }
+        if (of_square != nullptr) {
+          const Vec<C> twice(2 * reduce_add(load(of_square + j * kWidth)));
+          lanes[0] = fma(twice, load_n(m.b + j * p.states + n, p.states - n), lanes[0]);
         }
         store_n(to + n, lanes[0], p.states - n);
       }
@@ -268,7 +285,7 @@ struct Backward {
   // Stores the inputs of a chunk's steps for a vector of channels; zeroes the sums over states.
   void prepare(int64_t t, int64_t steps, int64_t i, auto part) const {
     for (int64_t j = 0; j < steps; ++j) {
-      const auto dt = x.step_of(i, part, x.row(p.delta, t + j));
+      const auto dt = x.step_of(i, part, x.row(p.delta, t + j), x.square_of(m.b + j * p.states));
       const Vec<C> u = part.load(x.row(p.u, t + j) + i);
       Vec<C> dy = part.load(x.row(params.grad_y, t + j) + i);
       if (p.z.data != nullptr) {
@@ -298,12 +315,18 @@ struct Backward {
   void finish(int64_t t, int64_t steps, int64_t i, auto part) const {
     const Vec<C> skip = p.skip != nullptr ? part.load(x.vector(p.skip) + i) : zero<C>();
     // Undoes the scale of the table of A.
-    const Vec<C> unscaled = static_cast<C>(p.paired ? 1 : kLn2);
+    const Vec<C> unscaled = static_cast<C>(p.rule == SelectiveRule::decay ? kLn2 : 1);
     Vec<C> dskip = load(m.dskip + i), dbias = load(m.dbias + i);
     for (int64_t j = steps - 1; j >= 0; --j) {
       const auto of = [&](typename Memory::Row row) { return load(m.row(row, j)); };
       const Vec<C> u = of(Memory::kU), dy = of(Memory::kGrad), of_input = of(Memory::kOfInput);
-      const Vec<C> ddelta = fma(of(Memory::kOfDecay), unscaled, of_input * u) * of(Memory::kSlope);
+      const Vec<C> ddt = fma(of(Memory::kOfDecay), unscaled, of_input * u);
+      const Vec<C> ddelta = ddt * of(Memory::kSlope);
+      if (p.rule == SelectiveRule::longhorn) {
+        const Vec<C> dt = of(Memory::kDt);
+        C* const sum = m.of_square + j * Vec<C>::kWidth;
+        store(sum, fma(-ddt * dt, dt, load(sum)));
+      }
       put(x.row(params.du, t + j) + i, part, fma(of_input, of(Memory::kDt), skip * dy));
       put(x.row(params.ddelta, t + j) + i, part, ddelta);
       if (p.z.data != nullptr) {
@@ -325,13 +348,15 @@ struct Backward {
       x.load_weights(p.c, t, steps, m.c);
       clear(m.db, steps * p.states * x.kWidth);
       clear(m.dc, steps * p.states * x.kWidth);
+      clear(m.of_square, steps * x.kWidth);
       for_row<C>(x.width, [&](int64_t i, auto part) {
         prepare(t, steps, i, part);
         states.walk(t, steps, i);
         finish(t, steps, i, part);
       });
-      states.sum_lanes(m.db, t, steps, params.db);
-      states.sum_lanes(m.dc, t, steps, params.dc);
+      const bool has_square = p.rule == SelectiveRule::longhorn;
+      states.sum_lanes(m.db, has_square ? m.of_square : nullptr, t, steps, params.db);
+      states.sum_lanes(m.dc, nullptr, t, steps, params.dc);
     }
     states.end();
   }

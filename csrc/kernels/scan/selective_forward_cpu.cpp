@@ -36,11 +36,11 @@ struct ForwardMemory {
 };
 
 // y += sum_n C h over `steps` steps, for some states of a vector of channels.
-template <bool kPaired, int64_t kStates, class C, class B, class R>
+template <SelectiveRule kRule, int64_t kStates, class C, class B, class R>
 [[gnu::noinline]] void advance(int64_t steps, const C* decay, const C* dt, const C* input, B b, R c,
                                C* state, C* y) {
   constexpr int kWidth = Vec<C>::kWidth;
-  constexpr int64_t kParts = Paired<kPaired>::parts;
+  constexpr int64_t kParts = Rule<kRule>::parts;
   Vec<C> h[kStates];
 #pragma GCC unroll 16
   for (int64_t n = 0; n < kStates; ++n) h[n] = load(state + n * kWidth);
@@ -49,8 +49,8 @@ template <bool kPaired, int64_t kStates, class C, class B, class R>
     Vec<C> even = load(y + t * kWidth), odd = zero<C>();
 #pragma GCC unroll 16
     for (int64_t n = 0; n < kStates; n += kParts) {
-      const auto a = decay_at<kPaired>(step, decay + n * kWidth);
-      move_on<kPaired>(h + n, a, x, b.at(t, n), b.at(t, n + kParts - 1));
+      const auto a = decay_at<kRule>(step, decay + n * kWidth, b.at(t, n));
+      move_on<kRule>(h + n, a, x, b.at(t, n), b.at(t, n + kParts - 1));
 #pragma GCC unroll 2
       for (int64_t k = n; k < n + kParts; ++k) {
         Vec<C>& sum = k % 2 == 0 ? even : odd;
@@ -86,9 +86,10 @@ void forward_rows(const SelectiveParams& params, const Item<T>& x, const Forward
   const Selective& p = x.p;
   for (int64_t j = 0; j < steps; ++j) {
     const T *const delta = x.row(p.delta, t + j), *const u = x.row(p.u, t + j);
+    const C square = x.square_of(m.b + j * p.states);
     for_row<C>(x.width, [&](int64_t i, auto part) {
       const int64_t at = i * kTile + j * x.kWidth;
-      const Vec<C> dt = x.step_of(i, part, delta).value;
+      const Vec<C> dt = x.step_of(i, part, delta, square).value;
       store(m.dt + at, dt);
       store(m.input + at, dt * part.load(u + i));
       store(m.y + at, zero<C>());
@@ -97,11 +98,11 @@ void forward_rows(const SelectiveParams& params, const Item<T>& x, const Forward
   x.for_vectors([&](int64_t i, int64_t) {
     fetch_ahead(params, x, t, steps, i);
     with_weights(p, m.b, m.b_table, m.c, m.c_table, i, [&](auto b, auto c) {
-      for_blocks<kMostStates>(p, [&](int64_t n, auto paired, auto count) {
+      for_blocks<kMostStates>(p, [&](int64_t n, auto rule, auto count) {
         constexpr int64_t kStates = decltype(count)::value;
         const int64_t at = (i * p.states) + n * x.kWidth, rows = i * kTile;
-        advance<paired.value, kStates>(steps, m.decay + at, m.dt + rows, m.input + rows, b.from(n),
-                                       c.from(n), m.state + at, m.y + rows);
+        advance<rule.value, kStates>(steps, m.decay + at, m.dt + rows, m.input + rows, b.from(n),
+                                     c.from(n), m.state + at, m.y + rows);
       });
     });
   });

@@ -36,34 +36,37 @@ OMNIATTN_INLINE VecF decay_of(VecF x) {
 }
 OMNIATTN_INLINE VecD decay_of(VecD x) { return exp2(x); }
 
-// True if states are pairs; number of states that share one decay.
-template <bool kPaired>
-struct Paired {
-  static constexpr bool value = kPaired;
-  static constexpr int64_t parts = kPaired ? 2 : 1;
+// Number of states that share one decay.
+template <SelectiveRule kRule>
+struct Rule {
+  static constexpr SelectiveRule value = kRule;
+  static constexpr int64_t parts = kRule == SelectiveRule::pairs ? 2 : 1;
 };
 template <class V>
 struct Decay {
   V re, im;  // im is used by pairs only
 };
-// e^(dt A) from the table of A, which is scaled by log2 e unless states are paired.
-template <bool kPaired, class C>
-OMNIATTN_INLINE Decay<Vec<C>> decay_at(Vec<C> dt, const C* table) {
-  const Vec<C> a = load(table);
-  if constexpr (!kPaired) {
-    return {decay_of(dt * a), Vec<C>()};
+// 1 - dt B^2, or e^(dt A) from the table of A, which is scaled by log2 e unless states are paired.
+template <SelectiveRule kRule, class C>
+OMNIATTN_INLINE Decay<Vec<C>> decay_at(Vec<C> dt, const C* table, Vec<C> b) {
+  if constexpr (kRule == SelectiveRule::longhorn) {
+    return {fma(-dt * b, b, Vec<C>(C(1))), Vec<C>()};
+  } else if constexpr (kRule == SelectiveRule::decay) {
+    return {decay_of(dt * load(table)), Vec<C>()};
   } else {
-    const Vec<C> im = load(table + Vec<C>::kWidth), angle = dt * im;
+    const Vec<C> a = load(table), im = load(table + Vec<C>::kWidth), angle = dt * im;
     const Vec<C> size = decay_of(dt * static_cast<C>(kLog2E) * a);
     const SinCos<C> turn = sincos(angle, fma(dt, im, -angle));
     return {size * turn.cos, size * turn.sin};
   }
 }
-OMNIATTN_INLINE double scale_of_decays(const Selective& p) { return p.paired ? 1 : kLog2E; }
+OMNIATTN_INLINE double scale_of_decays(const Selective& p) {
+  return p.rule == SelectiveRule::decay ? kLog2E : 1;
+}
 // h = a h + x b for one state or a pair.
-template <bool kPaired, class V>
+template <SelectiveRule kRule, class V>
 OMNIATTN_INLINE void move_on(V* h, Decay<V> a, V x, V b, V b_im) {
-  if constexpr (!kPaired) {
+  if constexpr (kRule != SelectiveRule::pairs) {
     h[0] = fma(a.re, h[0], x * b);
   } else {
     const V re = h[0], im = h[1];
@@ -90,13 +93,20 @@ OMNIATTN_INLINE void for_states(int64_t states, const F& f) {
     }
   }
 }
-// Calls f(n, Paired, Count) for blocks of the states of p.
+// Calls f(n, Rule, Count) for blocks of the states of p.
 template <int kMost, class F>
 OMNIATTN_INLINE void for_blocks(const Selective& p, const F& f) {
-  const auto of = [&](auto paired) {
-    for_states<kMost, paired.parts>(p.states, [&](int64_t n, auto count) { f(n, paired, count); });
+  const auto of = [&](auto rule) {
+    for_states<kMost, rule.parts>(p.states, [&](int64_t n, auto count) { f(n, rule, count); });
   };
-  p.paired ? of(Paired<true>{}) : of(Paired<false>{});
+  switch (p.rule) {
+    case SelectiveRule::decay:
+      return of(Rule<SelectiveRule::decay>{});
+    case SelectiveRule::pairs:
+      return of(Rule<SelectiveRule::pairs>{});
+    case SelectiveRule::longhorn:
+      return of(Rule<SelectiveRule::longhorn>{});
+  }
 }
 
 // Table of one vector of channels from rows (lanes, states), times `scale`; null: zeros.
@@ -221,7 +231,8 @@ struct Item : ItemStates<compute_t<T>> {
   // Loads steps [t, t + steps) of B or C, unless it is constant.
   void load_weights(const SelectiveWeights& w, int64_t t, int64_t steps, C* to) const {
     if (w.constant) return;
-    p.paired ? load_rows<C>(w.rows, t, steps, to) : load_rows<T>(w.rows, t, steps, to);
+    p.rule == SelectiveRule::pairs ? load_rows<C>(w.rows, t, steps, to)
+                                   : load_rows<T>(w.rows, t, steps, to);
   }
   template <class S>
   void load_rows(const ScanView& rows, int64_t t, int64_t steps, C* to) const {
@@ -231,9 +242,17 @@ struct Item : ItemStates<compute_t<T>> {
     }
   }
 
-  OMNIATTN_INLINE ValueAndSlope<Vec<C>> step_of(int64_t i, auto part, const T* delta) const {
+  // |B|^2 of a step for Longhorn's rule, else 0.
+  C square_of(const C* b) const {
+    C sum = 0;
+    for (int64_t n = 0; p.rule == SelectiveRule::longhorn && n < p.states; ++n) sum += b[n] * b[n];
+    return sum;
+  }
+  OMNIATTN_INLINE ValueAndSlope<Vec<C>> step_of(int64_t i, auto part, const T* delta,
+                                                C square) const {
     Vec<C> x = part.load(delta + i);
     if (p.bias != nullptr) x = x + part.load(this->vector(p.bias) + i);
+    if (p.rule == SelectiveRule::longhorn) return scan_rules::longhorn_step(x, Vec<C>(square));
     if (p.softplus) return scan_rules::softplus(x);
     return {x, Vec<C>(C(1))};
   }

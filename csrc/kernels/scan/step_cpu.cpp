@@ -21,7 +21,7 @@ struct StateRows {
 };
 
 // One step of the states [n, n + kVecs vectors) of all rows.
-template <bool kOfStates, int kVecs, class T, class C>
+template <StepRule kRule, int kVecs, class T, class C>
 void advance(const StateRows<C>& r, int64_t n, const T* b_row, const T* c_row, auto part) {
   constexpr int64_t kWidth = Vec<C>::kWidth;
   Vec<C> b[kVecs], c[kVecs], rows[kWidth];
@@ -40,8 +40,10 @@ void advance(const StateRows<C>& r, int64_t n, const T* b_row, const T* c_row, a
         for (int v = 0; v < kVecs; ++v) {
           const int64_t at = row * r.states + n + v * kWidth;
           Vec<C> a = decay, h = zero<C>();
-          if constexpr (kOfStates) {
+          if constexpr (kRule == StepRule::of_states) {
             a = decay_of(decay * (part.load(r.rate + at) * Vec<C>(static_cast<C>(kLog2E))));
+          } else if constexpr (kRule == StepRule::longhorn) {
+            a = fma(-decay * b[v], b[v], Vec<C>(C(1)));
           }
           if (r.before != nullptr) h = part.load(r.before + at);
           h = fma(a, h, input * b[v]);
@@ -60,18 +62,17 @@ void advance(const StateRows<C>& r, int64_t n, const T* b_row, const T* c_row, a
     store(r.sums + first, total);
   }
 }
-template <bool kOfStates, class T, class C>
+template <StepRule kRule, class T, class C>
 void advance_all(const StateRows<C>& r, const T* b, const T* c) {
   constexpr int64_t kWidth = Vec<C>::kWidth;
   int64_t n = 0;
   for (; n + 4 * kWidth <= r.states; n += 4 * kWidth) {
-    advance<kOfStates, 4>(r, n, b, c, Whole{});
+    advance<kRule, 4>(r, n, b, c, Whole{});
   }
   for (; n + 2 * kWidth <= r.states; n += 2 * kWidth) {
-    advance<kOfStates, 2>(r, n, b, c, Whole{});
+    advance<kRule, 2>(r, n, b, c, Whole{});
   }
-  for_row<C>(r.states - n,
-             [&](int64_t i, auto part) { advance<kOfStates, 1>(r, n + i, b, c, part); });
+  for_row<C>(r.states - n, [&](int64_t i, auto part) { advance<kRule, 1>(r, n + i, b, c, part); });
 }
 
 // One step of states (N, P) of `width` rows, for the vectors of rows from j on.
@@ -118,23 +119,25 @@ struct Step {
 
   const T* row(const StepRows& x) const { return static_cast<const T*>(x.data) + entry * x.batch; }
   // dt of the heads from `head` on.
-  Vec<C> step_of(int64_t head, auto part) const {
+  Vec<C> step_of(int64_t head, auto part, C square = 0) const {
     Vec<C> x = part.load(row(p.dt) + head);
     if (p.bias != nullptr) x = x + part.load(static_cast<const C*>(p.bias) + head);
+    if (p.rule == StepRule::longhorn) return scan_rules::longhorn_step(x, Vec<C>(square)).value;
     if (p.softplus) x = scan_rules::softplus(x).value;
     // NaN stays NaN: min and max return the second argument.
     return min(Vec<C>(static_cast<C>(p.largest)), max(Vec<C>(static_cast<C>(p.least)), x));
   }
   StateRows<C> rows(int64_t count, int64_t first, int64_t offset) {
     const int64_t at = entry * p.heads * p.width * p.states + offset;
-    return {.count = count,
-            .states = p.states,
-            .rate = static_cast<const C*>(p.decay) + first * p.states,
-            .decay = decay,
-            .input = input,
-            .before = p.before == nullptr ? nullptr : static_cast<const C*>(p.before) + at,
-            .state = static_cast<C*>(p.state) + at,
-            .sums = sums};
+    return {
+        .count = count,
+        .states = p.states,
+        .rate = p.decay == nullptr ? nullptr : static_cast<const C*>(p.decay) + first * p.states,
+        .decay = decay,
+        .input = input,
+        .before = p.before == nullptr ? nullptr : static_cast<const C*>(p.before) + at,
+        .state = static_cast<C*>(p.state) + at,
+        .sums = sums};
   }
   // Stores y of `count` rows from `first` on; `skip` is D of the first row.
   void store_rows(int64_t first, int64_t count, const C* skip) const {
@@ -152,16 +155,21 @@ struct Step {
     });
   }
 
-  // Steps channels of a group, with an A for each state.
+  // Steps channels of a group, with a decay for each state.
   void move_channels(int64_t group, int64_t first, int64_t count) {
+    const T *const b = row(p.b) + group * p.states, *const c = row(p.c) + group * p.states;
+    const bool is_longhorn = p.rule == StepRule::longhorn;
+    C square = 0;
+    for (int64_t n = 0; is_longhorn && n < p.states; ++n) square += widen(b[n]) * widen(b[n]);
     for_row<C>(count, [&](int64_t i, auto part) {
-      const Vec<C> dt = step_of(first + i, part);
+      const Vec<C> dt = step_of(first + i, part, square);
       store(decay + i, dt);
       store(input + i, dt * part.load(row(p.x) + first + i));
       store(sums + i, zero<C>());
     });
-    advance_all<true>(rows(count, first, first * p.states), row(p.b) + group * p.states,
-                      row(p.c) + group * p.states);
+    const StateRows<C> of_channels = rows(count, first, first * p.states);
+    is_longhorn ? advance_all<StepRule::longhorn>(of_channels, b, c)
+                : advance_all<StepRule::of_states>(of_channels, b, c);
     store_rows(first, count, p.skip == nullptr ? nullptr : static_cast<const C*>(p.skip) + first);
   }
 
@@ -182,7 +190,7 @@ struct Step {
       if (p.states_first) {
         advance_columns(rows(count, 0, head * p.width * p.states + r), p.width, b, c);
       } else {
-        advance_all<false>(rows(count, 0, first * p.states), b, c);
+        advance_all<StepRule::of_head>(rows(count, 0, first * p.states), b, c);
       }
       const C* const skip = static_cast<const C*>(p.skip);
       store_rows(first, count, skip == nullptr ? nullptr : skip + (p.skip_of_rows ? first : head));
@@ -190,7 +198,7 @@ struct Step {
   }
 
   void item(int64_t index) {
-    if (!p.decay_of_states) {
+    if (p.rule == StepRule::of_head) {
       entry = index / p.heads;
       move_head(index % p.heads);
       return;

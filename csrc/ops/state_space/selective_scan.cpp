@@ -38,7 +38,8 @@ struct WeightInput {
 
 // u, delta, z (B, T, D), A (D, N), B, C (B, T, G, N) or (D, N), D, delta_bias (D), states (N, D,
 // N). If paired, A, B, C and states alternate real and imaginary parts (kernels/scan/selective.h).
-OMNIATTN_FIELDS(Inputs, Tensor u, delta, A, B, C; OptTensor D, z, delta_bias);
+// Without A the rule is Longhorn's, with B and C of each token.
+OMNIATTN_FIELDS(Inputs, Tensor u, delta; OptTensor A; Tensor B, C; OptTensor D, z, delta_bias);
 OMNIATTN_FIELDS(Options, bool delta_softplus, paired);
 
 // Checked arguments of forward and backward.
@@ -54,10 +55,10 @@ struct Problem : ScanProblem {
   Problem(const OpCall& call, const Inputs& in, const SequenceArguments& given, Options options)
       : ScanProblem(call.op, "u", in.u, 3, given.cu_seqlens),
         channels(in.u.size(2)),
-        states(in.A.dim() == 2 ? in.A.size(1) : 0),
+        states(states_of(in)),
         u(op, "u", in.u, dtype, in.u.sizes()),
         delta(op, "delta", in.delta, dtype, in.u.sizes()),
-        decay(dense("A", in.A, {channels, states})),
+        decay(in.A.has_value() ? dense("A", in.A, {channels, states}) : OptTensor{}),
         skip(dense("D", in.D, {channels})),
         bias(dense("delta_bias", in.delta_bias, {channels})),
         initial_state(state("initial_state", given.initial_state)),
@@ -65,6 +66,9 @@ struct Problem : ScanProblem {
         c(op, "C", in.C),
         softplus(options.delta_softplus),
         paired(options.paired) {
+    require(
+        in.A.has_value() || (!b.constant && !c.constant && !softplus && !paired), op,
+        "without A, B and C must have 4 dimensions, and delta_softplus and paired must be false");
     require(!paired || states % 2 == 0, op, "A must have two numbers of each pair of states, got ",
             states, " of each channel");
     if (in.z.has_value()) z.emplace(op, "z", *in.z, dtype, in.u.sizes());
@@ -81,6 +85,11 @@ struct Problem : ScanProblem {
     c_view = c.view(op, "C", weight_dtype(), acc, of_steps, of_all);
   }
 
+  static int64_t states_of(const Inputs& in) {
+    if (!in.A.has_value()) return in.B.size(in.B.dim() - 1);
+    return in.A->dim() == 2 ? in.A->size(1) : 0;
+  }
+  bool has_decay() const { return decay.has_value(); }
   // The dtype of B and C that vary over time.
   DType weight_dtype() const { return paired ? acc : dtype; }
 
@@ -90,7 +99,9 @@ struct Problem : ScanProblem {
   Selective params(int64_t block_) const {
     return {.dtype = dtype,
             .softplus = softplus,
-            .paired = paired,
+            .rule = paired        ? SelectiveRule::pairs
+                    : has_decay() ? SelectiveRule::decay
+                                  : SelectiveRule::longhorn,
             .rows = rows(),
             .channels = channels,
             .groups = groups,
@@ -99,7 +110,7 @@ struct Problem : ScanProblem {
             .u = u.view(),
             .delta = delta.view(),
             .z = z.has_value() ? z->view() : ScanView{},
-            .decay = decay->const_data_ptr(),
+            .decay = data_or_null(decay),
             .b = b_view,
             .c = c_view,
             .skip = data_or_null(skip),
@@ -131,10 +142,10 @@ void run_step(const Problem& p, void* state, void* y) {
                        .z = p.z.has_value() ? rows(p.z->view()) : StepRows{},
                        .b = rows(p.b_view.rows),
                        .c = rows(p.c_view.rows),
-                       .decay = p.decay->const_data_ptr(),
+                       .decay = data_or_null(p.decay),
                        .skip = data_or_null(p.skip),
                        .bias = data_or_null(p.bias),
-                       .decay_of_states = true,
+                       .rule = p.has_decay() ? StepRule::of_states : StepRule::longhorn,
                        .skip_of_rows = true,
                        .before = data_or_null(p.initial_state),
                        .state = state,
@@ -321,7 +332,7 @@ Gradients selective_scan_backward(const OpCall& call, const Inputs& in,
   return {
       .du = du,
       .ddelta = ddelta,
-      .dA = sums.rows(wanted.A_grad, 0, p.states),
+      .dA = sums.rows(wanted.A_grad && p.has_decay(), 0, p.states),
       .dB = sums.weights(wanted.B_grad, p.b, sums.steps_b, selective_row_of_b(scan)),
       .dC = sums.weights(wanted.C_grad, p.c, sums.steps_c, selective_row_of_c(scan)),
       .dD = sums.vector(wanted.D_grad && in.D.has_value(), p.states),

@@ -143,6 +143,7 @@ from omniattn.functional.sparse.selected_attention import selected_attention
 from omniattn.functional.sparse.selected_blocks import moba_attention, nsa_attention
 from omniattn.functional.sparse.selective import selective_attention
 from omniattn.functional.state_space.linear_system import ssm_kernel, ssm_recurrence
+from omniattn.functional.state_space.longhorn import longhorn_scan
 from omniattn.functional.state_space.mamba3 import mamba3
 from omniattn.functional.state_space.parameters import discretize, hippo, hippo_legs, nplr, ssm_init
 from omniattn.functional.state_space.s4 import fft_conv, s4, s4_kernel, s4d, s4d_kernel
@@ -249,6 +250,7 @@ __all__ = [
     "local_strided_attention",
     "log_linear_attention",
     "longformer_attention",
+    "longhorn_scan",
     "mamba3",
     "masked_positions",
     "merge_attention",

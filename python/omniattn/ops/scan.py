@@ -129,18 +129,26 @@ slstm = DifferentiableOp(
 )
 
 
-def _selective_state(u: Tensor, A: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return A.new_empty((_sequences(u, cu_seqlens), *A.shape))
+def _selective_state(u: Tensor, B: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    shape = (_sequences(u, cu_seqlens), u.shape[2], B.shape[-1])
+    return u.new_empty(shape, dtype=compute_dtype(u))
 
 
-def _selective_states(u: Tensor, A: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return A.new_empty((_slots(u, cu_seqlens), A.shape[1], A.shape[0]))
+def _selective_states(u: Tensor, B: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    shape = (_slots(u, cu_seqlens), B.shape[-1], u.shape[2])
+    return u.new_empty(shape, dtype=compute_dtype(u))
+
+
+def _parameter_gradient(u: Tensor, parameter: Tensor | None) -> Tensor:
+    """Returns an empty tensor without the parameter, of the dtype that it would have."""
+    shape = (0,) if parameter is None else parameter.shape
+    return u.new_empty(shape, dtype=compute_dtype(u))
 
 
 def _selective_formula(
     u: Tensor,
     delta: Tensor,
-    A: Tensor,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     D: Tensor | None,
@@ -151,6 +159,9 @@ def _selective_formula(
     delta_softplus: bool,
     paired: bool,
 ) -> tuple[Tensor, Tensor]:
+    if A is None:
+        return reference.longhorn_scan(u, delta, B, C, D, z, delta_bias, initial_state, cu_seqlens)
+
     def joined(x: Tensor) -> Tensor:
         # vmap does not support the gradients of torch.complex, which are views.
         return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
@@ -166,14 +177,14 @@ def _selective_formula(
 
 def _selective_chunk(*args: Any) -> tuple[Tensor, Tensor]:
     *given, _, delta_softplus, paired = args  # a chunk has no cu_seqlens
-    if paired:
+    if paired or given[2] is None:
         return _selective_formula(*args)
     return selective_chunk(linear_scan, *given, delta_softplus=delta_softplus)
 
 
 #: (u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens, delta_softplus, paired)
 #: -> (y, final_state). If paired, A, B, 2 conj(C) and states are interleaved real and imaginary
-#: parts.
+#: parts. Without A it is longhorn_scan.
 selective_scan = DifferentiableOp(
     "selective_scan",
     fakes={
@@ -182,10 +193,9 @@ selective_scan = DifferentiableOp(
         "states": _selective_states,
         "dinitial_state": _selective_state,
         # Empty without the argument, with the same dtype.
-        "dD": lambda A, D: A.new_empty(0 if D is None else D.shape),
-        "ddelta_bias": lambda A, delta_bias: A.new_empty(
-            0 if delta_bias is None else delta_bias.shape
-        ),
+        "dA": lambda u, A: _parameter_gradient(u, A),
+        "dD": lambda u, D: _parameter_gradient(u, D),
+        "ddelta_bias": lambda u, delta_bias: _parameter_gradient(u, delta_bias),
     },
     private=("states",),
     formula=_selective_formula,

@@ -104,6 +104,7 @@ from omniattn.reference.recurrences.recurrence import (
 from omniattn.reference.recurrences.scan import (
     exponential_gates,
     linear_scan,
+    longhorn_scan,
     mlstm,
     rwkv4,
     rwkv_quadratic,
@@ -212,6 +213,7 @@ __all__ = [
     "local_strided_attention",
     "log_linear_attention",
     "longformer_attention",
+    "longhorn_scan",
     "mamba3",
     "masked_positions",
     "merge_attention",

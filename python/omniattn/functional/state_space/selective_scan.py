@@ -103,15 +103,8 @@ def selective_scan(
     """
     op = "selective_scan"
     initial_state, cu_seqlens, backend = sequences_of(op, options)
-    require_float(op, "u", u)
-    if u.ndim != 3:
-        raise ValueError(f"{op}: u must have shape (B, T, D), got u.shape={tuple(u.shape)}")
+    delta, z = of_steps(op, u, delta, z)
     channels = u.shape[2]
-    delta = cast_like(op, "delta", delta, u, "u")
-    require_shape(op, "delta", delta, tuple(u.shape))
-    if z is not None:
-        z = cast_like(op, "z", z, u, "u")
-        require_shape(op, "z", z, tuple(u.shape))
     require_tensor(op, "A", A)
     require_strided(op, "A", A)
     if A.ndim != 2 or A.shape[0] != channels:
@@ -141,6 +134,19 @@ def selective_scan(
         u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens, delta_softplus, is_complex
     )
     return y, torch.view_as_complex(state.unflatten(-1, (-1, 2))) if is_complex else state
+
+
+def of_steps(op: str, u: Tensor, delta: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Checks u, and returns delta and z in its dtype."""
+    require_float(op, "u", u)
+    if u.ndim != 3:
+        raise ValueError(f"{op}: u must have shape (B, T, D), got u.shape={tuple(u.shape)}")
+    delta = cast_like(op, "delta", delta, u, "u")
+    require_shape(op, "delta", delta, tuple(u.shape))
+    if z is not None:
+        z = cast_like(op, "z", z, u, "u")
+        require_shape(op, "z", z, tuple(u.shape))
+    return delta, z
 
 
 def _pairs(x: Tensor, conjugated: bool = False) -> Tensor:

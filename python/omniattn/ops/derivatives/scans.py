@@ -46,8 +46,8 @@ def linear_scan_pieces(
 
 def selective_tokens(values: dict[str, Any]) -> int:
     """Returns the number of tokens of a chunk, which holds a state for each."""
-    A = values["A"]
-    return max(2, min(64, ELEMENTS // max(1, A.numel())))
+    states = values["u"].shape[2] * values["B"].shape[-1]
+    return max(2, min(64, ELEMENTS // max(1, states)))
 
 
 def selective_chunk(

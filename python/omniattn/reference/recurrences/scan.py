@@ -266,6 +266,51 @@ def selective_scan(
     return y.to(u.dtype), final
 
 
+def longhorn_scan(
+    u: Tensor,
+    delta: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h_t = (1 - dt B_t^2) h_{t-1} + dt B_t u_t, y_t = (C_t . h_t + D u_t) silu(z_t); returns y and
+    the last h. dt = b / (1 + b |B_t|^2) with b = sigmoid(delta + delta_bias).
+
+    u, delta, z (B, T, D), B, C (B, T, N) or (B, T, G, N), states (N, D, N).
+    """
+    count, dtype = sequence_count("longhorn_scan", u, cu_seqlens), compute_dtype(u)
+    channels, states = u.shape[2], B.shape[-1]
+    wide_u, rate = u.to(dtype), delta.to(dtype)
+    if delta_bias is not None:
+        rate = rate + delta_bias.to(dtype)
+    if initial_state is None:
+        initial_state = u.new_zeros(count, channels, states, dtype=dtype)
+
+    def of_channels(x: Tensor) -> Tensor:
+        """Repeats (B, T, G, N) or (B, T, N) to all channels, (B, T, D, N)."""
+        x = x.to(dtype) if x.dim() == 4 else x.to(dtype).unsqueeze(2)
+        return x.repeat_interleave(channels // max(1, x.shape[2]), 2)
+
+    def step(state: State, u: Tensor, rate: Tensor, b: Tensor, c: Tensor) -> tuple[State, State]:
+        gain = torch.sigmoid(rate)
+        dt = (gain / (1 + gain * b.square().sum(-1)))[..., None]
+        h = (1 - dt * b.square()) * state[0] + dt * b * u[..., None]
+        return ((h * c).sum(-1),), (h,)
+
+    inputs = (wide_u, rate, of_channels(B), of_channels(C))
+    outputs, (final,) = over_time(step, inputs, (initial_state.to(dtype),), cu_seqlens)
+    y = outputs[0] if outputs else wide_u + rate + (B.sum() + C.sum()).to(dtype) * 0
+    if D is not None:
+        y = y + D.to(dtype) * wide_u
+    if z is not None:
+        y = y * nnf.silu(z.to(dtype))
+    return y.to(u.dtype), final
+
+
 #: Logarithm of each kind of forget gate.
 FORGET_GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": log_sigmoid,

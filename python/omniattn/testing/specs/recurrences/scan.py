@@ -342,6 +342,47 @@ SELECTIVE_SCAN = OpSpec(
 )
 
 
+def _longhorn_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    tensors = _selective_inputs(case, random)
+    del tensors["A"]
+    return tensors
+
+
+LONGHORN_SCAN = OpSpec(
+    name="longhorn_scan",
+    family="scan",
+    cuda="emulated",
+    paper="Liu et al. 2024, arXiv 2407.14207",
+    inputs=_longhorn_inputs,
+    differentiable=("u", "delta", "B", "C", "D", "z", "delta_bias", "initial_state"),
+    flops=_flops(9, "B", "T", "D", "N"),
+    second_order=True,
+    special=("group", "packed"),
+    cases=(
+        _selective("tiny", 2, 3, 3, 2, (*ALL, *STATE), softplus=False),
+        _selective("plain", 2, 37, 35, 16, softplus=False),
+        _selective("bare", 2, 9, 20, 5, (), softplus=False),
+        _selective("group", 1, 35, 42, 7, (*ALL, *STATE), G=3, softplus=False),
+        _selective("blocks", 1, 5, 150, 4, (*ALL, *STATE), softplus=False),
+        _selective("packed", 1, 70, 9, 4, (*ALL, *PACKED), sequences=5, softplus=False),
+        _selective("wide", 1, 9, 5, 70, (*ALL, *STATE), softplus=False),
+        _selective("step", 3, 1, 40, 16, (*ALL, *STATE), softplus=False),
+        _selective("nosteps", 2, 0, 4, 3, (*ALL, *STATE), softplus=False),
+        _selective("nobatch", 0, 5, 4, 3, softplus=False),
+        _selective("nochannels", 2, 5, 0, 3, softplus=False),
+        _selective("nostates", 2, 5, 3, 0, softplus=False),
+    ),
+    benchmarks=(
+        Benchmark(
+            _selective("model", 1, 1024, 1536, 16, softplus=False), (F32, BF16), BOTH, "compute"
+        ),
+        Benchmark(
+            _selective("step", 8, 1, 1536, 16, (*ALL, *STATE), softplus=False), (F32,), FORWARD
+        ),
+    ),
+)
+
+
 def _rwkv(
     label: str,
     B: int,
@@ -424,4 +465,4 @@ RWKV_RECURRENT = OpSpec(
     benchmarks=(Benchmark(_BENCHED, (F32, BF16), BOTH, "compute"),),
 )
 
-SPECS = (RWKV4, RWKV_QUADRATIC, RWKV_RECURRENT, MLSTM, SLSTM, SELECTIVE_SCAN)
+SPECS = (RWKV4, RWKV_QUADRATIC, RWKV_RECURRENT, MLSTM, SLSTM, SELECTIVE_SCAN, LONGHORN_SCAN)
