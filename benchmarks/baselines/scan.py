@@ -162,9 +162,43 @@ def selective_scan(
         dt = F.softplus(dt)
     h = A.new_zeros(len(u), *A.shape) if initial_state is None else initial_state
     b = B if B.dim() == 2 else B[:, :, None]
-    factors = torch.exp(dt[..., None] * A)
+    return _scanned(torch.exp(dt[..., None] * A), (dt * u)[..., None] * b, h, u, C, D, z)
+
+
+def longhorn_scan(
+    u: Tensor,
+    delta: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes the loop of selective_scan with Longhorn's step sizes and decays."""
+    lacks(cu_seqlens=cu_seqlens is not None, groups=B.dim() == 4, empty=u.shape[1] == 0)
+    share = torch.sigmoid(delta.float() if delta_bias is None else delta + delta_bias)
+    dt = (share / (1 + share * B.square().sum(-1, keepdim=True)))[..., None]
+    b = B[:, :, None]
+    h = u.new_zeros(len(u), u.shape[2], B.shape[2], dtype=dt.dtype)
+    h = h if initial_state is None else initial_state
+    return _scanned(1 - dt * b.square(), dt * u[..., None] * b, h, u, C, D, z)
+
+
+def _scanned(
+    factors: Tensor,
+    drives: Tensor,
+    h: Tensor,
+    u: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Runs ``h = factor h + drive`` over the tokens (B, T, D, N) and reads the states."""
     states = []
-    for factor, drive in zip(factors.unbind(1), ((dt * u)[..., None] * b).unbind(1), strict=True):
+    for factor, drive in zip(factors.unbind(1), drives.unbind(1), strict=True):
         h = torch.addcmul(drive, factor, h)
         states.append(h)
     all_states = torch.stack(states, 1)
@@ -232,4 +266,5 @@ BASELINES = {
     "slstm": {"aten": slstm},
     "mlstm": {"hf": mlstm},
     "selective_scan": {"aten": selective_scan, "hf": mamba},
+    "longhorn_scan": {"aten": longhorn_scan},
 }

@@ -167,6 +167,7 @@ OF_OPS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "state-space duality: Mamba-2": (("ssd", "state64"), ("ssd", "state128")),
     "Mamba": (("selective_scan", "model"),),
+    "Longhorn: decays of a regression's solution": (("longhorn_scan", "model"),),
     "Mamba-3: trapezoidal steps, rotating states, several inputs": (("mamba3", "shared"),),
     "xLSTM": (("mlstm", "model"), ("slstm", "model")),
     "LayerNorm": (("layer_norm", "plain"),),

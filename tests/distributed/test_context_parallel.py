@@ -297,7 +297,7 @@ def of_packed(rank, ranks, port):
 #: Layers, with arguments besides dim=8.
 LAYERS: dict[str, dict] = {name: {"num_heads": 2} for name in sorted(context.LAYERS)}
 LAYERS["Attention"] = {"num_heads": 2, "sinks": True, "window_size": (9, -1)}
-LAYERS |= {"HGRN": {}, "Mamba": {}, "Mamba2": {"headdim": 4}, "RWKV4TimeMix": {}}
+LAYERS |= {"HGRN": {}, "Longhorn": {}, "Mamba": {}, "Mamba2": {"headdim": 4}, "RWKV4TimeMix": {}}
 LAYERS["HubSpokeAttention"] |= {"window": 5, "global_every": 9}
 LAYERS["DeterministicSparseAttention"] |= {"window": 5, "stride": 4}
 LAYERS["DifferentialAttention"] |= {"depth": 1}

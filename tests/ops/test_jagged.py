@@ -269,6 +269,11 @@ RECURRENT = {
         {"k_bias": constant, "angles": like(q, 2, 2)},
     ),
     "mlstm": lambda q, k, v: (F.mlstm, (q, k, v, like(q, 2)), {"f": like(q, 2)}),
+    "longhorn_scan": lambda q, k, v: (
+        F.longhorn_scan,
+        (q.flatten(2), k.flatten(2), like(q, 1), like(q, 1)),
+        {"z": v.flatten(2)},
+    ),
     "selective_scan": lambda q, k, v: (
         F.selective_scan,
         (q.flatten(2), k.flatten(2), constant.mT.reshape(8, 1), like(q, 1), like(q, 1)),

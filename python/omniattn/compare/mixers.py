@@ -49,6 +49,7 @@ from omniattn.modules import (
     LocalStridedAttention,
     LogLinearMamba2,
     LongformerAttention,
+    Longhorn,
     Mamba,
     Mamba2,
     Mamba3,
@@ -292,6 +293,7 @@ KINDS: dict[str, Kind] = {
     "s4": _space(S4.Config, state_size=16),
     "s4d": _space(S4D.Config, state_size=16),
     "mamba": _space(Mamba.Config),
+    "longhorn": _space(Longhorn.Config),
     "mamba2": Kind(lambda p: Mamba2.Config(p.dim, d_state=32, headdim=p.head), recurrent=True),
     "log-linear-mamba2": Kind(
         lambda p: LogLinearMamba2.Config(p.dim, d_state=32, headdim=p.head), recurrent=True

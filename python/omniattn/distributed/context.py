@@ -41,6 +41,7 @@ FUNCTIONS = frozenset(
         *("gated_delta_rule_2", "comba", "gated_oja_rule", "preconditioned_delta_rule"),
         *("gated_slot_attention", "abc_attention", "lightnet_attention", "cyclic_flow_attention"),
         *("mlstm", "slstm", "rwkv4", "linear_scan", "causal_conv1d", "selective_scan", "ssd"),
+        "longhorn_scan",
     )
 )
 #: Layers that mix tokens only by these functions.
@@ -53,6 +54,7 @@ LAYERS = frozenset(
         *("LinearAttention", "GatedLinearAttention", "MultiScaleRetention"),
         *("LightningAttention", "HGRN", "HGRN2", "DeltaNet", "GatedDeltaNet"),
         *("KimiDeltaAttention", "GatedDeltaProduct", "Mamba", "Mamba2", "MLSTM", "SLSTM"),
+        "Longhorn",
         *("RWKV4TimeMix", "RWKV5TimeMix", "RWKV6TimeMix", "RWKV7TimeMix", "RWKVRecurrent"),
     )
 )

@@ -115,6 +115,7 @@ from omniattn.modules.sparse.routed_blocks import RoutedBlockAttention
 from omniattn.modules.sparse.select_attention import SelectAttention
 from omniattn.modules.sparse.selective_attention import SelectiveAttention
 from omniattn.modules.state_space.log_linear_mamba2 import LogLinearMamba2
+from omniattn.modules.state_space.longhorn import Longhorn
 from omniattn.modules.state_space.mamba import Mamba
 from omniattn.modules.state_space.mamba2 import Mamba2
 from omniattn.modules.state_space.mamba3 import Mamba3
@@ -195,6 +196,7 @@ __all__ = [
     "LocalStridedAttention",
     "LogLinearMamba2",
     "LongformerAttention",
+    "Longhorn",
     "Mamba",
     "Mamba2",
     "Mamba3",

@@ -59,6 +59,7 @@ FIELDS = {
     "XIELU": {"alpha_p": 0.7, "beta": 0.25},
     "Experts": {"dim": 8, "hidden_dim": 4, "experts": 4},
     "LinearAttention": {"dim": 8, "num_heads": 2},
+    "Longhorn": {"dim": 8},
     "Mamba": {"dim": 8},
     "SimpleSelectiveSSM": {"dim": 8, "d_state": 4},
     "LogLinearMamba2": {"dim": 8, "d_state": 4, "headdim": 8},

@@ -92,8 +92,9 @@ def longhorn_scan(
         D = widened(op, "D", D, u, ((channels,),), "u")
     if delta_bias is not None:
         delta_bias = widened(op, "delta_bias", delta_bias, u, ((channels,),), "u")
+    count = sequence_count(op, u, cu_seqlens, "u")
     if initial_state is not None:
-        shape = (sequence_count(op, u, cu_seqlens, "u"), channels, B.shape[3])
+        shape = (count, channels, B.shape[3])
         initial_state = widened(op, "initial_state", initial_state, u, (shape,), "u")
     run = implementation(op, backend, u, ops.selective_scan)
     y, state = run(u, delta, None, B, C, D, z, delta_bias, initial_state, cu_seqlens, False, False)

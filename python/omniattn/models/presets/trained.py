@@ -76,6 +76,7 @@ from omniattn.modules import (
     LocalStridedAttention,
     LogLinearMamba2,
     LongformerAttention,
+    Longhorn,
     Mamba,
     Mamba3,
     ManifoldHyperConnections,
@@ -310,6 +311,7 @@ TRAINED: dict[str, ModelConfig] = {
     "xlstm": _xlstm(),
     "xlstm-large": XLSTMConfig(),
     "mamba2": Mamba2Config(num_layers=8, d_state=64, headdim=48),
+    "longhorn": _recurrent(Longhorn.Config(192)),
     "mamba3": _recurrent(Mamba3.Config(192, 64, headdim=48)),
     "log-linear-mamba2": _recurrent(LogLinearMamba2.Config(192, 64, headdim=48)),
     # Half of the published period, so that four layers include all kinds.

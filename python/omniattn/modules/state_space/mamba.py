@@ -8,23 +8,20 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from omniattn import functional
 from omniattn.checks.arguments import shown
-from omniattn.functional.recurrences._steps import decay_rates, in_place, selective_scan_inplace
+from omniattn.functional.recurrences._steps import decay_rates
 from omniattn.modules.base.fields import Backend, Epsilon, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
-from omniattn.modules.base.jagged import Sequences
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.norm import RMSNorm
 from omniattn.modules.base.short_conv import ShortConvolution
-from omniattn.modules.base.state import RecurrentState, Storage
-from omniattn.modules.caches.cache import storage_like
+from omniattn.modules.base.state import RecurrentState
 from omniattn.modules.recurrent.headwise import Headwise, per_head
-from omniattn.modules.recurrent.recurrent import Device, draw_steps, fp32, zeros_of_states
-from omniattn.modules.recurrent.state_mixer import StateMixer
+from omniattn.modules.recurrent.recurrent import Device, draw_steps, fp32
+from omniattn.modules.state_space.gated_scan import GatedScan
 
 __all__ = ["Mamba"]
 
@@ -76,7 +73,7 @@ def _draw(projection: StepProjection | HeadsStepProjection, c: Mamba.Config) -> 
     draw_steps(projection.bias, c.dt_min, c.dt_max, c.dt_init_floor)
 
 
-class Mamba(StateMixer):
+class Mamba(GatedScan):
     """Computes ``y = W_out selective_scan(u, dt, -exp(A_log), B, C, D, z)``.
 
     ``u = silu(conv(x W_u))``, ``z = x W_z``, ``[r, B, C] = u W_x`` and
@@ -226,14 +223,6 @@ class Mamba(StateMixer):
         self.A_log.copy_(rates.log().expand_as(self.A_log))
         nn.init.ones_(self.D)
 
-    def new_state(self, batch: int, max_length: int, **storage: Unpack[Storage]) -> RecurrentState:
-        """Creates zeros: `ssm` (B, inner, N) in fp32 (fp64 for fp64) and `conv`, conv1d's state."""
-        c = self.config
-        wide = zeros_of_states(self.out_proj.weight, storage)
-        dtype = storage_like(self.out_proj.weight, **storage)["dtype"]
-        conv = self.conv1d.new_state(batch, wide.new_zeros(0, dtype=dtype))
-        return RecurrentState(ssm=wide.new_zeros(batch, c.inner, c.d_state), conv=conv)
-
     def _normed(self, name: str, x: Tensor) -> Tensor:
         """Applies the norm of r, B or C if the layer has norms."""
         c = self.config
@@ -243,66 +232,21 @@ class Mamba(StateMixer):
             return cast(Tensor, self.get_submodule(name)(x))
         return functional.rms_norm(x, eps=c.norm_eps, backend=c.backend)
 
-    def _mix(
-        self, x: Tensor, state: RecurrentState | None, sequences: Sequences, **_: Any
-    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+    @property
+    def _parameters_of_scan(self) -> tuple[Tensor, ...]:
+        return self.A_log, self.D, self.dt_proj.bias
+
+    def _inputs(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
-        packed = sequences.cu_seqlens is not None
-        if state is not None and not packed and self._steps_in_place(x, state):
-            return self._step(x, state), None
-        u, z = self.in_proj(x).chunk(2, -1)
-        before = None if state is None else state["conv"].to(u.dtype)
-        u, conv = self.conv1d(u, before, sequences.cu_seqlens)
         parts = self.x_proj(u).split((c.rank, c.d_state, c.d_state), -1)
         r, b, rows = map(self._normed, _NORMS, parts)
-        y, ssm = functional.selective_scan(
-            u,
-            self.dt_proj(r),
-            -self.A_log.exp(),
-            b,
-            rows,
-            self.D,
-            z,
-            self.dt_proj.bias,
-            True,
-            initial_state=None if state is None else state["ssm"],
-            cu_seqlens=sequences.cu_seqlens,
-            backend=c.backend,
-        )
-        return self.out_proj(y), {"ssm": ssm, "conv": conv}
+        return self.dt_proj(r), b, rows
 
-    def _steps_in_place(self, x: Tensor, state: RecurrentState) -> bool:
-        """Returns True if x is a single token and the ops can update the state in place."""
-        ssm, conv = state["ssm"], state["conv"]
-        own = self.A_log, self.D, self.conv1d.weight, self.dt_proj.bias
-        return (
-            x.shape[1] == 1
-            and self.config.backend is None
-            and self.config.num_heads == 1
-            and conv.dtype == x.dtype == self.conv1d.weight.dtype
-            and ssm.dtype == self.A_log.dtype == self.D.dtype == fp32(x.dtype)
-            and ssm.is_contiguous()
-            and in_place(x, ssm, conv, *own)
-        )
+    def _scan(
+        self, u: Tensor, delta: Tensor, b: Tensor, rows: Tensor, z: Tensor, **given: Any
+    ) -> tuple[Tensor, Tensor]:
+        a, bias = -self.A_log.exp(), self.dt_proj.bias
+        return functional.selective_scan(u, delta, a, b, rows, self.D, z, bias, True, **given)
 
-    def _step(self, x: Tensor, state: RecurrentState) -> Tensor:
-        """Computes forward for one token and updates the state in place."""
-        c = self.config
-        u, z = self.in_proj(x).chunk(2, -1)
-        taps = state.derived("taps", self.conv1d.weight, self.conv1d.step_taps)
-        u, _ = self.conv1d(u, state["conv"], taps=taps)
-        parts = self.x_proj(u).split((c.rank, c.d_state, c.d_state), -1)
-        r, b, rows = map(self._normed, _NORMS, parts)
-        y = selective_scan_inplace(
-            u,
-            self.dt_proj(r),
-            state.derived("A", self.A_log, decay_rates),
-            b[:, :, None],
-            rows[:, :, None],
-            self.D,
-            z,
-            self.dt_proj.bias.to(self.D.dtype),
-            state["ssm"],
-            True,
-        )
-        return cast(Tensor, self.out_proj(y))
+    def _rates(self, state: RecurrentState) -> Tensor:
+        return state.derived("A", self.A_log, decay_rates)

@@ -466,6 +466,11 @@ VARIANTS = (
         "Gu and Dao 2023, arXiv 2312.00752",
     ),
     Variant(
+        "Longhorn: decays of a regression's solution",
+        ("longhorn_scan", "Longhorn"),
+        "Liu et al. 2024, arXiv 2407.14207",
+    ),
+    Variant(
         "simplified selective SSM: no step sizes, one state for all channels",
         ("SimpleSelectiveSSM",),
         "Gu and Dao 2023, arXiv 2312.00752",
