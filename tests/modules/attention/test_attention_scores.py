@@ -106,6 +106,8 @@ def test_stick_breaking_needs_keys_in_order():
         ({"forget_gate": True, "causal": False}, "forget_gate needs causal=True and softmax"),
         ({"forget_gate": True, "alibi": 8.0}, "forget_gate needs causal=True and softmax"),
         ({"forget_gate": True, "sinks": True}, "forget_gate needs causal=True and softmax"),
+        ({"query_sinks": True, "sinks": True}, "query_sinks replace sinks"),
+        ({"query_sinks": True, "normalizer": "softpick"}, "query_sinks need softmax"),
     ],
 )
 def test_options_that_exclude_each_other(options, text):
@@ -116,3 +118,25 @@ def test_options_that_exclude_each_other(options, text):
 def test_terms_of_positions_exclude_forget_gates():
     with pytest.raises(ValueError, match="must be None with forget_gate=True"):
         made(forget_gate=True)[0](torch.zeros(1, 3, 24, dtype=F64), alibi_slopes=torch.ones(4))
+
+
+@torch.no_grad()
+def test_sinks_of_queries():
+    """exp(sink_proj(x)) joins the denominator of each query and head."""
+    torch.manual_seed(0)
+    m = Attention(8, 4, 2, query_sinks=True, init_std=0.7, dtype=torch.float64)
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    q, k, v = (p(x).unflatten(-1, (-1, 2)).transpose(1, 2) for p in (m.q_proj, m.k_proj, m.v_proj))
+    logits = q @ k.repeat_interleave(2, 1).mT / 2**0.5
+    seen = torch.ones(6, 6, dtype=torch.bool).tril()
+    powers = logits.exp() * seen
+    total = powers.sum(-1, keepdim=True) + m.sink_proj(x).mT[..., None].exp()
+    heads = powers / total @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(m(x), m.o_proj(heads.transpose(1, 2).flatten(2)))
+    rows = [x[0, :4], x[1]]
+    found = m(torch.nested.nested_tensor(rows, layout=torch.jagged)).unbind()
+    for row, alone in zip(found, rows, strict=True):
+        torch.testing.assert_close(row, m(alone[None])[0])
+    cache = m.new_state(2, 6)
+    steps = torch.cat([m(x[:, t : t + 1], cache=cache) for t in range(6)], 1)
+    torch.testing.assert_close(steps, m(x))

@@ -83,6 +83,7 @@ MIXERS = [
     Attention.Config(24, 4, 2, forget_gate=True, log_scale=True, q_rank=7, **STD),
     Attention.Config(24, 4, 2, normalizer="stick_breaking", attend_current=False, **STD),
     Attention.Config(24, 4, 2, normalizer="softpick", **STD),
+    Attention.Config(24, 4, 2, query_sinks=True, **STD),
     Attention.Config(24, 4, 2, ranks=(5, 2, 3), **STD),
     Average.Config(24),
     BigBirdAttention.Config(24, 4, 2, block=2, n_random=0, causal=True, max_length=30, **STD),

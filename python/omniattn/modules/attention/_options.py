@@ -47,8 +47,13 @@ def check_options(c: Any) -> None:
         raise ValueError(f"Attention: alibi_scale needs alibi, got alibi_scale={c.alibi_scale}")
     if c.normalizer != "sigmoid" and c.norm_n is not None:
         raise ValueError(f"Attention: norm_n needs sigmoid, got norm_n={c.norm_n}")
-    if c.normalizer != "softmax" and c.sinks:
-        raise ValueError(f"Attention: sinks need softmax, got normalizer={shown(c.normalizer)}")
+    for name in ("sinks", "query_sinks"):
+        if c.normalizer != "softmax" and getattr(c, name):
+            raise ValueError(
+                f"Attention: {name} need softmax, got normalizer={shown(c.normalizer)}"
+            )
+    if c.sinks and c.query_sinks:
+        raise ValueError("Attention: query_sinks replace sinks, got sinks=True, query_sinks=True")
     if not c.attend_current and not c.causal:
         raise ValueError("Attention: attend_current=False needs causal=True, got causal=False")
     if c.chunk_size is not None and (not c.causal or c.window_size != (-1, -1)):
@@ -61,10 +66,11 @@ def check_options(c: Any) -> None:
             "Attention: log_scale needs causal=True and no other factor per head, got "
             f"causal={c.causal}, head_scale={c.head_scale}, qk_norm={shown(c.qk_norm)}"
         )
-    if c.forget_gate and (not c.causal or c.sinks or c.alibi or c.normalizer != "softmax"):
+    has_sinks = c.sinks or c.query_sinks
+    if c.forget_gate and (not c.causal or has_sinks or c.alibi or c.normalizer != "softmax"):
         raise ValueError(
             "Attention: forget_gate needs causal=True and softmax without sinks and ALiBi, got "
-            f"causal={c.causal}, sinks={c.sinks}, alibi={c.alibi}, "
+            f"causal={c.causal}, sinks={c.sinks}, query_sinks={c.query_sinks}, alibi={c.alibi}, "
             f"normalizer={shown(c.normalizer)}"
         )
     if c.query_growth and (c.cross or c.query_period is None):

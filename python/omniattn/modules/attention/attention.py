@@ -74,7 +74,7 @@ class Attention(CachingMixer):
         Parameters q_proj, k_proj, v_proj, o_proj; with qk_norm q_norm and k_norm, or logit_scale
         (num_heads,); with a gate g_proj; sinks, head_scale and log_scale (num_heads,); with
         forget_gate f_proj; with q_rank q_down and q_down_norm; with ranks q_factors, k_factors and
-        v_factors in place of the projections; value_mix (2,).
+        v_factors in place of the projections; value_mix (2,); with query_sinks sink_proj.
 
     Notes:
         The attention output of a fully masked query is 0, with zero gradients. Dropout is active in
@@ -161,6 +161,8 @@ class Attention(CachingMixer):
             shared_kv: "source" for a layer whose keys and values, and cache, the later "reader"
                 layers use, which have none (YOCO's cross-decoder, cross-layer attention).
             attend_current: False to hide each query's own key, as stick-breaking attention does.
+            query_sinks: True for a sink of each query and head, with the logit sink_proj(x) and
+                value 0, in place of `sinks` (Inkling 2).
         """
 
         causal: bool = True
@@ -199,6 +201,7 @@ class Attention(CachingMixer):
         value_residual: str | None = None
         shared_kv: str | None = None
         attend_current: bool = True
+        query_sinks: bool = False
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -250,6 +253,8 @@ class Attention(CachingMixer):
 
         self.logit_scale = heads() if c.qk_norm == "l2" else None
         self.sinks = heads() if c.sinks else None
+        if c.query_sinks:
+            self.sink_proj = linear(c.dim, c.num_heads, False, c.init_std)
         self.head_scale = heads() if c.head_scale else None
         if c.gate is not None:
             gates = q_dim if c.gate == "elementwise" else c.num_heads
@@ -430,7 +435,7 @@ class Attention(CachingMixer):
             softcap=c.softcap,
             relative=relative,
             alibi_slopes=alibi_slopes,
-            sinks=self.sinks,
+            sinks=self.sinks if not c.query_sinks else self.sink_proj(x).transpose(1, 2),
             head_scale=self._head_scale(),
             score_mod=score_mod,
             dropout_p=c.dropout_p if self.training else 0.0,

@@ -214,5 +214,8 @@ def real_tokens(op: str, mask: Tensor | Mask | None, x: Tensor, past: int) -> Te
 
 def _packed_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """Computes functional.attention_varlen of q, k, v (1, total, H, D)."""
+    sinks = options.get("sinks")
+    if sinks is not None and sinks.dim() == 3:  # of each query, (1, H, total)
+        options["sinks"] = sinks[0]
     result: Any = functional.attention_varlen(q[0], k[0], v[0], **options)
     return tuple(t[None] for t in result) if isinstance(result, tuple) else result[None]
