@@ -43,7 +43,7 @@ LARGER_STACKS = {
     r"attention_\w+_fma_kernel.*": 600,
     r"attention_stick_\w+_kernel.*": 450,
     # states that do not fit in registers
-    r"selective_\w+_kernel<\w+, (32|64|256), .>": 3300,
+    r"selective_\w+_kernel<\w+, (32|64|256), \(SelectiveRule\).>": 3300,
 }
 
 

@@ -160,8 +160,8 @@ void gradient_row(const GradientTile<T>& tile, const RowScore<compute_t<T>>& sco
   };
 
   A slope[kKeyBlock];  // slope of the transform
-  scale_row(weights, columns, kKeepsQueries<T> ? query_factor<A>(problem, tile.h) : A(1));
-  score.to_logits(weights, columns, slope);
+  const A factor = kKeepsQueries<T> ? query_factor<A>(problem, tile.h) : A(1);
+  score.to_logits(weights, columns, factor, slope);
 
   const int64_t row = tile.row + r;
   if constexpr (kSplits<operand_t<T>>) scale_row(ds, columns, tile.rows.factor(row));

@@ -131,7 +131,7 @@ void softmax_partial(const AttentionProblem& p, const RowScore<A>& score, int64_
                      const Partial<A>& row) {
   using V = Vec<A>;
   V top(negative_infinity<A>());
-  score.to_logits(s, {0, keys});
+  score.to_logits(s, {0, keys}, A(1));
   for (int64_t n = 0; n < keys; n += V::kWidth) {
     const V x = select(lanes_below<A>(keys - n), load(s + n), V(negative_infinity<A>()));
     store(s + n, x);

@@ -119,9 +119,8 @@ void softmax_tile(const SoftmaxTile<A>& tile, A product_factor) {
     for (int64_t r = rows.begin; r < rows.end && !is_plain; ++r) {
       A* const s = tile.s + r * kKeyBlock;
       const uint64_t* const visible = plan.masked[g] ? plan.visible[r] : nullptr;
-      scale_row(s, columns, product_factor);
       RowScore<A>{p, tile.b, tile.h, plan.queries.begin + r, key, visible, tile.registers}
-          .to_logits(s, columns);
+          .to_logits(s, columns, product_factor);
     }
     for (int64_t r = rows.begin; r < rows.end && divides_rows(p.score); r += V::kWidth) {
       raise_maxima(tile, r, smaller(r + V::kWidth, rows.end), columns, factor);

@@ -86,8 +86,8 @@ OMNIATTN_INLINE void scale_row(A* x, Range columns, A factor) {
   for_columns<A>(columns, [&](int64_t n) { store(x + n, load(x + n) * Vec<A>(factor)); });
 }
 
-// One query row against keys [key, key + 128): everything except q.k. Each term is a separate pass
-// over the row, which is in L1: branches in each vector took more time.
+// One query row against keys [key, key + 128): everything except q.k. Terms are passes over the
+// row, which is in L1: branches in each vector took more time.
 template <class A>
 struct RowScore {
   const AttentionProblem& p;
@@ -98,12 +98,14 @@ struct RowScore {
   // True if to_logits changes nothing.
   OMNIATTN_INLINE bool is_plain() const { return leaves_logits(p.terms) && visible == nullptr; }
 
-  // Turns x = pre * q.k into logits: transform, bias, table term, program, mask. If `slope` is not
-  // null, it receives the derivative of the transform, if any, and the registers of a program keep
-  // the values that its gradient needs.
-  void to_logits(A* x, Range columns, A* slope = nullptr) const {
+  // Turns x, with factor * x = pre * q.k, into logits: transform, bias, table term, program, mask.
+  // If `slope` is not null, it receives the derivative of the transform, if any, and the registers
+  // of a program keep the values that its gradient needs.
+  void to_logits(A* x, Range columns, A factor, A* slope = nullptr) const {
     using V = Vec<A>;
     if (p.score.transform != ScoreKind::none) {
+      scale_row(x, columns, factor);
+      factor = A(1);
       with_score_rule<ScoreRole::transform>(p.score.transform, [&](auto rule) OMNIATTN_LAMBDA {
         for_columns<A>(columns, [&](int64_t n) {
           const auto g = rule.at(load(x + n));
@@ -112,28 +114,42 @@ struct RowScore {
         });
       });
     }
-    if (p.bias.data != nullptr) {
-      const ScoreView& s = p.bias;
-      const int64_t offset = b * s.stride_b + h * s.stride_h + q * s.stride_q + key;
-      with_score_row<A>(s, offset, [&](const auto* row) {
-        for_columns<A>(columns, [&](int64_t n) {
-          const V bias = load_as<A>(row + n, p.tk - key - n);
-          store(x + n, load(x + n) + bias);
-        });
-      });
-    }
-    if (p.relative.data != nullptr) {
-      const RelativeView& r = p.relative;
-      const A* const row = static_cast<const A*>(r.data) + r.origin + b * r.stride_b +
-                           h * r.stride_h + q * r.stride_q + key;
-      for_columns<A>(columns, [&](int64_t n) { store(x + n, load(x + n) + load(row + n)); });
-    }
+    add_terms(x, columns, factor);
     if (p.program != nullptr) {
       run_program(slope == nullptr ? p.program->forward : p.program->value, 0, x, columns);
     }
     hide(x, columns, negative_infinity<A>());
     // Hidden keys may hold anything, and 0 times a slope of NaN is NaN.
     if (slope != nullptr && p.score.transform != ScoreKind::none) hide(slope, columns, A(0));
+  }
+
+  // Computes factor * x + bias + table term in one pass.
+  OMNIATTN_INLINE void add_terms(A* x, Range columns, A factor) const {
+    using V = Vec<A>;
+    const RelativeView& r = p.relative;
+    const A* const relative = r.data == nullptr
+                                  ? nullptr
+                                  : static_cast<const A*>(r.data) + r.origin + b * r.stride_b +
+                                        h * r.stride_h + q * r.stride_q + key;
+    const auto pass = [&](const auto& with_bias) {
+      const auto scaled = [&](int64_t n) {
+        return with_bias(rounded_product(load(x + n), V(factor)), n);
+      };
+      if (relative == nullptr) {
+        for_columns<A>(columns, [&](int64_t n) { store(x + n, scaled(n)); });
+      } else {
+        for_columns<A>(columns, [&](int64_t n) { store(x + n, scaled(n) + load(relative + n)); });
+      }
+    };
+    if (p.bias.data != nullptr) {
+      const ScoreView& s = p.bias;
+      const int64_t offset = b * s.stride_b + h * s.stride_h + q * s.stride_q + key;
+      with_score_row<A>(s, offset, [&](const auto* row) {
+        pass([&](V product, int64_t n) { return product + load_as<A>(row + n, p.tk - key - n); });
+      });
+    } else if (relative != nullptr || factor != A(1)) {
+      pass([](V product, int64_t) { return product; });
+    }
   }
 
   // Runs steps of the program on the row x.

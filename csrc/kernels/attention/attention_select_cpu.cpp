@@ -17,12 +17,12 @@ struct Best {
   int64_t key;
 };
 
-// Finishes the logits x of a row's visible columns and updates the best key.
+// Turns the products x of a row's visible columns into logits and updates the best key.
 template <class A>
-void select_row(const RowScore<A>& score, A* x, Range columns, Best<A>& best) {
+void select_row(const RowScore<A>& score, A* x, Range columns, A factor, Best<A>& best) {
   using V = Vec<A>;
   V top(negative_infinity<A>());
-  score.to_logits(x, columns);
+  score.to_logits(x, columns, factor);
   for_columns<A>(columns, [&](int64_t n) { top = max(load(x + n), top); });  // NaN is never chosen
   const A highest = reduce_max(top);
   if (!(highest > best.top)) return;
@@ -64,8 +64,7 @@ void select_item(const AttentionSelectParams& params, void* scratch, int64_t ite
       const RowScore<A> score{
           p,        b, h, queries.begin + r, keys.begin, plan.masked[g] ? plan.visible[r] : nullptr,
           registers};
-      scale_row(s + r * kKeyBlock, plan.columns[g], product_factor);
-      select_row(score, s + r * kKeyBlock, plan.columns[g], best[r]);
+      select_row(score, s + r * kKeyBlock, plan.columns[g], product_factor, best[r]);
     }
   }
 

@@ -49,7 +49,7 @@ void few_rows_item(const AttentionWeightsParams& w, void* scratch, int64_t item)
       if (masked) visible[0] = seen_bits(p.mask, b, h, query, key);
       const RowScore<A> score{p, b, h, query, key, masked ? visible : nullptr, registers};
       const A shift = lse_in_logits(p.score, static_cast<const A*>(w.lse)[row]);
-      weigh_row(score, s + r * kKeyPanel, {0, x.count}, shift, sums);
+      weigh_row(score, s + r * kKeyPanel, {0, x.count}, A(1), shift, sums);
       store_weights<T>(w, result, query, key, x.count, s + r * kKeyPanel);
       if ((r + 1) % summed == 0) store_column_sums(w, result, key, x.count, sums);
     }

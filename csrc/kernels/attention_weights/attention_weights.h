@@ -10,9 +10,9 @@ namespace {
 
 // Turns the products x of a row into weights, given its lse in logits, and adds them to `sums`.
 template <class A>
-void weigh_row(const RowScore<A>& score, A* x, Range columns, A shift, A* sums) {
+void weigh_row(const RowScore<A>& score, A* x, Range columns, A factor, A shift, A* sums) {
   using V = Vec<A>;
-  score.to_logits(x, columns);
+  score.to_logits(x, columns, factor);
   with_weight(score.p.score, shift, [&](auto weight) {
     for_columns<A>(columns, [&](int64_t n) {
       const V w = weight(load(x + n)).value;

@@ -48,8 +48,7 @@ void weights_item(const AttentionWeightsParams& w, void* scratch, int64_t item) 
         A* const x = s + r * kKeyBlock;
         const uint64_t* const visible = plan.masked[g] ? plan.visible[r] : nullptr;
         const RowScore<A> score{p, b, h, query, keys.begin, visible, registers};
-        scale_row(x, columns, product_factor);
-        weigh_row(score, x, columns, lse_in_logits(p.score, lse[query]), sums);
+        weigh_row(score, x, columns, product_factor, lse_in_logits(p.score, lse[query]), sums);
         store_weights<T>(w, head, query, keys.begin + inside.begin, inside.end - inside.begin,
                          x + inside.begin);
       }

@@ -220,8 +220,8 @@ void gradient_row(const AttentionProblem& p, const KeyTile& tile,
   const Range columns = tile.padded_columns();
   A *const weights = rows.weights + n * kKeyBlock, *const ds = rows.ds + n * kKeyBlock;
   A slope[kKeyBlock];  // slope of the transform
-  scale_row(weights, columns, kKeepsQueries<T> ? static_cast<A>(p.score.pre) : A(1));
-  score.to_logits(weights, columns, slope);
+  const A factor = kKeepsQueries<T> ? static_cast<A>(p.score.pre) : A(1);
+  score.to_logits(weights, columns, factor, slope);
   if constexpr (kSplits<operand_t<T>>) scale_row(ds, columns, rows.factor[r]);
   drop_row(p, score.b, score.h, score.q, tile, ds);
   const V mean(rows.delta[r]);

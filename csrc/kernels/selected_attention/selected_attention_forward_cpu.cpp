@@ -66,8 +66,7 @@ void softmax_rows(const SelectedForwardParams& params, const SelectedItem& item,
   for_tile_rows(item, tile, [&](int64_t n, int64_t r, int64_t q, int64_t h) {
     const SoftmaxRow<A> row = rows.row(n, r);
     const RowScore<A> score{p, item.b, h, q, 0, visible.of(q), nullptr};
-    scale_row(row.s, columns, factor);
-    score.to_logits(row.s, columns);
+    score.to_logits(row.s, columns, factor);
     raise_maximum(p.score, row, reduce_max(lane_maxima(row.s, columns)));
     weigh<M, A>(p.score, row, columns);
     drop_row(p, item.b, h, q, keys, row.s);
