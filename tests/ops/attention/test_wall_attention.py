@@ -129,6 +129,8 @@ def test_errors():
     for bad, message in (
         ((q, k, v, g[:, :3]), r"g must have shape .2, 12, 4, 6., got g.shape=.2, 3"),
         ((q, k, v, g, scalar[:, :3]), r"g_scalar must have shape .2, 12, 4., got"),
+        ((q, k, v, g + 99), r"g must be <= 0, got g.max"),
+        ((q, k, v, g, scalar + 99), r"g_scalar must be <= 0, got g_scalar.max"),
         ((q, k[:, :3], v[:, :3], g), r"T must be at most Tk, got T=12, Tk=3"),
         ((q[:, :3], k, v, g[:, :3]), r"Hkv must be Hq with keys of earlier calls, got Hq=4, Hkv"),
     ):

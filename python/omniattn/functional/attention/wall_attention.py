@@ -11,6 +11,7 @@ from omniattn.checks.arguments import (
     full_precision,
     require_bool,
     require_number,
+    require_range,
     require_shape,
     use_reference,
 )
@@ -82,10 +83,10 @@ def wall_attention(
         k: (B, Tk, Hkv, D) of q's dtype; Hq must be a multiple of Hkv. The first Tk - T keys are
             those that a call with `return_keys` returned for the earlier tokens; then Hkv = Hq.
         v: (B, Tk, Hkv, Dv) of q's dtype.
-        g: (B, T, Hq, D), logarithms of the decays, such as ``logsigmoid(x)``.
-        g_scalar: (B, Tk, Hq), logarithms of forget gates; None for none. Values below -1000, -inf
-            among them, count as -1000 in both and have no gradient. g and g_scalar may be of any
-            floating dtype not wider than q's accumulator.
+        g: (B, T, Hq, D), logarithms of the decays, at most 0, such as ``logsigmoid(x)``.
+        g_scalar: (B, Tk, Hq), logarithms of forget gates, at most 0; None for none. Values below
+            -1000, -inf among them, count as -1000 in both and have no gradient. g and g_scalar may
+            be of any floating dtype not wider than q's accumulator.
         sinks: (Hq,), logits of keys without values; None for none.
         scale: default D^-0.5.
         cu_seqlens: (N + 1,), int32 or int64, boundaries of sequences packed along T, with B = 1.
@@ -126,9 +127,11 @@ def wall_attention(
         )
     require_bias(op, "g", g, q)
     require_shape(op, "g", g, tuple(q.shape))
+    require_range(op, "g", g, most=0.0)
     if g_scalar is not None:
         require_bias(op, "g_scalar", g_scalar, q)
         require_shape(op, "g_scalar", g_scalar, (batch, total, heads))
+        require_range(op, "g_scalar", g_scalar, most=0.0)
     if sinks is not None:
         require_parameter(op, "sinks", sinks, q, [(heads,)])
     if scale is not None:

@@ -60,7 +60,7 @@ def mesa_net(
         v: (B, T, H, V), of q's dtype.
         g: (B, T, H), logarithms of the decays, <= 0.
         beta: (B, T, H), in (0, 1), the weights of tokens.
-        lamb: (H, K), floating-point, > 0: the strength of the regularisation. The paper's layer
+        lamb: (H, K), floating-point, >= 0: the strength of the regularisation. The paper's layer
             has at least 0.25.
         max_iterations: most steps of conjugate gradients. They end earlier where all residuals are
             rounding errors, after at most K steps but for rounding.
