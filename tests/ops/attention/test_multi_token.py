@@ -104,6 +104,13 @@ def test_the_public_formula(form, causal, sizes):
 def test_blocks_and_tiles_of_the_kernels(level, causal, sizes):
     with isa(level), poisoned_memory():
         assert_is_the_formula(causal, sizes)
+        q, k, v, weight, heads = inputs(**sizes)
+        given = [q, k, v, weight * weight[0].numel() ** -0.5, heads]
+        want = gradients(lambda *t: by_matrices(*t, causal=causal), given)
+        single = [t.float() for t in given]
+        got = gradients(lambda *t: multi_token_attention(*t, causal=causal), single)
+        for mine, other in zip(got, want, strict=True):
+            assert (mine - other).norm() <= 16 * torch.finfo(torch.float32).eps * other.norm()
 
 
 def assert_is_the_formula(causal, sizes):
