@@ -243,7 +243,6 @@ def test_every_op_of_a_forward_has_an_entry():
         "deltaformer_attention",
         "mesa_net",
         "sparsemax_attention",
-        "multi_token_attention",
         "parallax_attention",
         "titans_mlp",
     }  # their kernels are in Python

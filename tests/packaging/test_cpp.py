@@ -54,6 +54,9 @@ CPU_ONLY = [
     "omniattn::mamba3_inputs_backward",
     "omniattn::mamba3_inputs_raw",
     "omniattn::mesa_step",
+    "omniattn::multi_token_attention",
+    "omniattn::multi_token_attention_backward",
+    "omniattn::multi_token_attention_raw",
     "omniattn::ssd_",
 ]
 

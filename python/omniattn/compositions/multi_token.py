@@ -1,5 +1,7 @@
 """Multi-token attention by blocks of queries, with the halo of queries that a block's rows read.
 
+Devices other than the CPU run it.
+
     S = scale q k^T, 0 where hidden;  C_h = w_h * S_h;  P = softmax(C), 0 where hidden
     A_o = sum_c P_c u_co within groups of heads;  O_o = A_o v
 
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from omniattn.compositions._python_ops import define
+from omniattn.compositions._python_ops import implement
 from omniattn.compositions._rows import grouped
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.reference.attention.multi_token import multi_token_attention as definition
@@ -122,6 +124,7 @@ def _backward(
     causal: bool,
     scale: float,
     lead: int,
+    *wanted: bool,
 ) -> tuple[Tensor, ...]:
     heads, wide = k.shape[2], compute_dtype(q)
     found = [t.new_zeros(t.shape, dtype=wide) for t in (q, k, v, weight, head_weight)]
@@ -150,23 +153,15 @@ def _backward(
             ds = scale * _hide(ds, at.hidden, 0).unflatten(0, (heads, -1))
             dq[b, at.read] += (ds @ ks).permute(2, 0, 1, 3).flatten(1, 2)
             dk[b, keys] += (ds.mT @ qs).sum(1).transpose(0, 1)
-    return tuple(d.to(t.dtype) for d, t in zip(found, (q, k, v, weight, head_weight), strict=True))
+    return tuple(
+        d.to(q.dtype) if needed else q.new_empty(0) for d, needed in zip(found, wanted, strict=True)
+    )
 
 
 _TENSORS = {"q": "B Tq H D", "k": "B Tk Hkv D", "v": "B Tk Hkv Dv"}
 _TENSORS |= {"weight": "H cq ck", "head_weight": "N C C"}
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor weight, Tensor head_weight, bool causal, float scale, "
-    "SymInt lead"
-)
-define("multi_token_attention", _ARGUMENTS, "Tensor out", _forward, _TENSORS, differentiable=True)
-define(
-    "multi_token_attention_backward",
-    f"Tensor? grad_out, {_ARGUMENTS}",
-    "Tensor dq, Tensor dk, Tensor dv, Tensor dweight, Tensor dhead_weight",
-    _backward,
-    {"grad_out": "B To H Dv", **_TENSORS},
-)
+implement("multi_token_attention", _forward, _TENSORS, differentiable=True)
+implement("multi_token_attention_backward", _backward, {"grad_out": "B To H Dv", **_TENSORS})
 
 
 def _out(q: Tensor, v: Tensor, lead: int) -> Tensor:

@@ -44,6 +44,7 @@ MULTI_TOKEN_ATTENTION = OpSpec(
         qkv("full", 1, 40, 70, 2, 2, 16, 24, causal=False, scale=0.4),
         _case(qkv("lead", 1, 7, 50, 4, 1, 8, lead=2), C=4),
         _case(qkv("wide", 1, 75, 75, 2, 2, 8), cq=6, ck=11),
+        _case(qkv("tiles", 1, 40, 150, 2, 1, 8), cq=6, ck=11, C=2),
         qkv("short", 1, 50, 33, 2, 2, 16),
         qkv("nokeys", 1, 5, 0, 2, 1, 8),
     ),
