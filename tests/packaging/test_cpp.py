@@ -44,6 +44,9 @@ def test_every_op_has_a_cpu_kernel_without_python():
 CPU_ONLY = [
     "omniattn::causal_conv1d_",
     "omniattn::decayed_sum",
+    "omniattn::dynamic_conv1d",
+    "omniattn::dynamic_conv1d_backward",
+    "omniattn::dynamic_conv1d_raw",
     "omniattn::fast_weights",
     "omniattn::fast_weights_backward",
     "omniattn::fast_weights_raw",

@@ -226,6 +226,13 @@ def _convolution(given: Given) -> Cost:
     return Cost(flops, flops, reach=weight.shape[-1] - 1)
 
 
+def _filters(given: Given) -> Cost:
+    """A multiply-add for each channel and tap of a token."""
+    x, taps = given["x"], given["taps"]
+    flops = 2 * x.numel() * taps.shape[-1]
+    return Cost(flops, flops, reach=taps.shape[-1] - 1)
+
+
 def _vandermonde(given: Given) -> Cost:
     """Kernel of length L from N complex modes: a complex multiply-add is 8 operations."""
     flops = 8 * (given["c"].numel() // 2) * int(given["length"])
@@ -273,6 +280,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "ssd": _ssd_step,
     "slstm": _slstm,
     "causal_conv1d": _convolution,
+    "dynamic_conv1d": _filters,
     "vandermonde": _vandermonde,
     "cauchy": _cauchy,
     "linear": _linear,
