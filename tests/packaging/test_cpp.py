@@ -42,6 +42,9 @@ def test_every_op_has_a_cpu_kernel_without_python():
 
 #: Single steps in place, for layers on the CPU, and ops that Python computes on CUDA.
 CPU_ONLY = [
+    "omniattn::atlas_linear",
+    "omniattn::atlas_linear_backward",
+    "omniattn::atlas_linear_raw",
     "omniattn::causal_conv1d_",
     "omniattn::decayed_sum",
     "omniattn::dynamic_conv1d",

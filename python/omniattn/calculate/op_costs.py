@@ -179,7 +179,7 @@ def _atlas(given: Given) -> Cost:
     k, width, size = q.shape[3], v.shape[3], given["mini_batch_size"]
     tokens, each = math.prod(q.shape[:3]), min(k, width)
     keys = (size + window - 1) / size
-    if steps := given["newton_schulz_steps"]:
+    if steps := given.get("newton_schulz_steps"):
         inside = k * width * (2 + (keys + 1) * size) + steps * each * (2 * k * width + each**2)
     else:
         inside = k * width * (2 + 3 * keys) + size * keys * (k + width)
@@ -271,6 +271,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "mesa_step": _mesa,
     "fast_weights": _fast_weights,
     "atlas_linear": _atlas,
+    "atlas_orthogonal": _atlas,
     "titans_mlp": _memory_mlp,
     "deltaformer_attention": _deltaformer,
     "sparsemax_attention": _sparsemax,

@@ -105,6 +105,24 @@ def test_packed_sequences():
         torch.testing.assert_close(tuple(t[n : n + 1] for t in state), own)
 
 
+@pytest.mark.parametrize(("steps", "window", "size"), [(70, 33, 200), (40, 45, 8), (3, 9, 4)])
+def test_windows_reach_over_mini_batches(steps, window, size):
+    """The kernel takes up to 64 tokens at a time; outputs, states and gradients as defined."""
+    rows = [draw(1, steps, H, 4, seed=n) / 4 for n in range(3)]
+    rows += [draw(1, steps, H, window, seed=3).sigmoid() / window]
+    rows += [draw(1, steps, H, seed=n).sigmoid() for n in (4, 5, 6)]
+    state = [draw(1, H, 4, 4, seed=n) / 4 for n in (7, 8, 9)]
+    state += [draw(1, window - 1, H, 4, seed=n) / 4 for n in (10, 11)]
+    found, expected = [], []
+    for out, backend in ((found, None), (expected, "reference")):
+        given = [t.clone().requires_grad_() for t in (*rows, *state)]
+        options = {"position": torch.tensor([3]), "mini_batch_size": size, "backend": backend}
+        o, final = F.atlas_linear(*given[:7], initial_state=tuple(given[7:]), **options)
+        total = sum((t * draw(*t.shape, seed=n)).sum() for n, t in enumerate((o, *final)))
+        out += [o, *final, *torch.autograd.grad(total, given)]
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("gate", [0.0, 1.0])
 def test_strong_gates(gate, steps):
