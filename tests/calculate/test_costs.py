@@ -244,7 +244,6 @@ def test_every_op_of_a_forward_has_an_entry():
         "mesa_net",
         "sparsemax_attention",
         "multi_token_attention",
-        "parallax_attention",
         "titans_mlp",
     }  # their kernels are in Python
     assert known == set(op_costs.COSTS) | op_costs.ELEMENTWISE

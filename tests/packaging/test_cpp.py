@@ -60,6 +60,9 @@ CPU_ONLY = [
     "omniattn::mamba3_inputs_backward",
     "omniattn::mamba3_inputs_raw",
     "omniattn::mesa_step",
+    "omniattn::parallax_attention",
+    "omniattn::parallax_attention_backward",
+    "omniattn::parallax_attention_raw",
     "omniattn::ssd_",
 ]
 
