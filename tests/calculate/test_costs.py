@@ -239,11 +239,10 @@ def test_every_op_of_a_forward_has_an_entry():
     names = [name for name in _library._registered("cpu") if not training.search(name)]
     known = {re.sub("(_only|_raw|_)$", "", name) for name in names}
     known |= {
-        "atlas_linear",
+        "atlas_orthogonal",
         "deltaformer_attention",
         "mesa_net",
         "sparsemax_attention",
-        "parallax_attention",
         "titans_mlp",
     }  # their kernels are in Python
     assert known == set(op_costs.COSTS) | op_costs.ELEMENTWISE

@@ -103,7 +103,7 @@ def test_covers_all_functions_with_boundaries():
         if parameter.startswith("cu_seqlens")
     }
     # Compositions, which have no spec.
-    assert wanted == {*PACKED, "dynamic_conv1d-cu_seqlens", "ngram_hashes-cu_seqlens"}
+    assert wanted == {*PACKED, "ngram_hashes-cu_seqlens"}
 
 
 X = torch.ones(10, 3)
@@ -115,14 +115,13 @@ NGRAMS = torch.ones(1, 10).long(), torch.ones(2).long(), torch.ones(1, 1).long()
     "call",
     [
         lambda cu: functional.packed_positions(cu, 10),
-        lambda cu: functional.dynamic_conv1d(X[None], X.view(1, 10, 3, 1), cu_seqlens=cu),
         lambda cu: functional.ngram_hashes(*NGRAMS, cu_seqlens=cu),
         lambda cu: masks.Documents.from_cu_seqlens(cu, 10),
         lambda cu: compat.causal_conv1d_varlen_states(X, cu, 2),
         lambda cu: compat.chunk_gla(*[-X.view(1, 10, 1, 3)] * 4, cu_seqlens=cu),
     ],
     ids=[
-        *("packed_positions", "dynamic_conv1d", "ngram_hashes", "Documents"),
+        *("packed_positions", "ngram_hashes", "Documents"),
         *("causal_conv1d_varlen_states", "chunk_gla"),
     ],
 )

@@ -42,8 +42,14 @@ def test_every_op_has_a_cpu_kernel_without_python():
 
 #: Single steps in place, for layers on the CPU, and ops that Python computes on CUDA.
 CPU_ONLY = [
+    "omniattn::atlas_linear",
+    "omniattn::atlas_linear_backward",
+    "omniattn::atlas_linear_raw",
     "omniattn::causal_conv1d_",
     "omniattn::decayed_sum",
+    "omniattn::dynamic_conv1d",
+    "omniattn::dynamic_conv1d_backward",
+    "omniattn::dynamic_conv1d_raw",
     "omniattn::fast_weights",
     "omniattn::fast_weights_backward",
     "omniattn::fast_weights_raw",
@@ -57,6 +63,9 @@ CPU_ONLY = [
     "omniattn::multi_token_attention",
     "omniattn::multi_token_attention_backward",
     "omniattn::multi_token_attention_raw",
+    "omniattn::parallax_attention",
+    "omniattn::parallax_attention_backward",
+    "omniattn::parallax_attention_raw",
     "omniattn::ssd_",
 ]
 

@@ -1,18 +1,20 @@
-// Linear models that are trained on past tokens, forward and backward: the state of TTT-Linear and
-// of Titans. For each sequence and head, with weights M and momentum S of shape (R, V), R = K, or
-// R = K + 1 with a bias, whose q and k end with a 1, and q scaled by `scale`:
+// Linear models that are trained on past tokens, forward and backward: the state of TTT-Linear, of
+// Titans and of ATLAS. For each sequence and head, with weights M and momentum S of shape (R, V), R
+// = K, or R = K + 1 with a bias, whose q and k end with a 1, and q scaled by `scale`:
 //
 //   u_t = d/dz |f(z) - y_t|^2 / 2 at z = k_t N          y_t = v_t, or v_t - k_t with a residual
-//   S_t = keep_t S_{t-1} + step_t k_t u_t^T
-//   M_t = gate_t M_{t-1} - S_t                          o_t = q_t M_t
+//   S_t = keep_t S_{t-1} + sum_j step_tj k_{t-j} u_{t-j}^T
+//   M_t = gate_t M_{t-1} - share_t S_t                  o_t = q_t M_t
 //   M_t = M_{t0} - gate_t S_t                           with descent
 //
 // f is the identity, or the norm w (z - mean) / deviation + b. N is M at the start t0 of the
 // mini-batch of t, which begins at positions that are multiples of its size. With descent the
-// momentum is 0 again after each mini-batch.
+// momentum is 0 again after each mini-batch. The sum has a window of J tokens, 1 but for ATLAS; u
+// of all of them is taken at the N of t.
 //
-// A chunk is a mini-batch, or up to 64 tokens of one. Inside it u does not depend on u, so that
-// with weights of pairs P, found from the gates by products only:
+// A chunk is a mini-batch, or up to 64 tokens of one, with the keys of the J - 1 tokens before it.
+// Inside it u does not depend on u, so that with weights of pairs P, found from the gates by
+// products only:
 //
 //   o = A q M + F' q S - (P o q k^T) u    M' = A_n M + F'_n S - (P_n k)^T u    S' = m_n S + ...
 //
@@ -34,17 +36,22 @@ struct FastWeights {
   int64_t longest;    // no sequence has more tokens
   int64_t heads, key_width, value_width;  // H, K, V
   int64_t mini_batch;                     // tokens whose u are taken at the same weights
+  int64_t window;                         // J
   double eps, scale;                      // scale: factor of q, without the 1 of a bias
   bool descent, bias, residual;
-  StepView q, k, v;           // (B, T, H, K) and (B, T, H, V)
-  StepView step, keep, gate;  // (B, T, H) of A; absent: 1
-  const void *w, *b;          // (H, V) of A contiguous, or null without a norm
+  StepView q, k, v;            // (B, T, H, K) and (B, T, H, V)
+  StepView step;               // (B, T, H, J) of A, unit stride; absent: 1, with J = 1
+  StepView keep, gate, share;  // (B, T, H) of A; absent: 1
+  const void *w, *b;           // (H, V) of A contiguous, or null without a norm
   // (N, H, R, V) of A contiguous: M and S, null for zeros, and N, null for M.
   const void *weights, *momentum, *anchor;
-  const int64_t* positions;   // (N), tokens before the first ones; null: 0
+  const void *keys,
+      *values;               // (N, J - 1, H, K or V) of A contiguous, of the tokens before; null: 0
+  const int64_t* positions;  // (N), tokens before the first ones; null: 0
   const int64_t* boundaries;  // null, or (N + 1): then B = 1 and sequence n has the rows
                               // boundaries[n] .. boundaries[n + 1]
 
+  OMNIATTN_FN int64_t held() const { return window - 1; }
   OMNIATTN_FN int64_t rows() const { return key_width + bias; }
   OMNIATTN_FN int64_t items() const { return sequences * heads; }
 };
@@ -53,6 +60,7 @@ struct FastWeightsParams {
   FastWeights problem;
   void* o;  // (B, T, H, V) of dtype, contiguous
   void *final_weights, *final_momentum, *final_anchor;
+  void *final_keys, *final_values;  // null for J = 1
 };
 
 // Gradients are contiguous and have the shapes of the tensors whose gradients they are; those of
@@ -61,10 +69,11 @@ struct FastWeightsBackwardParams {
   FastWeights problem;
   StepView grad_o;                                         // or absent for zeros
   const void *grad_weights, *grad_momentum, *grad_anchor;  // or null for zeros
+  const void *grad_keys, *grad_values;
   void *dq, *dk, *dv;
-  void *dstep, *dkeep, *dgate;  // of A
-  void *dw, *db;                // (N, H, V) of A, of each sequence
-  void *dweights, *dmomentum, *danchor;
+  void *dstep, *dkeep, *dgate, *dshare;  // of A
+  void *dw, *db;                         // (N, H, V) of A, of each sequence
+  void *dweights, *dmomentum, *danchor, *dkeys, *dvalues;
 };
 static_assert(std::is_trivially_copyable_v<FastWeightsParams>);
 static_assert(std::is_trivially_copyable_v<FastWeightsBackwardParams>);

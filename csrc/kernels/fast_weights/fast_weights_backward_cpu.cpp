@@ -24,8 +24,9 @@ struct Backward {
   Room<C> room;
   Chunk<C> c;
   Matrix<C> grad_o, du, dq, dk, read, slopes, dpairs, dwrites;
-  C *dstep, *dkeep, *dgate, *dof_momentum, *dof_weights, *dfrom_momentum;
+  C *dstep, *dkeep, *dgate, *dshare, *dof_momentum, *dof_weights, *dfrom_momentum;
   C *dweights, *dmomentum, *danchor;  // gradients of the model
+  Matrix<C> dkeys, dvalues;           // of the keys and values held by the chunk after
   C *weights, *momentum, *anchor;     // at the starts of chunks; of the first mini-batch
   C *dw, *db;                         // of the item
   C *moved_weights, *moved_momentum, *moved_anchor;
@@ -35,13 +36,15 @@ struct Backward {
   int64_t first_of_batch = 0;
 
   Backward(const FastWeightsBackwardParams& x, void* memory) : params(x), room(memory), c(p, room) {
-    const int64_t V = p.value_width, size = c.size;
-    grad_o = room.rows(kMostTokens, V), du = room.rows(kMostTokens, V);
-    dq = room.rows(kMostTokens, c.R), dk = room.rows(kMostTokens, c.R);
-    read = room.rows(kMostTokens, larger(c.R, V));
-    slopes = room.rows(kMostTokens, kMostTokens), dpairs = room.rows(kMostTokens, kMostTokens);
-    dwrites = room.rows(kMostTokens, kMostTokens);
-    for (C** each : {&dstep, &dkeep, &dgate, &dof_momentum, &dof_weights, &dfrom_momentum}) {
+    const int64_t V = p.value_width, size = c.size, most_keys = c.held + kMostTokens;
+    grad_o = room.rows(kMostTokens, V), du = room.rows(most_keys, V);
+    dq = room.rows(kMostTokens, c.R), dk = room.rows(most_keys, c.R);
+    read = room.rows(most_keys, larger(c.R, V));
+    slopes = room.rows(kMostTokens, most_keys), dpairs = room.rows(kMostTokens, most_keys);
+    dwrites = room.rows(kMostTokens, most_keys);
+    dkeys = room.rows(c.held, c.K), dvalues = room.rows(c.held, V);
+    dstep = room.take(kMostTokens * p.window);
+    for (C** each : {&dkeep, &dgate, &dshare, &dof_momentum, &dof_weights, &dfrom_momentum}) {
       *each = room.take(kMostTokens);
     }
     for (C** each : {&dweights, &dmomentum, &danchor, &anchor, &moved_weights, &moved_momentum,
@@ -50,7 +53,7 @@ struct Backward {
     }
     weights = room.take(chunks * size), momentum = room.take(momenta * size);
     dw = room.take(V), db = room.take(V);
-    packed = room.take(packed_elements<C>(V, larger(c.K, kMostTokens)));
+    packed = room.take(packed_elements<C>(V, larger(c.K, most_keys)));
     constexpr int64_t kNumber = sizeof(int64_t) / sizeof(C);
     begins = reinterpret_cast<int64_t*>(room.take(chunks * kNumber));
     moves = reinterpret_cast<bool*>(room.take(chunks));
@@ -67,6 +70,13 @@ struct Backward {
     incoming(params.grad_weights, dweights);
     incoming(params.grad_momentum, dmomentum);
     incoming(params.grad_anchor, danchor);
+    const auto incoming_rows = [&](const void* from, int64_t width, Matrix<C> to) {
+      if (from == nullptr) return zero_rows(to, c.held, width);
+      copy_rows(static_cast<const C*>(from) + c.first_held(x, width), p.heads * width, c.held,
+                width, to);
+    };
+    incoming_rows(params.grad_keys, c.K, dkeys);
+    incoming_rows(params.grad_values, c.V, dvalues);
     zero_rows(Matrix<C>{dw, p.value_width}, 1, p.value_width);
     zero_rows(Matrix<C>{db, p.value_width}, 1, p.value_width);
     // Without tokens, or at the start of a mini-batch, the anchor is the weights.
@@ -81,6 +91,8 @@ struct Backward {
     result(dweights, params.dweights);
     result(dmomentum, params.dmomentum);
     result(danchor, params.danchor);
+    c.store_held(x, dkeys, c.K, params.dkeys);
+    c.store_held(x, dvalues, c.V, params.dvalues);
     const auto of_norm = [&](const C* from, void* to) {
       if (to == nullptr) return;
       copy_rows(from, 0, 1, c.V, Matrix<C>{static_cast<C*>(to) + x.index * c.V, c.V});
@@ -177,7 +189,7 @@ struct Backward {
   }
   // The shares of a state that has sign factors_s k_s u_s^T.
   void through_state(const C* gradient, const C* factors, C sign, C* dfactors, Into into) {
-    const int64_t n = c.rows, K = c.K, V = c.V;
+    const int64_t n = c.keys(), K = c.K, V = c.V;
     const Matrix<const C> after{gradient, V};
     multiply(c.k, after, read, n, V, c.R, Into::set);
     for (int64_t i = 0; i < n; ++i) {
@@ -200,25 +212,26 @@ struct Backward {
   [[gnu::noinline]] void inside(const FastWeightsItem& x, int64_t t) {
     const int64_t n = c.rows, width = c.pair_width();
     c.multiply_pairs();
-    pack_columns(c.u, n, c.V, packed);
-    for_blocks(n,
-               [&](int64_t i, int64_t m) { multiply_to_lower(grad_o, packed, slopes, i, m, c.V); });
+    pack_columns(c.u, c.keys(), c.V, packed);
+    for_blocks(n, [&](int64_t i, int64_t m) {
+      multiply_to_lower(grad_o, packed, slopes, i, m, c.V, c.held);
+    });
     for (int64_t i = 0; i < n; ++i) {
       prefetch(x, t - n + i);
       for (int64_t j = 0; j < width; j += kWidth) {
         C *const product = c.products.row(i) + j, *const slope = slopes.row(i) + j;
         C* const dpair = dpairs.row(i) + j;
-        const Mask<C> seen = lanes_below<C>(i + 1 - j);
+        const Mask<C> seen = lanes_below<C>(c.held + i + 1 - j);
         const Vec<C> met = load(product), found = -load(slope), pair = load(c.pairs.row(i) + j);
         store(dpair, load(dpair) + select(seen, found * met, zero<C>()));
         store(product, select(seen, -met * pair, zero<C>()));
         store(slope, select(seen, found * pair, zero<C>()));
       }
     }
-    multiply_lower_transposed(c.products, grad_o, du, n, c.V, Into::add);
+    multiply_lower_transposed(c.products, grad_o, du, n, c.V, Into::add, c.held);
     zero_rows(dq, n, c.K);
-    multiply_lower(slopes, c.k, dq, n, c.K);
-    multiply_lower_transposed(slopes, c.q, dk, n, c.K, Into::add);
+    multiply_lower(slopes, c.k, dq, n, c.K, c.held);
+    multiply_lower_transposed(slopes, c.q, dk, n, c.K, Into::add, c.held);
   }
   // Adds the shares of outputs that read the model at the start. The packed weights stay.
   [[gnu::noinline]] void through_reads(const C* start, const C* moving) {
@@ -248,7 +261,7 @@ struct Backward {
 
   // du -> the gradients of targets, norm, keys and the anchor.
   [[gnu::noinline]] void through_descent(const FastWeightsItem& x, const C* from, const C* start) {
-    const int64_t n = c.rows, K = c.K, V = c.V;
+    const int64_t n = c.keys(), K = c.K, V = c.V;
     for (int64_t i = 0; i < n; ++i) {
       p.w == nullptr ? through_plain(i) : through_norm(x, i);
     }
@@ -309,7 +322,7 @@ struct Backward {
   [[gnu::noinline]] void through_gates() const {
     const int64_t n = c.rows, width = c.pair_width();
     for (int64_t t = n; t-- > 0;) {
-      const C g = c.gate[t], keep = c.keep[t];
+      const C g = c.gate[t], keep = c.keep[t], share = c.share[t];
       C *const dpair = dpairs.row(t), *const dwrite = dwrites.row(t);
       C sum = 0;
       if (p.descent) {
@@ -317,9 +330,12 @@ struct Backward {
         sum = dot(dpair, c.writes.row(t), width) + dfrom_momentum[t] * c.of_momentum[t];
         dof_momentum[t] += g * dfrom_momentum[t];
       } else {
-        add_scaled<C>(1, dpair, 1, dwrite, width);
+        add_scaled<C>(share, dpair, 1, dwrite, width);
+        dshare[t] = params.dshare == nullptr
+                        ? C{0}
+                        : dot(dpair, c.writes.row(t), width) + dfrom_momentum[t] * c.of_momentum[t];
         sum = dof_weights[t] * (t > 0 ? c.of_weights[t - 1] : C{1});
-        dof_momentum[t] += dfrom_momentum[t];
+        dof_momentum[t] += share * dfrom_momentum[t];
         if (t > 0) {
           sum += dot(dpair, c.pairs.row(t - 1), width) + dfrom_momentum[t] * c.from_momentum[t - 1];
           add_scaled<C>(g, dpair, 1, dpairs.row(t - 1), width);
@@ -328,7 +344,7 @@ struct Backward {
         }
       }
       dgate[t] = sum;
-      dstep[t] = dwrite[t];
+      for (int64_t j = 0; j < p.window; ++j) dstep[t * p.window + j] = dwrite[c.held + t - j];
       C kept = dof_momentum[t] * (t > 0 ? c.of_momentum[t - 1] : C{1});
       if (t > 0) {
         kept += dot(dwrite, c.writes.row(t - 1), width);
@@ -339,7 +355,16 @@ struct Backward {
     }
   }
 
+  // Adds the gradients of the keys and values that the chunk after held, and keeps those that this
+  // one holds.
+  void exchange(Matrix<C> gradients, int64_t width, Matrix<C> of_held) const {
+    for (int64_t i = 0; i < c.held; ++i) {
+      add_scaled<C>(1, of_held.row(i), 1, gradients.row(c.rows + i), width);
+    }
+    copy_rows<C>(gradients.data, gradients.stride, c.held, width, of_held);
+  }
   void write(const FastWeightsItem& x, int64_t t) const {
+    exchange(dk, c.K, dkeys), exchange(c.target, c.V, dvalues);
     const int64_t n = c.rows;
     const int64_t first = (x.batch * p.steps + x.begin + t) * p.heads + x.head;
     const auto of_rows = [&](Matrix<C> from, int64_t width, void* to, C factor) {
@@ -347,13 +372,18 @@ struct Backward {
       stream_rows(p.dtype, from, n, width, row, p.heads * width, factor);
     };
     of_rows(dq, c.K, params.dq, static_cast<C>(p.scale));
-    of_rows(dk, c.K, params.dk, 1);
-    of_rows(c.target, c.V, params.dv, 1);
-    const auto of_gates = [&](const C* from, void* to) {
+    of_rows(dk.at(c.held), c.K, params.dk, 1);
+    of_rows(c.target.at(c.held), c.V, params.dv, 1);
+    const auto of_gates = [&](const C* from, void* to, int64_t width) {
       if (to == nullptr) return;
-      for (int64_t i = 0; i < n; ++i) static_cast<C*>(to)[first + i * p.heads] = from[i];
+      C* const row = static_cast<C*>(to) + first * width;
+      for (int64_t i = 0; i < n; ++i) {
+        for (int64_t j = 0; j < width; ++j) row[i * p.heads * width + j] = from[i * width + j];
+      }
     };
-    of_gates(dstep, params.dstep), of_gates(dkeep, params.dkeep), of_gates(dgate, params.dgate);
+    of_gates(dstep, params.dstep, p.window);
+    of_gates(dkeep, params.dkeep, 1), of_gates(dgate, params.dgate, 1);
+    of_gates(dshare, params.dshare, 1);
   }
 
   void prefetch(const FastWeightsItem& x, int64_t t) const {

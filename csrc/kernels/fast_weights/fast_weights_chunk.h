@@ -57,32 +57,38 @@ struct Chunk {
 
   const FastWeights& p;
   const int64_t K, R, V, size;
+  const int64_t held;  // keys and values before those of the chunk
   int64_t rows = 0;
   bool starts = false, ends = false;  // its mini-batch
-  Matrix<C> q, k, target, u, normal;  // normal: z with mean 0 and deviation 1
+  Matrix<C> q;
+  Matrix<C> k, target, u, normal;     // after the held rows; normal: z with mean 0 and deviation 1
   Matrix<C> products, pairs, writes;  // q k^T; weights of u in outputs, and in the momentum
   Matrix<C> scaled;                   // rows of q or k times a factor
-  C *step, *keep, *gate;
+  C *step, *keep, *gate, *share;      // step: (rows, window)
   C *of_momentum, *of_weights, *from_momentum;  // m, A and F: shares of the start
   C* inverse;                                   // 1 / deviation
   C* packed;
 
   Chunk(const FastWeights& problem, Room<C>& room)
-      : p(problem), K(p.key_width), R(p.rows()), V(p.value_width), size(R * V) {
-    q = room.rows(kMostTokens, R), k = room.rows(kMostTokens, R);
-    scaled = room.rows(kMostTokens, R);
-    target = room.rows(kMostTokens, V), u = room.rows(kMostTokens, V);
-    normal = room.rows(kMostTokens, V);
-    products = room.rows(kMostTokens, kMostTokens), pairs = room.rows(kMostTokens, kMostTokens);
-    writes = room.rows(kMostTokens, kMostTokens);
-    for (C** each : {&step, &keep, &gate, &of_momentum, &of_weights, &from_momentum, &inverse}) {
+      : p(problem), K(p.key_width), R(p.rows()), V(p.value_width), size(R * V), held(p.held()) {
+    const int64_t most_keys = held + kMostTokens;
+    q = room.rows(kMostTokens, R), k = room.rows(most_keys, R);
+    scaled = room.rows(most_keys, R);
+    target = room.rows(most_keys, V), u = room.rows(most_keys, V);
+    normal = room.rows(most_keys, V);
+    products = room.rows(kMostTokens, most_keys), pairs = room.rows(kMostTokens, most_keys);
+    writes = room.rows(kMostTokens, most_keys);
+    step = room.take(kMostTokens * p.window), inverse = room.take(most_keys);
+    for (C** each : {&keep, &gate, &share, &of_momentum, &of_weights, &from_momentum}) {
       *each = room.take(kMostTokens);
     }
-    packed = room.take(larger(packed_elements<C>(R, kMostTokens), packed_elements<C>(V, K)));
+    packed = room.take(larger(packed_elements<C>(R, most_keys), packed_elements<C>(V, K)));
   }
 
+  // Number of keys of the chunk.
+  OMNIATTN_INLINE int64_t keys() const { return held + rows; }
   // Number of elements of rows of pairs.
-  OMNIATTN_INLINE int64_t pair_width() const { return round_up(rows, kWidth); }
+  OMNIATTN_INLINE int64_t pair_width() const { return round_up(keys(), kWidth); }
   const char* row(const StepView& from, const FastWeightsItem& x, int64_t t) const {
     return row_of(p.dtype, from, x.batch, x.begin + t, x.head);
   }
@@ -92,14 +98,39 @@ struct Chunk {
     const int64_t place = (x.position + t) % p.mini_batch;
     rows = smaller(smaller(p.mini_batch - place, x.count - t), kMostTokens);
     starts = place == 0, ends = place + rows == p.mini_batch;
-    load_rows(p.dtype, row(p.k, x, t), p.k.step, rows, K, k);
-    load_rows(p.dtype, row(p.v, x, t), p.v.step, rows, V, target);
+    load_held(x, t);
+    load_rows(p.dtype, row(p.k, x, t), p.k.step, rows, K, k.at(held));
+    load_rows(p.dtype, row(p.v, x, t), p.v.step, rows, V, target.at(held));
     for (int64_t i = 0; p.bias && i < rows; ++i) q.row(i)[K] = k.row(i)[K] = 1;
     if (p.residual) add_rows(k, C{-1}, target);
-    load_gate(p.step, x, t, step);
+    load_gate(p.step, x, t, step, p.window);
     load_gate(p.keep, x, t, keep);
     load_gate(p.gate, x, t, gate);
+    load_gate(p.share, x, t, share);
     combine_gates();
+  }
+  // Loads the keys and values of the tokens before token t.
+  [[gnu::noinline]] void load_held(const FastWeightsItem& x, int64_t t) const {
+    if (held == 0) return;
+    const int64_t of_state = larger(held - t, int64_t{0}), first = larger(t - held, int64_t{0});
+    const auto state = [&](const void* from, int64_t width, Matrix<C> to) {
+      if (from == nullptr) return zero_rows(to, of_state, width);
+      const C* const own = static_cast<const C*>(from) + first_held(x, width) + t * p.heads * width;
+      copy_rows(own, p.heads * width, of_state, width, to);
+    };
+    if (of_state > 0) state(p.keys, K, k), state(p.values, V, target);
+    const int64_t count = held - of_state;
+    load_rows(p.dtype, row(p.k, x, first), p.k.step, count, K, k.at(of_state));
+    load_rows(p.dtype, row(p.v, x, first), p.v.step, count, V, target.at(of_state));
+  }
+  // First element of the rows of an item in (N, J - 1, H, width).
+  int64_t first_held(const FastWeightsItem& x, int64_t width) const {
+    return (x.index / p.heads * held * p.heads + x.head) * width;
+  }
+  void store_held(const FastWeightsItem& x, Input<C> from, int64_t width, void* to) const {
+    if (to == nullptr) return;
+    copy_rows<C>(from.data, from.stride, held, width,
+                 {static_cast<C*>(to) + first_held(x, width), p.heads * width});
   }
   void load_queries(const FastWeightsItem& x, int64_t t) const {
     load_rows(p.dtype, row(p.q, x, t), p.q.step, rows, K, q, static_cast<C>(p.scale));
@@ -131,9 +162,9 @@ struct Chunk {
   }
   // u of all tokens, at the weights at the start of the mini-batch.
   [[gnu::noinline]] void descend(const FastWeightsItem& x, const C* weights) {
-    multiply(k, Matrix<const C>{weights, V}, u, rows, V, R, Into::set);
+    multiply(k, Matrix<const C>{weights, V}, u, keys(), V, R, Into::set);
     const auto* const w = static_cast<const C*>(p.w);
-    for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t i = 0; i < keys(); ++i) {
       if (w == nullptr) {
         add_scaled<C>(-1, target.row(i), 1, u.row(i), V);
       } else {
@@ -155,24 +186,24 @@ struct Chunk {
       } else {
         scale(of_weights[last], model.weights);
       }
-      scale_rows<C>(pairs.row(last), -1, k, rows, R, scaled);
-      multiply<ALayout::kTransposed>(scaled, u, weights, R, V, rows, Into::add);
+      scale_rows<C>(pairs.row(last), -1, k, keys(), R, scaled);
+      multiply<ALayout::kTransposed>(scaled, u, weights, R, V, keys(), Into::add);
     }
     if (p.descent && ends) {
       model.moves = false;
       return;
     }
     if (model.moves) scale(of_momentum[last], model.momentum);
-    scale_rows<C>(writes.row(last), 1, k, rows, R, scaled);
-    multiply<ALayout::kTransposed>(scaled, u, momentum, R, V, rows,
+    scale_rows<C>(writes.row(last), 1, k, keys(), R, scaled);
+    multiply<ALayout::kTransposed>(scaled, u, momentum, R, V, keys(),
                                    model.moves ? Into::add : Into::set);
     model.moves = true;
   }
   // products = q k^T, on and below the diagonal.
   [[gnu::noinline]] void multiply_pairs() const {
-    pack_columns(k, rows, R, packed);
-    for_blocks(rows,
-               [&](int64_t i, int64_t m) { multiply_to_lower(q, packed, products, i, m, R); });
+    pack_columns(k, keys(), R, packed);
+    for_blocks(
+        rows, [&](int64_t i, int64_t m) { multiply_to_lower(q, packed, products, i, m, R, held); });
   }
 
   // Multiplies a state by a factor.
@@ -181,21 +212,24 @@ struct Chunk {
   }
 
  private:
-  void load_gate(const StepView& from, const FastWeightsItem& x, int64_t t, C* to) const {
+  void load_gate(const StepView& from, const FastWeightsItem& x, int64_t t, C* to,
+                 int64_t width = 1) const {
     const C* const g =
         from.data == nullptr ? nullptr : row_of<C>(from, x.batch, x.begin + t, x.head);
-    for (int64_t i = 0; i < rows; ++i) to[i] = g == nullptr ? C{1} : g[i * from.step];
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < width; ++j) *to++ = g == nullptr ? C{1} : g[i * from.step + j];
+    }
   }
   // Finds the weights of tokens in states and outputs.
   [[gnu::noinline]] void combine_gates() const {
     const int64_t width = pair_width();
     C kept = 1, weighed = 1, from = 0;
     for (int64_t t = 0; t < rows; ++t) {
-      const C g = gate[t];
+      const C g = gate[t], part = share[t];
       of_momentum[t] = kept *= keep[t];
       if (!p.descent) weighed *= g;
       of_weights[t] = weighed;
-      from_momentum[t] = from = p.descent ? g * kept : g * from + kept;
+      from_momentum[t] = from = p.descent ? g * kept : g * from + part * kept;
       C *const write = writes.row(t), *const pair = pairs.row(t);
       const C *const write_before = writes.row(larger(t - 1, int64_t{0})), *const pair_before =
                                                                                pairs.row(larger(
@@ -205,9 +239,11 @@ struct Chunk {
         store(write + j,
               t == 0 ? zero<C>() : OMNIATTN_ISA::load(write_before + j) * Vec<C>(keep[t]));
       }
-      write[t] = step[t];
+      const C* const steps = step + t * p.window;
+      write[held + t] = steps[0];
+      for (int64_t j = 1; j <= held; ++j) write[held + t - j] += steps[j];
       for (int64_t j = 0; j < width; j += kWidth) {
-        const Vec<C> written = OMNIATTN_ISA::load(write + j), by(g);
+        const Vec<C> written = OMNIATTN_ISA::load(write + j) * Vec<C>(part), by(g);
         store(pair + j, p.descent ? written * by
                         : t == 0  ? written
                                   : fma(OMNIATTN_ISA::load(pair_before + j), by, written));

@@ -35,6 +35,10 @@ struct Forward {
     write(x, model.weights, params.final_weights);
     write(x, model.momentum, params.final_momentum);
     write(x, open ? model.anchor : model.weights, params.final_anchor);
+    if (c.held == 0) return;
+    c.load_held(x, x.count);
+    c.store_held(x, c.k, c.K, params.final_keys);
+    c.store_held(x, c.target, c.V, params.final_values);
   }
 
  private:
@@ -57,10 +61,10 @@ struct Forward {
       C* const to = c.products.row(i);
       for (int64_t j = 0; j < width; j += c.kWidth) {
         const Vec<C> weighed = -load(to + j) * load(c.pairs.row(i) + j);
-        store(to + j, select(lanes_below<C>(i + 1 - j), weighed, zero<C>()));
+        store(to + j, select(lanes_below<C>(c.held + i + 1 - j), weighed, zero<C>()));
       }
     }
-    multiply_lower(c.products, c.u, o, n, V);
+    multiply_lower(c.products, c.u, o, n, V, c.held);
     const int64_t stride = p.heads * V;
     const int64_t first = (x.batch * p.steps + x.begin + t) * stride + x.head * V;
     store_rows(p.dtype, o, n, V, static_cast<char*>(params.o) + first * size_of(p.dtype), stride);

@@ -70,19 +70,21 @@ OMNIATTN_INLINE void for_blocks(int64_t rows, const F& f) {
   for (int64_t i = 0; i < rows; i += kBlock) f(i, smaller(kBlock, rows - i));
 }
 // c += A b and c += A^T b for a lower triangular A whose diagonal blocks are zero above the
-// diagonal. Out of line, like all work done once per chunk for every decay and update: inlined
-// copies were a twentieth of the library.
+// diagonal, and with `before` columns in front of the triangle. Out of line, like all work done
+// once per chunk for every decay and update: inlined copies were a twentieth of the library.
 template <class C>
-[[gnu::noinline]] void multiply_lower(Input<C> a, Input<C> b, Matrix<C> c, int64_t rows,
-                                      int64_t n) {
-  for_blocks(rows,
-             [&](int64_t i, int64_t m) { multiply(a.at(i), b, c.at(i), m, n, i + m, Into::add); });
+[[gnu::noinline]] void multiply_lower(Input<C> a, Input<C> b, Matrix<C> c, int64_t rows, int64_t n,
+                                      int64_t before = 0) {
+  for_blocks(rows, [&](int64_t i, int64_t m) {
+    multiply(a.at(i), b, c.at(i), m, n, before + i + m, Into::add);
+  });
 }
 template <class C>
 [[gnu::noinline]] void multiply_lower_transposed(Input<C> a, Input<C> b, Matrix<C> c, int64_t rows,
-                                                 int64_t n, Into into) {
-  for_blocks(rows, [&](int64_t i, int64_t m) {
-    multiply<ALayout::kTransposed>(a.at(i, i), b.at(i), c.at(i), m, n, rows - i, into);
+                                                 int64_t n, Into into, int64_t before = 0) {
+  for_blocks(before + rows, [&](int64_t i, int64_t m) {
+    const int64_t first = larger(i - before, int64_t{0});
+    multiply<ALayout::kTransposed>(a.at(first, i), b.at(first), c.at(i), m, n, rows - first, into);
   });
 }
 // Packs B^T for products, from rows of `width`.
@@ -90,12 +92,12 @@ template <class C>
 [[gnu::noinline]] void pack_columns(Input<C> rows, int64_t count, int64_t width, C* packed) {
   pack_bt(rows.data, rows.stride, width, count, packed, round_up(count, Vec<C>::kWidth));
 }
-// Computes the block of c = A B^T on and below the diagonal that starts at row i; B^T
-// is packed from rows of `width`.
+// Computes the block of c = A B^T on and below the diagonal that starts at row i; B^T is packed
+// from rows of `width`, and c has `before` columns in front of the triangle.
 template <class C>
 [[gnu::noinline]] void multiply_to_lower(Input<C> a, const C* packed, Matrix<C> c, int64_t i,
-                                         int64_t m, int64_t width) {
-  multiply(a.at(i), packed_panels(packed, width), c.at(i), m, i + m, width, Into::set);
+                                         int64_t m, int64_t width, int64_t before = 0) {
+  multiply(a.at(i), packed_panels(packed, width), c.at(i), m, before + i + m, width, Into::set);
 }
 
 // Rows of x times factor, converted from one storage type to another.

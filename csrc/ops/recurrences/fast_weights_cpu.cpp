@@ -1,4 +1,4 @@
-// fast_weights on the CPU.
+// fast_weights and atlas_linear on the CPU.
 #include "ops/recurrences/fast_weights.h"
 
 #include "kernels/fast_weights/fast_weights.h"
@@ -29,7 +29,7 @@ struct Problem : SequenceProblem {
     p.boundaries = packed.rows.q;
     p.heads = in.q.size(2), p.key_width = in.q.size(3);
     p.value_width = with_dims("v", in.v, 4).size(3);
-    p.mini_batch = options.mini_batch_size, p.eps = options.eps;
+    p.mini_batch = options.mini_batch_size, p.window = 1, p.eps = options.eps;
     p.scale = options.scale;
     p.descent = options.descent, p.bias = options.bias, p.residual = options.residual;
     require(p.mini_batch >= 1, op, "mini_batch_size must be >= 1, got ", p.mini_batch);
@@ -67,6 +67,11 @@ struct Problem : SequenceProblem {
     const Tensor& t = fits ? given : copies.emplace_back(torch::stable::contiguous(given));
     return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
   }
+  // Contiguous, in A.
+  const void* kept(const char* name, const OptTensor& given, Sizes want) {
+    if (!given.has_value()) return nullptr;
+    return copies.emplace_back(*dense(name, given, want)).const_data_ptr();
+  }
   StepView gate(const char* name, const OptTensor& given) {
     if (!given.has_value()) return {};
     return view(name, *given, acc, {batch, steps, shared.heads});
@@ -78,13 +83,55 @@ struct Problem : SequenceProblem {
     const auto want = state_sizes();
     return kept(name, given, {want.data(), want.size()});
   }
+};
 
- private:
-  const void* kept(const char* name, const OptTensor& given, Sizes want) {
-    if (!given.has_value()) return nullptr;
-    return copies.emplace_back(*dense(name, given, want)).const_data_ptr();
+struct AtlasProblem : Problem {
+  AtlasProblem(const OpCall& call, const AtlasInputs& in, const AtlasOptions& options)
+      : Problem(call,
+                {.q = in.q,
+                 .k = in.k,
+                 .v = in.v,
+                 .step = {},
+                 .keep = in.keep,
+                 .gate = in.gate,
+                 .w = {},
+                 .b = {},
+                 .weights = in.weights,
+                 .momentum = in.momentum,
+                 .anchor = in.anchor,
+                 .position = in.position,
+                 .cu_seqlens = in.cu_seqlens},
+                {.mini_batch_size = options.mini_batch_size,
+                 .eps = 0,
+                 .scale = options.scale,
+                 .descent = false,
+                 .bias = false,
+                 .residual = false}) {
+    shared.window = with_dims("step", in.step, 4).size(3);
+    require(shared.window >= 1, op, "step must have at least 1 number for each token, got 0");
+    shared.step = view("step", in.step, acc, {batch, steps, shared.heads, shared.window});
+    shared.share = gate("theta", in.theta);
+    shared.keys = held("keys", in.keys, shared.key_width);
+    shared.values = held("values", in.values, shared.value_width);
+  }
+
+  std::array<int64_t, 4> held_sizes(int64_t width) const {
+    return {sequences, shared.held(), shared.heads, width};
+  }
+  const void* held(const char* name, const OptTensor& given, int64_t width) {
+    const auto want = held_sizes(width);
+    return kept(name, given, {want.data(), want.size()});
   }
 };
+
+void run(const FastWeightsParams& params, DType dtype) {
+  const FastWeightsKernels& kernels = fast_weights_kernels(dtype);
+  run_items(params, params.problem.items(), kernels.bytes(params.problem), kernels.forward);
+}
+void run(const FastWeightsBackwardParams& params, DType dtype) {
+  const FastWeightsBackwardKernels& kernels = fast_weights_backward_kernels(dtype);
+  run_items(params, params.problem.items(), kernels.bytes(params.problem), kernels.backward);
+}
 
 }  // namespace
 
@@ -100,9 +147,10 @@ Results fast_weights(const OpCall& call, const Inputs& in, const Options& option
                                  .o = r.y.data(),
                                  .final_weights = r.weights_final.data(),
                                  .final_momentum = r.momentum_final.data(),
-                                 .final_anchor = r.anchor_final.data()};
-  const FastWeightsKernels& kernels = fast_weights_kernels(p.dtype);
-  run_items(params, p.shared.items(), kernels.bytes(p.shared), kernels.forward);
+                                 .final_anchor = r.anchor_final.data(),
+                                 .final_keys = nullptr,
+                                 .final_values = nullptr};
+  run(params, p.dtype);
   return r;
 }
 
@@ -134,26 +182,102 @@ Gradients fast_weights_backward(const OpCall& call, const Incoming& grads, const
       .grad_weights = p.state("grad_weights_final", grads.grad_weights_final),
       .grad_momentum = p.state("grad_momentum_final", grads.grad_momentum_final),
       .grad_anchor = p.state("grad_anchor_final", grads.grad_anchor_final),
+      .grad_keys = nullptr,
+      .grad_values = nullptr,
       .dq = d.dq.data(),
       .dk = d.dk.data(),
       .dv = d.dv.data(),
       .dstep = d.dstep.data(),
       .dkeep = d.dkeep.data(),
       .dgate = d.dgate.data(),
+      .dshare = nullptr,
       .dw = shards.parts_of(d.dw),
       .db = shards.parts_of(d.db),
       .dweights = d.dweights.data(),
       .dmomentum = d.dmomentum.data(),
-      .danchor = d.danchor.data()};
+      .danchor = d.danchor.data(),
+      .dkeys = nullptr,
+      .dvalues = nullptr};
   if (p.sequences == 0) {
     for (const Output* each : {&d.dw, &d.db}) {
       Tensor zeros = each->tensor();
       torch::stable::zero_(zeros);
     }
   }
-  const FastWeightsBackwardKernels& kernels = fast_weights_backward_kernels(p.dtype);
-  run_items(params, p.shared.items(), kernels.bytes(p.shared), kernels.backward);
+  run(params, p.dtype);
   shards.sum();
+  return d;
+}
+
+AtlasResults atlas_linear(const OpCall& call, const AtlasInputs& in, const AtlasOptions& options) {
+  const AtlasProblem p(call, in, options);
+  const auto sizes = p.state_sizes(), keys = p.held_sizes(p.shared.key_width),
+             values = p.held_sizes(p.shared.value_width);
+  const Sizes state{sizes.data(), sizes.size()};
+  AtlasResults r{.y = {true, in.v.sizes(), p.dtype},
+                 .weights_final = {true, state, p.acc},
+                 .momentum_final = {true, state, p.acc},
+                 .anchor_final = {true, state, p.acc},
+                 .keys_final = {true, {keys.data(), keys.size()}, p.acc},
+                 .values_final = {true, {values.data(), values.size()}, p.acc}};
+  run(FastWeightsParams{.problem = p.shared,
+                        .o = r.y.data(),
+                        .final_weights = r.weights_final.data(),
+                        .final_momentum = r.momentum_final.data(),
+                        .final_anchor = r.anchor_final.data(),
+                        .final_keys = r.keys_final.data(),
+                        .final_values = r.values_final.data()},
+      p.dtype);
+  return r;
+}
+
+AtlasGradients atlas_linear_backward(const OpCall& call, const AtlasIncoming& grads,
+                                     const AtlasInputs& in, const AtlasOptions& options) {
+  AtlasProblem p(call, in, options);
+  const FastWeights& shared = p.shared;
+  const auto sizes = p.state_sizes(), keys = p.held_sizes(shared.key_width),
+             values = p.held_sizes(shared.value_width);
+  const Sizes state{sizes.data(), sizes.size()};
+  const std::array<int64_t, 3> tokens{p.batch, p.steps, shared.heads};
+  const Sizes gates{tokens.data(), tokens.size()};
+  AtlasGradients d{.dq = {true, in.q.sizes(), p.dtype},
+                   .dk = {true, in.q.sizes(), p.dtype},
+                   .dv = {true, in.v.sizes(), p.dtype},
+                   .dstep = {true, in.step.sizes(), p.acc},
+                   .dtheta = {in.theta.has_value(), gates, p.acc},
+                   .dkeep = {in.keep.has_value(), gates, p.acc},
+                   .dgate = {in.gate.has_value(), gates, p.acc},
+                   .dweights = {in.weights.has_value(), state, p.acc},
+                   .dmomentum = {in.momentum.has_value(), state, p.acc},
+                   .danchor = {in.anchor.has_value(), state, p.acc},
+                   .dkeys = {in.keys.has_value(), {keys.data(), keys.size()}, p.acc},
+                   .dvalues = {in.values.has_value(), {values.data(), values.size()}, p.acc}};
+  run(
+      FastWeightsBackwardParams{
+          .problem = shared,
+          .grad_o = grads.grad_y.has_value()
+                        ? p.view("grad_y", *grads.grad_y, p.dtype, in.v.sizes())
+                        : StepView{},
+          .grad_weights = p.state("grad_weights_final", grads.grad_weights_final),
+          .grad_momentum = p.state("grad_momentum_final", grads.grad_momentum_final),
+          .grad_anchor = p.state("grad_anchor_final", grads.grad_anchor_final),
+          .grad_keys = p.held("grad_keys_final", grads.grad_keys_final, shared.key_width),
+          .grad_values = p.held("grad_values_final", grads.grad_values_final, shared.value_width),
+          .dq = d.dq.data(),
+          .dk = d.dk.data(),
+          .dv = d.dv.data(),
+          .dstep = d.dstep.data(),
+          .dkeep = d.dkeep.data(),
+          .dgate = d.dgate.data(),
+          .dshare = d.dtheta.data(),
+          .dw = nullptr,
+          .db = nullptr,
+          .dweights = d.dweights.data(),
+          .dmomentum = d.dmomentum.data(),
+          .danchor = d.danchor.data(),
+          .dkeys = d.dkeys.data(),
+          .dvalues = d.dvalues.data()},
+      p.dtype);
   return d;
 }
 
@@ -161,8 +285,11 @@ namespace {
 
 const Registry registry([](Registry& ops) {
   ops.name("fast_weights", {{"titans_linear"}, {"ttt_linear", "descent"}});
+  ops.name("atlas_orthogonal", {{"atlas_linear"}});  // an op of Python
   ops.implement<fast_weights>("fast_weights", differentiable);
   ops.implement<fast_weights_backward>("fast_weights_backward");
+  ops.implement<atlas_linear>("atlas_linear", differentiable);
+  ops.implement<atlas_linear_backward>("atlas_linear_backward");
 });
 
 }  // namespace

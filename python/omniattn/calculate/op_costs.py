@@ -179,7 +179,7 @@ def _atlas(given: Given) -> Cost:
     k, width, size = q.shape[3], v.shape[3], given["mini_batch_size"]
     tokens, each = math.prod(q.shape[:3]), min(k, width)
     keys = (size + window - 1) / size
-    if steps := given["newton_schulz_steps"]:
+    if steps := given.get("newton_schulz_steps"):
         inside = k * width * (2 + (keys + 1) * size) + steps * each * (2 * k * width + each**2)
     else:
         inside = k * width * (2 + 3 * keys) + size * keys * (k + width)
@@ -226,6 +226,13 @@ def _convolution(given: Given) -> Cost:
     return Cost(flops, flops, reach=weight.shape[-1] - 1)
 
 
+def _filters(given: Given) -> Cost:
+    """A multiply-add for each channel and tap of a token."""
+    x, taps = given["x"], given["taps"]
+    flops = 2 * x.numel() * taps.shape[-1]
+    return Cost(flops, flops, reach=taps.shape[-1] - 1)
+
+
 def _vandermonde(given: Given) -> Cost:
     """Kernel of length L from N complex modes: a complex multiply-add is 8 operations."""
     flops = 8 * (given["c"].numel() // 2) * int(given["length"])
@@ -264,6 +271,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "mesa_step": _mesa,
     "fast_weights": _fast_weights,
     "atlas_linear": _atlas,
+    "atlas_orthogonal": _atlas,
     "titans_mlp": _memory_mlp,
     "deltaformer_attention": _deltaformer,
     "sparsemax_attention": _sparsemax,
@@ -273,6 +281,7 @@ COSTS: dict[str, Callable[[Given], Cost]] = {
     "ssd": _ssd_step,
     "slstm": _slstm,
     "causal_conv1d": _convolution,
+    "dynamic_conv1d": _filters,
     "vandermonde": _vandermonde,
     "cauchy": _cauchy,
     "linear": _linear,

@@ -1,29 +1,36 @@
-"""ATLAS' linear memory, whose steps descend the losses of the last tokens, for all devices.
+"""ATLAS' linear memory, whose steps descend the losses of the last tokens: two ops.
+
+`omega` has a kernel on the CPU (csrc/kernels/fast_weights), whose momenta have no other use than to
+be summed. `orthogonal_omega`, which moves each momentum to an orthogonal matrix, is composed of
+torch's products on all devices, as is `omega` elsewhere.
 
 A mini-batch of C tokens has E = C + J - 1 keys, with those of the J - 1 tokens before it. All their
 errors u are taken at its first weights, so that each momentum is ``S_t = d_t S + sum_e W_te k_e^T
 u_e`` with weights W (C, E), which the gates of all mini-batches give at once. Without steps of
-Newton and Schulz the weights of the memory are sums of momenta, and ``y = a q M + b q S + (P * q
+Newton and Schulz the weights of the memory are sums of momenta, and ``y = a q M - b q S - (P * q
 k^T) u``. With them all S of a mini-batch are made, orthogonalized together, and then summed.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from omniattn.compositions._descent import accumulate, count_sequences, lean, parts, recomputed
-from omniattn.compositions._python_ops import define
+from omniattn.compositions._python_ops import define, implement
 from omniattn.compositions._rows import batches
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.backward import BackwardOp
+from omniattn.ops.dispatch.names import Rules
 from omniattn.reference.precision import compute_dtype, widen
 from omniattn.reference.recurrences.atlas import newton_schulz
 from omniattn.reference.recurrences.atlas import omega as definition
 
-__all__ = ["omega"]
+__all__ = ["omega", "orthogonal_omega"]
 
 
 class _Model(NamedTuple):
@@ -38,7 +45,8 @@ class _Chunk(NamedTuple):
     """Tokens of mini-batches (n, B, H, ...), or of one: E keys and values, and C of the others.
 
     writes (C, E) and of_momentum (C, 1) are the shares of u and of the first S in the momenta;
-    moves (C, C) and of_weights (C, 1) those of the momenta and of the first M in the weights.
+    moves (C, C), negative, and of_weights (C, 1) those of the momenta and of the first M in the
+    weights.
     """
 
     q: Tensor
@@ -94,7 +102,7 @@ def _mini_batches(
     )
     # The step of token t for the one j before it is in column t + J - 1 - j.
     writes, of_momentum = accumulate(step.flip(-1), keep)
-    moves, of_weights = accumulate(theta[..., None], gate)
+    moves, of_weights = accumulate(-theta[..., None], gate)
     chunk = _Chunk(q, k, v, writes, of_momentum, moves, of_weights)
     pairs = products = moves
     if steps == 0:
@@ -191,6 +199,7 @@ _OPTIONAL = {
     **_PAST,
     **{"position": "N", "cu_seqlens": "N+1"},
 }
+_SHAPES = _TENSORS | _OPTIONAL
 _ARGUMENTS = ", ".join(
     [
         *(f"Tensor {name}" for name in _TENSORS),
@@ -201,21 +210,32 @@ _ARGUMENTS = ", ".join(
 _FINALS = {f"{name}_final": shape for name, shape in (_MATRICES | _PAST).items()}
 _GRADIENTS = {"grad_y": "B T H V"} | {f"grad_{name}": shape for name, shape in _FINALS.items()}
 _DIFFERENTIABLE = [*_TENSORS, *_OPTIONAL][:12]
+_differentiate = recomputed(_forward, len(_GRADIENTS), len(_DIFFERENTIABLE))
 define(
-    "atlas_linear",
+    "atlas_orthogonal",
     _ARGUMENTS,
     ", ".join(f"Tensor {name}" for name in ("y", *_FINALS)),
     _forward,
-    _TENSORS | _OPTIONAL,
+    _SHAPES,
     differentiable=True,
 )
 define(
-    "atlas_linear_backward",
+    "atlas_orthogonal_backward",
     ", ".join([*(f"Tensor? {name}" for name in _GRADIENTS), _ARGUMENTS]),
     ", ".join(f"Tensor d{name}" for name in _DIFFERENTIABLE),
-    recomputed(_forward, len(_GRADIENTS), len(_DIFFERENTIABLE)),
-    _GRADIENTS | _TENSORS | _OPTIONAL,
+    _differentiate,
+    _GRADIENTS | _SHAPES,
 )
+
+
+def _plain(function: Callable[..., Any], *values: Any) -> Any:
+    """Calls a function of `newton_schulz_steps` without such steps."""
+    *tensors, mini_batch_size, scale = values
+    return function(*tensors, 0, mini_batch_size, scale)
+
+
+implement("atlas_linear", partial(_plain, _forward), _SHAPES, differentiable=True)
+implement("atlas_linear_backward", partial(_plain, _differentiate), _GRADIENTS | _SHAPES)
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -234,16 +254,24 @@ def _rows(x: Tensor, step: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x.new_empty(shape, dtype=compute_dtype(x))
 
 
+_FAKES: Rules = {
+    "y": lambda v: v.new_empty(v.shape),
+    **dict.fromkeys((f"{name}_final" for name in _MATRICES), _matrix),
+    "keys_final": lambda k, step, cu_seqlens: _rows(k, step, cu_seqlens),
+    "values_final": lambda v, step, cu_seqlens: _rows(v, step, cu_seqlens),
+}
 #: (q, k, v, step, theta, keep, gate, weights, momentum, anchor, keys, values, position, cu_seqlens,
-#: newton_schulz_steps, mini_batch_size, scale) -> (y, weights, momentum, anchor, keys, values)
+#: mini_batch_size, scale) -> (y, weights, momentum, anchor, keys, values)
 omega = DifferentiableOp(
     "atlas_linear",
-    fakes={
-        "y": lambda v: v.new_empty(v.shape),
-        **dict.fromkeys((f"{name}_final" for name in _MATRICES), _matrix),
-        "keys_final": lambda k, step, cu_seqlens: _rows(k, step, cu_seqlens),
-        "values_final": lambda v, step, cu_seqlens: _rows(v, step, cu_seqlens),
-    },
+    fakes=_FAKES,
     backward_op=BackwardOp("atlas_linear_backward"),
+    formula=lambda *args: _plain(definition, *args),
+)
+#: As `omega`, with newton_schulz_steps before mini_batch_size.
+orthogonal_omega = DifferentiableOp(
+    "atlas_orthogonal",
+    fakes=_FAKES,
+    backward_op=BackwardOp("atlas_orthogonal_backward"),
     formula=lambda *args: definition(*args),
 )

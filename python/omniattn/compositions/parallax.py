@@ -1,4 +1,4 @@
-"""Parallax by blocks of queries.
+"""Parallax, and its composition by blocks of queries for devices without a kernel.
 
     P = softmax(scale q k^T);  s = r k^T;  m_i = sum_j P_ij s_ij
     W = P (1 + m - s), 0 where hidden;  O = W v
@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from omniattn.compositions._python_ops import define
+from omniattn.compositions._python_ops import implement
 from omniattn.compositions._rows import heads_first, of_rows, rows_of
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.reference.attention.parallax import parallax_attention as definition
@@ -158,18 +158,8 @@ def _backward(
 
 _TENSORS = {"q": "B Tq Hq D", "r": "B Tq Hq D", "k": "B Tk Hkv D", "v": "B Tk Hkv Dv"}
 _TENSORS |= {"cu_seqlens": "N+1"}
-_ARGUMENTS = (
-    "Tensor q, Tensor r, Tensor k, Tensor v, Tensor? cu_seqlens, SymInt left, SymInt right, "
-    "float scale"
-)
-define("parallax_attention", _ARGUMENTS, "Tensor out", _forward, _TENSORS, differentiable=True)
-define(
-    "parallax_attention_backward",
-    f"Tensor? grad_out, {_ARGUMENTS}",
-    "Tensor dq, Tensor dr, Tensor dk, Tensor dv",
-    _backward,
-    {"grad_out": "B Tq Hq Dv", **_TENSORS},
-)
+implement("parallax_attention", _forward, _TENSORS, differentiable=True)
+implement("parallax_attention_backward", _backward, {"grad_out": "B Tq Hq Dv", **_TENSORS})
 
 
 def _out(q: Tensor, v: Tensor) -> Tensor:

@@ -129,11 +129,6 @@ VARIANTS = (
         "Kimi Team 2026, arXiv 2603.15031",
     ),
     Variant(
-        "dynamic convolution: causal filters of each token",
-        ("dynamic_conv1d",),
-        "Wu et al. 2019, arXiv 1901.10430",
-    ),
-    Variant(
         "linear layers of ternary weights and 8-bit inputs (BitNet b1.58)",
         ("bit_linear", "BitLinear"),
         "Ma et al. 2024, arXiv 2402.17764",

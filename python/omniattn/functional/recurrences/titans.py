@@ -19,7 +19,7 @@ from omniattn.checks.arguments import (
     require_tensor,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.atlas import omega
+from omniattn.compositions.atlas import omega, orthogonal_omega
 from omniattn.compositions.fast_weights import fast_weights
 from omniattn.compositions.memory_mlp import memory_mlp
 from omniattn.functional.layers.norm import layer_norm
@@ -307,11 +307,12 @@ def atlas_linear(
         ValueError: a shape, device or value is invalid.
 
     Note:
-        Mini-batches follow each other, computed in fp32 for half types, by torch's products on all
-        devices; factors of gates are products, never exponentials of differences of sums. A NaN or
-        infinity may also reach outputs of earlier tokens of its mini-batch. The backward keeps the
-        inputs only and recomputes M and S. Second and forward-mode derivatives go through the eager
-        definition. Newton-Schulz steps cost about ``10 n min(K, V) K V`` multiply-adds a token, and
+        Mini-batches follow each other, computed in fp32 for half types; factors of gates are
+        products, never exponentials of differences of sums. A NaN or infinity may also reach
+        outputs of earlier tokens of its mini-batch. The backward keeps the inputs only and
+        recomputes M and S. Second and forward-mode derivatives go through the eager definition.
+        The CPU has a kernel for calls without Newton-Schulz steps; calls with them, and CUDA, use
+        torch's products. These steps cost about ``10 n min(K, V) K V`` multiply-adds a token, and
         memory for a matrix of each token of a mini-batch.
 
     Reference:
@@ -347,10 +348,13 @@ def atlas_linear(
     past = ((count, window - 1, heads, width) for width in shape[2:])
     names = "M_0, S_0, N, keys, values"
     before = state_parts(op, initial_state, names, v, (*(shape,) * 3, *past)) or (None,) * 5
-    call = implementation(op, backend, q, omega)
-    o, *state = call(
-        *(q, k, v, -2 * gamma, theta, torch.zeros_like(gamma[..., 0]) if eta is None else eta),
-        *(None if alpha is None else 1 - alpha, *before, position, cu_seqlens),
-        *(int(newton_schulz_steps), int(mini_batch_size), float(scale)),
+    weights, momentum, anchor, keys, values = before
+    steps = [int(newton_schulz_steps)] if newton_schulz_steps else []
+    call = implementation(op, backend, q, orthogonal_omega if steps else omega)
+    o, weights, momentum, anchor, keys, values = call(
+        *(q, k, v, 2 * gamma, theta, torch.zeros_like(gamma[..., 0]) if eta is None else eta),
+        *(None if alpha is None else 1 - alpha, weights),
+        *(None if momentum is None else -momentum, anchor, keys, values, position, cu_seqlens),
+        *(*steps, int(mini_batch_size), float(scale)),
     )
-    return o, tuple(state)
+    return o, (weights, -momentum, anchor, keys, values)

@@ -78,7 +78,7 @@ def omega(
     """Weights M (N, H, K, V), momentum S, N, the M at the start of the mini-batch, keys, values.
 
     ``S_t = keep_t S_{t-1} + sum_j step_tj k_{t-j}^T (k_{t-j} N - v_{t-j})`` over the C numbers of
-    step (B, T, H, C), ``M_t = gate_t M_{t-1} + theta_t f(S_t)`` of the steps f of Newton and
+    step (B, T, H, C), ``M_t = gate_t M_{t-1} - theta_t f(S_t)`` of the steps f of Newton and
     Schulz, and ``y_t = scale q_t M_t``. keys and values (N, C - 1, H, ...) are those of the last
     tokens. Absent theta and gates are 1, absent states 0, and an absent anchor is the weights.
     """
@@ -105,7 +105,7 @@ def omega(
         for j in range(held + 1):
             u = step[..., j, None] * (read(n, k[:, j]) - v[:, j])
             s = s + k[:, j, ..., None] * u[..., None, :]
-        m = gate * m + theta * newton_schulz(s, newton_schulz_steps)
+        m = gate * m - theta * newton_schulz(s, newton_schulz_steps)
         return read(m, q), torch.cat((m, s, torch.where(last > 0, m, n)), 2)
 
     zeros = q.new_zeros(count, heads, rows, width)
@@ -148,8 +148,9 @@ def atlas_linear(
     theta, alpha, eta = (None if t is None else widen(t) for t in (theta, alpha, eta))
     keep = torch.zeros_like(gamma[..., 0]) if eta is None else eta
     gate = None if alpha is None else 1 - alpha
-    given: list[Any] = [q, k, v, -2 * widen(gamma), theta, keep, gate]
-    given += [*(initial_state or (None,) * 5), position, cu_seqlens]
+    m, s, n, *past = initial_state or (None,) * 5
+    given: list[Any] = [q, k, v, 2 * widen(gamma), theta, keep, gate]
+    given += [m, None if s is None else -s, n, *past, position, cu_seqlens]
     given += [newton_schulz_steps, mini_batch_size, scale]
     y, m, s, n, keys, values = omega(*given)
-    return y.to(q.dtype), (m, s, n, keys, values)
+    return y.to(q.dtype), (m, -s, n, keys, values)

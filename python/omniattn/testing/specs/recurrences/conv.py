@@ -82,12 +82,77 @@ CAUSAL_CONV1D = OpSpec(
     ),
 )
 
-SPECS = (CAUSAL_CONV1D,)
+
+def _dynamic(
+    label: str,
+    sizes: tuple[int, int, int, int, int],
+    tensors: tuple[str, ...] = ("initial_state",),
+    activation: str | None = "silu",
+    residual: bool = False,
+    final: bool = True,
+    N: int | None = None,
+) -> Case:
+    options = {"activation": activation, "residual": residual, "return_final_state": final}
+    named = dict(zip("BTDHK", sizes, strict=True)) | ({} if N is None else {"N": N})
+    return Case(label, named, tensors, options)
+
+
+def _dynamic_inputs(case: Case, random: Random) -> dict[str, Tensor]:
+    b, t, d, h, k = (case.sizes[letter] for letter in "BTDHK")
+    n = case.sizes.get("N", b)
+    tensors = {"x": random.normal(b, t, d), "taps": random.normal(b, t, h, k)}
+    if "initial_state" in case.tensors:
+        tensors["initial_state"] = random.normal(n, d, k - 1)
+    if "cu_seqlens" in case.tensors:
+        tensors["cu_seqlens"] = boundaries(n, t, random)
+    return tensors
+
+
+DYNAMIC_CONV1D = OpSpec(
+    name="dynamic_conv1d",
+    family="conv",
+    cuda="emulated",
+    paper="Wu et al. 2019, arXiv 1901.10430",
+    inputs=_dynamic_inputs,
+    differentiable=("x", "taps", "initial_state"),
+    flops=_flops,
+    second_order=True,
+    special=("state", "narrow", "short", "packed"),
+    cases=(
+        _dynamic("tiny", (2, 3, 4, 2, 3)),
+        _dynamic("heads", (2, 37, 96, 3, 4), (), None, final=False),
+        _dynamic("state", (2, 37, 66, 2, 5), residual=True),
+        _dynamic("one head", (1, 18, 100, 1, 4), (), residual=True),
+        _dynamic("narrow", (2, 23, 90, 18, 4)),
+        _dynamic("channels", (2, 21, 70, 70, 4), residual=True),
+        _dynamic("many", (1, 12, 34, 2, 9), activation=None),
+        _dynamic("pointwise", (2, 5, 48, 3, 1)),
+        _dynamic("short", (3, 2, 65, 5, 4)),
+        _dynamic("decode", (4, 1, 96, 4, 4)),
+        _dynamic("long", (1, 1500, 38, 2, 4), final=False),
+        _dynamic("packed", (1, 70, 33, 3, 4), ("initial_state", "cu_seqlens"), None, True, N=5),
+        _dynamic("packed wide", (1, 60, 64, 2, 4), ("initial_state", "cu_seqlens"), N=7),
+        _dynamic("packed bare", (1, 50, 66, 66, 2), ("cu_seqlens",), final=False, N=9),
+        _dynamic("nosteps", (2, 0, 8, 2, 4)),
+        _dynamic("nobatch", (0, 5, 8, 2, 4)),
+        _dynamic("nochannels", (2, 5, 0, 2, 4)),
+    ),
+    benchmarks=(
+        Benchmark(_dynamic("heads", (1, 1024, 1024, 16, 4), (), None, final=False), (F32,), BOTH),
+    ),
+)
+
+SPECS = (CAUSAL_CONV1D, DYNAMIC_CONV1D)
 
 VARIANTS = (
     Variant(
         "causal depthwise convolution with SiLU",
         ("causal_conv1d", "ShortConvolution"),
         "Gu and Dao 2023, arXiv 2312.00752",
+    ),
+    Variant(
+        "dynamic convolution: causal filters of each token",
+        ("dynamic_conv1d",),
+        "Wu et al. 2019, arXiv 1901.10430",
     ),
 )

@@ -1,0 +1,69 @@
+// Parallax: attention minus the covariance of values and keys times a second query, forward and
+// backward. With p = softmax(scale q k^T) and s = r k^T over the visible keys, for a query,
+//
+//   A = sum p v      B = sum p s v      m = sum p s      O = (1 + m) A - B
+//
+// and with dW = dO v^T, e = dO A and f = dO B in the backward, W = p (1 + m - s),
+//
+//   dv = W^T dO      ds = p (e - dW)      dl = p ((dW - e) (1 + m - s) - (e m - f))
+//
+// where dl is the gradient of the logits. Products of three cannot come from a backward of
+// attention, whose weights are p (dW - e); the forward alone could.
+//
+// Blocks of queries go through tiles of keys by an online softmax. The rows of q and r, and those
+// of p and p s, are stacked, so that a tile takes two products. The backward finds A, B and m of a
+// block again, then goes through its tiles a second time.
+#pragma once
+
+#include "kernels/recurrence/recurrence.h"
+
+namespace omniattn {
+
+struct Parallax {
+  DType dtype;
+  int64_t sequences;           // B, or the number of packed sequences
+  int64_t queries, keys;       // Tq, Tk of each batch entry
+  int64_t longest;             // no sequence has more queries
+  int64_t longest_keys;        // or more keys
+  int64_t heads, key_heads;    // Hq, Hkv
+  int64_t width, value_width;  // D, Dv
+  int64_t left, right;         // keys that are seen beside a query's position, or -1
+  double scale;
+  StepView q, r, k, v;
+  const int64_t* boundaries;  // null, or (N + 1): then B = 1, Tq = Tk and sequence n has the rows
+                              // boundaries[n] .. boundaries[n + 1]
+
+  static constexpr int64_t kRows = 64;  // queries of a block
+  // At least 1, so that a backward has no more items.
+  OMNIATTN_FN int64_t blocks() const { return longest > 0 ? (longest + kRows - 1) / kRows : 1; }
+  OMNIATTN_FN int64_t items() const { return sequences * heads * blocks(); }
+  OMNIATTN_FN int64_t backward_items() const { return sequences * key_heads; }
+};
+
+struct ParallaxParams {
+  Parallax problem;
+  void* o;  // (B, Tq, Hq, Dv) contiguous
+};
+struct ParallaxBackwardParams {
+  Parallax problem;
+  StepView grad_o;          // or absent for zeros
+  void *dq, *dr, *dk, *dv;  // contiguous, in the shapes of q, r, k and v
+};
+static_assert(std::is_trivially_copyable_v<ParallaxParams>);
+static_assert(std::is_trivially_copyable_v<ParallaxBackwardParams>);
+
+struct ParallaxKernels {
+  int64_t (*bytes)(const Parallax&);
+  // An item is a block of queries of a head, the last ones first.
+  void (*forward)(const ParallaxParams&, void* memory, int64_t begin, int64_t end);
+};
+OMNIATTN_KERNEL_TABLE(ParallaxKernels, parallax_kernels)
+
+struct ParallaxBackwardKernels {
+  int64_t (*bytes)(const Parallax&);
+  // Item n Hkv + h is head h of the keys of sequence n.
+  void (*backward)(const ParallaxBackwardParams&, void* memory, int64_t begin, int64_t end);
+};
+OMNIATTN_KERNEL_TABLE(ParallaxBackwardKernels, parallax_backward_kernels)
+
+}  // namespace omniattn
