@@ -42,6 +42,7 @@ def test_every_op_has_a_cpu_kernel_without_python():
 
 #: Single steps in place, for layers on the CPU, and ops that Python computes on CUDA.
 CPU_ONLY = [
+    "omniattn::attention_tangents",
     "omniattn::causal_conv1d_",
     "omniattn::decayed_sum",
     "omniattn::fast_weights",

@@ -424,17 +424,23 @@ class DifferentiableOp(Op):
 
         def by_backward(*given: Tensor) -> list[Tensor]:
             filled = list(leaves)
-            for i, t in zip(places, given[-len(places) :], strict=True):
+            first = len(given) - len(further)
+            for i, t in zip(places, given[first : first + len(places)], strict=True):
                 filled[i] = t
             found = self.plan.find(tree_unflatten(filled, spec), needs)
             flat = with_empty_lists(found, lengths)
             return [torch.zeros_like(tensors[i]) if flat[i] is None else flat[i] for i in wanted]
 
-        direct = None if pieces.carried else (by_backward, [leaves[i] for i in places])
+        further = [*(leaves[i] for i in places), *self.results_for_kernels(pieces, values)]
         carried = by_pieces.carried_outputs(pieces, tensors)
-        found = by_pieces.vjp(pieces, tensors, carried, wanted, grads, direct)
+        found = by_pieces.vjp(pieces, tensors, carried, further, wanted, grads, by_backward)
         rest = iter(found)
         return self.plan.group([next(rest) if flag else None for flag in flags], lengths)
+
+    def results_for_kernels(self, pieces: Pieces, values: Sequence[Any]) -> list[Tensor]:
+        """Returns the results of a call, of named values, that kernels of its pieces read."""
+        names = self.schema.outputs if pieces.kept else ()
+        return [values[self.plan.places[n]] for n in names]
 
     def _of_ended_level(
         self, args: Arguments, needs: Sequence[Any], grads: Sequence[Tensor | None]
