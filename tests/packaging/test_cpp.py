@@ -55,6 +55,7 @@ CPU_ONLY = [
     "omniattn::mamba3_inputs_backward",
     "omniattn::mamba3_inputs_raw",
     "omniattn::mesa_step",
+    "omniattn::selective_scan_tangents",
     "omniattn::ssd_",
 ]
 

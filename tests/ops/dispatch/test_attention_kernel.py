@@ -14,7 +14,7 @@ from torch.func import grad, jvp, vjp
 from omniattn import functional as F
 from omniattn.functional import masks, scores
 from omniattn.ops.derivatives import attention_kernel, attention_tiles
-from omniattn.ops.derivatives.attention_kernel import AttentionPieces, _Gradients, _Tangents
+from omniattn.ops.derivatives.tangent_kernels import KernelPieces, _Gradients, _Tangents
 from omniattn.testing.environment import threads
 
 F64 = torch.float64
@@ -30,7 +30,7 @@ def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the tiles were evaluated")
 
     monkeypatch.setattr(attention_tiles, "ELEMENTS", 0)
-    for kind in (AttentionPieces, _Gradients, _Tangents):
+    for kind in (KernelPieces, _Gradients, _Tangents):
         monkeypatch.setattr(kind, "run", refuse)
 
 

@@ -17,7 +17,8 @@ from omniattn.encoding.attention import decode, score_sides, split_parts
 from omniattn.encoding.masks import MaskKind, Rules, Sizes, key_range, visible
 from omniattn.encoding.masks import of_sequence as rules_of_sequence
 from omniattn.encoding.options import TABLES, Options, ScoreKind
-from omniattn.ops.derivatives.attention_kernel import AttentionPieces, has_tangent_kernel
+from omniattn.ops.derivatives.attention_kernel import AttentionKernel, has_tangent_kernel
+from omniattn.ops.derivatives.tangent_kernels import KernelPieces
 from omniattn.ops.dispatch.pieces import ELEMENTS, Index, Piece, Pieces
 from omniattn.reference.attention.attention import Part, attention_of_part, of_sequence
 from omniattn.reference.precision import compute_dtype
@@ -74,7 +75,8 @@ def attention_pieces(
     outputs = ((out, q.dtype), (lse, compute_dtype(q)))
     if not has_tangent_kernel(q, score):
         return Pieces(tuple(pieces), outputs)
-    return AttentionPieces(tuple(pieces), outputs, mask=mask, score=score, params=params)
+    kernel = AttentionKernel(mask, score, params)
+    return KernelPieces(tuple(pieces), outputs, kept=kernel.results, kernel=kernel)
 
 
 def _sequences(
