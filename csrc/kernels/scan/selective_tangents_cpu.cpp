@@ -84,8 +84,8 @@ struct Steps {
   OMNIATTN_INLINE int64_t at(int64_t t, int64_t k) const { return t * states + n + k; }
 };
 
-// Moves h and h' of a block of states over the steps of a chunk and adds to y'. With kKeeps, stores
-// the states before and after each step, decays and g'.
+// Moves h and h' of a block of states over the steps of a chunk and adds to y'; with kKeeps, stores
+// the states before and after each step, decays and g' instead.
 template <int64_t kStates, bool kKeeps, class C>
 [[gnu::noinline]] void advance(const Steps<C>& x) {
   using Memory = TangentMemory<C>;
@@ -116,9 +116,11 @@ template <int64_t kStates, bool kKeeps, class C>
       const Vec<C> b = m.b[x.at(t, k)], moved_b = m.moved_b[x.at(t, k)];
       moved[k] = fma(a, fma(g, h[k], moved[k]), fma(moved_input, b, input * moved_b));
       h[k] = fma(a, h[k], input * b);
-      y = fma(h[k], Vec<C>(m.moved_c[x.at(t, k)]), fma(moved[k], Vec<C>(m.c[x.at(t, k)]), y));
+      if constexpr (!kKeeps) {
+        y = fma(h[k], Vec<C>(m.moved_c[x.at(t, k)]), fma(moved[k], Vec<C>(m.c[x.at(t, k)]), y));
+      }
     }
-    store(m.row(Memory::kY, t), y);
+    if constexpr (!kKeeps) store(m.row(Memory::kY, t), y);
   }
 #pragma GCC unroll 4
   for (int64_t k = 0; k < kStates; ++k) {
