@@ -83,8 +83,8 @@ def _jsd_pieces(
 ) -> Pieces | None:
     record = Divergence(beta=beta, temperature=temperature, ignore_index=ignore_index)
 
-    def of_rows(*rows: Any) -> tuple[Tensor, Tensor]:
-        return jsd_of_rows(*rows, record, log_probs)
+    def of_rows(student: Tensor, teacher: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:
+        return jsd_of_rows(student, teacher, target, record, log_probs)
 
     return loss_pieces(of_rows, (student, teacher, target), _NAMES[reduction])
 

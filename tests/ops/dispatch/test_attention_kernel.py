@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp
 
 from omniattn import functional as F
@@ -57,8 +58,15 @@ def _reverse_twice(loss: Callable[..., Tensor], x: Any, t: Any) -> Any:
     return vjp(grad(loss, (0, 1, 2)), *x)[1](t)
 
 
+def _dual(loss: Callable[..., Tensor], x: Any, t: Any) -> Any:
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(*pair) for pair in zip(x, t, strict=True)]
+        return forward_ad.unpack_dual(loss(*duals)).tangent
+
+
 DERIVATIVES: dict[str, Callable[[Callable[..., Tensor], Any, Any], Any]] = {
     "jvp": lambda f, x, t: jvp(f, x, t)[1],
+    "dual": _dual,
     "vjp of grad": _reverse_twice,
     "jvp of grad": lambda f, x, t: jvp(grad(f, (0, 1, 2)), x, t)[1],
     "grad of jvp": lambda f, x, t: grad(lambda *x: jvp(f, x, t)[1], (0, 1, 2))(*x),

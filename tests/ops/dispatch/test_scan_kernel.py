@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp
 
 from omniattn import functional as F
@@ -62,8 +63,17 @@ def _loss(backend: str | None, **options: Any) -> Callable[..., Tensor]:
 
 
 EVERYTHING = tuple(range(6))
+
+
+def _dual(loss: Callable[..., Tensor], x: Any, t: Any) -> Any:
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(*pair) for pair in zip(x, t, strict=True)]
+        return forward_ad.unpack_dual(loss(*duals)).tangent
+
+
 DERIVATIVES: dict[str, Callable[[Callable[..., Tensor], Any, Any], Any]] = {
     "jvp": lambda f, x, t: jvp(f, x, t)[1],
+    "dual": _dual,
     "vjp of grad": lambda f, x, t: vjp(grad(f, EVERYTHING), *x)[1](t),
     "jvp of grad": lambda f, x, t: jvp(grad(f, EVERYTHING), x, t)[1],
     "grad of jvp": lambda f, x, t: grad(lambda *x: jvp(f, x, t)[1], EVERYTHING)(*x),

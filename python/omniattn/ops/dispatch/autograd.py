@@ -297,7 +297,17 @@ class DifferentiableOp(Op):
         tensors, _ = one_by_one(self._inputs(args), len(self.tensor_lists))
         if pieces is None or (is_grad_enabled() and any(needs_gradient(t) for t in tensors)):
             return self._call_formula(args)
-        return self._public(pieces.run(tensors))
+        pairs = [(t, None) if t is None else forward_ad.unpack_dual(t) for t in tensors]
+        given = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]
+        kernel = pieces.kernel_of_jvp(given)
+        if kernel is None:
+            return self._public(pieces.run(tensors))
+        primal = tree_map_only(Tensor, lambda t: forward_ad.unpack_dual(t).primal, args)
+        outputs = self.raw(*primal)
+        further = outputs if pieces.kept else ()
+        moved = kernel(*(t for t, _ in pairs), *(pairs[i][1] for i in given), *further)
+        duals = zip(outputs, moved, strict=False)  # private outputs have no tangents
+        return self._public(tuple(forward_ad.make_dual(y, t) for y, t in duals))
 
     def _derived_in_graph(self, asked: str, args: Arguments) -> Any:
         """A call inside a derivative of torch.func inside a graph, where a registered op has no
