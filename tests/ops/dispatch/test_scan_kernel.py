@@ -137,3 +137,23 @@ def test_error(dtype: torch.dtype) -> None:
     for a, b, e in zip(ours, eager, best, strict=True):
         floor = torch.finfo(a.dtype).eps * e.abs().max()
         assert (a - e).abs().max() <= 2 * (b - e).abs().max() + floor
+
+
+def test_bad_arguments() -> None:
+    *inputs, start = _inputs((1, 4, 3, 1, 2), 1, 0)
+
+    def call(inputs: list[Tensor], *grads: Tensor | None, moved: Tensor = inputs[0]) -> Any:
+        given = (*inputs, start, None, moved, *inputs[1:], None)
+        return torch.ops.omniattn.selective_scan_tangents(*given, *grads)
+
+    with pytest.raises(RuntimeError, match="tangent_u must have shape"):
+        call(inputs, None, None, None, None, moved=inputs[0][:, :2])
+    with pytest.raises(RuntimeError, match="grad_y must be given"):
+        call(inputs, None, start, None, None)
+    with pytest.raises(RuntimeError, match="B and C must have 4 dimensions"):
+        call([*inputs[:3], inputs[2], inputs[4]], None, None, None, None)
+    with pytest.raises(RuntimeError, match="u must be in the compute type"):
+        half = [t.bfloat16() if i != 2 else t.float() for i, t in enumerate(inputs)]
+        torch.ops.omniattn.selective_scan_tangents(
+            *half, None, None, *half, None, None, None, None, None
+        )
