@@ -45,6 +45,7 @@ CPU_ONLY = [
     "omniattn::atlas_linear",
     "omniattn::atlas_linear_backward",
     "omniattn::atlas_linear_raw",
+    "omniattn::attention_tangents",
     "omniattn::causal_conv1d_",
     "omniattn::decayed_sum",
     "omniattn::dynamic_conv1d",
@@ -66,6 +67,7 @@ CPU_ONLY = [
     "omniattn::parallax_attention",
     "omniattn::parallax_attention_backward",
     "omniattn::parallax_attention_raw",
+    "omniattn::selective_scan_tangents",
     "omniattn::ssd_",
 ]
 

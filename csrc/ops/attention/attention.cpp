@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "ops/attention/attention_tangents.h"
 #include "ops/device.h"
 #include "ops/registry.h"
 #include "ops/seed.h"
@@ -14,13 +15,6 @@ namespace {
 
 // params: scale, dropout_p, then the parameters of score rules.
 constexpr size_t kFixedParams = 2;
-
-// A tensor (B, T, H, D) with unit stride in its last dimension: a copy if the stride differs.
-Tensor as_heads(const char* op, const char* name, const Tensor& t, ScalarType type) {
-  require_tensor(op, name, t, type);
-  require(t.dim() == 4, op, name, " must have 4 dimensions (B, T, H, D), got ", t.dim());
-  return with_unit_last_stride(t);
-}
 
 // Factors of the rows of k or v, of this shape.
 HeadView factors_of(const char* op, const char* name, const Tensor& t, DType dtype, Sizes sizes) {
@@ -43,6 +37,12 @@ void check_dropout(const Arguments& given, Call& call) {
 }
 
 }  // namespace
+
+Tensor as_heads(const char* op, const char* name, const Tensor& t, ScalarType type) {
+  require_tensor(op, name, t, type);
+  require(t.dim() == 4, op, name, " must have 4 dimensions (B, T, H, D), got ", t.dim());
+  return with_unit_last_stride(t);
+}
 
 void read_seed(Call& call, const Tensor& seed) {
   const ElementStream stream = ops::read_seed(seed);
@@ -377,6 +377,7 @@ const Registry registry([](Registry& ops) {
   ops.add<attention>("attention", saves_last);
   ops.add<attention_int8>("attention_int8");
   ops.add<attention_backward>("attention_backward");
+  ops.define<decltype(attention_tangents::attention_tangents)>("attention_tangents");
   ops.add<attention_weights>("attention_weights", differentiable);
   ops.name("attention_select", {{"select_attention"}});
   ops.add<attention_select>("attention_select");

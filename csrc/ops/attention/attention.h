@@ -123,6 +123,8 @@ struct TorchGradients {
 std::optional<TorchGradients> run_backward_in_torch(const Call& call, AttentionBackwardParams& b,
                                                     const TorchBackward& tensors);
 
+// A tensor (B, T, H, D) with unit stride in its last dimension: a copy if the stride differs.
+Tensor as_heads(const char* op, const char* name, const Tensor& t, ScalarType type);
 inline HeadView view_of(const Tensor& t) {
   return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }

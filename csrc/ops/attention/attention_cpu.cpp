@@ -1,5 +1,5 @@
-// attention, attention_backward, attention_weights and attention_select on the CPU: choice of
-// kernels, memory, threads.
+// attention, attention_backward, attention_tangents, attention_weights and attention_select on the
+// CPU: choice of kernels, memory, threads.
 #include <algorithm>
 #include <span>
 #include <type_traits>
@@ -8,6 +8,7 @@
 #include "kernels/attention/attention_kernels_cpu.h"
 #include "kernels/attention/attention_sizes_cpu.h"
 #include "kernels/attention/attention_terms.h"
+#include "kernels/attention_tangents/attention_tangents.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/attention_parts.h"
 #include "ops/attention/attention_sequences.h"
@@ -344,6 +345,42 @@ void run_backward(AttentionBackwardParams x, const Call& call) {
     run(problems);
   }
   parts.gather();
+}
+
+void run_tangents(AttentionTangentParams x, const Call& call) {
+  using Tangents = AttentionTangentParams;
+  const OptTensor table = expand_table(x.problem);
+  auto problems = problems_of(x, call.sequences);
+  const auto heads = [](const Tangents& t) { return kv_head_items(t.problem); };
+  const int64_t owners = total(problems, heads);
+  for (Tangents& t : problems) t.splits = tangent_splits(t.problem, owners);
+  const auto& kernels = attention_tangent_kernels(x.problem.dtype);
+  const auto scratch = [](const Tangents& t) { return tangent_scratch_elements(t.problem); };
+  const Load load = load_of(problems, heads);
+  // The results of whole heads and of single blocks are bitwise equal.
+  const auto rest = std::stable_partition(problems.begin(), problems.end(), [&](const Tangents& t) {
+    return t.splits == 1 && has_heads_enough(load);
+  });
+  const std::span<Tangents> whole(problems.begin(), rest), split(rest, problems.end());
+  if (!whole.empty()) {
+    run<Tangents>(kernels.heads, whole, heads, largest(whole, [&](const Tangents& t) {
+                    const int64_t rows = group_size(t.problem) * t.problem.tq;
+                    return scratch(t) + tangent_workspace_elements(t, rows);
+                  }));
+  }
+  if (split.empty()) return;
+  const Tensor workspace = share_workspace(split, [](const Tangents& t) {
+    return tangent_workspace_elements(t, query_rows(t.problem));
+  });
+  const auto blocks = [](const Tangents& t) { return forward_items(t.problem); };
+  const auto items = [](const Tangents& t) { return tangent_items(t); };
+  const int64_t elements = largest(split, scratch);
+  run<Tangents>(kernels.prepare, split, blocks, 0);
+  run<Tangents>(kernels.outputs, split, items, elements);
+  run<Tangents>(kernels.join, split, blocks, 0);
+  if (!has_gradients(x)) return;
+  run<Tangents>(kernels.gradients, split, items, elements);
+  run<Tangents>(kernels.finish, split, blocks, 0);
 }
 
 void run_weights(AttentionWeightsParams w) {

@@ -98,6 +98,27 @@ AttentionBackwardParams of_sequence(AttentionBackwardParams x, const Sequence& s
   return x;
 }
 
+AttentionTangentParams of_sequence(AttentionTangentParams x, const Sequence& s) {
+  const AttentionProblem& p = x.problem;
+  const int64_t size = size_of(p.dtype), wide = size_of(accumulator(p.dtype));
+  for (HeadView* view : {&x.out, &x.moved_q, &x.grad_out, &x.moved_grad_out}) {
+    move_rows(*view, s, s.q_begin, size);
+  }
+  for (HeadView* view : {&x.moved_k, &x.moved_v}) move_rows(*view, s, s.k_begin, size);
+  for (MutableHeadView* view : {&x.moved_out, &x.moved_grad_q}) {
+    move_rows(*view, s, s.q_begin, size);
+  }
+  for (MutableHeadView* view : {&x.moved_grad_k, &x.moved_grad_v}) {
+    move_rows(*view, s, s.k_begin, size);
+  }
+  for (const void** each : {&x.lse, &x.lse_tail, &x.grad_lse, &x.moved_grad_lse}) {
+    *each = moved(*each, stat_offset(p, s), wide);
+  }
+  x.moved_lse = moved(x.moved_lse, stat_offset(p, s), wide);
+  x.problem = problem_of(p, s);
+  return x;
+}
+
 void gather_rows(AttentionProblem& p, Tensors& memory) {
   const auto gather = [&](HeadView& x, const HeadView& factors, int64_t width) {
     const int64_t sizes[] = {p.tk, p.hkv, width};

@@ -8,9 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from omniattn import reference
+from omniattn.encoding.losses import CrossEntropy, Divergence
+from omniattn.ops.derivatives.losses import loss_pieces
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.ops.dispatch.library import CONSTANTS
+from omniattn.ops.dispatch.pieces import Pieces
+from omniattn.reference.losses.loss import cross_entropy_of_rows, jsd_of_rows
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["REDUCTIONS", "cross_entropy", "jsd", "linear_cross_entropy", "linear_jsd"]
@@ -53,6 +57,36 @@ def _linear_formula(
     return reference.linear_cross_entropy(
         x, weight, target, bias=bias, class_weight=class_weight, **named
     )
+
+
+def _cross_entropy_pieces(
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, *options: Any
+) -> Pieces | None:
+    named = _named(_CROSS_ENTROPY, options)
+
+    def of_rows(logits: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        return cross_entropy_of_rows(logits, target, CrossEntropy(class_weight=weight, **named))
+
+    tensors = (logits, target, class_weight)
+    return loss_pieces(of_rows, tensors, named["reduction"], whole=(2,))
+
+
+def _jsd_pieces(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None,
+    ignore_index: int,
+    beta: float,
+    temperature: float,
+    log_probs: bool,
+    reduction: int,
+) -> Pieces | None:
+    record = Divergence(beta=beta, temperature=temperature, ignore_index=ignore_index)
+
+    def of_rows(student: Tensor, teacher: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:
+        return jsd_of_rows(student, teacher, target, record, log_probs)
+
+    return loss_pieces(of_rows, (student, teacher, target), _NAMES[reduction])
 
 
 def _jsd_formula(student: Tensor, teacher: Tensor, target: Tensor | None, *options: Any) -> Tensor:
@@ -114,7 +148,7 @@ cross_entropy = DifferentiableOp(
     | dict.fromkeys(("row_max", "log_sum"), _per_row),
     private=("row_max", "log_sum"),
     formula=_formula,
-    higher_derivatives=False,
+    pieces=_cross_entropy_pieces,
     backward_op=_backward_op.of(grad="grad_loss", y="dlogits"),
     refuse=_refuse_class_weight,
 )
@@ -135,7 +169,7 @@ jsd = DifferentiableOp(
     },
     private=("statistics",),
     formula=_jsd_formula,
-    higher_derivatives=False,
+    pieces=_jsd_pieces,
     backward_op=_jsd_backward_op.of(grad="grad_loss", y="dstudent"),
     refuse=_refuse_teacher,
 )

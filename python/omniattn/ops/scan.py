@@ -11,6 +11,7 @@ from omniattn import reference
 from omniattn.ops.derivatives.scans import (
     linear_scan_pieces,
     selective_chunk,
+    selective_scan_pieces,
     selective_tokens,
 )
 from omniattn.ops.dispatch import library as _library
@@ -182,10 +183,13 @@ def _selective_chunk(*args: Any) -> tuple[Tensor, Tensor]:
     return selective_chunk(linear_scan, *given, delta_softplus=delta_softplus)
 
 
+_selective_chunks = in_chunks(
+    *("selective_scan", _selective_chunk, ("u", "delta", "B", "C", "z")), tokens=selective_tokens
+)
 #: (u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens, delta_softplus, paired)
 #: -> (y, final_state). If paired, A, B, 2 conj(C) and states are interleaved real and imaginary
 #: parts. Without A it is longhorn_scan.
-selective_scan = DifferentiableOp(
+selective_scan: DifferentiableOp = DifferentiableOp(
     "selective_scan",
     fakes={
         "y": lambda u: u.new_empty(u.shape),
@@ -199,12 +203,7 @@ selective_scan = DifferentiableOp(
     },
     private=("states",),
     formula=_selective_formula,
-    pieces=in_chunks(
-        "selective_scan",
-        _selective_chunk,
-        ("u", "delta", "B", "C", "z"),
-        tokens=selective_tokens,
-    ),
+    pieces=lambda *args: selective_scan_pieces(selective_scan, _selective_chunks, *args),
     fold=Fold(
         ("u", "delta", "z", "initial_state"),
         when=lambda B, C, cu_seqlens: cu_seqlens is None and B.dim() == 2 and C.dim() == 2,

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omniattn import functional as F
 from omniattn.functional import masks, scores
-from omniattn.ops.derivatives import attention_tiles, recurrence_tangents, scans
+from omniattn.ops.derivatives import attention_tiles, losses, recurrence_tangents, scans
 from omniattn.ops.dispatch import chunks
 
 B, TQ, TK, HEADS, KV_HEADS, D = 2, 9, 11, 4, 2, 3
@@ -276,6 +276,31 @@ def test_layouts(form: str) -> None:
 
     for derive in ("twice", "jvp of grad"):
         _assert_as_definition(derive, loss, inputs, rtol=1e-11)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ["cross_entropy", "jsd"])
+def test_losses(name: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "ELEMENTS", 20)
+    target = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(1))
+    target[0, 1] = -100
+    logits, teacher, weight = _inputs((2, 5, 7), (2, 5, 7), (7,))
+
+    def loss(backend: str | None) -> Loss:
+        options: Any = {"reduction": reduction, "backend": backend}
+
+        def run(x: Tensor) -> Tensor:
+            if name == "jsd":
+                found = F.jsd(x, teacher, target, beta=0.3, **options)
+            else:
+                options.update(z_loss=0.1, label_smoothing=0.2, softcap=3.0)
+                found = F.cross_entropy(x, target, class_weight=weight.exp(), **options)
+            return found.square().sum()
+
+        return run
+
+    for derive in ("twice", "thrice", "jvp of grad", "grad of jvp"):
+        _assert_as_definition(derive, loss, [logits], rtol=1e-10)
 
 
 #: Shapes of inputs, and a function of them; decays and step sizes are made from any numbers.

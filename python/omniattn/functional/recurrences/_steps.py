@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 #: The emulated kernels of CUDA, which tests run on the CPU, have no single steps.
-_PRESENT = _library._has_kernel("ssd_", "cpu")
+_PRESENT = _library.has_kernel("ssd_", "cpu")
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 

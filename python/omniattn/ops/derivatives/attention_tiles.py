@@ -1,7 +1,7 @@
 """The definition of attention in tiles: some queries and heads of a sequence, and what they see.
 
 Second and forward-mode derivatives evaluate one tile after another (dispatch/pieces.py), in O(T)
-memory.
+memory, where the kernel for tangents (attention_kernel.py) does not compute them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from omniattn.encoding.attention import decode, score_sides, split_parts
 from omniattn.encoding.masks import MaskKind, Rules, Sizes, key_range, visible
 from omniattn.encoding.masks import of_sequence as rules_of_sequence
 from omniattn.encoding.options import TABLES, Options, ScoreKind
+from omniattn.ops.derivatives.attention_kernel import AttentionKernel, has_tangent_kernel
+from omniattn.ops.derivatives.tangent_kernels import KernelPieces
 from omniattn.ops.dispatch.pieces import ELEMENTS, Index, Piece, Pieces
 from omniattn.reference.attention.attention import Part, attention_of_part, of_sequence
 from omniattn.reference.precision import compute_dtype
@@ -70,7 +72,11 @@ def attention_pieces(
             pieces.append(_piece(codes, q, k, aux, sides))
     lse = torch.Size((batch, heads, tq))
     out = torch.Size((*q.shape[:3], v.shape[3]))
-    return Pieces(tuple(pieces), ((out, q.dtype), (lse, compute_dtype(q))))
+    outputs = ((out, q.dtype), (lse, compute_dtype(q)))
+    if not has_tangent_kernel(q, score):
+        return Pieces(tuple(pieces), outputs)
+    kernel = AttentionKernel(mask, score, params)
+    return KernelPieces(tuple(pieces), outputs, kept=kernel.results, kernel=kernel)
 
 
 def _sequences(

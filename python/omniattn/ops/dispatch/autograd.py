@@ -297,7 +297,17 @@ class DifferentiableOp(Op):
         tensors, _ = one_by_one(self._inputs(args), len(self.tensor_lists))
         if pieces is None or (is_grad_enabled() and any(needs_gradient(t) for t in tensors)):
             return self._call_formula(args)
-        return self._public(pieces.run(tensors))
+        pairs = [(t, None) if t is None else forward_ad.unpack_dual(t) for t in tensors]
+        given = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]
+        kernel = pieces.kernel_of_jvp(given)
+        if kernel is None:
+            return self._public(pieces.run(tensors))
+        primal = tree_map_only(Tensor, lambda t: forward_ad.unpack_dual(t).primal, args)
+        outputs = self.raw(*primal)
+        further = outputs if pieces.kept else ()
+        moved = kernel(*(t for t, _ in pairs), *(pairs[i][1] for i in given), *further)
+        duals = zip(outputs, moved, strict=False)  # private outputs have no tangents
+        return self._public(tuple(forward_ad.make_dual(y, t) for y, t in duals))
 
     def _derived_in_graph(self, asked: str, args: Arguments) -> Any:
         """A call inside a derivative of torch.func inside a graph, where a registered op has no
@@ -424,17 +434,23 @@ class DifferentiableOp(Op):
 
         def by_backward(*given: Tensor) -> list[Tensor]:
             filled = list(leaves)
-            for i, t in zip(places, given[-len(places) :], strict=True):
+            first = len(given) - len(further)
+            for i, t in zip(places, given[first : first + len(places)], strict=True):
                 filled[i] = t
             found = self.plan.find(tree_unflatten(filled, spec), needs)
             flat = with_empty_lists(found, lengths)
             return [torch.zeros_like(tensors[i]) if flat[i] is None else flat[i] for i in wanted]
 
-        direct = None if pieces.carried else (by_backward, [leaves[i] for i in places])
+        further = [*(leaves[i] for i in places), *self.results_for_kernels(pieces, values)]
         carried = by_pieces.carried_outputs(pieces, tensors)
-        found = by_pieces.vjp(pieces, tensors, carried, wanted, grads, direct)
+        found = by_pieces.vjp(pieces, tensors, carried, further, wanted, grads, by_backward)
         rest = iter(found)
         return self.plan.group([next(rest) if flag else None for flag in flags], lengths)
+
+    def results_for_kernels(self, pieces: Pieces, values: Sequence[Any]) -> list[Tensor]:
+        """Returns the results of a call, of named values, that kernels of its pieces read."""
+        names = self.schema.outputs if pieces.kept else ()
+        return [values[self.plan.places[n]] for n in names]
 
     def _of_ended_level(
         self, args: Arguments, needs: Sequence[Any], grads: Sequence[Tensor | None]

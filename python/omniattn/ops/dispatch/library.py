@@ -175,7 +175,7 @@ def ops_of(device: str) -> list[str]:
     return [n for n in names if not n.endswith("_raw")]
 
 
-def _has_kernel(name: str, device: str) -> bool:
+def has_kernel(name: str, device: str) -> bool:
     key = _KEYS[device]
     has: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"omniattn::{name}", key)
     return has
@@ -225,7 +225,7 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 def stand_in(name: str, device: str, function: Callable[..., Any]) -> None:
     """Registers `function` as an op's implementation for a device, unless it has one there."""
-    if not _has_kernel(name, device):
+    if not has_kernel(name, device):
         _kernels.impl(name, function, _KEYS[device])
         _stand_ins[device].add(name)
 

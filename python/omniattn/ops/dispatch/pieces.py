@@ -32,6 +32,8 @@ ELEMENTS = 1 << 19
 Index = tuple[slice, ...]
 #: Arguments; None for those that a call lacks.
 Tensors = Sequence[Tensor | None]
+#: Function of the arguments and further ones that computes the outputs.
+Kernel = Callable[..., Sequence[Tensor]]
 _ALL = slice(None)
 
 
@@ -51,14 +53,16 @@ class Pieces:
     `carried`.
 
     `direct`, if given, computes the outputs by other means from the arguments and further ones,
-    whose derivatives are part of the arguments' own.
+    whose derivatives are part of the arguments' own. The last `kept` of these are the further
+    arguments of kernels that compute derivatives.
     """
 
     pieces: tuple[Piece, ...]
     outputs: tuple[tuple[torch.Size, torch.dtype], ...]
     carried: tuple[int, ...] = ()
-    direct: Callable[..., Sequence[Tensor]] | None = None
+    direct: Kernel | None = None
     further: int = 0
+    kept: int = 0
 
     @classmethod
     def whole(
@@ -126,6 +130,14 @@ class Pieces:
         carried = tuple(self.outputs[i] for i in self.carried)
         places = tuple(range(len(wanted), len(varied)))
         return Pieces(pieces, (*_like(tensors, wanted), *carried), places)
+
+    def kernel_of_vjp(self, wanted: Sequence[int], given: Sequence[int]) -> Kernel | None:
+        """Returns a `direct` function for the result of `vjp`, None if there is no kernel."""
+        return None
+
+    def kernel_of_jvp(self, given: Sequence[int]) -> Kernel | None:
+        """Returns a `direct` function for the result of `jvp`, None if there is no kernel."""
+        return None
 
     def jvp(self, tensors: Tensors, given: Sequence[int]) -> Pieces:
         """Returns the function of `tensors`, the carried outputs and tangents of the arguments
@@ -382,16 +394,17 @@ class _Evaluated(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.pieces, *tensors = inputs
         ctx.count = len(tensors) - ctx.pieces.further
-        saved = (*tensors[: ctx.count], *(output[i] for i in ctx.pieces.carried))
+        carried = (output[i] for i in ctx.pieces.carried)
+        saved = (*tensors[: ctx.count], *carried, *tensors[len(tensors) - ctx.pieces.kept :])
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        pieces, saved, count = ctx.pieces, ctx.saved_tensors, ctx.count
+        pieces, count = ctx.pieces, ctx.count
         wanted = [i for i, need in enumerate(ctx.needs_input_grad[1 : 1 + count]) if need]
-        found = vjp(pieces, saved[:count], saved[count:], wanted, grads)
+        found = vjp(pieces, *_Evaluated.saved(ctx), wanted, grads)
         rest = iter(found)
         return (
             None,
@@ -401,8 +414,14 @@ class _Evaluated(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
-        saved, count = ctx.saved_tensors, ctx.count
-        return jvp(ctx.pieces, saved[:count], saved[count:], tangents[:count])
+        return jvp(ctx.pieces, *_Evaluated.saved(ctx), tangents[: ctx.count])
+
+    @staticmethod
+    def saved(ctx: Any) -> tuple[Tensors, Tensors, Tensors]:
+        """Returns the arguments, the carried outputs and the arguments of kernels."""
+        count, end = ctx.count, ctx.count + len(ctx.pieces.carried)
+        saved = ctx.saved_tensors
+        return saved[:count], saved[count:end], saved[end:]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], pieces: Pieces, *tensors: Tensor | None) -> Any:
@@ -435,33 +454,41 @@ def vjp(
     pieces: Pieces,
     tensors: Tensors,
     carried: Tensors,
+    further: Tensors,
     wanted: Sequence[int],
     grads: Tensors,
-    direct: tuple[Callable[..., Sequence[Tensor]], Tensors] | None = None,
+    direct: Kernel | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients of the arguments `wanted`, None without gradients of outputs.
 
-    `carried` has the values of the carried outputs. `direct`, for pieces without any, is a function
-    that computes the gradients, and its further arguments.
+    `carried` has the values of the carried outputs. `direct`, by default a kernel of the pieces, is
+    a function that computes the gradients, with the arguments `further`.
     """
     given = [i for i, g in enumerate(grads) if g is not None]
     if not given or not wanted:
         return (None,) * len(wanted)
     made, values = pieces.vjp(tensors, wanted, given), [grads[i] for i in given]
-    if direct is not None:
-        function, further = direct
-        made = replace(made, direct=function, further=len(further))
-        values += further
-    return evaluate(made, *tensors, *carried, *values)[: len(wanted)]
+    direct = direct or pieces.kernel_of_vjp(wanted, given)
+    return _evaluate_by(direct, made, (*tensors, *carried, *values), further)[: len(wanted)]
 
 
 def jvp(
-    pieces: Pieces, tensors: Tensors, carried: Tensors, tangents: Tensors
+    pieces: Pieces, tensors: Tensors, carried: Tensors, further: Tensors, tangents: Tensors
 ) -> tuple[Tensor, ...]:
-    """Computes the tangents of the outputs; `carried` as for `vjp`."""
+    """Computes the tangents of the outputs; `carried` and `further` as for `vjp`."""
     given = [i for i, t in enumerate(tangents) if t is not None]
-    chosen = [tangents[i] for i in given]
-    return evaluate(pieces.jvp(tensors, given), *tensors, *carried, *chosen)
+    made, chosen = pieces.jvp(tensors, given), [tangents[i] for i in given]
+    kernel = pieces.kernel_of_jvp(given)
+    return _evaluate_by(kernel, made, (*tensors, *carried, *chosen), further)
+
+
+def _evaluate_by(
+    direct: Kernel | None, pieces: Pieces, tensors: Tensors, further: Tensors
+) -> tuple[Tensor, ...]:
+    """Evaluates pieces by a function of `tensors` and `further`, if there is one."""
+    if direct is None or pieces.carried:
+        return evaluate(replace(pieces, kept=0), *tensors)
+    return evaluate(replace(pieces, direct=direct, further=len(further)), *tensors, *further)
 
 
 def carried_outputs(pieces: Pieces, tensors: Tensors) -> tuple[Tensor, ...]:

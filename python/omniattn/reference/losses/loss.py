@@ -33,15 +33,21 @@ def cross_entropy(
     "mean" divides by the sum of w_y over the other rows; if this sum is 0, it gives 0 (torch: NaN).
     """
     record = packed("cross_entropy", CrossEntropy, options)
-    class_weight, ignore_index, label_smoothing, z_loss, softcap, temperature, _ = record
+    return reduced(*cross_entropy_of_rows(logits, target, record), record.reduction)
+
+
+def cross_entropy_of_rows(
+    logits: Tensor, target: Tensor, options: CrossEntropy
+) -> tuple[Tensor, Tensor]:
+    """Computes the losses (...) and w_y, 0 for ignored rows."""
+    class_weight, ignore_index, label_smoothing, z_loss, softcap, temperature, _ = options
     logits = widen(logits)
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits / temperature
     kept = target != ignore_index
     if logits.shape[-1] == 0:  # no row has a class
-        none = torch.zeros_like(target, dtype=logits.dtype)
-        return _reduced(logits.sum(-1), none, record.reduction)
+        return logits.sum(-1), torch.zeros_like(target, dtype=logits.dtype)
     log_p, index = logits.log_softmax(-1), target.masked_fill(~kept, 0)
     weights = torch.ones_like(index, dtype=log_p.dtype)
     if class_weight is not None:
@@ -54,11 +60,11 @@ def cross_entropy(
     if label_smoothing > 0:
         all_classes = log_p if class_weight is None else log_p * class_weight
         loss = loss - label_smoothing * all_classes.mean(-1)
-    loss = loss.masked_fill(~kept, 0)
-    return _reduced(loss, weights.masked_fill(~kept, 0), record.reduction)
+    return loss.masked_fill(~kept, 0), weights.masked_fill(~kept, 0)
 
 
-def _reduced(loss: Tensor, weights: Tensor, reduction: str) -> Tensor:
+def reduced(loss: Tensor, weights: Tensor, reduction: str) -> Tensor:
+    """Returns the losses, their sum, or the sum divided by that of the weights, 0 without any."""
     if reduction == "none":
         return loss
     if reduction == "sum":
@@ -124,7 +130,15 @@ def jsd(
     teacher (..., V) are logits, or ln Q and ln P with `log_probs`; target (...). Rows whose target
     is `ignore_index` give 0. "mean" divides by the number of other rows.
     """
-    beta, temperature, ignore_index = packed("jsd", Divergence, options)
+    record = packed("jsd", Divergence, options)
+    return reduced(*jsd_of_rows(student, teacher, target, record, log_probs), reduction)
+
+
+def jsd_of_rows(
+    student: Tensor, teacher: Tensor, target: Tensor | None, options: Divergence, log_probs: bool
+) -> tuple[Tensor, Tensor]:
+    """Computes the losses (...) and 1 for rows that are not ignored, else 0."""
+    beta, temperature, ignore_index = options
     x, y = widen(student), widen(teacher)
     if not log_probs:
         x, y = ((t / temperature).log_softmax(-1) for t in (x, y))
@@ -136,9 +150,9 @@ def jsd(
         mixture = torch.logaddexp(y + math.log(beta), x + math.log(1 - beta))
         loss = beta * _kl(y, mixture) + (1 - beta) * _kl(x, mixture)
     if target is None:
-        return _reduced(loss, torch.ones_like(loss), reduction)
+        return loss, torch.ones_like(loss)
     kept = target != ignore_index
-    return _reduced(loss.masked_fill(~kept, 0), kept.to(loss.dtype), reduction)
+    return loss.masked_fill(~kept, 0), kept.to(loss.dtype)
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ CROSS_ENTROPY = OpSpec(
     paper="Milakov and Gimelshein 2018, arXiv 1805.02867",
     inputs=_loss_inputs,
     differentiable=("logits",),
+    second_order=True,
     flops=lambda case, pass_: 4.0 * case.sizes["M"] * case.sizes["V"] * (1 + ("+" in pass_)),
     special=("everything",),
     cases=(
@@ -188,6 +189,7 @@ JSD = OpSpec(
     paper="Agarwal et al. 2023, arXiv 2306.13649",
     inputs=_jsd_inputs,
     differentiable=("student",),
+    second_order=True,
     flops=lambda case, pass_: 16.0 * case.sizes["M"] * case.sizes["V"] * (1 + ("+" in pass_)),
     cases=(
         _loss("tiny", 3, 5, beta=0.3, temperature=2.0),
