@@ -56,6 +56,18 @@ VECTORS = BlocksConfig(
 STAGED = {
     "llama": replace(LLAMA, tie_embeddings=True),
     "mixtral": MIXTRAL,
+    "resformer": BlocksConfig(
+        blocks=tuple(
+            DecoderBlock.Config(
+                Attention.Config(16, 2, value_residual=kind),
+                MoE.Config.of(16, 24, experts=4, top_k=2),
+                RMSNorm.Config(16),
+            )
+            for kind in ("first", "later", "later", "later")
+        ),
+        dim=16,
+        num_layers=4,
+    ),
     "deepseek": replace(PRESETS["deepseek-moe-mtp"], **SIZES, **MLA, expert_dim=12),
 }
 CONFIG = TrainConfig(model=LLAMA, steps=4, batch=5, length=16, warmup=1, clip=0.5)
@@ -73,7 +85,7 @@ EXPERTS = {
 }
 #: Meshes of a model with a tied head, and of models with experts.
 STAGES = {
-    2: [("llama", {"pp": 2}), ("deepseek", {"pp": 2})],
+    2: [("llama", {"pp": 2}), ("deepseek", {"pp": 2}), ("resformer", {"pp": 2})],
     4: [
         *(("llama", {"pp": 2, name: 2}) for name in ("dp", "fsdp", "cp", "tp")),
         *(("mixtral", {"pp": 2, name: 2}) for name in ("fsdp", "ep", "tp")),
@@ -103,6 +115,16 @@ def of_experts_and_stages(rank, ranks, port):
         staged = replace(CONFIG, batch=8, accumulate=2, recompute=True)
         for name, sizes in STAGES[ranks]:
             compare(replace(staged, model=STAGED[name]), [sizes], path, parts_of(sizes))
+        several = {
+            "llama": replace(STAGED["llama"], num_layers=4),
+            "resformer": STAGED["resformer"],
+        }
+        for model in several.values():
+            for name in ("Interleaved1F1B", "LoopedBFS"):
+                how = {"pp_schedule": name, "stages_per_rank": 2}
+                sizes = {"pp": 2} | ({"fsdp": 2} if ranks == 4 else {})
+                parts = parts_of(sizes)
+                compare(replace(staged, model=model), [sizes, sizes], path, parts, **how)
 
 
 @contextmanager
@@ -123,7 +145,7 @@ def parts_of(sizes):
     return math.prod(sizes.get(name, 1) for name in ("dp", "fsdp", "ep"))
 
 
-def compare(config, meshes, path, parts=1):
+def compare(config, meshes, path, parts=1, **how):
     """Compares runs with one that accumulates the parts of a batch; each mesh continues the run of
     the one before, and one process that of the last."""
     whole = replace(config, accumulate=parts * config.accumulate)
@@ -132,7 +154,7 @@ def compare(config, meshes, path, parts=1):
     held_out = alone.evaluate()
     for n, sizes in enumerate(meshes):
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        trainer = Trainer(config, TASK, mesh=mesh)
+        trainer = Trainer(config, TASK, mesh=mesh, **how)
         if n > 0:
             trainer.load(path)
         steps(trainer, 4 - trainer.step)
@@ -144,7 +166,7 @@ def compare(config, meshes, path, parts=1):
             torch.testing.assert_close(weights[name], t, rtol=1e-7, atol=1e-8, msg=name)
         found, wanted = trainer.routers.history(), alone.routers.history()
         torch.testing.assert_close(found | trainer.further, wanted | alone.further)
-        trainer = Trainer(config, TASK, mesh=mesh)
+        trainer = Trainer(config, TASK, mesh=mesh, **how)
         steps(trainer, 2)
         trainer.save(path)
         dist.barrier()
@@ -175,6 +197,29 @@ def refuse(ranks):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=names)
         with pytest.raises((NotImplementedError, ValueError), match=message):
             Trainer(config, TASK, mesh=mesh)
+    staged = replace(CONFIG, batch=12, accumulate=3)
+    for names, how, message in (
+        (("dp",), {"pp_schedule": "1F1B"}, "without pp, got pp_schedule='1F1B', stages_per_rank=1"),
+        (("pp",), {"pp_schedule": "2F2B"}, "pp_schedule must be one of .*, got pp_schedule='2F2B'"),
+        (
+            ("pp",),
+            {"stages_per_rank": 0},
+            "stages_per_rank must be an int >= 1, got stages_per_ran",
+        ),
+        (("pp",), {"stages_per_rank": 3}, f"num_layers=2, ranks={ranks}, stages_per_rank=3"),
+        (
+            ("pp",),
+            {"pp_schedule": "GPipe", "stages_per_rank": 2},
+            "got pp_schedule='GPipe', stages_per_rank=2",
+        ),
+    ):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=names)
+        with pytest.raises(ValueError, match=message):
+            Trainer(staged, TASK, mesh=mesh, **how)
+    five = replace(CONFIG, batch=5 * ranks, accumulate=2 * ranks + 1)
+    with pytest.raises(ValueError, match=f"got accumulate={2 * ranks + 1}, pp={ranks}"):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
+        Trainer(five, TASK, mesh=mesh, stages_per_rank=2)
 
 
 def nans(rank):

@@ -250,7 +250,7 @@ class _Step:
             if stages > 1:
                 kind = type(model)
                 model.__class__ = type(f"{kind.__name__}Stage", (DecoderStage, kind), {})
-                cast(DecoderStage, model).cut(n, stages)
+                cast(DecoderStage, model).cut_stage(n, stages)
             stage = Stage(model, tokens, given, self.among)
             # 1F1B; GPipe where parts are fewer than stages.
             in_flight = self.parts if self.parts < stages else stages - n
