@@ -1,7 +1,5 @@
 """Trainer on meshes of two and four processes (gloo) against one process, in fp64."""
 
-import itertools
-import math
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -42,6 +40,7 @@ LLAMA = LLAMA_SIZED["llama"]
 MIXTRAL = replace(LLAMA_SIZED["mixtral"], experts=4, top_k=2)
 ODD = replace(MIXTRAL, experts=3)
 MLA = {"kv_lora_rank": 8, "qk_nope_dim": 4, "qk_rope_dim": 2, "v_dim": 4}
+OFTEN = {"balance_coefficient": 0.1, "z_coefficient": 0.01}
 VECTORS = BlocksConfig(
     blocks=(
         DecoderBlock.Config(
@@ -53,6 +52,24 @@ VECTORS = BlocksConfig(
     dim=16,
     num_layers=2,
 )
+#: One with losses of each sequence, and one with losses of groups of experts.
+BALANCED = [
+    BlocksConfig(
+        blocks=(
+            DecoderBlock.Config(
+                Attention.Config(16, 2),
+                MoE.Config.of(16, 24, experts=4, top_k=2, **OFTEN, **options),
+                RMSNorm.Config(16),
+            ),
+        ),
+        dim=16,
+        num_layers=2,
+    )
+    for options in (
+        {"balance": "deepseek_v3"},
+        {"balance": "deepseek_v2_communication", "groups": 2, "top_groups": 1},
+    )
+]
 STAGED = {
     "llama": replace(LLAMA, tie_embeddings=True),
     "mixtral": MIXTRAL,
@@ -78,10 +95,13 @@ MESHES = {
         *({"dp": 2, "fsdp": 2}, {"fsdp": 2, "cp": 2}, {"fsdp": 2, "tp": 2}),
     ],
 }
-#: Meshes of the model with experts, whose losses of balance are those of parts of a batch.
+#: Meshes of models with experts, whose losses of balance are those of all tokens of a part.
 EXPERTS = {
-    2: [{"ep": 2}, {"fsdp": 2}],
-    4: [{"ep": 4}, {"dp": 2, "ep": 2}, {"fsdp": 2, "ep": 2}, {"ep": 2, "tp": 2}],
+    2: [{"ep": 2}, {"fsdp": 2}, {"cp": 2}],
+    4: [
+        *({"ep": 4}, {"dp": 2, "ep": 2}, {"fsdp": 2, "ep": 2}, {"ep": 2, "tp": 2}),
+        *({"dp": 2, "cp": 2}, {"cp": 2, "ep": 2}),
+    ],
 }
 #: Meshes of a model with a tied head, and of models with experts.
 STAGES = {
@@ -110,11 +130,11 @@ def of_meshes(rank, ranks, port):
 
 def of_experts_and_stages(rank, ranks, port):
     with folder_of(rank, ranks, port) as path:
-        for parts, group in itertools.groupby(EXPERTS[ranks], parts_of):
-            compare(replace(CONFIG, model=MIXTRAL), list(group), path, parts)
+        for model in (MIXTRAL, *BALANCED):
+            compare(replace(CONFIG, model=model), EXPERTS[ranks], path)
         staged = replace(CONFIG, batch=8, accumulate=2, recompute=True)
         for name, sizes in STAGES[ranks]:
-            compare(replace(staged, model=STAGED[name]), [sizes], path, parts_of(sizes))
+            compare(replace(staged, model=STAGED[name]), [sizes], path)
         several = {
             "llama": replace(STAGED["llama"], num_layers=4),
             "resformer": STAGED["resformer"],
@@ -123,8 +143,7 @@ def of_experts_and_stages(rank, ranks, port):
             for name in ("Interleaved1F1B", "LoopedBFS"):
                 how = {"pp_schedule": name, "stages_per_rank": 2}
                 sizes = {"pp": 2} | ({"fsdp": 2} if ranks == 4 else {})
-                parts = parts_of(sizes)
-                compare(replace(staged, model=model), [sizes, sizes], path, parts, **how)
+                compare(replace(staged, model=model), [sizes, sizes], path, **how)
 
 
 @contextmanager
@@ -140,16 +159,10 @@ def folder_of(rank, ranks, port):
     dist.destroy_process_group()
 
 
-def parts_of(sizes):
-    """Returns the number of parts of a batch."""
-    return math.prod(sizes.get(name, 1) for name in ("dp", "fsdp", "ep"))
-
-
-def compare(config, meshes, path, parts=1, **how):
-    """Compares runs with one that accumulates the parts of a batch; each mesh continues the run of
-    the one before, and one process that of the last."""
-    whole = replace(config, accumulate=parts * config.accumulate)
-    alone = Trainer(whole, TASK)
+def compare(config, meshes, path, **how):
+    """Compares runs on meshes with one; each mesh continues the run of the one before, and one
+    process that of the last."""
+    alone = Trainer(config, TASK)
     expected = steps(alone, 4)
     held_out = alone.evaluate()
     for n, sizes in enumerate(meshes):
@@ -170,7 +183,7 @@ def compare(config, meshes, path, parts=1, **how):
         steps(trainer, 2)
         trainer.save(path)
         dist.barrier()
-    again = Trainer(whole, TASK)
+    again = Trainer(config, TASK)
     again.load(path)
     torch.testing.assert_close(steps(again, 2), expected, rtol=1e-9, atol=0)
     dist.barrier()

@@ -42,6 +42,15 @@ class Routers:
             return 0.0
         return torch.stack(losses).sum() if self.sum_layers else torch.stack(losses).mean()
 
+    def balance_over(
+        self,
+        group: torch.distributed.ProcessGroup | None,
+        sequences: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        """Calls :meth:`omniattn.modules.MoE.balance_over` of all layers."""
+        for layer in self.layers:
+            layer.balance_over(group, sequences)
+
     @torch.no_grad()
     def step(self, group: torch.distributed.ProcessGroup | None = None) -> None:
         """Updates biases and default vectors after a training step, and records this rank's load.

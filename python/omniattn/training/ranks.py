@@ -175,6 +175,8 @@ class Ranks:
                         "cp, as default vectors are means over the tokens of all ranks, "
                         f"got {self._sizes('dp', 'fsdp', 'cp')}"
                     )
+        cp = self._parts.get("cp")
+        Routers(model).balance_over(self.group, None if cp is None else cp.get_group())
         if "ep" in self._parts:
             expert_parallel(model, self._parts["ep"])
         if "tp" in self._parts:

@@ -58,7 +58,8 @@ class TrainConfig(Fields):
         clip_each: True to limit the norm of each parameter's gradient instead of the whole (DINO).
         augment: "mixup", "cutmix" and "randaugment" of torchvision, for classes of images.
         accumulate: parts of a batch that run one after another and make one step; the gradient is
-            that of the whole batch, except for losses of routers, which see the parts.
+            that of the whole batch, except for losses of routers, which see the parts, on all ranks
+            of a mesh.
         recompute: keep only the input of each block for the backward, see `recompute_blocks`.
         data: path of a file or folder; None: data found on every machine.
         task: "instructions" for answers to the prompts of a file; None: task of the architecture.
