@@ -118,6 +118,18 @@ class ContextParallel(Region):
         first = self.positions(t.shape[1], t.device) == 0
         return shifted.masked_fill(first.view(1, -1, *[1] * (t.dim() - 2)), 0.0)
 
+    @torch.no_grad()
+    def first(self, t: Tensor) -> Tensor | None:
+        if self.documents is None or self.offsets is None:
+            return None
+        count, device = t.shape[1], t.device
+        documents = self.documents.to(device)[self.layout.positions(count, device)]
+        starts = self.positions(count, device) == 0
+        rows = t.new_zeros(len(self.offsets) - 1, *t.shape[2:])
+        rows[documents[starts]] = t[0, starts]
+        dist.all_reduce(rows, group=self.layout.group)  # each row is that of one rank
+        return rows[documents][None]
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         return split_attention(self.layout, self.method, self.documents, q, k, v, **options)
 

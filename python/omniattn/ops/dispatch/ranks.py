@@ -42,6 +42,11 @@ class Region(ABC):
     def before(self, t: Tensor) -> Tensor:
         """Returns for each token of t (B, T, ...) the row of the token before it, 0 at starts."""
 
+    @abstractmethod
+    def first(self, t: Tensor) -> Tensor | None:
+        """Returns for each token of packed t (1, T, ...) the row of its sequence's first token,
+        without gradients; None for a batch of sequences."""
+
 
 class _Active:
     """The region of the process; not of a thread, since layers are recomputed on autograd's."""
