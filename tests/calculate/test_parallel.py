@@ -56,9 +56,13 @@ MESHES = {
 BATCH, PARTS = 16, 2
 
 
+#: Number of tokens, assignments and probabilities of each of four experts.
+LOADS = 1 + 2 * 4
+
+
 class Sent(TorchDispatchMode):
     """Adds up the bytes that this rank sends, by kind; groups have two ranks where sizes do not
-    tell. Single numbers, of losses and norms, are left out."""
+    tell. Single numbers, of losses and norms, and sums for balance losses are left out."""
 
     def __init__(self, experts):
         super().__init__()
@@ -77,7 +81,8 @@ class Sent(TorchDispatchMode):
             elif name == "_reduce_scatter_base_":
                 self.bytes["shard"] += args[1].nbytes - size
             elif name == "allreduce_":
-                self.bytes["replicate"] += size
+                if first.numel() > LOADS:
+                    self.bytes["replicate"] += size
             elif name == "send":
                 self.bytes["sent"] += size
             elif name == "alltoall_base_":

@@ -85,6 +85,11 @@ def of_values(q, k, v, g, gv, **options):
     return functional.gated_linear_attention(q, k, v, g, gv=gv, **options)
 
 
+def mimo(*tensors, **options):
+    *tensors, mimo_v, mimo_out = tensors
+    return functional.mamba3(*tensors, mimo_v=mimo_v, mimo_out=mimo_out, **options)
+
+
 def recurrence_cases():
     q, k, v = rows(2, 2, 4)
     beta = torch.rand(2, T, 4, dtype=torch.float64)
@@ -129,6 +134,13 @@ def recurrence_cases():
     yield "selective", f.selective_scan, (u, delta, A, B, C, D, z), {}
     x, dt, A = randn(2, T, 4, 3), randn(2, T, 4).abs(), -randn(4).abs()
     yield "ssd", f.ssd, (x, dt, A, randn(2, T, 2, 5), randn(2, T, 2, 5)), {"D": randn(4)}
+    trap, angles, D, z = randn(2, T, 4), randn(2, T, 4, 2), randn(4), randn(2, T, 4, 3)
+    q, k = randn(2, T, 2, 6), randn(2, T, 2, 6)
+    steps = (decays(4), dt, trap)
+    yield "mamba3", f.mamba3, (q, k, x, *steps, randn(4, 6), randn(4, 6), angles, D, z), {}
+    q, k = randn(2, T, 3, 2, 6), randn(2, T, 3, 2, 6)
+    biases, factors = (randn(4, 3, 6), randn(4, 3, 6)), (randn(4, 3, 3), randn(4, 3, 3))
+    yield "mamba3 mimo", mimo, (q, k, x, *steps, *biases, angles, *factors), {}
 
 
 def first(out):
@@ -256,7 +268,7 @@ BOUNDARIES = torch.tensor([0, 3, 5, 5, 19, 24, 32])
 
 
 #: Recurrences with two steps for each token, and with a state of the first token.
-REFUSED_PACKED = ("rwkv quadratic", "oja", "abc", "lightnet")
+REFUSED_PACKED = ("rwkv quadratic", "oja")
 
 
 def packed_cases():
@@ -305,11 +317,13 @@ LAYERS["MultiHeadLatentAttention"] |= {"q_lora_rank": None, "kv_lora_rank": 6, "
 LAYERS["MultiHeadLatentAttention"] |= {"qk_rope_dim": 4, "v_dim": 3}
 LAYERS |= {"Rodimus": {"d_state": 4}, "ReBased": {"num_heads": 2, "feature_dim": 3}}
 LAYERS["LightNet"] |= {"gate_rank": 3}
+LAYERS["Mamba3"] = {"d_state": 8, "headdim": 4}
 LAYERS |= {f"RWKV{n}TimeMix": {"head_dim": 4} for n in (5, 6, 7)}
 
 
 #: Further forms of a layer.
 FORMS = {
+    "mimo": ("Mamba3", {"d_state": 8, "headdim": 4, "is_mimo": True, "mimo_rank": 2}),
     "forget gates": ("Attention", {"num_heads": 2, "forget_gate": True}),
     "sigmoid": ("Attention", {"num_heads": 2, "normalizer": "sigmoid"}),
     "softpick": ("Attention", {"num_heads": 2, "normalizer": "softpick"}),

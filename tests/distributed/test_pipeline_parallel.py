@@ -8,17 +8,26 @@ import torch
 import torch.distributed as dist
 from processes import main, run, start
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
 from omniattn.distributed import pipeline_parallel
+from omniattn.distributed.pipeline import same_stages
 from omniattn.models import PRESETS, BlocksConfig, Routers
 from omniattn.modules import (
+    Attention,
     AttentionResiduals,
     DecoderBlock,
     Engram,
+    GatedMLP,
     HyperConnections,
     Mamba2,
     RMSNorm,
+    RWKV7TimeMix,
 )
 
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
@@ -27,12 +36,33 @@ SIZES = {"dim": 16, "num_layers": 4, "vocab_size": 40}
 HEADS = {"num_heads": 2, "hidden_dim": 24}
 MLA = {"kv_lora_rank": 8, "qk_nope_dim": 4, "qk_rope_dim": 2, "v_dim": 4}
 MOE = {"experts": 4, "top_k": 2, "expert_dim": 12}
+#: Mixers whose layers read values, or keys and values, of earlier ones: (name, kind, options of
+#: each layer).
+SHARING = (
+    ("rwkv7", RWKV7TimeMix, [{"head_dim": 4, "layer_idx": n, "num_layers": 4} for n in range(4)]),
+    (
+        "value_residual",
+        Attention,
+        [{"num_heads": 2, "value_residual": "later" if n else "first"} for n in range(4)],
+    ),
+    (
+        "shared_kv",
+        Attention,
+        [{"num_heads": 2, "shared_kv": kind} for kind in ("source", "reader", "source", "reader")],
+    ),
+    (
+        "yoco",
+        Attention,
+        [{"num_heads": 2, "shared_kv": kind} for kind in (None, "source", "reader", "reader")],
+    ),
+)
 ENGRAM = Engram.Config(16, 40, (64, 64), ngram_dim=8, num_heads=2)
 
 
 def models():
     """Configs by name: tied and untied heads, learned positions, recurrences, a hybrid, experts
-    with multi-token prediction, residual streams, recomputation."""
+    with multi-token prediction, residual streams, values and keys of earlier layers,
+    recomputation."""
 
     def preset(name, **sizes):
         return replace(PRESETS[name], **SIZES | sizes)
@@ -51,6 +81,10 @@ def models():
         yield kind.__name__, BlocksConfig(blocks=(streams,), **SIZES)
     ngrams = {"engram": ENGRAM, "engram_layers": (1, 3)}
     yield "engram", BlocksConfig(blocks=(block,), **SIZES, **ngrams)
+    for name, kind, options in SHARING:
+        mixers = (kind.Config(16, **given) for given in options)
+        layers = (replace(block, mixer=mixer, mlp=GatedMLP.Config(16, 24)) for mixer in mixers)
+        yield name, BlocksConfig(blocks=tuple(layers), **SIZES, tie_embeddings=True)
 
 
 def reference(model, tokens, weights):
@@ -64,11 +98,10 @@ def reference(model, tokens, weights):
     return torch.stack(losses)
 
 
-def step(stage, schedule, tokens, **options):
-    """Runs a step with the arguments of this stage, and returns the result of the last one."""
-    first = (tokens[:, :-1],) if stage.is_first else ()
-    more = {} if stage.is_first else {"tokens": tokens[:, :-1]}
-    return schedule.step(*first, **more, **options)
+def step(model, schedule, tokens, **options):
+    """Runs a step with the arguments of this rank, and returns the result of the last one."""
+    first = (tokens[:, :-1],) if model.is_first else ()
+    return schedule.step(*first, tokens=tokens[:, :-1], **options)
 
 
 def of_models(rank, ranks, port):
@@ -76,31 +109,35 @@ def of_models(rank, ranks, port):
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
     for name, config in models():
         torch.manual_seed(0)
-        whole = config.build(dtype=torch.float64)
+        whole = replace(config, num_layers=2 * ranks).build(dtype=torch.float64)
         for p in whole.parameters():
             torch.nn.init.normal_(p, std=0.3)
         tokens = torch.randint(40, (2 * PARTS, T + 1))
-        for kind, weights in ((ScheduleGPipe, [0.4, 0.3, 0.2, 0.1]), (Schedule1F1B, None)):
+        for kind, weights, each in (
+            (ScheduleGPipe, [0.4, 0.3, 0.2, 0.1], None),
+            (Schedule1F1B, None, None),
+            (ScheduleInterleaved1F1B, [0.4, 0.3, 0.2, 0.1], 2),
+        ):
             whole.zero_grad()
             expected = reference(whole, tokens, weights or [1 / PARTS] * PARTS)
             model = copy.deepcopy(whole)
             model.zero_grad()
-            stage = pipeline_parallel(model, mesh)
-            assert stage.submod is model and isinstance(model, type(whole))
-            schedule = kind(stage, PARTS, loss_fn=lambda x, y: x, scale_grads=weights is None)
+            stages = pipeline_parallel(model, mesh, stages_per_rank=each)
+            assert isinstance(model, type(whole)) and (each or stages.submod is model)
+            schedule = kind(stages, PARTS, loss_fn=lambda x, y: x, scale_grads=weights is None)
             targets, losses = tokens[:, 1:], []
             options = {"targets": targets, "target": targets, "losses": losses}
             if weights is not None:
                 options["share"] = torch.tensor(weights, dtype=torch.float64)
-            step(stage, schedule, tokens, **options)
-            if stage.is_last:
+            step(model, schedule, tokens, **options)
+            if model.is_last:
                 found = torch.cat(losses).detach() / (1 if weights else PARTS)
                 same(found, expected, name)
             same_gradients(model, whole, name)
         whole.eval(), model.eval()
         with torch.no_grad():
-            out = step(stage, ScheduleGPipe(stage, 1), tokens)
-            if stage.is_last:
+            out = step(model, ScheduleLoopedBFS(same_stages(stages), 1), tokens)
+            if model.is_last:
                 same(out, whole(tokens[:, :-1]), name)
     refuse(mesh)
     dist.destroy_process_group()
@@ -130,7 +167,6 @@ def refuse(mesh):
         (llama, None, TypeError, "mesh must be a DeviceMesh, got mesh=None"),
         (llama, two, ValueError, "mesh must have one dimension, as mesh"),
         (replace(llama, num_layers=5), mesh, ValueError, "divide the layers, got num_layers=5"),
-        (PRESETS["rwkv-7-0.1b"], mesh, NotImplementedError, "cannot divide RWKV7TimeMix"),
         (PRESETS["bert"], mesh, TypeError, "be a Decoder, got Bert"),
         (PRESETS["zamba2"], mesh, NotImplementedError, "layers of a decoder must be DecoderBlocks"),
     ):
@@ -139,6 +175,12 @@ def refuse(mesh):
         with pytest.raises(error, match=f"pipeline_parallel: .*{message}"):
             pipeline_parallel(model, given)
         assert list(model.state_dict()) == before
+    for count, error, message in (
+        (0, ValueError, "stages_per_rank must be an int >= 1, got stages_per_rank=0"),
+        (5, ValueError, "divide the layers, got num_layers=4, ranks=., stages_per_rank=5"),
+    ):
+        with pytest.raises(error, match=message):
+            pipeline_parallel(llama.build(device="meta"), mesh, stages_per_rank=count)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

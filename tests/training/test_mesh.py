@@ -1,7 +1,5 @@
 """Trainer on meshes of two and four processes (gloo) against one process, in fp64."""
 
-import itertools
-import math
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -42,6 +40,7 @@ LLAMA = LLAMA_SIZED["llama"]
 MIXTRAL = replace(LLAMA_SIZED["mixtral"], experts=4, top_k=2)
 ODD = replace(MIXTRAL, experts=3)
 MLA = {"kv_lora_rank": 8, "qk_nope_dim": 4, "qk_rope_dim": 2, "v_dim": 4}
+OFTEN = {"balance_coefficient": 0.1, "z_coefficient": 0.01}
 VECTORS = BlocksConfig(
     blocks=(
         DecoderBlock.Config(
@@ -53,9 +52,39 @@ VECTORS = BlocksConfig(
     dim=16,
     num_layers=2,
 )
+#: One with losses of each sequence, and one with losses of groups of experts.
+BALANCED = [
+    BlocksConfig(
+        blocks=(
+            DecoderBlock.Config(
+                Attention.Config(16, 2),
+                MoE.Config.of(16, 24, experts=4, top_k=2, **OFTEN, **options),
+                RMSNorm.Config(16),
+            ),
+        ),
+        dim=16,
+        num_layers=2,
+    )
+    for options in (
+        {"balance": "deepseek_v3"},
+        {"balance": "deepseek_v2_communication", "groups": 2, "top_groups": 1},
+    )
+]
 STAGED = {
     "llama": replace(LLAMA, tie_embeddings=True),
     "mixtral": MIXTRAL,
+    "resformer": BlocksConfig(
+        blocks=tuple(
+            DecoderBlock.Config(
+                Attention.Config(16, 2, value_residual=kind),
+                MoE.Config.of(16, 24, experts=4, top_k=2),
+                RMSNorm.Config(16),
+            )
+            for kind in ("first", "later", "later", "later")
+        ),
+        dim=16,
+        num_layers=4,
+    ),
     "deepseek": replace(PRESETS["deepseek-moe-mtp"], **SIZES, **MLA, expert_dim=12),
 }
 CONFIG = TrainConfig(model=LLAMA, steps=4, batch=5, length=16, warmup=1, clip=0.5)
@@ -66,14 +95,17 @@ MESHES = {
         *({"dp": 2, "fsdp": 2}, {"fsdp": 2, "cp": 2}, {"fsdp": 2, "tp": 2}),
     ],
 }
-#: Meshes of the model with experts, whose losses of balance are those of parts of a batch.
+#: Meshes of models with experts, whose losses of balance are those of all tokens of a part.
 EXPERTS = {
-    2: [{"ep": 2}, {"fsdp": 2}],
-    4: [{"ep": 4}, {"dp": 2, "ep": 2}, {"fsdp": 2, "ep": 2}, {"ep": 2, "tp": 2}],
+    2: [{"ep": 2}, {"fsdp": 2}, {"cp": 2}],
+    4: [
+        *({"ep": 4}, {"dp": 2, "ep": 2}, {"fsdp": 2, "ep": 2}, {"ep": 2, "tp": 2}),
+        *({"dp": 2, "cp": 2}, {"cp": 2, "ep": 2}),
+    ],
 }
 #: Meshes of a model with a tied head, and of models with experts.
 STAGES = {
-    2: [("llama", {"pp": 2}), ("deepseek", {"pp": 2})],
+    2: [("llama", {"pp": 2}), ("deepseek", {"pp": 2}), ("resformer", {"pp": 2})],
     4: [
         *(("llama", {"pp": 2, name: 2}) for name in ("dp", "fsdp", "cp", "tp")),
         *(("mixtral", {"pp": 2, name: 2}) for name in ("fsdp", "ep", "tp")),
@@ -98,11 +130,20 @@ def of_meshes(rank, ranks, port):
 
 def of_experts_and_stages(rank, ranks, port):
     with folder_of(rank, ranks, port) as path:
-        for parts, group in itertools.groupby(EXPERTS[ranks], parts_of):
-            compare(replace(CONFIG, model=MIXTRAL), list(group), path, parts)
+        for model in (MIXTRAL, *BALANCED):
+            compare(replace(CONFIG, model=model), EXPERTS[ranks], path)
         staged = replace(CONFIG, batch=8, accumulate=2, recompute=True)
         for name, sizes in STAGES[ranks]:
-            compare(replace(staged, model=STAGED[name]), [sizes], path, parts_of(sizes))
+            compare(replace(staged, model=STAGED[name]), [sizes], path)
+        several = {
+            "llama": replace(STAGED["llama"], num_layers=4),
+            "resformer": STAGED["resformer"],
+        }
+        for model in several.values():
+            for name in ("Interleaved1F1B", "LoopedBFS"):
+                how = {"pp_schedule": name, "stages_per_rank": 2}
+                sizes = {"pp": 2} | ({"fsdp": 2} if ranks == 4 else {})
+                compare(replace(staged, model=model), [sizes, sizes], path, **how)
 
 
 @contextmanager
@@ -118,21 +159,15 @@ def folder_of(rank, ranks, port):
     dist.destroy_process_group()
 
 
-def parts_of(sizes):
-    """Returns the number of parts of a batch."""
-    return math.prod(sizes.get(name, 1) for name in ("dp", "fsdp", "ep"))
-
-
-def compare(config, meshes, path, parts=1):
-    """Compares runs with one that accumulates the parts of a batch; each mesh continues the run of
-    the one before, and one process that of the last."""
-    whole = replace(config, accumulate=parts * config.accumulate)
-    alone = Trainer(whole, TASK)
+def compare(config, meshes, path, **how):
+    """Compares runs on meshes with one; each mesh continues the run of the one before, and one
+    process that of the last."""
+    alone = Trainer(config, TASK)
     expected = steps(alone, 4)
     held_out = alone.evaluate()
     for n, sizes in enumerate(meshes):
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        trainer = Trainer(config, TASK, mesh=mesh)
+        trainer = Trainer(config, TASK, mesh=mesh, **how)
         if n > 0:
             trainer.load(path)
         steps(trainer, 4 - trainer.step)
@@ -144,11 +179,11 @@ def compare(config, meshes, path, parts=1):
             torch.testing.assert_close(weights[name], t, rtol=1e-7, atol=1e-8, msg=name)
         found, wanted = trainer.routers.history(), alone.routers.history()
         torch.testing.assert_close(found | trainer.further, wanted | alone.further)
-        trainer = Trainer(config, TASK, mesh=mesh)
+        trainer = Trainer(config, TASK, mesh=mesh, **how)
         steps(trainer, 2)
         trainer.save(path)
         dist.barrier()
-    again = Trainer(whole, TASK)
+    again = Trainer(config, TASK)
     again.load(path)
     torch.testing.assert_close(steps(again, 2), expected, rtol=1e-9, atol=0)
     dist.barrier()
@@ -175,6 +210,29 @@ def refuse(ranks):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=names)
         with pytest.raises((NotImplementedError, ValueError), match=message):
             Trainer(config, TASK, mesh=mesh)
+    staged = replace(CONFIG, batch=12, accumulate=3)
+    for names, how, message in (
+        (("dp",), {"pp_schedule": "1F1B"}, "without pp, got pp_schedule='1F1B', stages_per_rank=1"),
+        (("pp",), {"pp_schedule": "2F2B"}, "pp_schedule must be one of .*, got pp_schedule='2F2B'"),
+        (
+            ("pp",),
+            {"stages_per_rank": 0},
+            "stages_per_rank must be an int >= 1, got stages_per_ran",
+        ),
+        (("pp",), {"stages_per_rank": 3}, f"num_layers=2, ranks={ranks}, stages_per_rank=3"),
+        (
+            ("pp",),
+            {"pp_schedule": "GPipe", "stages_per_rank": 2},
+            "got pp_schedule='GPipe', stages_per_rank=2",
+        ),
+    ):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=names)
+        with pytest.raises(ValueError, match=message):
+            Trainer(staged, TASK, mesh=mesh, **how)
+    five = replace(CONFIG, batch=5 * ranks, accumulate=2 * ranks + 1)
+    with pytest.raises(ValueError, match=f"got accumulate={2 * ranks + 1}, pp={ranks}"):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
+        Trainer(five, TASK, mesh=mesh, stages_per_rank=2)
 
 
 def nans(rank):

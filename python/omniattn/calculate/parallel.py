@@ -70,7 +70,8 @@ def parallel(
     twice and their gradients once, delta rules, scans and convolutions a state or its last tokens
     from chunk to chunk, and their gradients back, other recurrences a sum and a decay from each
     chunk to all ranks, in both passes; experts exchange a row for each token and choice four
-    times, as if they were chosen evenly; stages send two tensors (B, T, dim) in each direction.
+    times, as if they were chosen evenly (sums for balance losses, of two numbers for each expert,
+    are not counted); stages send two tensors (B, T, dim) in each direction.
 
     Args:
         config: a decoder, as in :func:`flops`.
@@ -162,6 +163,11 @@ class _Step:
                 raise NotImplementedError(
                     f"{OP}: layers must be DecoderBlocks, got {type(block).__name__}"
                 )
+            if sizes["pp"] > 1 and block.mixer.publishes:
+                raise NotImplementedError(
+                    f"{OP}: pp must be 1 where layers read values or keys of others, got "
+                    f"pp={sizes['pp']}, {', '.join(block.mixer.publishes)}"
+                )
 
     def _between_chunks(self) -> list[int]:
         """Returns the bytes of cp's messages of each layer in a microbatch."""
@@ -250,7 +256,7 @@ class _Step:
             if stages > 1:
                 kind = type(model)
                 model.__class__ = type(f"{kind.__name__}Stage", (DecoderStage, kind), {})
-                cast(DecoderStage, model).cut(n, stages)
+                cast(DecoderStage, model).cut_stage(n, stages)
             stage = Stage(model, tokens, given, self.among)
             # 1F1B; GPipe where parts are fewer than stages.
             in_flight = self.parts if self.parts < stages else stages - n

@@ -114,6 +114,19 @@ def train(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="divide layers among N processes, for a pipeline of the parts of --accumulate",
     )
+    add(
+        "--pp-schedule",
+        choices=["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"],
+        help="order of the parts in the pipeline (default: Interleaved1F1B with several stages "
+        "on a process, else 1F1B, or GPipe with fewer parts than processes)",
+    )
+    add(
+        "--stages-per-rank",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="stages of the pipeline on each process (default: 1)",
+    )
     add("--dp", type=_positive, default=1, metavar="N", help="divide batches among N processes")
     add(
         "--fsdp",

@@ -229,7 +229,15 @@ def _prepare(args: argparse.Namespace, mesh: DeviceMesh | None) -> tuple[Trainer
 
     require_device(args.device, args.backend)
     try:
-        trainer = Trainer(config, task, device=args.device, backend=args.backend, mesh=mesh)
+        trainer = Trainer(
+            config,
+            task,
+            device=args.device,
+            backend=args.backend,
+            mesh=mesh,
+            pp_schedule=args.pp_schedule,
+            stages_per_rank=args.stages_per_rank,
+        )
     except (ImportError, NotImplementedError, ValueError) as error:  # augmentations, meshes
         raise CommandError(str(error)) from error
     with writing(checkpoint.parent):

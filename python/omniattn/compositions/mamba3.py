@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +16,11 @@ from omniattn.compositions._python_ops import implement
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.ops.dispatch.names import like_or_wide
+from omniattn.ops.dispatch.ranks import Region
 from omniattn.ops.dispatch.vmap import Fold
 from omniattn.reference.precision import compute_dtype, widen
 
-__all__ = ["mamba3_inputs"]
+__all__ = ["mamba3_inputs", "mamba3_inputs_of_ranks"]
 
 #: A turn in integers.
 _TURN = 1 << 56
@@ -37,14 +40,52 @@ def _definition(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns the rotated queries and keys (B, T, R, H, N), the factors (B, T, H) of writes, those
     (B, T, R, H, R) of a token's own inputs in its outputs, and the angles (B, T, H, A)."""
-    phases = _phases(angles, dt, initial_state, cu_seqlens)
+    start = initial_state
+    if start is not None and cu_seqlens is not None:
+        rows = start.repeat_interleave(cu_seqlens.diff(), 0, output_size=dt.shape[1])
+        start = rows[None]
+    elif start is not None:
+        start = start[:, None]
+    options = q, k, dt, trap, q_bias, k_bias, angles, start, interleaved
+    return _inputs(*options, partial(_sums, cu_seqlens), partial(_after, cu_seqlens))
+
+
+def mamba3_inputs_of_ranks(
+    region: Region,
+    q: Tensor,
+    k: Tensor,
+    dt: Tensor,
+    trap: Tensor,
+    q_bias: Tensor,
+    k_bias: Tensor,
+    angles: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns `mamba3_inputs` of this rank's tokens in context_parallel."""
+    options = q, k, dt, trap, q_bias, k_bias, angles, None, interleaved
+    return _inputs(*options, region.sums, region.after)
+
+
+def _inputs(
+    q: Tensor,
+    k: Tensor,
+    dt: Tensor,
+    trap: Tensor,
+    q_bias: Tensor,
+    k_bias: Tensor,
+    angles: Tensor,
+    start: Tensor | None,
+    interleaved: bool,
+    sums: Callable[[Tensor], Tensor],
+    after: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Computes the inputs from the angles `start` before each token's sequence, the sums over the
+    tokens so far, and the rows of the next tokens."""
+    phases = _phases(angles, dt, start, sums)
     rows = _with_bias(q, q_bias), _with_bias(k, k_bias)
     queries, keys = _turned(*rows, phases[:, :, None], interleaved)
     share = trap.sigmoid()
-    own, following = share * dt, nnf.pad((1 - share) * dt, (0, 0, 0, 1))[:, 1:]
-    if cu_seqlens is not None:
-        goes_on = torch.ones(dt.shape[1] + 1, dtype=dt.dtype, device=dt.device)
-        following = following * goes_on.index_fill(0, cu_seqlens[1:].long(), 0.0)[1:, None]
+    own, following = share * dt, after((1 - share) * dt)
     own, following = own[:, :, None, :, None], following[:, :, None, :, None]
     dots = (queries[..., None, :] * keys.transpose(2, 3)[:, :, None]).sum(-1)
     later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)[:, None]
@@ -52,7 +93,9 @@ def _definition(
     return queries, keys, (own + following)[:, :, 0, :, 0], reads, phases
 
 
-def _phases(angles: Tensor, dt: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def _phases(
+    angles: Tensor, dt: Tensor, start: Tensor | None, sums: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Returns theta (B, T, H, A) modulo 2 pi.
 
     Integers hold the turns, so that sums over any number of tokens are exact, and wrap around.
@@ -60,19 +103,24 @@ def _phases(angles: Tensor, dt: Tensor, start: Tensor | None, cu_seqlens: Tensor
     steps = (math.pi * angles.tanh() * dt[..., None]).double()
     turns = steps.detach() * (0.5 / math.pi)
     parts = ((turns - turns.round()) * _TURN).round().long()
-    theta = _sums(parts, cu_seqlens).bitwise_and(_TURN - 1).double() * (2 * math.pi / _TURN)
+    theta = sums(parts).bitwise_and(_TURN - 1).double() * (2 * math.pi / _TURN)
     if start is not None:
-        before = start[:, None]
-        if cu_seqlens is not None:
-            total = steps.shape[1]
-            before = start.repeat_interleave(cu_seqlens.diff(), 0, output_size=total)[None]
-        theta = theta + before
+        theta = theta + start
         theta = torch.sub(theta, (theta.detach() * (0.5 / math.pi)).floor(), alpha=2 * math.pi)
-    slopes = _sums(steps, cu_seqlens)  # also NaN where a step is not finite
+    slopes = sums(steps)  # also NaN where a step is not finite
     return (theta + (slopes - slopes.detach())).to(dt.dtype)
 
 
-def _sums(t: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _after(cu_seqlens: Tensor | None, t: Tensor) -> Tensor:
+    """Returns the rows of the next tokens of t (B, T, H), 0 at the ends of sequences."""
+    following = nnf.pad(t, (0, 0, 0, 1))[:, 1:]
+    if cu_seqlens is None:
+        return following
+    goes_on = torch.ones(t.shape[1] + 1, dtype=t.dtype, device=t.device)
+    return following * goes_on.index_fill(0, cu_seqlens[1:].long(), 0.0)[1:, None]
+
+
+def _sums(cu_seqlens: Tensor | None, t: Tensor) -> Tensor:
     """Sums t (B, T, H, A) over the tokens of each sequence so far."""
     if cu_seqlens is None:
         return t.cumsum(1)

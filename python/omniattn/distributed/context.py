@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -41,7 +42,7 @@ FUNCTIONS = frozenset(
         *("gated_delta_rule_2", "comba", "gated_oja_rule", "preconditioned_delta_rule"),
         *("gated_slot_attention", "abc_attention", "lightnet_attention", "cyclic_flow_attention"),
         *("mlstm", "slstm", "rwkv4", "linear_scan", "causal_conv1d", "selective_scan", "ssd"),
-        "longhorn_scan",
+        *("longhorn_scan", "mamba3"),
     )
 )
 #: Layers that mix tokens only by these functions.
@@ -53,8 +54,8 @@ LAYERS = frozenset(
         *("GatedSlotAttention", "Raven", "ABCAttention", "CyclicFlowAttention"),
         *("LinearAttention", "GatedLinearAttention", "MultiScaleRetention"),
         *("LightningAttention", "HGRN", "HGRN2", "DeltaNet", "GatedDeltaNet"),
-        *("KimiDeltaAttention", "GatedDeltaProduct", "Mamba", "Mamba2", "MLSTM", "SLSTM"),
-        "Longhorn",
+        *("KimiDeltaAttention", "GatedDeltaProduct", "Longhorn", "Mamba", "Mamba2", "Mamba3"),
+        *("MLSTM", "SLSTM"),
         *("RWKV4TimeMix", "RWKV5TimeMix", "RWKV6TimeMix", "RWKV7TimeMix", "RWKVRecurrent"),
     )
 )
@@ -114,11 +115,62 @@ class ContextParallel(Region):
     def before(self, t: Tensor) -> Tensor:
         length = self.layout.length(t)
         chunks = torch.stack(t.split(length, 1))
-        halos = Halo.apply(chunks[:, :, -1:], self.layout)
+        halos = Halo.apply(chunks[:, :, -1:], self.layout, 1)
         earlier = torch.cat((halos, chunks[:, :, :-1]), 2).unbind(0)
         shifted = torch.cat(earlier, 1)
         first = self.positions(t.shape[1], t.device) == 0
         return shifted.masked_fill(first.view(1, -1, *[1] * (t.dim() - 2)), 0.0)
+
+    def after(self, t: Tensor) -> Tensor:
+        chunks = torch.stack(t.split(self.layout.length(t), 1))
+        halos = Halo.apply(chunks[:, :, :1], self.layout, -1)
+        shifted = torch.cat(torch.cat((chunks[:, :, 1:], halos), 2).unbind(0), 1)
+        if self.offsets is None:
+            return shifted
+        following = self.layout.positions(t.shape[1], t.device) + 1
+        last = torch.isin(following, torch.tensor(self.offsets, device=t.device))
+        return shifted.masked_fill(last.view(1, -1, *[1] * (t.dim() - 2)), 0.0)
+
+    def sums(self, t: Tensor) -> Tensor:
+        layout = self.layout
+        length = layout.length(t)
+        # In a batch each chunk is a part of one sequence.
+        offsets = self.offsets or [0, length * layout.count]
+        packs = [Packed.of(offsets, c * length, length) for c in range(layout.count)]
+        found = [
+            [part[:, a:b].cumsum(1) for a, b in pairwise(packs[own].boundaries)]
+            for own, part in zip(layout.own, t.split(length, 1), strict=True)
+        ]
+        last = torch.stack([parts[-1][:, -1] for parts in found])
+        every = layout.by_chunk(Gather.apply(last, layout))
+        nothing = every[:0].sum(0)  # has a graph, so that all ranks join the backward
+        before, total = [], nothing
+        for pack, one in zip(packs, every.unbind(0), strict=True):
+            before.append(total if pack.continues else nothing)
+            total = one + before[-1] if len(pack.boundaries) == 2 else one
+        for own, parts in zip(layout.own, found, strict=True):
+            parts[0] = parts[0] + before[own][:, None]
+        return torch.cat([part for parts in found for part in parts], 1)
+
+    @contextlib.contextmanager
+    def several(self, steps: int) -> Iterator[None]:
+        self.states.steps = steps
+        try:
+            yield
+        finally:
+            self.states.steps = 1
+
+    @torch.no_grad()
+    def first(self, t: Tensor) -> Tensor | None:
+        if self.documents is None or self.offsets is None:
+            return None
+        count, device = t.shape[1], t.device
+        documents = self.documents.to(device)[self.layout.positions(count, device)]
+        starts = self.positions(count, device) == 0
+        rows = t.new_zeros(len(self.offsets) - 1, *t.shape[2:])
+        rows[documents[starts]] = t[0, starts]
+        dist.all_reduce(rows, group=self.layout.group)  # each row is that of one rank
+        return rows[documents][None]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         return split_attention(self.layout, self.method, self.documents, q, k, v, **options)

@@ -170,17 +170,17 @@ class Exchange(torch.autograd.Function):
 
 
 class Halo(torch.autograd.Function):
-    """Exchanges the last rows of chunks, t (chunks, B, rows, C): returns those of the chunks before
-    this rank's chunks, zeros for the first chunk."""
+    """Exchanges rows of chunks, t (chunks, B, rows, C): returns those of the chunks `by` places
+    (1 or -1) before this rank's chunks, zeros where there is none."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, layout: Layout) -> Tensor:
-        ctx.layout = layout
-        return _shift(layout, t, 1)
+    def forward(ctx: Any, t: Tensor, layout: Layout, by: int) -> Tensor:
+        ctx.layout, ctx.by = layout, by
+        return _shift(layout, t, by)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _shift(ctx.layout, grads[0], -1), None
+        return _shift(ctx.layout, grads[0], -ctx.by), None, None
 
 
 def _shift(layout: Layout, t: Tensor, by: int) -> Tensor:

@@ -50,6 +50,7 @@ class States:
 
     def __init__(self, layout: Layout, offsets: Sequence[int] | None) -> None:
         self.layout, self.offsets, self.outbox = layout, offsets, Outbox()
+        self.steps = 1  # of a recurrence for each token
 
     def run(self, op: DifferentiableOp, args: Sequence[Any]) -> Any:
         """Returns the op's outputs for this rank's tokens, and the state after its last chunk.
@@ -113,13 +114,14 @@ class States:
         """Returns the sequences of chunk number `own`."""
         if self.offsets is None:
             return None
-        total = length * self.layout.count
-        if tokens.shape[0] != 1 or self.offsets[-1] != total:
+        total, offsets = length * self.layout.count, [self.steps * n for n in self.offsets]
+        if tokens.shape[0] != 1 or offsets[-1] != total:
             raise ValueError(
                 "context_parallel: with cu_seqlens the batch must be one row of cu_seqlens[-1] "
-                f"tokens, got B={tokens.shape[0]}, T={total}, cu_seqlens[-1]={self.offsets[-1]}"
+                f"tokens, got B={tokens.shape[0]}, T={total // self.steps}, "
+                f"cu_seqlens[-1]={self.offsets[-1]}"
             )
-        return Packed.of(self.offsets, own * length, length)
+        return Packed.of(offsets, own * length, length)
 
     def _pass_on(
         self, op: DifferentiableOp, passed: Passed, chunks: list[Any], packs: list[Packed | None]
@@ -197,7 +199,7 @@ def rows_before(
         ends.append(end)
     joined: list[Tensor] = []
     states: list[Tensor | None] = []
-    halos = Halo.apply(torch.stack(ends), layout)
+    halos = Halo.apply(torch.stack(ends), layout, 1)
     for own, x, pack, halo in zip(layout.own, chunks, packs, halos, strict=True):
         joined.append(Join.apply(x, halo))
         state = None

@@ -42,6 +42,15 @@ class Routers:
             return 0.0
         return torch.stack(losses).sum() if self.sum_layers else torch.stack(losses).mean()
 
+    def balance_over(
+        self,
+        group: torch.distributed.ProcessGroup | None,
+        sequences: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        """Calls :meth:`omniattn.modules.MoE.balance_over` of all layers."""
+        for layer in self.layers:
+            layer.balance_over(group, sequences)
+
     @torch.no_grad()
     def step(self, group: torch.distributed.ProcessGroup | None = None) -> None:
         """Updates biases and default vectors after a training step, and records this rank's load.
@@ -66,16 +75,23 @@ class Routers:
         self._parts = []
 
     @torch.no_grad()
-    def add(self, share: float = 1.0) -> None:
+    def add(self, share: float = 1.0, ran: nn.Module | None = None) -> None:
         """Counts the last forward as a part of the next step, with this share of its loss.
 
-        Gradient accumulation calls it after each forward.
+        Gradient accumulation calls it after each forward; `ran` is the module that was called,
+        None for the whole model.
         """
-        states = self._states()
-        if states:
-            counts = torch.stack([state.counts for state in states])
-            dropped = torch.stack([state.dropped for state in states])
-            self._parts.append((counts, dropped, share * float(self.loss())))
+        own = None if ran is None else {id(module) for module in ran.modules()}
+        states = [None if own and id(n) not in own else n.state for n in self.layers]
+        found = [state for state in states if state is not None]
+        if not found:
+            return
+        none = torch.zeros_like(found[0].counts), torch.zeros_like(found[0].dropped)
+        rows = [none if s is None else (s.counts, s.dropped) for s in states]
+        counts, dropped = (torch.stack(each) for each in zip(*rows, strict=True))
+        losses = sum(float(state.balance_loss + state.z_loss) for state in found)
+        share = share if self.sum_layers else share / len(self.layers)
+        self._parts.append((counts, dropped, share * losses))
 
     def discard(self, kept: int = 0) -> None:
         """Forgets the forwards since the last step but the last `kept`, as after a failed one."""
@@ -98,12 +114,15 @@ class Routers:
             self.dropped.append(torch.stack(dropped).sum(0))
             self.losses.append(sum(losses))
 
-    def join(self, group: torch.distributed.ProcessGroup) -> None:
-        """Makes the records of the last step those of the layers of all ranks of `group`, which are
-        the stages of a pipeline in this order."""
+    def join(self, group: torch.distributed.ProcessGroup, places: list[int]) -> None:
+        """Makes the records of the last step those of the layers of all ranks of `group`, which
+        have stages of a pipeline; `places` orders the layers of this rank among all."""
+        found: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(found, places, group=group)
+        order = torch.tensor([place for one in found for place in one]).argsort(stable=True)
         loads, dropped, losses = self._popped(group)
-        self.loads.append(torch.cat(loads))
-        self.dropped.append(torch.cat(dropped))
+        self.loads.append(torch.cat(loads)[order])
+        self.dropped.append(torch.cat(dropped)[order])
         shares = [1.0 if self.sum_layers else len(n) / len(self.loads[-1]) for n in loads]
         self.losses.append(sum(a * b for a, b in zip(losses, shares, strict=True)))
 

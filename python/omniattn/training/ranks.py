@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from omniattn.modules import MoE
 from omniattn.modules.experts.expert_parallel import SplitExperts
 from omniattn.training.optimizer import clip_gradients, gradient_norm, scale_gradients
 from omniattn.training.peers import Peers
+from omniattn.training.pipeline import chosen_schedule
 from omniattn.training.tasks import Batch, targets_of
 
 if TYPE_CHECKING:
@@ -43,15 +44,16 @@ class Ranks:
 
     Args:
         mesh: mesh with some of DIMENSIONS, in this order; None for one process.
+        stages_per_rank: number of stages of each rank of "pp".
 
     Attributes:
         replicas, replica: number of parts of a batch, and the number of this rank's.
         group: process group of the ranks with the same layers and other tokens, None for one.
-        stage: this rank's stage of a pipeline, after `split`; None without "pp".
+        stages: this rank's stages of a pipeline, after `split`; none without "pp".
         not_finite: ranks with numbers that are not finite in the last call of `sums`.
     """
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
+    def __init__(self, mesh: DeviceMesh | None, stages_per_rank: int = 1) -> None:
         names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
         if mesh is not None and (not names or names != tuple(n for n in DIMENSIONS if n in names)):
             raise ValueError(
@@ -70,7 +72,8 @@ class Ranks:
         self.group = None if self.data is None else self.data.get_group()
         # Ranks with other layers or tokens, whose losses are summed.
         self._others = self._joined("pp", "dp", "fsdp", "cp", "ep")
-        self.stage: PipelineStage | None = None
+        self.stages: list[PipelineStage] = []
+        self._stages_per_rank = stages_per_rank
         self.not_finite: list[int] = []
         self.is_first = mesh is None or dist.get_rank() == 0
         self._peers = None if mesh is None else Peers()
@@ -138,6 +141,18 @@ class Ranks:
                 f"got length={length}, cp={cp.size()}"
             )
 
+    def schedule(self, name: str | None, accumulate: int) -> str | None:
+        """Returns the schedule of a pipeline, None without one; requires that it can run."""
+        count = self._stages_per_rank
+        if "pp" in self._parts:
+            return chosen_schedule(name, count, accumulate, self._parts["pp"].size())
+        if name is not None or count != 1:
+            raise ValueError(
+                "Trainer: pp_schedule must be None and stages_per_rank 1 without pp, got "
+                f"pp_schedule={shown(name)}, stages_per_rank={count}"
+            )
+        return None
+
     def split(self, model: nn.Module) -> None:
         """Divides a model's parameters among the ranks.
 
@@ -160,12 +175,15 @@ class Ranks:
                         "cp, as default vectors are means over the tokens of all ranks, "
                         f"got {self._sizes('dp', 'fsdp', 'cp')}"
                     )
+        cp = self._parts.get("cp")
+        Routers(model).balance_over(self.group, None if cp is None else cp.get_group())
         if "ep" in self._parts:
             expert_parallel(model, self._parts["ep"])
         if "tp" in self._parts:
             tensor_parallel(model, self._parts["tp"])
         if "pp" in self._parts:
-            self.stage = pipeline_parallel(model, self._parts["pp"])
+            count = self._stages_per_rank
+            self.stages = pipeline_parallel(model, self._parts["pp"], stages_per_rank=count)
         if self.data is not None:
             self._shard(model)
 
@@ -188,8 +206,10 @@ class Ranks:
         for block in model.layers:
             if not isinstance(block, Elsewhere):
                 fully_shard(block, mesh=mesh, ignored_params=ignored)
-        fully_shard(model, mesh=mesh, ignored_params=ignored)
-        for module in model.modules():
+        roots = [stage.submod for stage in self.stages] or [model]
+        for root in roots:
+            fully_shard(root, mesh=mesh, ignored_params=ignored)
+        for module in (module for root in roots for module in root.modules()):
             if isinstance(module, FSDPModule):
                 # The loss of a rank is its share of the whole, so that gradients are sums.
                 module.set_gradient_divide_factor(1.0)
@@ -238,26 +258,26 @@ class Ranks:
 
     def of_stages(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors of all stages of the pipeline, by name."""
-        if self.stage is None:
+        if not self.stages:
             return own
-        found: list[Any] = [None] * self.stage.num_stages
+        found: list[Any] = [None] * self._parts["pp"].size()
         on_cpu = {name: t.detach().cpu() for name, t in own.items()}
-        dist.all_gather_object(found, on_cpu, group=self.stage.group)
+        dist.all_gather_object(found, on_cpu, group=self._parts["pp"].get_group())
         return {name: t for one in found for name, t in one.items()}
 
-    def join(self, routers: Routers) -> None:
+    def join(self, routers: Routers, model: Any) -> None:
         """Makes the records of the last step those of all tokens and of all stages."""
         if self.group is not None:
             routers.sum(self.group)
-        if self.stage is not None and cast(Any, self.stage.submod).has_experts:
-            routers.join(self._parts["pp"].get_group())
+        if self.stages and model.has_experts:
+            routers.join(self._parts["pp"].get_group(), model.blocks_with_experts)
 
-    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> None:
+    def clip(self, model: Any, max_norm: float) -> None:
         """Limits the norm of the gradients of all stages together."""
-        if self.stage is None:
+        parameters: list[nn.Parameter] = list(model.parameters())
+        if not self.stages:
             clip_gradients(parameters, max_norm)
             return
-        model: Any = self.stage.submod
         repeated = {id(p) for p in model.repeated}
         gradients = [p.grad for p in parameters if p.grad is not None and id(p) not in repeated]
         square = gradient_norm(gradients).double().square().item() if gradients else 0.0
@@ -302,7 +322,7 @@ class Ranks:
     def load(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Loads whole weights, of which a stage of a pipeline takes its own."""
         own = model.state_dict()
-        if self.stage is not None:
+        if self.stages:
             weights = {name: t for name, t in weights.items() if name in own}
         model.load_state_dict(
             {n: divided(t, own[n]) if n in own else t for n, t in weights.items()}

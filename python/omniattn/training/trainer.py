@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 import omniattn
-from omniattn.checks.arguments import require_choice, shown
+from omniattn.checks.arguments import require_choice, require_int, shown
 from omniattn.models.checkpoint import (
     CheckpointError,
     config_of,
@@ -58,7 +58,8 @@ class TrainConfig(Fields):
         clip_each: True to limit the norm of each parameter's gradient instead of the whole (DINO).
         augment: "mixup", "cutmix" and "randaugment" of torchvision, for classes of images.
         accumulate: parts of a batch that run one after another and make one step; the gradient is
-            that of the whole batch, except for losses of routers, which see the parts.
+            that of the whole batch, except for losses of routers, which see the parts, on all ranks
+            of a mesh.
         recompute: keep only the input of each block for the backward, see `recompute_blocks`.
         data: path of a file or folder; None: data found on every machine.
         task: "instructions" for answers to the prompts of a file; None: task of the architecture.
@@ -149,6 +150,10 @@ class Trainer:
             this order: layers, batches (also by "ep"), tokens, experts and heads are divided among
             them, and the steps are those of one process. None for one process. With "pp" the parts
             of a batch, of which there are `accumulate`, are the microbatches of a pipeline.
+        pp_schedule: schedule of the pipeline: "GPipe", "1F1B" or, for several stages on each rank,
+            "LoopedBFS" or "Interleaved1F1B". None for "Interleaved1F1B" with several stages, else
+            "1F1B", or "GPipe" if there are fewer microbatches than ranks.
+        stages_per_rank: number of stages of each rank of "pp".
     """
 
     def __init__(
@@ -159,13 +164,18 @@ class Trainer:
         device: torch.device | str = "cpu",
         backend: str | None = None,
         mesh: "DeviceMesh | None" = None,
+        pp_schedule: str | None = None,
+        stages_per_rank: int = 1,
     ) -> None:
         if not isinstance(config, TrainConfig):
             raise TypeError(f"Trainer: config must be a TrainConfig, got config={shown(config)}")
         self.config, self.task, self.device = config, task, torch.device(device)
-        self.ranks = Ranks(mesh)
+        require_int("Trainer", "stages_per_rank", stages_per_rank, least=1)
+        self.ranks = Ranks(mesh, stages_per_rank)
+        schedule = self.ranks.schedule(pp_schedule, config.accumulate)
         with self.ranks.named("the start of the run"):
-            self.ranks.require_same(_same_on_all_ranks(config, task))
+            same = {"pp_schedule": pp_schedule, "stages_per_rank": stages_per_rank}
+            self.ranks.require_same(_same_on_all_ranks(config, task) | same)
         torch.manual_seed(config.seed)
         # Weights are drawn on the CPU, so that every device starts with the same values.
         model = config.model_config
@@ -174,8 +184,8 @@ class Trainer:
         self.ranks.split(self.model)
         self.ranks.seed(config.seed)
         self.pipeline: Pipeline | None = None
-        if self.ranks.stage is not None:
-            self.pipeline = Pipeline(self.ranks.stage, config.accumulate)
+        if schedule is not None:
+            self.pipeline = Pipeline(self.ranks.stages, config.accumulate, schedule)
         self.routers = Routers(self.model)
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, config.weight_decay),
@@ -244,18 +254,17 @@ class Trainer:
             found = [self._through_stages(self.pipeline, [part for part, _ in own], sum(kept))]
         sums = {name: sum(values[name] for values in found) for name in found[0]}
         value = sums.pop(_LOSS)
-        parameters = list(self.model.parameters())
         if c.clip_each:
-            for parameter in parameters:
+            for parameter in self.model.parameters():
                 clip_gradients([parameter], c.clip)
         else:
-            self.ranks.clip(parameters, c.clip)
+            self.ranks.clip(self.model, c.clip)
         done = self.step / max(1, c.steps if c.decay_steps is None else c.decay_steps)
         self.model.before_step(done)
         self.optimizer.step()
         self.model.after_step(done)
         self.routers.step(self.ranks.group)
-        self.ranks.join(self.routers)
+        self.ranks.join(self.routers, self.model)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.step += 1
@@ -292,22 +301,25 @@ class Trainer:
 
         def count(module: Any, given: Any, options: dict[str, Any], output: Any) -> None:
             share = options["share"].item()
-            self.routers.add(share)
-            seen.append({name: share * x for name, x in self.model.further_losses().items()})
+            self.routers.add(share, module)
+            seen.append({name: share * x for name, x in module.further_losses().items()})
 
         batch = self._on_device(tuple(map(torch.cat, zip(*parts, strict=True))))
         recompute = recompute_blocks(self.model) if self.config.recompute else nullcontext()
-        hook = self.model.register_forward_hook(count, with_kwargs=True)
+        stages = [stage.submod for stage in pipeline.stages]
+        hooks = [stage.register_forward_hook(count, with_kwargs=True) for stage in stages]
         try:
             with self.ranks.tokens(batch, 1.0) as (own, _), self._autocast(), recompute:
                 counts = [targets_of((t,)) for t in own[-1].chunk(len(parts))]
                 shares = torch.tensor(counts, device=self.device) / max(1, targets)
                 loss = pipeline.step(own, shares)
         finally:
-            hook.remove()
-        # The first step has one forward more, of which torch takes the shapes.
-        self.routers.discard(kept=len(parts))
-        further = seen[-len(parts) :]
+            for hook in hooks:
+                hook.remove()
+        # The first step has one forward more of each stage, of which torch takes the shapes.
+        routed = [stage for stage in stages if Routers(stage).layers]
+        self.routers.discard(kept=len(parts) * len(routed))
+        further = seen[-len(parts) * len(stages) :]
         sums = {name: sum(values[name] for values in further) for name in further[0]}
         return self._finite(sums | {_LOSS: loss})
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from omniattn.checks.arguments import implementation
+from omniattn.checks.ranks import ACTIVE
 from omniattn.encoding.sequences import Sequences
 from omniattn.functional.recurrences._common import edge, is_step
 from omniattn.ops import scan as ops
@@ -38,19 +39,29 @@ def running_softmax(
     if before is not None and is_step(s, cu_seqlens):
         return _step(s, *before)
     logits, sizes = s.detach().flatten(2), s.shape[2:]
-    if before is None:
-        count = s.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        n = m = logits.new_zeros(count, logits.shape[2])
+    region = ACTIVE.region
+    first = None if region is None else region.first(logits)
+    n: Tensor | None = None
+    m: Any = None
+    if first is not None:
+        # Logits relative to the first of their sequence, which may be on another rank.
+        s, logits = s - first.unflatten(2, sizes), logits - first
     else:
-        n, m = before[0].flatten(1), before[1].detach().flatten(1)
-    m = torch.where(n == 0, edge(logits, cu_seqlens, m, first=True), m)
+        if before is None:
+            count = s.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            n = m = logits.new_zeros(count, logits.shape[2])
+        else:
+            n, m = before[0].flatten(1), before[1].detach().flatten(1)
+        m = torch.where(n == 0, edge(logits, cu_seqlens, m, first=True), m)
     gates = implementation(op, backend, s, ops.exponential_gates)
     nothing = logits.new_zeros(1, 1, logits.shape[2]).expand_as(logits)
     decays, _, most, m = gates(nothing, logits, m, cu_seqlens)
     weights = (s.flatten(2) - most).exp()
-    totals, n = implementation(op, backend, s, ops.linear_scan)(weights, decays, n, cu_seqlens)
+    totals, last = implementation(op, backend, s, ops.linear_scan)(weights, decays, n, cu_seqlens)
+    if first is not None:
+        m = m + first[:, -1]
     weights, decays, totals = (t.unflatten(2, sizes) for t in (weights, decays, totals))
-    return Running(weights, decays, totals, n.unflatten(1, sizes), m.unflatten(1, sizes))
+    return Running(weights, decays, totals, last.unflatten(1, sizes), m.unflatten(1, sizes))
 
 
 def _step(s: Tensor, n: Tensor, m: Tensor) -> Running:

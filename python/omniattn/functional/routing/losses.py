@@ -9,6 +9,7 @@ from torch import Tensor
 
 from omniattn.checks.arguments import clamp, require_float, require_number, require_shape, shown
 from omniattn.functional.routing._checks import require_integers_on, require_mask
+from omniattn.functional.routing.groups import TokenGroups
 from omniattn.functional.routing.routers import check_groups
 from omniattn.functional.routing.routing import Routing, count_rows, require_routing, widen
 
@@ -76,6 +77,19 @@ def load_balance_loss(
         >>> load_balance_loss(routing.scores, routing.experts)
         tensor(2.)
     """
+    return balance_over(TokenGroups(), scores, index, kind, token_mask, groups, top_groups)
+
+
+def balance_over(
+    ranks: TokenGroups,
+    scores: Tensor,
+    index: Tensor,
+    kind: str,
+    token_mask: Tensor | None,
+    groups: int,
+    top_groups: int,
+) -> Tensor:
+    """Returns `load_balance_loss` of the tokens of several ranks."""
     op = "load_balance_loss"
     require_float(op, "scores", scores)
     require_integers_on(op, "index", index, scores, "scores")
@@ -103,22 +117,30 @@ def load_balance_loss(
     scores = scores.reshape(sequences, tokens, experts)
     index = index.long().reshape(sequences, tokens, index.shape[-1])
     real = token_mask.reshape(sequences, tokens, 1)
-    n = real.sum(1).clamp(min=1)
-    mean = scores.masked_fill(~real, 0.0).sum(1) / n
     counted = index[..., :1] if kind == "gshard" else index
-    fraction = count_rows(counted.flatten(1), experts).to(scores.dtype) / n
+    totals = ranks.totals_of_sequences if kind == "deepseek_v3" else ranks.totals
+    mean, fraction, n = totals(
+        scores.masked_fill(~real, 0.0).sum(1),
+        count_rows(counted.flatten(1), experts).to(scores.dtype),
+        real.sum(1),
+    )
+    n = n.clamp(min=1)
+    mean, fraction = mean / n, fraction / n
     if kind in ("seed", "switch", "gshard"):
         factor = {"seed": 1.0, "switch": experts, "gshard": 1 / experts}[kind]
         return factor * (fraction * mean).sum()
     f = fraction * experts / k
-    if kind in ("deepseek_v2", "deepseek_v3"):
-        return (f * mean).sum() / max(1, sequences)
+    if kind == "deepseek_v2":
+        return (f * mean).sum()
+    if kind == "deepseek_v3":
+        total, count = ranks.totals((f * mean).sum()[None], n.new_tensor([sequences]))
+        return (total / count.clamp(min=1)).squeeze(0)
     in_groups = mean.view(groups, -1).sum(-1)
     if kind == "deepseek_v2_device":
         return (f.view(groups, -1).mean(-1) * in_groups).sum()
     group = torch.where(index < 0, groups, index // (experts // groups))
     visited = scores.new_zeros(sequences, tokens, groups + 1)
-    sent = visited.scatter(-1, group, 1.0)[..., :groups].sum((0, 1))
+    (sent,) = ranks.totals(visited.scatter(-1, group, 1.0)[..., :groups].sum((0, 1)))
     return (sent * groups / (top_groups * n[0]) * in_groups).sum()
 
 
@@ -143,14 +165,21 @@ def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor
         >>> router_z_loss(torch.tensor([[2.0, 1.0, 0.0, -1.0]]))
         tensor(5.954...)
     """
+    return z_loss_over(TokenGroups(), logits, token_mask)
+
+
+def z_loss_over(ranks: TokenGroups, logits: Tensor, token_mask: Tensor | None) -> Tensor:
+    """Returns `router_z_loss` of the tokens of several ranks."""
     require_float("router_z_loss", "logits", logits)
     if logits.dim() == 0:
         raise ValueError("router_z_loss: logits must have shape (..., E), got logits.shape=()")
     square = widen(logits).logsumexp(-1).square()
-    if token_mask is None:
-        return square.sum() / max(1, square.numel())
-    require_mask("router_z_loss", token_mask, logits, "logits")
-    return square.masked_fill(~token_mask, 0.0).sum() / token_mask.sum().clamp(min=1)
+    count = torch.tensor(square.numel(), device=logits.device)
+    if token_mask is not None:
+        require_mask("router_z_loss", token_mask, logits, "logits")
+        square, count = square.masked_fill(~token_mask, 0.0), token_mask.sum()
+    total, count = ranks.totals(square.sum()[None], count[None])
+    return (total / count.clamp(min=1)).squeeze(0)
 
 
 def expert_importance(routing: Routing) -> Tensor:

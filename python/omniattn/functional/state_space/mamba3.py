@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from omniattn.checks.arguments import (
     shown,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.mamba3 import mamba3_inputs
+from omniattn.checks.ranks import ACTIVE
+from omniattn.compositions.mamba3 import mamba3_inputs, mamba3_inputs_of_ranks
 from omniattn.encoding.sequences import Sequences
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,
@@ -158,14 +160,17 @@ def mamba3(
     )
     before = state_parts(op, initial_state, "theta, h, k, v", v, shapes)
 
-    call = implementation(op, backend, q, mamba3_inputs)
     if single:
         q, k, q_bias, k_bias = q[:, :, None], k[:, :, None], q_bias[:, None], k_bias[:, None]
     theta = None if before is None else before[0]
     angles = angles.expand(-1, -1, heads, -1)
-    q, k, weights, reads, phases = call(
-        *(q, k, dt, trap, q_bias, k_bias, angles, theta, cu_seqlens, interleaved)
-    )
+    given, region = (q, k, dt, trap, q_bias, k_bias, angles), ACTIVE.region
+    if region is None:
+        call = implementation(op, backend, q, mamba3_inputs)
+        q, k, weights, reads, phases = call(*given, theta, cu_seqlens, interleaved)
+    else:
+        _require_sequences_of_region(op, before, cu_seqlens)
+        q, k, weights, reads, phases = mamba3_inputs_of_ranks(region, *given, interleaved)
     wide = widen(v)
     x = _inputs(wide, mimo_v)
     rows = _Rows(q, k, x, adt, weights)
@@ -174,12 +179,13 @@ def mamba3(
         start, rows = before[1].mT, _after_last(before, rows, dt, mimo_v)
     elif before is not None:
         start = _with_last(before, dt, trap, mimo_v, cu_seqlens)
-    y, h = run(
-        *(op, rows.q.flatten(1, 2), rows.k.flatten(1, 2), rows.x.flatten(1, 2)),
-        *(first_of(rank, rows.g), 1.0),
-        Sequences(start, None if cu_seqlens is None else cu_seqlens * rank, backend),
-        beta=rows.weights[:, :, None].expand(-1, -1, rank, -1).flatten(1, 2),
-    )
+    with nullcontext() if region is None else region.several(rank):
+        y, h = run(
+            *(op, rows.q.flatten(1, 2), rows.k.flatten(1, 2), rows.x.flatten(1, 2)),
+            *(first_of(rank, rows.g), 1.0),
+            Sequences(start, None if cu_seqlens is None else cu_seqlens * rank, backend),
+            beta=rows.weights[:, :, None].expand(-1, -1, rank, -1).flatten(1, 2),
+        )
     y = (
         y.unflatten(1, (-1, rank))[:, -steps:]
         if steps > 0
@@ -189,7 +195,8 @@ def mamba3(
         same = torch.eye(rank, dtype=x.dtype, device=x.device)
         reads = reads + same[:, None] * skips[:, None]
     # One write alone has no other to leave out.
-    for r in range(rank if skips is not None or rank * steps > 1 else 0):
+    alone = skips is None and region is None and rank * steps <= 1
+    for r in range(0 if alone else rank):
         y = torch.addcmul(y, x[:, :, r : r + 1], reads[..., r, None])
     if z is not None:
         y = y * nnf.silu(_inputs(widen(z), mimo_z))
@@ -205,6 +212,19 @@ def mamba3(
         edge(wide, cu_seqlens, old[3]),
     )
     return y.to(v.dtype), state
+
+
+def _require_sequences_of_region(
+    op: str, before: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
+) -> None:
+    """Requires what a call within context_parallel can take."""
+    if before is not None:
+        raise NotImplementedError(f"{op}: in context_parallel initial_state must be None")
+    if cu_seqlens is not None:
+        raise NotImplementedError(
+            f"{op}: in context_parallel cu_seqlens must be given to context_parallel, with the "
+            "boundaries in the whole row"
+        )
 
 
 def _rank(op: str, q: Tensor, v: Tensor, single: bool) -> int:

@@ -11,7 +11,7 @@ from omniattn.checks.arguments import shown
 from omniattn.modules.base.linear import Linear
 from omniattn.modules.caches.cache import Reading
 
-_FIRST_VALUES, _KEYS_AND_VALUES = "attention_first_values", "attention_keys_and_values"
+FIRST_VALUES, KEYS_AND_VALUES = "attention_first_values", "attention_keys_and_values"
 
 
 class TensorProduct(nn.Module):
@@ -130,9 +130,9 @@ def mixed_values(layer: Any, v: Tensor, shared: dict[str, Any] | None) -> Tensor
         return v
     shared = _require_shared("value_residual", kind, shared)
     if kind == "first":
-        shared[_FIRST_VALUES] = v
+        shared[FIRST_VALUES] = v
         return v
-    first = _published("value_residual", "first", shared, _FIRST_VALUES)
+    first = _published("value_residual", "first", shared, FIRST_VALUES)
     weights = layer.value_mix.to(v.dtype)
     return weights[0] * first + weights[1] * v
 
@@ -150,10 +150,22 @@ def shared_reading(layer: Any, own: Reading, shared: dict[str, Any] | None) -> R
         return own
     shared = _require_shared("shared_kv", kind, shared)
     if kind == "source":
-        shared[_KEYS_AND_VALUES] = own
+        shared[KEYS_AND_VALUES] = own
         return own
-    found: Reading = _published("shared_kv", "source", shared, _KEYS_AND_VALUES)
+    found: Reading = _published("shared_kv", "source", shared, KEYS_AND_VALUES)
     return found
+
+
+def published(c: Any) -> tuple[str, ...]:
+    """Returns the names that a layer of this config writes into `shared`."""
+    names = {FIRST_VALUES: c.value_residual == "first", KEYS_AND_VALUES: c.shared_kv == "source"}
+    return tuple(name for name, given in names.items() if given)
+
+
+def read(c: Any) -> tuple[str, ...]:
+    """Returns the names that a layer of this config reads from `shared`."""
+    names = {FIRST_VALUES: c.value_residual == "later", KEYS_AND_VALUES: c.shared_kv == "reader"}
+    return tuple(name for name, given in names.items() if given)
 
 
 def _require_shared(name: str, kind: str, shared: dict[str, Any] | None) -> dict[str, Any]:

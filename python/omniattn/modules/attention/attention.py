@@ -28,6 +28,8 @@ from omniattn.modules.attention._shared import (
     check_sharing,
     mixed_values,
     own_rows,
+    published,
+    read,
     shared_reading,
     tensor_products,
 )
@@ -301,6 +303,14 @@ class Attention(CachingMixer):
         if c.cross or c.ranks is not None or c.shared_kv == "reader":
             return 0
         return (c.num_heads + 2 * c.kv_heads) * c.head_size
+
+    @property
+    def publishes(self) -> tuple[str, ...]:
+        return published(self.config)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return read(self.config)
 
     def _heads(self, x: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
         """Splits projected queries or keys into normalised heads (..., heads, head_dim)."""

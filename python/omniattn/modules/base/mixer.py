@@ -61,6 +61,16 @@ class Mixer(Layer, Stateful):
         """Number of channels that `convolve` maps, 0 if the layer takes none."""
         return 0
 
+    @property
+    def publishes(self) -> tuple[str, ...]:
+        """Names that the layer writes into `shared`."""
+        return ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names that the layer reads from `shared`, which earlier layers publish."""
+        return ()
+
 
 class ChannelMixer(Layer):
     """A layer (..., dim) -> (..., dim) that transforms tokens independently, or routes them.

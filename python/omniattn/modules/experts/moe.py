@@ -13,6 +13,8 @@ from omniattn.checks.arguments import require_float, shown
 from omniattn.checks.tracing import may_train
 from omniattn.functional.routing import BALANCE_LOSSES, Routing
 from omniattn.functional.routing._checks import require_mask
+from omniattn.functional.routing.groups import TokenGroups
+from omniattn.functional.routing.losses import balance_over, z_loss_over
 from omniattn.modules.base.forms import ByConfig, either
 from omniattn.modules.base.jagged import sequences_of
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
@@ -249,6 +251,7 @@ class MoE(ChannelMixer):
             return cls.of(dim, hidden_dim, experts, top_k, **own | options)
 
     state: RouterState | None
+    _ranks: TokenGroups = TokenGroups()
 
     @config_or_fields(Config, either(ByConfig[Config], Config.of).init, make=Config.of)
     def __init__(
@@ -274,7 +277,25 @@ class MoE(ChannelMixer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Non-leaf tensors can neither be copied nor pickled.
-        return self.__dict__ | {"state": None}
+        return self.__dict__ | {"state": None, "_ranks": TokenGroups()}
+
+    def balance_over(
+        self,
+        group: torch.distributed.ProcessGroup | None,
+        sequences: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        """Makes balance and z-losses those of the tokens of all ranks, in forward and backward.
+
+        Each rank's loss then is the loss of all tokens. Multiply it on each rank by a share of the
+        step, as the model's loss; the shares of all ranks add up to that of one process. Copies of
+        the layer count the tokens of their rank again.
+
+        Args:
+            group: ranks with the tokens of a forward, which all make it; None for this rank alone.
+            sequences: the ranks among them with other tokens of the same sequences, as in context
+                parallelism; None for none.
+        """
+        self._ranks = TokenGroups(group, sequences)
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """Maps x (..., T, dim), or jagged (B, j, dim), to the same shape.
@@ -345,7 +366,7 @@ class MoE(ChannelMixer):
         if c.balance_coefficient:
             balance_loss = c.balance_coefficient * self._imbalance(routing, load, token_mask)
         if c.z_coefficient:
-            z_loss = c.z_coefficient * functional.router_z_loss(logits, token_mask=token_mask)
+            z_loss = c.z_coefficient * z_loss_over(self._ranks, logits, token_mask)
         return balance_loss, z_loss
 
     def _imbalance(
@@ -355,21 +376,16 @@ class MoE(ChannelMixer):
         c = self.config
         if c.balance == IMPORTANCE_LOAD:
             assert load is not None
-            importance = functional.expert_importance(routing)
+            (importance,) = self._ranks.totals(functional.expert_importance(routing))
+            (load,) = self._ranks.totals(load)
             return functional.cv_squared(importance) + functional.cv_squared(load)
         counted = routing.experts
         if c.balance == "deepseek_v3":  # the published loss counts the top k without the bias
             counted = functional.top_k(routing.scores, c.gate.top_k)[1]
             if token_mask is not None:
                 counted = counted.masked_fill(~token_mask[..., None], -1)
-        return functional.load_balance_loss(
-            routing.scores,
-            counted,
-            kind=c.balance,
-            token_mask=token_mask,
-            groups=c.gate.groups,
-            top_groups=c.gate.top_groups,
-        )
+        groups = c.gate.groups, c.gate.top_groups
+        return balance_over(self._ranks, routing.scores, counted, c.balance, token_mask, *groups)
 
     @torch.no_grad()
     def update_bias(

@@ -21,6 +21,8 @@ from omniattn.modules.rwkv.layers import RWKVConfig, TimeMix, linear_of, reset_o
 
 __all__ = ["RWKV5TimeMix", "RWKV6TimeMix", "RWKV7TimeMix"]
 
+_FIRST_VALUES = "v_first"
+
 
 @dataclass(frozen=True)
 class RWKVHeadsConfig(RWKVConfig):
@@ -405,16 +407,24 @@ class RWKV7TimeMix(_HeadsTimeMix):
         y = self.ln_x(o.flatten(-2)) + ((r * k * self.r_k).sum(-1, keepdim=True) * v).flatten(-2)
         return self.output(y * (torch.sigmoid(xg @ self.g1) @ self.g2)), wkv
 
+    @property
+    def publishes(self) -> tuple[str, ...]:
+        return () if self.config.layer_idx else (_FIRST_VALUES,)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (_FIRST_VALUES,) if self.config.layer_idx else ()
+
     def _values(self, xv: Tensor, shared: dict[str, Tensor] | None) -> Tensor:
         v: Tensor = self.value(xv)
         if self.config.layer_idx == 0:
             if shared is not None:
-                shared["v_first"] = v
+                shared[_FIRST_VALUES] = v
             return v
-        if shared is None or "v_first" not in shared:
+        if shared is None or _FIRST_VALUES not in shared:
             raise ValueError(
                 f"RWKV7TimeMix: shared must hold the values v_first of the first layer, as a model "
                 f"passes them on, in layer_idx={self.config.layer_idx}, "
                 f"got shared={shown(shared and sorted(shared))}"
             )
-        return v + (shared["v_first"] - v) * torch.sigmoid(self.v0 + xv @ self.v1 @ self.v2)
+        return v + (shared[_FIRST_VALUES] - v) * torch.sigmoid(self.v0 + xv @ self.v1 @ self.v2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -41,6 +42,23 @@ class Region(ABC):
     @abstractmethod
     def before(self, t: Tensor) -> Tensor:
         """Returns for each token of t (B, T, ...) the row of the token before it, 0 at starts."""
+
+    @abstractmethod
+    def after(self, t: Tensor) -> Tensor:
+        """Returns for each token of t (B, T, ...) the row of the token after it, 0 at ends."""
+
+    @abstractmethod
+    def sums(self, t: Tensor) -> Tensor:
+        """Returns for each token the sum of t (B, T, ...) over its sequence so far."""
+
+    @abstractmethod
+    def several(self, steps: int) -> AbstractContextManager[None]:
+        """Returns a context in which recurrences have so many steps for each token."""
+
+    @abstractmethod
+    def first(self, t: Tensor) -> Tensor | None:
+        """Returns for each token of packed t (1, T, ...) the row of its sequence's first token,
+        without gradients; None for a batch of sequences."""
 
 
 class _Active:
