@@ -224,6 +224,33 @@ def wall_attention(q: Tensor, *args: Any, **options: Any) -> Any:
     return reference.wall_attention(q, *args, **options)
 
 
+def convolved_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    head_weight: Tensor | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    lead: int = 0,
+) -> Tensor:
+    """Multi-token attention with a grouped conv2d over the logits of all pairs."""
+    (heads, rows, width), (tq, tk) = weight.shape, (q.shape[1], k.shape[1])
+    lacks(queries_without_keys=causal and tq > tk)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    hidden = torch.ones(tq, tk, dtype=torch.bool).triu(1 + tk - tq) & causal
+    k, v = (t.repeat_interleave(heads // t.shape[2], 2) for t in (k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    s = (scale * q @ k.mT).masked_fill(hidden, 0)
+    s = F.pad(s, (width // 2, width // 2, rows - 1, 0))
+    p = F.conv2d(s, weight[:, None], groups=heads).masked_fill(hidden, -torch.inf).softmax(-1)
+    if head_weight is not None:
+        p = p.unflatten(1, head_weight.shape[:2])
+        p = torch.einsum("bncij,nco->bnoij", p, head_weight).flatten(1, 2)
+    return (p[:, :, lead:] @ v).transpose(1, 2)
+
+
 BASELINES = {
     "attention": {
         "aten": sdpa_attention,
@@ -248,7 +275,7 @@ BASELINES = {
     "stick_breaking_attention": {"eager": reference.stick_breaking_attention},
     "softpick_attention": {"eager": reference.softpick_attention},
     "sparsemax_attention": {"eager": reference.sparsemax_attention},
-    "multi_token_attention": {"eager": reference.multi_token_attention},
+    "multi_token_attention": {"aten": convolved_attention},
     "parallax_attention": {"eager": reference.parallax_attention},
     "moba_attention": {"eager": reference.moba_attention},
     "nsa_attention": {"eager": reference.nsa_attention},

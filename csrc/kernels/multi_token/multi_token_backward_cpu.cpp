@@ -98,7 +98,7 @@ struct Backward : BlockPass<C> {
     zero_rows(all.at(halo, side + at.keys), at.rows, columns - side - at.keys);
   }
 
-  // Turns rows i of P / inverse and dA into A and dX.
+  // Turns rows i of P / inverse and dA of all heads into A and dX.
   [[gnu::noinline]] void row_gradients(int64_t i) const {
     const int64_t seen = p.seen_by(at.first + i), stride = (height + halo) * dx.stride;
     const Matrix<C> shares{this->weights.row(i), most_rows * this->weights.stride};
@@ -117,15 +117,14 @@ struct Backward : BlockPass<C> {
     }
     for_row<C>(seen, [&](int64_t j, auto lanes) {
       for (int64_t c = 0; c < count; ++c) {
-        Vec<C> mean_gradient = zero<C>(), weight = zero<C>();
+        Vec<C> of_weight = zero<C>(), weight = zero<C>();
         for (int64_t o = 0; o < count; ++o) {
-          mean_gradient =
-              fma(lanes.load(grads.row(o) + j), Vec<C>(mixing.row(c)[o]), mean_gradient);
+          of_weight = fma(lanes.load(grads.row(o) + j), Vec<C>(mixing.row(c)[o]), of_weight);
           const C by = mixing.row(o)[c] * inverse[o * most_rows + i];
           weight = fma(lanes.load(shares.row(o) + j), Vec<C>(by), weight);
         }
         const Vec<C> own = lanes.load(shares.row(c) + j) * Vec<C>(inverse[c * most_rows + i]);
-        store(mixed.row(c), own * (mean_gradient - Vec<C>(delta[c])));
+        store(mixed.row(c), own * (of_weight - Vec<C>(delta[c])));
         store(mixed.row(count + c), weight);
       }
       for (int64_t c = 0; c < count; ++c) {
@@ -169,8 +168,9 @@ struct Backward : BlockPass<C> {
       correlate(this->taps_of(flipped, c), padded(c).at(0, key), ds, at.rows + halo, columns);
       this->hide(ds, key, columns);
       const Matrix<C> own = ds.at(at.missing);
-      if (params.dq != nullptr)
+      if (params.dq != nullptr) {
         multiply(own, k.at(key), dq.at(at.missing), rows, p.width, columns, Into::add);
+      }
       if (dk.data != nullptr) {
         multiply<ALayout::kTransposed>(own, queries, dk.at(key), columns, p.width, rows, Into::add);
       }

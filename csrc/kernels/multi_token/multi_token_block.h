@@ -11,7 +11,7 @@
 namespace omniattn::OMNIATTN_ISA {
 namespace {
 
-// Packed keys of a kv head of a batch entry.
+// Packed keys of a kv head of a batch entry, as `packed_head` counts them.
 template <class C>
 struct PackedKeys {
   C *k_columns, *v_columns;  // panels; v_columns without the columns of the side
@@ -79,7 +79,7 @@ struct BlockPass {
   }
   Matrix<C> weights_of(int64_t c) const { return weights.at(c * most_rows); }
 
-  // Calls run(block) for the blocks of an item, the longest first.
+  // Calls run() with `at` set to each block of an item, the longest first.
   template <class F>
   void for_blocks_of(int64_t index, const F& run) {
     part = index % p.items_per_group, group = index / p.items_per_group % p.groups();
