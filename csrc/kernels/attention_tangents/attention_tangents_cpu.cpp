@@ -217,7 +217,7 @@ void for_rows(const TangentTile<A>& tile, const F& f) {
                               plan.keys.begin,
                               plan.masked[g] ? plan.visible[r] : nullptr,
                               nullptr};
-      score.to_logits(tile.side.weights + r * kKeyBlock, columns);
+      score.to_logits(tile.side.weights + r * kKeyBlock, columns, A(1));
       f(score, r, columns);
     }
   }
