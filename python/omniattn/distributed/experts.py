@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from omniattn.checks.arguments import shown
+from omniattn.checks.arguments import require_bool, shown
 from omniattn.distributed.tensor.parts import Part, distribute, read_parts
 from omniattn.modules import MoE
 from omniattn.modules.experts.expert_parallel import SplitExperts
@@ -17,7 +17,7 @@ M = TypeVar("M", bound=nn.Module)
 OP = "expert_parallel"
 
 
-def expert_parallel(model: M, mesh: DeviceMesh) -> M:
+def expert_parallel(model: M, mesh: DeviceMesh, *, overlap: bool = False) -> M:
     """Divides the experts of a model over the ranks of a mesh, in place.
 
     Rank r of N computes experts r E / N to (r + 1) E / N - 1 of each MoE layer, for the tokens of
@@ -33,6 +33,7 @@ def expert_parallel(model: M, mesh: DeviceMesh) -> M:
             dimension of the mesh, and `fully_shard` after this.
         mesh: mesh of one dimension with N ranks, such as ``mesh["ep"]``. N divides the number of
             experts.
+        overlap: as of :class:`omniattn.modules.ExpertParallel`.
 
     Returns:
         The model.
@@ -47,6 +48,7 @@ def expert_parallel(model: M, mesh: DeviceMesh) -> M:
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{OP}: mesh must be a DeviceMesh, got mesh={shown(mesh)}")
+    require_bool(OP, "overlap", overlap)
     if mesh.ndim != 1:
         raise ValueError(f"{OP}: mesh must have one dimension, as mesh['ep'], got mesh={mesh}")
     layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
@@ -63,6 +65,7 @@ def expert_parallel(model: M, mesh: DeviceMesh) -> M:
         experts.__class__ = SplitExperts
         assert isinstance(experts, SplitExperts)
         experts.divide(mesh.get_group())
+        experts.overlap = overlap
         parts = {name: Part(Shard(0)) for name, _ in experts.named_parameters()}
         distribute(experts, mesh, parts)
         read_parts(experts, parts)

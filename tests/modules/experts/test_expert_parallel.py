@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omniattn.functional import Routing
 from omniattn.modules import ExpertParallel, MoE
+from omniattn.modules.experts import expert_parallel
 
 CONFIG = MoE.Config.of(
     12, 20, 4, 2, shared_hidden_dim=8, capacity_factor=1.5, balance_coefficient=0.1
@@ -45,11 +47,11 @@ def train(layer, x):
     return *grads(layer, x), layer.experts
 
 
-def compare_default_vectors(rank, tokens):
+def compare_default_vectors(rank, tokens, overlap):
     layer, x = make(tokens, DEFAULT)
     y, dx, expected, experts = train(layer, x)
     layer, _ = make(tokens, DEFAULT)
-    layer.experts = ExpertParallel(layer.experts)
+    layer.experts = ExpertParallel(layer.experts, overlap=overlap)
     mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
     ours = train(layer, x[mine])
     torch.testing.assert_close(ours[:2], (y[mine], dx[mine]))
@@ -72,10 +74,42 @@ def unlike_ranks(rank, tokens):
     assert y.isfinite().all() and experts.experts.down_proj.grad.isfinite().all()
     with torch.autocast("cpu", torch.bfloat16):
         assert experts.float()(mine.detach().float(), routing).dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="overlap must be True or False, got overlap=2"):
+        ExpertParallel(layer.experts, overlap=2)
     with pytest.raises(
         RuntimeError, match=r"experts must be in \[0, 4\) or -1 for none, got routing.experts=4"
     ):
         experts(x, Routing(torch.full((len(x), 1), 4), x[:, :1], x[:, :4]))
+
+
+def overlapping(tokens):
+    """In forward and backward one half of the tokens is on its way while experts compute."""
+    layer, x = make(tokens)
+    layer.experts = ExpertParallel(layer.experts, overlap=True)
+    started, finished = [], []
+
+    class Traced(expert_parallel._Overlapped):
+        def start(self, *given):
+            started.append(self)
+            return super().start(*given)
+
+        def finish(self):
+            finished.append(self)
+            return super().finish()
+
+    under_way = []
+
+    def compute(rows, routing):
+        under_way.append(len(started) - len(finished))
+        y = layer.experts.experts(rows, routing)
+        if y.requires_grad:
+            y.register_hook(lambda grad: under_way.append(len(started) - len(finished)))
+        return y
+
+    with mock.patch.object(expert_parallel, "_Overlapped", Traced):
+        layer.experts.compute = compute
+        layer(x.requires_grad_()).sum().backward()
+    assert under_way == [1, 1, 1, 1] and len(started) == len(finished) == 8
 
 
 def compare(rank, ranks, port):
@@ -84,21 +118,24 @@ def compare(rank, ranks, port):
     for tokens, config in itertools.product(TOKENS[ranks], (CONFIG, LLAMA4)):
         layer, x = make(tokens, config)
         y, dx, expected = grads(layer, x)
-        layer, _ = make(tokens, config)
-        layer.experts = ExpertParallel(layer.experts)
         first = sum(tokens[:rank])
         mine = slice(first, first + tokens[rank])
-        for repeated in (False, True):
-            layer.zero_grad()
+        outputs = []
+        for overlap, repeated in itertools.product((False, True), (False, True)):
+            layer, _ = make(tokens, config)
+            layer.experts = ExpertParallel(layer.experts, overlap=overlap)
             run = functools.partial(checkpoint, layer, use_reentrant=False) if repeated else layer
             ours = grads(layer, x[mine], run)
+            outputs.append(ours[:2])
+            assert all(map(torch.equal, outputs[0], ours[:2]))
             torch.testing.assert_close(ours[0], y[mine])
             torch.testing.assert_close(ours[1], dx[mine])
             for name in ("gate_up_proj", "down_proj"):
                 own = expected[f"experts.{name}"][local * rank : local * (rank + 1)]
                 torch.testing.assert_close(ours[2][f"experts.experts.{name}"], own)
-    for tokens in TOKENS[ranks]:
-        compare_default_vectors(rank, tokens)
+    for tokens, overlap in itertools.product(TOKENS[ranks], (False, True)):
+        compare_default_vectors(rank, tokens, overlap)
+    overlapping(TOKENS[ranks][0])
     unlike_ranks(rank, TOKENS[ranks][0])
     dist.destroy_process_group()
 
