@@ -177,10 +177,10 @@ def _selective_formula(
 
 
 def _selective_chunk(*args: Any) -> tuple[Tensor, Tensor]:
-    *given, _, delta_softplus, paired = args  # a chunk has no cu_seqlens
-    if paired or given[2] is None:
+    u, delta, A, B, C, _, _, _, initial_state, *_, paired = args
+    if paired or A is None:
         return _selective_formula(*args)
-    return selective_chunk(linear_scan, *given, delta_softplus=delta_softplus)
+    return selective_chunk(linear_scan, u, delta, A, B, C, initial_state)
 
 
 _selective_chunks = in_chunks(

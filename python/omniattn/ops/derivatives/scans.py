@@ -59,41 +59,22 @@ def selective_tokens(values: dict[str, Any]) -> int:
 def selective_chunk(
     scan: Scan,
     u: Tensor,
-    delta: Tensor,
+    dt: Tensor,
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
     initial_state: Tensor | None,
-    *,
-    delta_softplus: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Computes reference.selective_scan with real states, whose elements are channels of `scan`."""
-    dtype = compute_dtype(u)
-    wide_u, dt, A = u.to(dtype), delta.to(dtype), A.to(dtype)
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dtype)
-    if delta_softplus:
-        dt = nnf.softplus(dt)
+    """Computes the plain selective scan, whose states are channels of `scan`."""
 
     def of_channels(x: Tensor) -> Tensor:
         """Repeats groups (B, T, G, N) to all channels; (D, N) has them."""
-        x = x.to(dtype)
-        if x.dim() < 4:
-            return x if x.dim() == 2 else x[:, :, None]
-        return x.repeat_interleave(A.shape[0] // max(1, x.shape[2]), 2)
+        return x if x.dim() == 2 else x.repeat_interleave(A.shape[0] // max(1, x.shape[2]), 2)
 
-    written = (dt * wide_u)[..., None] * of_channels(B)
-    start = None if initial_state is None else initial_state.to(dtype).flatten(1)
+    written = (dt * u)[..., None] * of_channels(B)
+    start = None if initial_state is None else initial_state.flatten(1)
     h, final = scan(written.flatten(2), (dt[..., None] * A).flatten(2), start, None)
-    y = (h.unflatten(2, A.shape) * of_channels(C)).sum(-1)
-    if D is not None:
-        y = y + D.to(dtype) * wide_u
-    if z is not None:
-        y = y * nnf.silu(z.to(dtype))
-    return y.to(u.dtype), final.unflatten(1, A.shape)
+    return (h.unflatten(2, A.shape) * of_channels(C)).sum(-1), final.unflatten(1, A.shape)
 
 
 _tangents = private_op("selective_scan_tangents")
@@ -176,24 +157,30 @@ def selective_scan_pieces(
 ) -> Pieces | None:
     """Returns the selective scan in pieces.
 
-    Real states with B and C of each token have a kernel for the tangents of the plain scan; other
-    scans of them compute it by `scan`, between operations of torch. The remaining ones, and further
-    derivatives, evaluate the definition in chunks.
+    With real states it is a plain one between operations of torch. That one has a kernel for its
+    tangents if B and C depend on the token; other scans, and further derivatives, evaluate the
+    definition in chunks.
 
     Args:
         scan: the op.
-        in_chunks: returns the pieces of the definition from the arguments of the op, None if it
-            is small.
+        in_chunks: returns the pieces of a plain scan, or of paired states, from the arguments of
+            the op, None if it is small.
         args: arguments of the op.
     """
-    chunks = in_chunks(*args)
     u, _, A, B, C, *_, paired = args
-    has_kernel_here = _PRESENT and u.is_cpu and A is not None and not paired
-    if chunks is None or not has_kernel_here or 2 in (B.dim(), C.dim()):
-        return chunks
+    if paired or A is None:
+        return in_chunks(*args)
+    if u.shape[0] == 0 or u.shape[1] <= selective_tokens({"u": u, "B": B}):
+        return None
     if not _is_plain(*args):
+        ends = args[9]
+        count = u.shape[0] if ends is None else ends.shape[0] - 1
         around = partial(_around_plain, scan, delta_softplus=args[10])
-        return Pieces((Piece(around, ((),) * 10, ((),) * 2),), chunks.outputs[:2])
+        outputs = ((u.shape, u.dtype), (torch.Size((count, *A.shape)), A.dtype))
+        return Pieces((Piece(around, ((),) * 10, ((),) * 2),), outputs)
+    chunks = in_chunks(*args)
+    if chunks is None or not _PRESENT or not u.is_cpu or 2 in (B.dim(), C.dim()):
+        return chunks
     whole = Piece(lambda *t: evaluate(chunks, *t)[:2], ((),) * 10, ((),) * 2)
     return KernelPieces((whole,), chunks.outputs[:2], kernel=_SelectiveKernel())
 
