@@ -5,6 +5,8 @@ The composition passes over x once for each tap: no tensor has D K numbers for e
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,12 @@ def _forward(
     y = y.flatten(2)
     if silu:
         y = y * y.sigmoid()
-    return (y + x if residual else y).to(x.dtype), inputs.last().to(x.dtype)
+    return (y + x if residual else y).to(x.dtype), _channels_last(inputs.last().to(x.dtype))
+
+
+def _channels_last(state: Tensor) -> Tensor:
+    """Returns a state whose channels are adjacent in memory, as the kernels do."""
+    return state.mT.contiguous().mT
 
 
 class _Inputs:
@@ -96,8 +103,16 @@ def _like_state(state: Tensor) -> Tensor:
 
 _SHAPES = {"x": "B T D", "taps": "B T H K", "initial_state": "N D P", "cu_seqlens": "N+1"}
 _GRADIENTS = {"grad_y": "B T D", "grad_final_state": "N D P"}
+_differentiate = recomputed(_forward, 2, 3)
+
+
+def _backward(*values: Any) -> tuple[Tensor, ...]:
+    dx, dtaps, dstate = _differentiate(*values)
+    return dx, dtaps, _channels_last(dstate) if dstate.dim() == 3 else dstate
+
+
 implement("dynamic_conv1d", _forward, _SHAPES, differentiable=True)
-implement("dynamic_conv1d_backward", recomputed(_forward, 2, 3), _GRADIENTS | _SHAPES)
+implement("dynamic_conv1d_backward", _backward, _GRADIENTS | _SHAPES)
 #: (x, taps, initial_state, cu_seqlens, silu, residual) -> (y, final_state)
 dynamic_conv1d = DifferentiableOp(
     "dynamic_conv1d",

@@ -8,6 +8,7 @@ from recurrence_cases import draw
 from torch.nn import functional as nnf
 
 from omniattn import functional as F
+from omniattn.compositions import atlas
 
 B, T, H, D, C, WINDOW = 2, 21, 2, 6, 4, 3
 Q, V = draw(B, T, H, D), draw(B, T, H, D, seed=2)
@@ -107,7 +108,9 @@ def test_packed_sequences():
 
 @pytest.mark.parametrize(("steps", "window", "size"), [(70, 33, 200), (40, 45, 8), (3, 9, 4)])
 def test_windows_reach_over_mini_batches(steps, window, size):
-    """The kernel takes up to 64 tokens at a time; outputs, states and gradients as defined."""
+    """The kernel takes up to 64 tokens at a time; outputs, states and gradients as defined.
+
+    Devices without the kernel run the composition."""
     rows = [draw(1, steps, H, 4, seed=n) / 4 for n in range(3)]
     rows += [draw(1, steps, H, window, seed=3).sigmoid() / window]
     rows += [draw(1, steps, H, seed=n).sigmoid() for n in (4, 5, 6)]
@@ -121,6 +124,12 @@ def test_windows_reach_over_mini_batches(steps, window, size):
         total = sum((t * draw(*t.shape, seed=n)).sum() for n, t in enumerate((o, *final)))
         out += [o, *final, *torch.autograd.grad(total, given)]
     torch.testing.assert_close(found, expected)
+    q, k, v, gamma, theta, alpha, eta, m, s, n, *past = (*rows, *state)
+    o, last, momentum, *others = atlas._forward(
+        *(q, k, v, 2 * gamma, theta, eta, 1 - alpha, m, -s, n, *past),
+        *(torch.tensor([3]), None, 0, size, 1.0),
+    )
+    torch.testing.assert_close([o, last, -momentum, *others], found[:6])
 
 
 @pytest.mark.parametrize("steps", [0, 3])

@@ -8,6 +8,7 @@ import torch
 
 import omniattn.functional as F
 from omniattn import reference
+from omniattn.compositions import dynamic_conv
 
 F64 = torch.float64
 
@@ -45,6 +46,31 @@ def test_equal_filters_are_a_causal_convolution():
     x, weight = draw(2, 9, 6), draw(6, 4)
     taps = weight.expand(2, 9, 6, 4)
     torch.testing.assert_close(F.dynamic_conv1d(x, taps), F.causal_conv1d(x, weight))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("silu", "residual"), [(False, True), (True, False)])
+def test_the_composition(packed, silu, residual):
+    """Devices without a kernel run it."""
+    cu = torch.tensor([0, 2, 2, 9]) if packed else None
+    given = draw(1, 9, 6), draw(1, 9, 3, 4), draw(3 if packed else 1, 6, 3)
+    leaves = [t.requires_grad_() for t in given]
+    rest = cu, silu, residual
+    want = dynamic_conv._forward(*leaves, *rest)
+    got = F.dynamic_conv1d(
+        *leaves[:2],
+        activation="silu" if silu else None,
+        residual=residual,
+        initial_state=leaves[2],
+        cu_seqlens=cu,
+        return_final_state=True,
+    )
+    weights = [draw(*t.shape, seed=n) for n, t in enumerate(want)]
+    grads = torch.autograd.grad(got, leaves, weights)
+    torch.testing.assert_close(
+        (got, grads), (want, dynamic_conv._backward(*weights, *given, *rest))
+    )
+    assert [t.stride()[1:] for t in got] == [t.stride()[1:] for t in want]
 
 
 @pytest.mark.parametrize("packed", [False, True])

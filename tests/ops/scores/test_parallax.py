@@ -45,11 +45,14 @@ def gradients(function, given):
     return [out, *torch.autograd.grad(out, leaves, weight)]
 
 
-@pytest.mark.parametrize("logits", [1, 500, 1 << 19])
-@pytest.mark.parametrize("sizes", [{}, {"tk": 33}, {"kv_heads": 4}, {"tq": 1, "tk": 9}], ids=str)
-@pytest.mark.parametrize(("left", "causal"), [(-1, True), (-1, False), (4, True), (0, True)])
-def test_the_definition(left, causal, sizes, logits, monkeypatch):
-    monkeypatch.setattr(parallax, "_LOGITS", logits)
+SIZES = [{}, {"tk": 33}, {"kv_heads": 4}, {"tq": 1, "tk": 9}, {"tq": 150, "tk": 170}]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("left", "causal"), [(-1, True), (-1, False), (4, True), (0, True), (90, True)]
+)
+def test_the_definition(left, causal, sizes):
     given = inputs(**sizes)
     window = (left, 0 if causal else -1)
 
@@ -60,6 +63,19 @@ def test_the_definition(left, causal, sizes, logits, monkeypatch):
     want = gradients(lambda *t: sums(*t, left, causal), given)
     for mine, other in zip(got, want, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("logits", [1, 500, 1 << 19])
+@pytest.mark.parametrize("right", [-1, 0, 3])
+def test_blocks_of_the_composition(right, logits, monkeypatch):
+    """Devices without kernels run it, with blocks of this many logits."""
+    monkeypatch.setattr(parallax, "_LOGITS", logits)
+    given, rest = inputs(tk=33), (None, 9, right, 0.3)
+    options = {"causal": False, "window_size": (9, right), "scale": 0.3}
+    want = gradients(lambda *t: parallax_attention(*t, **options), given)
+    out = parallax._forward(*given, *rest)
+    weight = torch.arange(out.numel(), dtype=F64).cos().view_as(out)
+    torch.testing.assert_close([out, *parallax._backward(weight, *given, *rest)], want)
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])

@@ -111,6 +111,7 @@ def _dynamic_inputs(case: Case, random: Random) -> dict[str, Tensor]:
 DYNAMIC_CONV1D = OpSpec(
     name="dynamic_conv1d",
     family="conv",
+    cuda="emulated",
     paper="Wu et al. 2019, arXiv 1901.10430",
     inputs=_dynamic_inputs,
     differentiable=("x", "taps", "initial_state"),
