@@ -45,9 +45,9 @@ struct FastWeights {
   const void *w, *b;           // (H, V) of A contiguous, or null without a norm
   // (N, H, R, V) of A contiguous: M and S, null for zeros, and N, null for M.
   const void *weights, *momentum, *anchor;
-  const void *keys,
-      *values;               // (N, J - 1, H, K or V) of A contiguous, of the tokens before; null: 0
-  const int64_t* positions;  // (N), tokens before the first ones; null: 0
+  // (N, J - 1, H, K or V) of A contiguous, of the tokens before the first ones; null for zeros.
+  const void *keys, *values;
+  const int64_t* positions;   // (N), tokens before the first ones; null: 0
   const int64_t* boundaries;  // null, or (N + 1): then B = 1 and sequence n has the rows
                               // boundaries[n] .. boundaries[n + 1]
 
@@ -69,7 +69,7 @@ struct FastWeightsBackwardParams {
   FastWeights problem;
   StepView grad_o;                                         // or absent for zeros
   const void *grad_weights, *grad_momentum, *grad_anchor;  // or null for zeros
-  const void *grad_keys, *grad_values;
+  const void *grad_keys, *grad_values;                     // or null for zeros
   void *dq, *dk, *dv;
   void *dstep, *dkeep, *dgate, *dshare;  // of A
   void *dw, *db;                         // (N, H, V) of A, of each sequence

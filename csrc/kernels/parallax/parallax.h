@@ -37,7 +37,8 @@ struct Parallax {
   // At least 1, so that a backward has no more items.
   OMNIATTN_FN int64_t blocks() const { return longest > 0 ? (longest + kRows - 1) / kRows : 1; }
   OMNIATTN_FN int64_t items() const { return sequences * heads * blocks(); }
-  OMNIATTN_FN int64_t backward_items() const { return sequences * key_heads; }
+  OMNIATTN_FN int64_t backward_items() const { return sequences * heads; }
+  OMNIATTN_FN int64_t group() const { return heads > 0 ? heads / key_heads : 1; }
 };
 
 struct ParallaxParams {
@@ -46,8 +47,11 @@ struct ParallaxParams {
 };
 struct ParallaxBackwardParams {
   Parallax problem;
-  StepView grad_o;          // or absent for zeros
-  void *dq, *dr, *dk, *dv;  // contiguous, in the shapes of q, r, k and v
+  StepView grad_o;  // or absent for zeros
+  void *dq, *dr;    // contiguous, in the shapes of q and r
+  // In the shapes of k and v, contiguous; if heads share a head of keys, a part of the accumulator
+  // type for each of them, (Hq / Hkv, B, Tk, Hkv, D or Dv).
+  void *dk, *dv;
 };
 static_assert(std::is_trivially_copyable_v<ParallaxParams>);
 static_assert(std::is_trivially_copyable_v<ParallaxBackwardParams>);
@@ -61,7 +65,7 @@ OMNIATTN_KERNEL_TABLE(ParallaxKernels, parallax_kernels)
 
 struct ParallaxBackwardKernels {
   int64_t (*bytes)(const Parallax&);
-  // Item n Hkv + h is head h of the keys of sequence n.
+  // Item n Hq + h is head h of the queries of sequence n.
   void (*backward)(const ParallaxBackwardParams&, void* memory, int64_t begin, int64_t end);
 };
 OMNIATTN_KERNEL_TABLE(ParallaxBackwardKernels, parallax_backward_kernels)

@@ -1,5 +1,5 @@
-// Backward of Parallax, see parallax.h: one head of keys at a time, whose gradients stay in memory
-// while the blocks of its queries add to them.
+// Backward of Parallax, see parallax.h: one head of queries at a time. The gradients of its keys
+// and values stay in memory while the blocks of queries add to them.
 #include "kernels/parallax/parallax_block.h"
 
 namespace omniattn::OMNIATTN_ISA {
@@ -25,18 +25,19 @@ struct Backward {
   }
 
   void run(int64_t index) {
-    const ParallaxSequence x = sequence_of(p, index / p.key_heads);
-    const int64_t key_head = index % p.key_heads, group = p.heads / p.key_heads;
+    const ParallaxSequence x = sequence_of(p, index / p.heads);
+    const int64_t head = index % p.heads, group = p.group();
     zero_rows(dk, x.keys, p.width), zero_rows(dv, x.keys, p.value_width);
-    for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
-      for (int64_t first = 0; first < x.queries; first += p.kRows) {
-        block.begin(x, head, first);
-        queries();
-      }
+    for (int64_t first = 0; first < x.queries; first += p.kRows) {
+      block.begin(x, head, first);
+      queries();
     }
+    const DType type = group == 1 ? p.dtype : kComputed<C>;
+    const int64_t entries = p.boundaries == nullptr ? p.sequences : 1;
+    const int64_t row = (head % group * entries + x.batch) * p.keys + x.key;
     const auto write = [&](Matrix<C> from, int64_t width, void* to) {
-      const int64_t at = ((x.batch * p.keys + x.key) * p.key_heads + key_head) * width;
-      store_rows(p.dtype, from, x.keys, width, static_cast<char*>(to) + at * size_of(p.dtype),
+      const int64_t at = (row * p.key_heads + head / group) * width;
+      store_rows(type, from, x.keys, width, static_cast<char*>(to) + at * size_of(type),
                  p.key_heads * width);
     };
     write(dk, p.width, params.dk), write(dv, p.value_width, params.dv);

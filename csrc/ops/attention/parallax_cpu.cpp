@@ -7,6 +7,7 @@
 #include "ops/attention/parallax.h"
 #include "ops/registry.h"
 #include "ops/sequence_problem.h"
+#include "ops/shards.h"
 #include "ops/stage.h"
 
 namespace omniattn::ops::parallax {
@@ -73,16 +74,22 @@ Gradients parallax_attention_backward(const OpCall& call, const Incoming& grads,
               .dk = {true, in.k.sizes(), p.dtype},
               .dv = {true, in.v.sizes(), p.dtype}};
   const Sizes sizes{p.out_sizes.data(), p.out_sizes.size()};
+  for (const Output* each : {&d.dk, &d.dv}) {
+    Tensor zeros = each->tensor();
+    if (p.shared.heads == 0) torch::stable::zero_(zeros);
+  }
+  Shards shards(p.dtype, p.shared.group());
   const ParallaxBackwardParams params{.problem = p.shared,
                                       .grad_o = grads.grad_out.has_value()
                                                     ? p.view("grad_out", *grads.grad_out, sizes)
                                                     : StepView{},
                                       .dq = d.dq.data(),
                                       .dr = d.dr.data(),
-                                      .dk = d.dk.data(),
-                                      .dv = d.dv.data()};
+                                      .dk = shards.parts_of(d.dk),
+                                      .dv = shards.parts_of(d.dv)};
   const ParallaxBackwardKernels& kernels = parallax_backward_kernels(p.dtype);
   run_items(params, p.shared.backward_items(), kernels.bytes(p.shared), kernels.backward);
+  shards.sum();
   return d;
 }
 

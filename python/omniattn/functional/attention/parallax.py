@@ -69,7 +69,7 @@ def parallax_attention(
 
     Note:
         The backward makes the weights again, twice on the CPU, where it has one thread for each
-        head of k and sequence. Its products of three matrices for each pair of tokens are none that
+        head of q and sequence. Its products of three matrices for each pair of tokens are none that
         a backward of `attention` has, so the CPU has kernels of their own, which multiply in fp32
         (fp64 for fp64); CUDA has torch's ops over blocks of queries. Second and forward-mode
         derivatives recompute through the eager definition.
