@@ -113,7 +113,14 @@ def composed_rows() -> Iterator[Row]:
 
 
 #: Ops with engines of their own, and the goal for the memory that a call adds, relative to torch's.
-ENGINES = {"deltaformer_attention": 0.1, "mesa_net": 0.0}
+ENGINES = {
+    "deltaformer_attention": 0.1,
+    "mesa_net": 0.0,
+    "multi_token_attention": 0.1,
+    "parallax_attention": 0.1,
+    "atlas_linear": 0.1,
+    "dynamic_conv1d": 0.0,
+}
 
 
 def engine_rows() -> Iterator[Row]:
@@ -122,10 +129,11 @@ def engine_rows() -> Iterator[Row]:
         spec = registry()[op]
         case = spec.benchmarks[0].case
         call, sizes = spec.call(case, torch.float32), case.sizes
+        length, width = (sizes[a] if a in sizes else sizes[b] for a, b in (("T", "Tq"), ("K", "D")))
         theirs = next(iter(BASELINES[op].values()))
         for pass_ in PASSES:
             run, form = (prepare(call, _output(f), pass_) for f in (spec.public, theirs))
-            name = f"{op} N{sizes['T']} H{sizes['H']} D{sizes['K']}"
+            name = f"{op} N{length} H{sizes['H']} D{width}"
             yield Row(name, pass_, run, form, "torch's form", 1 / 5, memory=memory, same=True)
 
 
