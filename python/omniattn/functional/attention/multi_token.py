@@ -12,7 +12,7 @@ from omniattn.checks.arguments import (
     require_number,
     require_shape,
 )
-from omniattn.compositions.multi_token import multi_token_attention as composed
+from omniattn.compositions.attention.multi_token import multi_token_attention as composed
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.reference.attention.attention import default_scale
 

@@ -13,7 +13,7 @@ from omniattn.checks.arguments import (
     require_shape,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.parallax import parallax_attention as composed
+from omniattn.compositions.attention.parallax import parallax_attention as composed
 from omniattn.functional.attention._common import (
     LONGEST,
     autocast,

@@ -16,7 +16,7 @@ from omniattn.checks.arguments import (
     shown,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.dynamic_conv import dynamic_conv1d as composed
+from omniattn.compositions.recurrences.dynamic_conv import dynamic_conv1d as composed
 from omniattn.encoding.sequences import StateOptions, sequences_of, spelled_out
 from omniattn.functional.recurrences._common import composed_sequence_count
 
