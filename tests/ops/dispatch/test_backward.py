@@ -11,7 +11,7 @@ from omniattn.ops.dispatch.names import Schema
 
 
 def test_a_gradient_of_no_output_is_refused():
-    """It would be None in each call, and all gradients 0."""
+    """Each call would pass None for it, and all gradients would be 0."""
     op = norms._backward_op.of(h="x")  # takes grad_h, which may be None
     with pytest.raises(TypeError, match=r"^norm: its backward takes grad_h, which is none of .*x,"):
         Plan(Schema("norm"), None, op, {}, True)
