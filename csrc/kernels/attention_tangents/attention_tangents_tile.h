@@ -10,7 +10,7 @@ namespace {
 
 using Params = AttentionTangentParams;
 
-// Workspace for rows [first, first + count) of all (b, h, q).
+// Memory for query rows [first, first + count) of all (b, h, q).
 template <class A>
 struct TangentRows {
   int64_t first, count, splits;
@@ -57,7 +57,7 @@ TangentRows<A> all_rows(const Params& x) {
 template <class A>
 struct KeySide {
   int64_t ldk, ldv;    // strides of rows [k k'] and [v' v]
-  A *k, *v, *kt, *vt;  // these rows, and the same as columns
+  A *k, *v, *kt, *vt;  // these rows, and their columns
   A *grad_k, *grad_v;
   A *weights, *moved, *dp, *moved_dp;  // (kQueryBlock, kKeyBlock): q.k, S', dP and dP' at first
 
