@@ -16,12 +16,23 @@ class Shards {
   Shards(DType dtype, int64_t count) : dtype_(dtype), acc_(accumulator(dtype)), count_(count) {}
 
   int64_t count() const { return count_; }
-  // Memory for the parts of a gradient; null if it is not wanted.
+  // Memory for the parts of a gradient, which items set; null if it is not wanted.
   void* parts_of(const Output& gradient) {
     if (count_ == 1 || gradient.data() == nullptr) return gradient.data();
     const Tensor out = gradient.tensor();
     pairs_.push_back({out, scratch(count_ * out.numel(), acc_)});
     return pairs_.back().parts.mutable_data_ptr();
+  }
+  // Memory for parts to which items add: in the accumulator type, 0 at first.
+  void* zeros_of(const Output& gradient) {
+    if (gradient.data() == nullptr) return nullptr;
+    Tensor parts = gradient.tensor();
+    if (count_ > 1 || dtype_ != acc_) {
+      parts = scratch(count_ * parts.numel(), acc_);
+      pairs_.push_back({gradient.tensor(), parts});
+    }
+    torch::stable::zero_(parts);
+    return parts.mutable_data_ptr();
   }
   void sum() const {
     if constexpr (!kOnCuda) {

@@ -102,6 +102,7 @@ def test_only_the_room_of_caches_names_a_kind_of_cache():
 @pytest.mark.parametrize(
     ("tree", "most"),
     [
+        ("python/omniattn/compositions", 20),
         ("python/omniattn/functional", 20),
         ("python/omniattn/hf", 20),
         ("python/omniattn/models", 20),

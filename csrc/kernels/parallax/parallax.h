@@ -34,8 +34,9 @@ struct Parallax {
                               // boundaries[n] .. boundaries[n + 1]
 
   static constexpr int64_t kRows = 64;  // queries of a block
-  // At least 1, so that a backward has no more items.
-  OMNIATTN_FN int64_t blocks() const { return longest > 0 ? (longest + kRows - 1) / kRows : 1; }
+  // Number of blocks of the longest sequence; at least 1, since a backward, which has an item for
+  // each head of a sequence without queries, too, must not have more items than `items`.
+  OMNIATTN_FN int64_t blocks() const { return larger(1, ceil_div(longest, kRows)); }
   OMNIATTN_FN int64_t items() const { return sequences * heads * blocks(); }
   OMNIATTN_FN int64_t backward_items() const { return sequences * heads; }
   OMNIATTN_FN int64_t group() const { return heads > 0 ? heads / key_heads : 1; }

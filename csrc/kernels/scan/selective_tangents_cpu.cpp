@@ -1,10 +1,10 @@
 // Tangents of the selective scan and of its gradients on the CPU, see selective_tangents.h. With
 // tangents x' of x, decays a_t = e^(dt_t A), x_t = dt_t u_t and gradients dh of the states:
 //
-//   g'_t = dt'_t A + dt_t A'                h'_t = a_t (h'_{t-1} + g'_t h_{t-1}) + x'_t B_t + x_t
-//   B'_t y'_t = C'_t h_t + C_t h'_t              dh'_t += dy'_t C_t + dy_t C'_t dC'_t = dy'_t h_t +
-//   dy_t h'_t           dB'_t = dh'_t x_t + dh_t x'_t dx'_t = dh'_t B_t + dh_t B'_t dh'_{t-1} = a_t
-//   (dh'_t + g'_t dh_t)
+//   g'_t = dt'_t A + dt_t A'         h'_t = a_t (h'_{t-1} + g'_t h_{t-1}) + x'_t B_t + x_t B'_t
+//   y'_t = C'_t h_t + C_t h'_t       dh'_t += dy'_t C_t + dy_t C'_t
+//   dC'_t = dy'_t h_t + dy_t h'_t    dB'_t = dh'_t x_t + dh_t x'_t
+//   dx'_t = dh'_t B_t + dh_t B'_t    dh'_{t-1} = a_t (dh'_t + g'_t dh_t)
 //
 // and with e_t = a_t dh_t h_{t-1}, the gradient of dt_t A, dA' = sum e'_t dt_t + e_t dt'_t.
 // Channels are in the lanes of vectors. A forward pass keeps h and h' before each chunk; a backward

@@ -1,5 +1,5 @@
 // multi_token_attention: its schemas. Elsewhere than on the CPU a composition of torch's ops
-// implements it (python/omniattn/compositions/multi_token.py).
+// implements it (python/omniattn/compositions/attention/multi_token.py).
 #include "ops/attention/multi_token.h"
 
 #include "ops/registry.h"

@@ -4,12 +4,12 @@
 #include "kernels/multi_token/multi_token.h"
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
-#include "kernels/sums/sums.h"
 #include "ops/registry.h"
+#include "ops/shards.h"
 #include "ops/stage.h"
+#include "ops/step_view.h"
 
 namespace omniattn::ops::multi_token {
 namespace {
@@ -68,10 +68,7 @@ struct Problem {
     return shared.batch > 0 && shared.heads > 0 && shared.rows() > 0 && shared.keys > 0;
   }
   StepView view(const char* name, const Tensor& given, Sizes want) {
-    require_tensor(op, name, given, dtype);
-    require_sizes(op, name, given, want);
-    const Tensor& t = copies.emplace_back(with_unit_last_stride(given));
-    return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+    return step_view(op, name, given, dtype, want, copies);
   }
   void pack(bool gradients) {
     MultiToken& p = shared;
@@ -87,50 +84,6 @@ struct Problem {
     require_sizes(op, name, given, want);
     return copies.emplace_back(as_dense(given)).const_data_ptr();
   }
-};
-
-// Parts of gradients in A, 0 at first, and their sums in order.
-class Parts {
- public:
-  explicit Parts(DType dtype) : dtype_(dtype), acc_(accumulator(dtype)) {}
-
-  // Memory for parts of a gradient; null if it is not wanted.
-  void* of(const Output& gradient, int64_t count) {
-    if (gradient.data() == nullptr) return nullptr;
-    const Tensor out = gradient.tensor();
-    const int64_t all = count * out.numel(), element = size_of(acc_);
-    const Tensor memory = scratch(all, acc_);
-    pairs_.push_back({out, memory, count});
-    char* const first = static_cast<char*>(memory.mutable_data_ptr());
-    parallel_ranges(all, kTaskElements, [=](int64_t begin, int64_t end) {
-      std::memset(first + begin * element, 0, static_cast<size_t>((end - begin) * element));
-    });
-    return first;
-  }
-  void sum() const {
-    for (const Pair& pair : pairs_) sum(pair);
-  }
-
- private:
-  struct Pair {
-    Tensor out, parts;
-    int64_t count;
-  };
-
-  void sum(const Pair& pair) const {
-    const int64_t size = pair.out.numel(), element = size_of(acc_);
-    Tensor out = pair.out, sums = dtype_ == acc_ ? out : empty_tensor(out.sizes(), acc_);
-    const auto* const from = static_cast<const char*>(pair.parts.const_data_ptr());
-    char* const to = static_cast<char*>(sums.mutable_data_ptr());
-    parallel_ranges(size, kTaskElements, [&](int64_t begin, int64_t end) {
-      sum_kernels(acc_).sum_shards(acc_, from + begin * element, pair.count, size, end - begin,
-                                   to + begin * element);
-    });
-    if (dtype_ != acc_) torch::stable::copy_(out, sums);
-  }
-
-  DType dtype_, acc_;
-  std::vector<Pair> pairs_;
 };
 
 void fill_with_zeros(const Output& result) {
@@ -176,17 +129,18 @@ Gradients multi_token_attention_backward(const OpCall& call, const Incoming& gra
   x.items_per_group = parts;
   const auto sizes = p.out_sizes();
   const StepView grad_out = p.view("grad_out", *grads.grad_out, {sizes.data(), sizes.size()});
-  Parts sums(p.dtype);
+  Shards items(p.dtype, parts), readers(p.dtype, x.readers() * parts);
+  Shards entries(p.dtype, x.batch * parts);
   const MultiTokenBackwardParams params{.problem = x,
                                         .grad_out = grad_out,
-                                        .dq = sums.of(d.dq, parts),
-                                        .dk = sums.of(d.dk, x.readers() * parts),
-                                        .dv = sums.of(d.dv, x.readers() * parts),
-                                        .dweight = sums.of(d.dweight, x.batch * parts),
-                                        .dhead_weight = sums.of(d.dhead_weight, x.batch * parts)};
+                                        .dq = items.zeros_of(d.dq),
+                                        .dk = readers.zeros_of(d.dk),
+                                        .dv = readers.zeros_of(d.dv),
+                                        .dweight = entries.zeros_of(d.dweight),
+                                        .dhead_weight = entries.zeros_of(d.dhead_weight)};
   const MultiTokenBackwardKernels& kernels = multi_token_backward_kernels(p.dtype);
   run_items(params, x.items(), kernels.bytes(x), kernels.backward);
-  sums.sum();
+  for (const Shards* each : {&items, &readers, &entries}) each->sum();
   return d;
 }
 

@@ -1,5 +1,5 @@
 // parallax_attention: its schemas. Elsewhere than on the CPU a composition of torch's ops
-// implements it (python/omniattn/compositions/parallax.py).
+// implements it (python/omniattn/compositions/attention/parallax.py).
 #include "ops/attention/parallax.h"
 
 #include "ops/registry.h"

@@ -9,6 +9,7 @@
 #include "ops/sequence_problem.h"
 #include "ops/shards.h"
 #include "ops/stage.h"
+#include "ops/step_view.h"
 
 namespace omniattn::ops::parallax {
 namespace {
@@ -46,12 +47,8 @@ struct Problem : SequenceProblem {
     p.longest_keys = p.longest;
   }
 
-  // (B, T, H, D) with unit last stride, of the given sizes.
   StepView view(const char* name, const Tensor& given, Sizes want) {
-    require_tensor(op, name, given, dtype);
-    require_sizes(op, name, given, want);
-    const Tensor& t = copies.emplace_back(with_unit_last_stride(given));
-    return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+    return step_view(op, name, given, dtype, want, copies);
   }
 };
 

@@ -1,5 +1,5 @@
 // causal_conv1d and dynamic_conv1d. Elsewhere than on the CPU a composition of torch's ops
-// implements the latter (python/omniattn/compositions/dynamic_conv.py).
+// implements the latter (python/omniattn/compositions/recurrences/dynamic_conv.py).
 #include "kernels/conv/dynamic_conv.h"
 
 #include <cstring>

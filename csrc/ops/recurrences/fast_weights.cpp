@@ -1,5 +1,5 @@
 // fast_weights and atlas_linear: their schemas. Elsewhere than on the CPU compositions of torch's
-// ops implement them (python/omniattn/compositions/fast_weights.py, atlas.py).
+// ops implement them (python/omniattn/compositions/recurrences/fast_weights.py, atlas.py).
 #include "ops/recurrences/fast_weights.h"
 
 #include "ops/registry.h"

@@ -11,6 +11,7 @@
 #include "ops/sequence_problem.h"
 #include "ops/shards.h"
 #include "ops/stage.h"
+#include "ops/step_view.h"
 
 namespace omniattn::ops::fast_weights {
 namespace {
@@ -59,13 +60,8 @@ struct Problem : SequenceProblem {
     }
   }
 
-  // (B, T, H), or (B, T, H, D) with unit last stride, of the given sizes.
   StepView view(const char* name, const Tensor& given, DType type, Sizes want) {
-    require_tensor(op, name, given, type);
-    require_sizes(op, name, given, want);
-    const bool fits = given.dim() != 4 || has_unit_last_stride(given);
-    const Tensor& t = fits ? given : copies.emplace_back(torch::stable::contiguous(given));
-    return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+    return step_view(op, name, given, type, want, copies);
   }
   // Contiguous, in A.
   const void* kept(const char* name, const OptTensor& given, Sizes want) {
@@ -124,6 +120,22 @@ struct AtlasProblem : Problem {
   }
 };
 
+// Arguments of a backward that both ops have; others are null. `v` has the sizes of y.
+template <class G, class D>
+FastWeightsBackwardParams backward_params(Problem& p, const G& grads, const Tensor& v, const D& d) {
+  FastWeightsBackwardParams x{};
+  x.problem = p.shared;
+  if (grads.grad_y.has_value()) x.grad_o = p.view("grad_y", *grads.grad_y, p.dtype, v.sizes());
+  x.grad_weights = p.state("grad_weights_final", grads.grad_weights_final);
+  x.grad_momentum = p.state("grad_momentum_final", grads.grad_momentum_final);
+  x.grad_anchor = p.state("grad_anchor_final", grads.grad_anchor_final);
+  x.dq = d.dq.data(), x.dk = d.dk.data(), x.dv = d.dv.data();
+  x.dstep = d.dstep.data(), x.dkeep = d.dkeep.data(), x.dgate = d.dgate.data();
+  x.dweights = d.dweights.data(), x.dmomentum = d.dmomentum.data();
+  x.danchor = d.danchor.data();
+  return x;
+}
+
 void run(const FastWeightsParams& params, DType dtype) {
   const FastWeightsKernels& kernels = fast_weights_kernels(dtype);
   run_items(params, params.problem.items(), kernels.bytes(params.problem), kernels.forward);
@@ -175,29 +187,8 @@ Gradients fast_weights_backward(const OpCall& call, const Incoming& grads, const
               .dmomentum = {in.momentum.has_value(), state, p.acc},
               .danchor = {in.anchor.has_value(), state, p.acc}};
   Shards shards(p.acc, std::max<int64_t>(p.sequences, 1));
-  const FastWeightsBackwardParams params{
-      .problem = p.shared,
-      .grad_o = grads.grad_y.has_value() ? p.view("grad_y", *grads.grad_y, p.dtype, in.v.sizes())
-                                         : StepView{},
-      .grad_weights = p.state("grad_weights_final", grads.grad_weights_final),
-      .grad_momentum = p.state("grad_momentum_final", grads.grad_momentum_final),
-      .grad_anchor = p.state("grad_anchor_final", grads.grad_anchor_final),
-      .grad_keys = nullptr,
-      .grad_values = nullptr,
-      .dq = d.dq.data(),
-      .dk = d.dk.data(),
-      .dv = d.dv.data(),
-      .dstep = d.dstep.data(),
-      .dkeep = d.dkeep.data(),
-      .dgate = d.dgate.data(),
-      .dshare = nullptr,
-      .dw = shards.parts_of(d.dw),
-      .db = shards.parts_of(d.db),
-      .dweights = d.dweights.data(),
-      .dmomentum = d.dmomentum.data(),
-      .danchor = d.danchor.data(),
-      .dkeys = nullptr,
-      .dvalues = nullptr};
+  FastWeightsBackwardParams params = backward_params(p, grads, in.v, d);
+  params.dw = shards.parts_of(d.dw), params.db = shards.parts_of(d.db);
   if (p.sequences == 0) {
     for (const Output* each : {&d.dw, &d.db}) {
       Tensor zeros = each->tensor();
@@ -252,32 +243,12 @@ AtlasGradients atlas_linear_backward(const OpCall& call, const AtlasIncoming& gr
                    .danchor = {in.anchor.has_value(), state, p.acc},
                    .dkeys = {in.keys.has_value(), {keys.data(), keys.size()}, p.acc},
                    .dvalues = {in.values.has_value(), {values.data(), values.size()}, p.acc}};
-  run(
-      FastWeightsBackwardParams{
-          .problem = shared,
-          .grad_o = grads.grad_y.has_value()
-                        ? p.view("grad_y", *grads.grad_y, p.dtype, in.v.sizes())
-                        : StepView{},
-          .grad_weights = p.state("grad_weights_final", grads.grad_weights_final),
-          .grad_momentum = p.state("grad_momentum_final", grads.grad_momentum_final),
-          .grad_anchor = p.state("grad_anchor_final", grads.grad_anchor_final),
-          .grad_keys = p.held("grad_keys_final", grads.grad_keys_final, shared.key_width),
-          .grad_values = p.held("grad_values_final", grads.grad_values_final, shared.value_width),
-          .dq = d.dq.data(),
-          .dk = d.dk.data(),
-          .dv = d.dv.data(),
-          .dstep = d.dstep.data(),
-          .dkeep = d.dkeep.data(),
-          .dgate = d.dgate.data(),
-          .dshare = d.dtheta.data(),
-          .dw = nullptr,
-          .db = nullptr,
-          .dweights = d.dweights.data(),
-          .dmomentum = d.dmomentum.data(),
-          .danchor = d.danchor.data(),
-          .dkeys = d.dkeys.data(),
-          .dvalues = d.dvalues.data()},
-      p.dtype);
+  FastWeightsBackwardParams params = backward_params(p, grads, in.v, d);
+  params.grad_keys = p.held("grad_keys_final", grads.grad_keys_final, shared.key_width);
+  params.grad_values = p.held("grad_values_final", grads.grad_values_final, shared.value_width);
+  params.dshare = d.dtheta.data();
+  params.dkeys = d.dkeys.data(), params.dvalues = d.dvalues.data();
+  run(params, p.dtype);
   return d;
 }
 

@@ -1,5 +1,5 @@
 // log_linear_attention: its schemas. Elsewhere than on the CPU a composition of torch's ops
-// implements it (python/omniattn/compositions/log_linear.py).
+// implements it (python/omniattn/compositions/recurrences/log_linear.py).
 #include "ops/recurrences/log_linear.h"
 
 #include "ops/registry.h"

@@ -11,6 +11,7 @@
 #include "ops/sequence_problem.h"
 #include "ops/shards.h"
 #include "ops/stage.h"
+#include "ops/step_view.h"
 
 namespace omniattn::ops::log_linear {
 namespace {
@@ -50,13 +51,8 @@ struct Problem : SequenceProblem {
     check_positions();
   }
 
-  // (B, T, H), or (B, T, H, D) with unit last stride, of the given sizes.
   StepView view(const char* name, const Tensor& given, DType type, Sizes want) {
-    require_tensor(op, name, given, type);
-    require_sizes(op, name, given, want);
-    const bool fits = given.dim() != 4 || has_unit_last_stride(given);
-    const Tensor& t = fits ? given : copies.emplace_back(torch::stable::contiguous(given));
-    return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+    return step_view(op, name, given, type, want, copies);
   }
   std::array<int64_t, 5> state_sizes() const {
     return {sequences, shared.value_heads, shared.levels, shared.key_width, shared.value_width};

@@ -1,5 +1,5 @@
 // Schemas of the steps, which only the CPU has: elsewhere layers decode by the ops that return new
-// states, and compositions/least_squares.py implements mesa_step by torch's ops.
+// states, and compositions/recurrences/least_squares.py implements mesa_step by torch's ops.
 #include "ops/recurrences/steps.h"
 
 #include "ops/registry.h"

@@ -1,5 +1,5 @@
 // mamba3_inputs: its schemas. Elsewhere than on the CPU a composition of torch's ops implements it
-// (python/omniattn/compositions/mamba3.py).
+// (python/omniattn/compositions/state_space/mamba3.py).
 #include "ops/state_space/mamba3.h"
 
 #include "ops/registry.h"

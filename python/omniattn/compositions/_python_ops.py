@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from omniattn.ops.dispatch import library as _library
 from omniattn.reference.precision import compute_dtype
 
-__all__ = ["define", "implement"]
+__all__ = ["define", "implement", "recomputed"]
 
 _fragment = torch.library.Library("omniattn", "FRAGMENT")
 #: Arguments of integers.
@@ -132,3 +133,49 @@ def _require_shape(
         f"{_library.public_name(name, args)}: {argument} must have the shape ({known}), "
         f"got {argument}.shape={tuple(t.shape)}"
     )
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Records operations for autograd, also in a kernel that runs below it, as under a trace."""
+    below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with below, torch.enable_grad():
+        yield
+
+
+def recomputed(
+    forward: Callable[..., tuple[Tensor, ...]], outputs: int, inputs: int
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Returns the backward of an op by autograd through `forward`, which it runs again.
+
+    It takes the gradients of the outputs, and the arguments of `forward`, the first `inputs` of
+    which are tensors that have gradients, or None, whose gradients are empty.
+    """
+
+    def backward(*values: Any) -> tuple[Tensor, ...]:
+        grads, arguments = values[:outputs], values[outputs:]
+        given = [
+            t.detach().requires_grad_() if isinstance(t, Tensor) else None
+            for t in arguments[:inputs]
+        ]
+        leaves = [t for t in given if t is not None]
+        with _recording():
+            out = forward(*given, *arguments[inputs:])
+        found: Iterator[Tensor | None] = iter([None] * len(leaves))
+        pairs = [
+            (t, g) for t, g in zip(out, grads, strict=True) if g is not None and t.requires_grad
+        ]
+        if pairs:
+            outs, incoming = zip(*pairs, strict=True)
+            with _recording():  # checkpoints run again
+                found = iter(torch.autograd.grad(outs, leaves, incoming, allow_unused=True))
+        results = []
+        for t in given:
+            if t is None:
+                results.append(leaves[0].new_empty(0))
+                continue
+            grad = next(found)
+            results.append(torch.zeros_like(t) if grad is None else grad.contiguous())
+        return tuple(results)
+
+    return backward

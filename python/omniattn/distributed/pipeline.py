@@ -55,7 +55,7 @@ class DecoderStage(Decoder):
     is_first: bool
     is_last: bool
     _parts: tuple[DecoderStage, ...] = ()  # of a rank with several stages
-    _received: list[str]  # names of what earlier layers share with those from this stage on
+    _received: list[str]  # names that layers of this or later stages read from earlier stages
     _sent: list[str]
     _routers: Routers
     _layers_of: Counter[str]  # of all stages, as the next
@@ -344,7 +344,7 @@ def same_stages(stages: Sequence[PipelineStage]) -> list[PipelineStage]:
 
 
 def _shared_names(blocks: Sequence[Any], first: int) -> list[str]:
-    """Returns the names of what blocks from `first` on read that blocks before it publish."""
+    """Returns the names that blocks from `first` on read from blocks before it."""
     before = {name for block in blocks[:first] for name in block.mixer.publishes}
     found: list[str] = []
     for block in blocks[first:]:

@@ -57,7 +57,7 @@ norm = DifferentiableOp(
     "norm",
     fakes={"stats": _stats},
     private=("stats",),
-    backward_op=_backward_op.of(h="x"),
+    backward_op=_backward_op.of(h="x", grad_h=""),
     formula=lambda x, *args: definitions.norm(x, None, *args),
     fold=Fold(("x",)),
 )

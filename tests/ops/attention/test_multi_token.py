@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from omniattn.compositions import multi_token
+from omniattn.compositions.attention import multi_token
 from omniattn.functional import attention, multi_token_attention
 from omniattn.testing import isa, isas, poisoned_memory, threads
 

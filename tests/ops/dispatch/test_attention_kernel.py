@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from derivatives import DERIVATIVES, F64, OF_KERNELS, refuse_pieces
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.func import grad, jvp, vjp
 
 from omniattn import functional as F
 from omniattn.functional import masks, scores
 from omniattn.ops.derivatives import attention_kernel, attention_tiles
-from omniattn.ops.derivatives.tangent_kernels import KernelPieces, _Gradients, _Tangents
 from omniattn.testing.environment import threads
-
-F64 = torch.float64
 
 pytestmark = pytest.mark.skipif(
     not attention_kernel._PRESENT, reason="the emulated kernels of CUDA have none for tangents"
@@ -27,12 +23,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Any, tensors: Any) -> Any:
-        raise AssertionError("the tiles were evaluated")
-
     monkeypatch.setattr(attention_tiles, "ELEMENTS", 0)
-    for kind in (KernelPieces, _Gradients, _Tangents):
-        monkeypatch.setattr(kind, "run", refuse)
+    refuse_pieces(monkeypatch)
 
 
 def _randn(*shape: int, dtype: torch.dtype = F64, seed: int = 0) -> Tensor:
@@ -54,24 +46,6 @@ def _loss(options: dict[str, Any], backend: str | None) -> Callable[..., Tensor]
     return loss
 
 
-def _reverse_twice(loss: Callable[..., Tensor], x: Any, t: Any) -> Any:
-    return vjp(grad(loss, (0, 1, 2)), *x)[1](t)
-
-
-def _dual(loss: Callable[..., Tensor], x: Any, t: Any) -> Any:
-    with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(*pair) for pair in zip(x, t, strict=True)]
-        return forward_ad.unpack_dual(loss(*duals)).tangent
-
-
-DERIVATIVES: dict[str, Callable[[Callable[..., Tensor], Any, Any], Any]] = {
-    "jvp": lambda f, x, t: jvp(f, x, t)[1],
-    "dual": _dual,
-    "vjp of grad": _reverse_twice,
-    "jvp of grad": lambda f, x, t: jvp(grad(f, (0, 1, 2)), x, t)[1],
-    "grad of jvp": lambda f, x, t: grad(lambda *x: jvp(f, x, t)[1], (0, 1, 2))(*x),
-    "grad of tangents": lambda f, x, t: grad(lambda *t: jvp(f, x, t)[1], (0, 1, 2))(*t),
-}
 #: Sizes B, Tq, Tk, Hq, Hkv, D, Dv, around tiles of 96 queries and 128 keys.
 SIZES = [
     (1, 1, 1, 1, 1, 1, 1),
@@ -93,7 +67,7 @@ def _compare(derive: str, options: dict[str, Any], sizes: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("derive", DERIVATIVES)
+@pytest.mark.parametrize("derive", OF_KERNELS)
 def test_sizes(derive: str, sizes: tuple[int, ...], causal: bool) -> None:
     _compare(derive, {"causal": causal}, sizes)
 
@@ -138,8 +112,10 @@ def test_layouts(form: str) -> None:
 
         return run
 
-    for derive in DERIVATIVES.values():
-        found, wanted = (derive(loss(backend), x, t) for backend in (None, "reference"))
+    for derive in OF_KERNELS:
+        found, wanted = (
+            DERIVATIVES[derive](loss(backend), x, t) for backend in (None, "reference")
+        )
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-11)
 
 
@@ -180,7 +156,7 @@ def test_bits_do_not_depend_on_threads(heads: int) -> None:
     results = []
     for count in (1, 2, 3):
         with threads(count):
-            results.append(_reverse_twice(_loss({"causal": True}, None), x, t))
+            results.append(DERIVATIVES["vjp of grad"](_loss({"causal": True}, None), x, t))
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert torch.equal(a, b)

@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from derivatives import DERIVATIVES, F64, OF_KERNELS, refuse_pieces
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.func import grad, jvp, vjp
 
 from omniattn import functional as F
 from omniattn.ops.derivatives import scans
-from omniattn.ops.derivatives.tangent_kernels import KernelPieces, _Gradients, _Tangents
 from omniattn.testing.environment import threads
-
-F64 = torch.float64
 
 pytestmark = pytest.mark.skipif(
     not scans._PRESENT, reason="the emulated kernels of CUDA have none for tangents"
@@ -25,12 +21,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _without_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Any, tensors: Any) -> Any:
-        raise AssertionError("the chunks were evaluated")
-
     monkeypatch.setattr(scans, "ELEMENTS", 0)
-    for kind in (KernelPieces, _Gradients, _Tangents):
-        monkeypatch.setattr(kind, "run", refuse)
+    refuse_pieces(monkeypatch)
 
 
 Inputs = tuple[Tensor, ...]
@@ -62,26 +54,7 @@ def _loss(backend: str | None, **options: Any) -> Callable[..., Tensor]:
     return loss
 
 
-EVERYTHING = tuple(range(6))
-
-
-def _dual(loss: Callable[..., Tensor], x: Any, t: Any) -> Any:
-    with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(*pair) for pair in zip(x, t, strict=True)]
-        return forward_ad.unpack_dual(loss(*duals)).tangent
-
-
-DERIVATIVES: dict[str, Callable[[Callable[..., Tensor], Any, Any], Any]] = {
-    "jvp": lambda f, x, t: jvp(f, x, t)[1],
-    "dual": _dual,
-    "vjp of grad": lambda f, x, t: vjp(grad(f, EVERYTHING), *x)[1](t),
-    "jvp of grad": lambda f, x, t: jvp(grad(f, EVERYTHING), x, t)[1],
-    "grad of jvp": lambda f, x, t: grad(lambda *x: jvp(f, x, t)[1], EVERYTHING)(*x),
-    "grad of tangents": lambda f, x, t: grad(lambda *t: jvp(f, x, t)[1], EVERYTHING)(*t),
-}
-
-
-@pytest.mark.parametrize("derive", DERIVATIVES)
+@pytest.mark.parametrize("derive", OF_KERNELS)
 @pytest.mark.parametrize(
     ("sizes", "ends"),
     [
@@ -106,8 +79,10 @@ def test_options() -> None:
     x, t = (_inputs(sizes, 2, seed) for seed in (0, 1))
     D, bias, z = (torch.randn(s, dtype=F64) for s in ((6,), (6,), (2, 40, 6)))
     options = {"D": D, "z": z, "delta_bias": bias, "delta_softplus": True}
-    for derive in DERIVATIVES.values():
-        found, wanted = (derive(_loss(b, **options), x, t) for b in (None, "reference"))
+    for derive in OF_KERNELS:
+        found, wanted = (
+            DERIVATIVES[derive](_loss(b, **options), x, t) for b in (None, "reference")
+        )
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-11)
 
 

@@ -8,7 +8,7 @@ from recurrence_cases import draw
 from torch.nn import functional as nnf
 
 from omniattn import functional as F
-from omniattn.compositions import atlas
+from omniattn.compositions.recurrences import atlas
 
 B, T, H, D, C, WINDOW = 2, 21, 2, 6, 4, 3
 Q, V = draw(B, T, H, D), draw(B, T, H, D, seed=2)

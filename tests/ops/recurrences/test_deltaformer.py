@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from omniattn import functional as F
-from omniattn.compositions import deltaformer
+from omniattn.compositions.recurrences import deltaformer
 
 F64 = torch.float64
 

@@ -8,7 +8,7 @@ import torch
 
 import omniattn.functional as F
 from omniattn import reference
-from omniattn.compositions import dynamic_conv
+from omniattn.compositions.recurrences import dynamic_conv
 
 F64 = torch.float64
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from omniattn import functional as F
-from omniattn.compositions import _log_linear_tree, log_linear
+from omniattn.compositions.recurrences import _log_linear_tree, log_linear
 
 F64 = torch.float64
 LEVELS = 9

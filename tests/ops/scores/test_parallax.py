@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import jvp
 
-from omniattn.compositions import parallax
+from omniattn.compositions.attention import parallax
 from omniattn.functional import attention, parallax_attention
 
 F64 = torch.float64

@@ -258,7 +258,7 @@ def test_single_steps(function, system, dense):
 @pytest.mark.parametrize("mode", ["conv", "recurrent"])
 @pytest.mark.parametrize(("function", "system", "dense"), SYSTEMS)
 def test_gradients(function, system, dense, mode):
-    """Of one channel: the time grows with the square of their number."""
+    """Checks one channel, since the time grows with the square of their number."""
     state = draw(1, 1, N, seed=5, dtype=C128)
     given = draw(1, 5, 1), *(t[:1] for t in system()), state
     inputs = [t.detach().requires_grad_() for t in given]

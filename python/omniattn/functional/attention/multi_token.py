@@ -12,7 +12,7 @@ from omniattn.checks.arguments import (
     require_number,
     require_shape,
 )
-from omniattn.compositions.multi_token import multi_token_attention as composed
+from omniattn.compositions.attention.multi_token import multi_token_attention as composed
 from omniattn.functional.attention._common import autocast, check_shapes
 from omniattn.reference.attention.attention import default_scale
 
@@ -61,9 +61,9 @@ def multi_token_attention(
         ValueError: a shape, device or value is invalid.
 
     Note:
-        CPU kernels compute in the accumulator type of q's dtype. A block of 32 queries makes the
-        logits of the cq - 1 queries before it again and holds the weights of a group of heads for
-        all keys, so that memory grows with T, not T^2. Results do not depend on the number of
+        CPU kernels compute in the accumulator type of q's dtype. A block of 32 queries recomputes
+        the logits of the cq - 1 queries before it and holds the weights of a group of heads for all
+        keys, so that memory grows with T, not T^2. Results do not depend on the number of
         threads. Other devices compose torch's ops over blocks of queries. Logits before the first
         query count as 0. Second and forward-mode derivatives recompute through the eager
         definition.

@@ -13,7 +13,7 @@ from omniattn.checks.arguments import (
     require_shape,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.parallax import parallax_attention as composed
+from omniattn.compositions.attention.parallax import parallax_attention as composed
 from omniattn.functional.attention._common import (
     LONGEST,
     autocast,
@@ -68,11 +68,11 @@ def parallax_attention(
         ValueError: a shape, device or value is invalid.
 
     Note:
-        The backward makes the weights again, twice on the CPU, where it has one thread for each
-        head of q and sequence. Its products of three matrices for each pair of tokens are none that
-        a backward of `attention` has, so the CPU has kernels of their own, which multiply in fp32
-        (fp64 for fp64); CUDA has torch's ops over blocks of queries. Second and forward-mode
-        derivatives recompute through the eager definition.
+        The backward recomputes the weights, on the CPU twice, where each head of q and sequence is
+        the work of one thread. Its products of three factors for each pair of tokens do not occur
+        in the backward of `attention`, so the CPU has separate kernels, which multiply in fp32
+        (fp64 for fp64). CUDA tensors take torch's ops over blocks of queries. Second and
+        forward-mode derivatives recompute through the eager definition.
 
     Reference:
         Zuo et al., Parallax: Parameterized Local Linear Attention for Language Modeling, 2026,

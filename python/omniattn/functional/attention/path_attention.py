@@ -17,7 +17,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import over_sequences
 from omniattn.checks.packed import require_all_tokens
-from omniattn.compositions.path_attention import path_attention as composed
+from omniattn.compositions.attention.path_attention import path_attention as composed
 from omniattn.functional.attention._common import (
     autocast,
     check_shapes,

@@ -10,7 +10,7 @@ from omniattn.checks.arguments import (
     require_number,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.sparsemax_attention import sparsemax_attention as composed
+from omniattn.compositions.attention.sparsemax_attention import sparsemax_attention as composed
 from omniattn.functional.attention._common import autocast, check_shapes, require_sequences
 from omniattn.reference.attention.attention import default_scale
 

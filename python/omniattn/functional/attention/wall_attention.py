@@ -16,7 +16,7 @@ from omniattn.checks.arguments import (
     use_reference,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.wall_attention import wall_attention as composed
+from omniattn.compositions.attention.wall_attention import wall_attention as composed
 from omniattn.functional.attention._common import (
     autocast,
     check_shapes,

@@ -22,7 +22,7 @@ from omniattn.checks.arguments import (
     takes_own_kernels,
 )
 from omniattn.checks.tracing import may_train
-from omniattn.compositions.moe import moe_of_weighed_inputs
+from omniattn.compositions.layers.moe import moe_of_weighed_inputs
 from omniattn.ops import moe as ops
 from omniattn.ops.dispatch.precision import split_bf16_of
 from omniattn.ops.moe import ACTIVATIONS as ACTIVATIONS

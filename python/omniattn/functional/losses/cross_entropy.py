@@ -7,7 +7,7 @@ from typing_extensions import Unpack
 
 from omniattn.checks.arguments import autocast_linear, implementation, require_float
 from omniattn.checks.jagged import token_wise
-from omniattn.compositions.loss import soft_cross_entropy
+from omniattn.compositions.losses.loss import soft_cross_entropy
 from omniattn.encoding.losses import CrossEntropy, CrossEntropyOptions
 from omniattn.encoding.records import packed, spelled_out
 from omniattn.functional.layers.gemm import linear

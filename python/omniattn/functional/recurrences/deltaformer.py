@@ -17,7 +17,7 @@ from omniattn.checks.arguments import (
     require_tensor,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.deltaformer import deltaformer_attention as native
+from omniattn.compositions.recurrences.deltaformer import deltaformer_attention as native
 from omniattn.functional.recurrences._common import composed_sequence_count, widened
 
 __all__ = ["deltaformer_attention"]

@@ -16,7 +16,7 @@ from omniattn.checks.arguments import (
     shown,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.dynamic_conv import dynamic_conv1d as composed
+from omniattn.compositions.recurrences.dynamic_conv import dynamic_conv1d as composed
 from omniattn.encoding.sequences import StateOptions, sequences_of, spelled_out
 from omniattn.functional.recurrences._common import composed_sequence_count
 
@@ -91,10 +91,10 @@ def dynamic_conv1d(
         ValueError: a shape, device or value is invalid.
 
     Note:
-        Sums in fp32 (fp64 for fp64), rounded once. No tensor with D K numbers for each token is
-        made, in the backward neither, for which the inputs alone are saved. Gradients do not depend
-        on the number of threads. On CUDA it is a composition of torch's operations. Second and
-        forward-mode derivatives go through the eager definition.
+        Sums are in fp32 (fp64 for fp64) and rounded once. Neither pass makes a tensor with D K
+        numbers for each token, and only the inputs are saved for the backward. Gradients do not
+        depend on the number of threads. CUDA tensors take a composition of torch's operations.
+        Second and forward-mode derivatives go through the eager definition.
 
     Reference:
         Wu et al., Pay Less Attention with Lightweight and Dynamic Convolutions, 2019,

@@ -15,7 +15,7 @@ from omniattn.checks.arguments import (
     use_reference,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.least_squares import mesa_solve
+from omniattn.compositions.recurrences.least_squares import mesa_solve
 from omniattn.encoding.sequences import Sequences
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,

@@ -11,7 +11,7 @@ from omniattn.checks.arguments import (
     require_tensor,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.log_linear import log_linear_attention as native
+from omniattn.compositions.recurrences.log_linear import log_linear_attention as native
 from omniattn.encoding.sequences import SequenceOptions, sequences_of, spelled_out
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,

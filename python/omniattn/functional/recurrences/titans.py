@@ -19,9 +19,9 @@ from omniattn.checks.arguments import (
     require_tensor,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.atlas import omega, orthogonal_omega
-from omniattn.compositions.fast_weights import fast_weights
-from omniattn.compositions.memory_mlp import memory_mlp
+from omniattn.compositions.recurrences.atlas import omega, orthogonal_omega
+from omniattn.compositions.recurrences.fast_weights import fast_weights
+from omniattn.compositions.recurrences.memory_mlp import memory_mlp
 from omniattn.functional.layers.norm import layer_norm
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,

@@ -13,7 +13,7 @@ from omniattn.checks.arguments import (
     require_shape,
 )
 from omniattn.checks.jagged import over_sequences
-from omniattn.compositions.fast_weights import fast_weights
+from omniattn.compositions.recurrences.fast_weights import fast_weights
 from omniattn.functional.layers.norm import layer_norm
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,

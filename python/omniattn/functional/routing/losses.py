@@ -133,7 +133,8 @@ def balance_over(
     if kind == "deepseek_v2":
         return (f * mean).sum()
     if kind == "deepseek_v3":
-        total, count = ranks.totals((f * mean).sum()[None], n.new_tensor([sequences]))
+        count = torch.full((1,), sequences, device=n.device)
+        total, count = ranks.totals((f * mean).sum()[None], count)
         return (total / count.clamp(min=1)).squeeze(0)
     in_groups = mean.view(groups, -1).sum(-1)
     if kind == "deepseek_v2_device":
@@ -174,7 +175,7 @@ def z_loss_over(ranks: TokenGroups, logits: Tensor, token_mask: Tensor | None) -
     if logits.dim() == 0:
         raise ValueError("router_z_loss: logits must have shape (..., E), got logits.shape=()")
     square = widen(logits).logsumexp(-1).square()
-    count = torch.tensor(square.numel(), device=logits.device)
+    count = torch.full((), square.numel(), device=logits.device)
     if token_mask is not None:
         require_mask("router_z_loss", token_mask, logits, "logits")
         square, count = square.masked_fill(~token_mask, 0.0), token_mask.sum()

@@ -21,7 +21,7 @@ from omniattn.checks.arguments import (
 )
 from omniattn.checks.jagged import over_sequences
 from omniattn.checks.ranks import ACTIVE
-from omniattn.compositions.mamba3 import mamba3_inputs, mamba3_inputs_of_ranks
+from omniattn.compositions.state_space.mamba3 import mamba3_inputs, mamba3_inputs_of_ranks
 from omniattn.encoding.sequences import Sequences
 from omniattn.functional.recurrences._common import (
     composed_sequence_count,

@@ -24,7 +24,7 @@ class ExpertsOverRanks(DefaultVectors):
         group: process group, None for the default group.
         local: number of experts of a rank.
         own: the experts of this rank.
-        overlap: True to send the rows of a half of the tokens while experts compute the other.
+        overlap: True to send the rows of half of the tokens while experts compute the other half.
     """
 
     overlap: bool = False
@@ -140,8 +140,8 @@ class ExpertParallel(ExpertsOverRanks):
             expert r E / ranks.
         group: process group, None for the default group. If a rank dies, the collective raises
             RuntimeError on the others after the group's timeout.
-        overlap: True to exchange the rows of a half of the tokens while the experts compute those
-            of the other half, in forward and backward. Outputs are the same; gradients of weights
+        overlap: True to exchange the rows of half of the tokens while the experts compute those of
+            the other half, in forward and backward. Outputs are the same; gradients of weights
             are sums of both halves. Second derivatives raise an error.
 
     Shape:

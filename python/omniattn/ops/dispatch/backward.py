@@ -51,12 +51,15 @@ class BackwardOp:
         self.name = name
         self.call = private_op(name)
         #: Names of the arguments and outputs, as in the forward op.
-        self.takes, self.gives, self.optional = schema.required, schema.outputs, schema.optional
+        self.takes, self.gives = schema.required, schema.outputs
         register_fake(name)(gradients_like(schema, fakes or {}))
         register_vmap(name, fold)
 
     def of(self, **names: str) -> BackwardOp:
-        """Returns a copy as the backward of an op with other names."""
+        """Returns a copy as the backward of an op with other names.
+
+        An argument whose name becomes "" gets None: the op has no such value.
+        """
         other = copy(self)
         other.takes = tuple(names.get(n, n) for n in self.takes)
         other.gives = tuple(names.get(n, n) for n in self.gives)
@@ -111,17 +114,20 @@ class Plan:
         #: places of its arguments in `readable`; for each input the output that is its gradient.
         self.native: tuple[str | None, tuple[int, ...], tuple[int, ...]] = (None, (), ())
         if direct := direct or (op if backward is None else None):
-            places = tuple(self._place(n, direct) for n in direct.takes)
+            places = tuple(self._place(n) for n in direct.takes)
             self.native = (direct.name, places, _gives(self.inputs, direct))
         self._pick_saved = picker(self.saved_places)
         self._pick_kept = picker(self.kept_places)
         self._pick_lists = picker([values.index(n) for n in schema.tensor_lists])
-        self._take = picker([self._place(n, op) for n in takes])
+        self._take = picker([self._place(n) for n in takes])
         self._find = self._by_inputs(backward, op)
 
-    def _place(self, name: str, op: BackwardOp | None) -> int:
-        if name not in self.places and op is not None and name in op.optional:
-            return 0  # gradient of an output that only another op with this backward has
+    def _place(self, name: str) -> int:
+        if name not in self.places:
+            known = ", ".join(filter(None, self.readable))
+            raise TypeError(
+                f"{self.schema.name}: its backward takes {name}, which is none of {known}"
+            )
         return self.places[name]
 
     def remember(self, ctx: Any, args: Sequence[Any], output: Any, unsaved: Iterable[str]) -> None:

@@ -43,7 +43,6 @@ class Schema:
         self.required = tuple(a.name for a in schema.arguments if not a.has_default_value())
         self.tensors = tuple(n for n, k in kinds.items() if k in ("Tensor", "Optional[Tensor]"))
         self.tensor_lists = tuple(n for n, k in kinds.items() if "List[Ten" in k)
-        self.optional = frozenset(n for n, k in kinds.items() if k.startswith("Optional"))
         self.outputs = tuple(r.name or "y" for r in schema.returns)
 
     def by_name(self, args: Sequence[Any], others: Mapping[str, Any]) -> dict[str, Any]:

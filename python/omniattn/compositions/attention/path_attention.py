@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.compositions.halving import (
+from omniattn.compositions.attention.halving import (
     Blocks,
     Carry,
     Tokens,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from omniattn.compositions._descent import recomputed
-from omniattn.compositions._python_ops import implement
+from omniattn.compositions._python_ops import implement, recomputed
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.ops.dispatch.names import like_or_wide

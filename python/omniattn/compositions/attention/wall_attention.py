@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniattn.compositions.halving import Blocks, Carry, Tokens, before, blocks_of, join_all
+from omniattn.compositions.attention.halving import (
+    Blocks,
+    Carry,
+    Tokens,
+    before,
+    blocks_of,
+    join_all,
+)
 from omniattn.reference.attention.forgetting import LEAST_LOG_GATE
 from omniattn.reference.limits import clamp
 from omniattn.reference.precision import compute_dtype

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from omniattn.compositions._descent import accumulate, count_sequences, parts, recomputed
-from omniattn.compositions._python_ops import implement
+from omniattn.compositions._python_ops import implement, recomputed
 from omniattn.compositions._rows import batches
+from omniattn.compositions.recurrences._descent import accumulate, count_sequences, parts
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.reference.precision import compute_dtype, widen

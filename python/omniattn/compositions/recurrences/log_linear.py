@@ -7,9 +7,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from omniattn.compositions._log_linear_tree import Tokens, differentiate, outputs
 from omniattn.compositions._python_ops import implement
 from omniattn.compositions._rows import batches
+from omniattn.compositions.recurrences._log_linear_tree import Tokens, differentiate, outputs
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.reference.precision import compute_dtype

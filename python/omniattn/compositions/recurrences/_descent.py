@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["accumulate", "count_sequences", "lean", "parts", "recomputed"]
+__all__ = ["accumulate", "count_sequences", "lean", "parts"]
 
 
 def parts(place: int, steps: int, size: int) -> Iterator[tuple[int, int, int, bool, bool]]:
@@ -61,14 +60,6 @@ def count_sequences(
     return count
 
 
-@contextmanager
-def _recording() -> Iterator[None]:
-    """Records operations for autograd, also in a kernel that runs below it, as under a trace."""
-    below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-    with below, torch.enable_grad():
-        yield
-
-
 def lean(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
     """Calls `function`, of which autograd keeps the arguments alone; it runs again in the backward.
 
@@ -81,41 +72,3 @@ def lean(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tenso
         function, *args, use_reentrant=False, preserve_rng_state=False
     )
     return found
-
-
-def recomputed(
-    forward: Callable[..., tuple[Tensor, ...]], outputs: int, inputs: int
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Returns the backward of an op by autograd through `forward`, which it runs again.
-
-    It takes the gradients of the outputs, and the arguments of `forward`, the first `inputs` of
-    which are tensors that have gradients, or None, whose gradients are empty.
-    """
-
-    def backward(*values: Any) -> tuple[Tensor, ...]:
-        grads, arguments = values[:outputs], values[outputs:]
-        given = [
-            t.detach().requires_grad_() if isinstance(t, Tensor) else None
-            for t in arguments[:inputs]
-        ]
-        leaves = [t for t in given if t is not None]
-        with _recording():
-            out = forward(*given, *arguments[inputs:])
-        found: Iterator[Tensor | None] = iter([None] * len(leaves))
-        pairs = [
-            (t, g) for t, g in zip(out, grads, strict=True) if g is not None and t.requires_grad
-        ]
-        if pairs:
-            outs, incoming = zip(*pairs, strict=True)
-            with _recording():  # checkpoints run again
-                found = iter(torch.autograd.grad(outs, leaves, incoming, allow_unused=True))
-        results = []
-        for t in given:
-            if t is None:
-                results.append(leaves[0].new_empty(0))
-                continue
-            grad = next(found)
-            results.append(torch.zeros_like(t) if grad is None else grad.contiguous())
-        return tuple(results)
-
-    return backward

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniattn.compositions._descent import recomputed
-from omniattn.compositions._python_ops import implement
+from omniattn.compositions._python_ops import implement, recomputed
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.ops.dispatch.vmap import Fold

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from omniattn.compositions import _log_linear_chunks as chunks
-from omniattn.compositions._log_linear_chunks import sums_after, sums_before
+from omniattn.compositions.recurrences import _log_linear_chunks as chunks
+from omniattn.compositions.recurrences._log_linear_chunks import sums_after, sums_before
 from omniattn.reference.precision import compute_dtype
 
 __all__ = ["Tokens", "differentiate", "outputs"]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from omniattn.compositions._descent import accumulate, count_sequences, lean, parts, recomputed
-from omniattn.compositions._python_ops import define
+from omniattn.compositions._python_ops import define, recomputed
 from omniattn.compositions._rows import batches
+from omniattn.compositions.recurrences._descent import accumulate, count_sequences, lean, parts
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.reference.precision import compute_dtype, widen

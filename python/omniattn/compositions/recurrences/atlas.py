@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from omniattn.compositions._descent import accumulate, count_sequences, lean, parts, recomputed
-from omniattn.compositions._python_ops import define, implement
+from omniattn.compositions._python_ops import define, implement, recomputed
 from omniattn.compositions._rows import batches
+from omniattn.compositions.recurrences._descent import accumulate, count_sequences, lean, parts
 from omniattn.ops.dispatch.autograd import DifferentiableOp
 from omniattn.ops.dispatch.backward import BackwardOp
 from omniattn.ops.dispatch.names import Rules

@@ -1,0 +1,1 @@
+"""Losses with probabilities as targets."""

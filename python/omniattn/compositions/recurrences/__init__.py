@@ -1,0 +1,1 @@
+"""Recurrences that solve or descend on past tokens, log-linear attention, convolutions."""

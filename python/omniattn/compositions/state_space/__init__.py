@@ -1,0 +1,1 @@
+"""State-space models: the inputs of Mamba-3."""
