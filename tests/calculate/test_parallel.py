@@ -64,9 +64,9 @@ class Sent(TorchDispatchMode):
     """Adds up the bytes that this rank sends, by kind; groups have two ranks where sizes do not
     tell. Single numbers, of losses and norms, and sums for balance losses are left out."""
 
-    def __init__(self, experts):
+    def __init__(self, experts, exchange):
         super().__init__()
-        self.bytes, self.experts = Counter(), experts
+        self.bytes, self.experts, self.exchange = Counter(), experts, exchange
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -86,7 +86,7 @@ class Sent(TorchDispatchMode):
             elif name == "send":
                 self.bytes["sent"] += size
             elif name == "alltoall_base_":
-                self.bytes["ep" if self.experts else "sent"] += args[1].nbytes / 2
+                self.bytes[self.exchange] += args[1].nbytes / 2
             elif name == "allgather_" and not self.experts:  # with experts: their records
                 self.bytes["sent"] += size
             elif name in ("all_reduce", "all_gather_into_tensor"):
@@ -113,7 +113,9 @@ def of_meshes(rank, ranks, port):
 
 def compare(where, trainer, sizes):
     trainer.train_step()
-    with Sent("mixtral" in where) as sent:
+    experts = "mixtral" in where
+    exchange = next((n for n in ("ep", "tp") if n in sizes), "ep") if experts else "sent"
+    with Sent(experts, exchange) as sent:
         trainer.train_step()
     model = trainer.config.model_config
     options = {"batch": BATCH, "length": 16, "accumulate": PARTS, "dtype": "fp64"}

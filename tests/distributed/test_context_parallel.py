@@ -129,6 +129,7 @@ def recurrence_cases():
     yield "slstm", f.slstm, (randn(2, T, 4, 2, 3), randn(4, 2, 3, 3)), {}
     yield "scan", f.linear_scan, (randn(2, T, 6), decays(6)), {}
     yield "conv", f.causal_conv1d, (randn(2, T, 6), randn(6, 4), randn(6)), {"activation": "silu"}
+    yield "dynamic conv", f.dynamic_conv1d, (randn(2, T, 6), randn(2, T, 3, 4)), {"residual": True}
     u, delta, A = randn(2, T, 6), randn(2, T, 6).abs(), -randn(6, 3).abs()
     B, C, D, z = randn(2, T, 3), randn(2, T, 3), randn(6), randn(2, T, 6)
     yield "selective", f.selective_scan, (u, delta, A, B, C, D, z), {}

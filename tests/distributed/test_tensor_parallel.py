@@ -60,6 +60,10 @@ def same_gradients(split, whole, where):
 
 #: Layers and their options besides dim=16.
 HEADS = {"num_heads": 4}
+MIXTURE = {
+    **{"hidden_dim": 12, "experts": 3, "top_k": 2},
+    **{"balance_coefficient": 0.1, "z_coefficient": 0.1},
+}
 LAYERS = {
     "mha": ("Attention", {**HEADS, "bias": True, "out_bias": True, "sinks": True}),
     "gqa": ("Attention", {**HEADS, "num_kv_heads": 2, "qk_norm": "rms", "gate": "headwise"}),
@@ -83,6 +87,12 @@ LAYERS = {
     "mamba2": ("Mamba2", {"headdim": 4, "ngroups": 4, "d_state": 5, "bias": True}),
     "mlp": ("MLP", {"hidden_dim": 24}),
     "glu": ("GatedMLP", {"hidden_dim": 24, "bias": True, "recompute": True}),
+    "moe": ("MoE", MIXTURE | {"activation": "clamped_swiglu", "bias": True}),
+    "moe-relu": ("MoE", MIXTURE | {"activation": "relu", "bias": True, "capacity_factor": 1.0}),
+    "moe-inputs": ("MoE", MIXTURE | {"router": "llama4", "top_k": 1, "bias": True}),
+    "moe-shared": ("MoE", MIXTURE | {"shared_hidden_dim": 8, "shared_gate": True}),
+    "moe-chosen": ("MoE", MIXTURE | {"router": "expert_choice", "capacity_factor": 1.0}),
+    "moe-vectors": ("MoE", MIXTURE | {"router_grad": "default_vector", "shared_hidden_dim": 8}),
 }
 
 
@@ -95,7 +105,7 @@ def of_layers(rank, ranks, port):
         x, pull = randn(2, T, 16), randn(2, T, 16)
         given = x.clone().requires_grad_()
         expected = whole(given)
-        (expected * pull).sum().backward()
+        ((expected * pull).sum() + Routers(whole).loss()).backward()
         for sequence_parallel in (False, True):
             where = f"{name} {sequence_parallel}"
             split = copy.deepcopy(whole)
@@ -106,7 +116,7 @@ def of_layers(rank, ranks, port):
             mine = (lambda t: t.chunk(ranks, 1)[rank]) if sequence_parallel else (lambda t: t)
             ours = mine(x).clone().requires_grad_()
             out = split(ours)
-            (out * mine(pull)).sum().backward()
+            ((out * mine(pull)).sum() + Routers(split).loss()).backward()
             same(out, mine(expected), where)
             same(ours.grad, mine(given.grad), where)
             same_gradients(split, whole, where)
@@ -221,6 +231,13 @@ def refuse(mesh, ranks):
             modules.Attention(dim=24, num_heads=12, num_kv_heads=3),
         ),
         ("hidden_dim of GatedMLP, got hidden_dim=9", modules.GatedMLP(dim=8, hidden_dim=9)),
+        ("hidden_dim of Experts, got hidden_dim=9", modules.MoE(8, 9, experts=4, top_k=2)),
+        (
+            f"hidden_dim of Experts, got hidden_dim=9, ranks={ranks}",
+            replace(
+                PRESETS["mixtral"], **SIZES | {"num_heads": 4} | MOE | {"hidden_dim": 9}
+            ).build(),
+        ),
         ("ngroups of Mamba2, got ngroups=1", modules.Mamba2(dim=8, headdim=4)),
         ("qk_norm of Attention", modules.Attention(dim=8, num_heads=4, qk_norm="rms_full")),
         ("cannot split MoBA", modules.MoBA(dim=8, num_heads=4, block_size=4)),
@@ -304,9 +321,8 @@ def calls(mesh, rank, ranks):
     assert not torch.equal(states[0], seeds)
 
 
-def states(mesh, rank, ranks):
+def states(mesh, rank, ranks, config):
     """Whole weights from a split model and back, checkpoints on other meshes, an optimizer step."""
-    config = replace(PRESETS["llama"], num_heads=4, num_kv_heads=1, **SIZES, hidden_dim=24)
     torch.manual_seed(0)
     whole = config.build(dtype=torch.float64)
     split = tensor_parallel(copy.deepcopy(whole), mesh, sequence_parallel=True)
@@ -354,17 +370,48 @@ def of_the_rest(rank, ranks, port):
     of_vocabulary(mesh, rank, ranks)
     refuse(mesh, ranks)
     calls(mesh, rank, ranks)
-    states(mesh, rank, ranks)
+    sizes = {"num_heads": 4, "num_kv_heads": 1, **SIZES}
+    states(mesh, rank, ranks, replace(PRESETS["llama"], **sizes, hidden_dim=24))
+    states(mesh, rank, ranks, replace(PRESETS["mixtral"], **sizes, **MOE))
     dist.destroy_process_group()
 
 
-WORK = {"of_layers": of_layers, "of_models": of_models, "of_the_rest": of_the_rest}
+def of_three(rank, ranks, port):
+    """Halves of experts whose parts go to ranks in another order than they are stored in."""
+    start(rank, ranks, port)
+    mesh = init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(0)
+    whole = draw(modules.MoE(dim=16, **MIXTURE, bias=True).double())
+    split = tensor_parallel(copy.deepcopy(whole), mesh)
+    nested = [randn(5, 16), randn(3, 16)]
+    for given in (randn(2, T, 16), torch.nested.nested_tensor(nested, layout=torch.jagged)):
+        found, expected = split(given), whole(given)
+        if given.is_nested:
+            found, expected = found.values(), expected.values()
+        same(found, expected, "three")
+        pull = torch.randn_like(expected)
+        for model, y in ((split, found), (whole, expected)):
+            ((y * pull).sum() + model.state.balance_loss + model.state.z_loss).backward()
+        same_gradients(split, whole, "three")
+    dist.destroy_process_group()
+
+
+WORK = {
+    "of_three": of_three,
+    "of_layers": of_layers,
+    "of_models": of_models,
+    "of_the_rest": of_the_rest,
+}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("work", ["of_layers", "of_models", "of_the_rest"])
 def test_processes(work, ranks):
     run(__file__, work, ranks)
+
+
+def test_three_processes():
+    run(__file__, "of_three", 3)
 
 
 if __name__ == "__main__":

@@ -97,10 +97,10 @@ MESHES = {
 }
 #: Meshes of models with experts, whose losses of balance are those of all tokens of a part.
 EXPERTS = {
-    2: [{"ep": 2}, {"fsdp": 2}, {"cp": 2}],
+    2: [{"ep": 2}, {"fsdp": 2}, {"tp": 2}, {"cp": 2}],
     4: [
         *({"ep": 4}, {"dp": 2, "ep": 2}, {"fsdp": 2, "ep": 2}, {"ep": 2, "tp": 2}),
-        *({"dp": 2, "cp": 2}, {"cp": 2, "ep": 2}),
+        *({"dp": 2, "cp": 2}, {"cp": 2, "ep": 2}, {"fsdp": 2, "tp": 2}),
     ],
 }
 #: Meshes of a model with a tied head, and of models with experts.

@@ -38,8 +38,8 @@ class _Counted(Region):
     def run(self, op: Any, args: tuple[Any, ...]) -> Any:
         if op.name in PASSED:
             given = op.schema.by_name(args, {})
-            if op.name == "causal_conv1d":
-                x, rows = given["x"], given["weight"].shape[1] - 1
+            if filters := PASSED[op.name].filters:
+                x, rows = given["x"], given[filters].shape[-1] - 1
                 self.bytes += self.neighbours * x.shape[0] * rows * x.shape[2] * x.itemsize
             elif sums_by_chunk(op, given):
                 # The ranks gather a sum and a decay of two chunks each, and their gradients' sums.

@@ -17,7 +17,7 @@ from omniattn.calculate.costs import flops
 from omniattn.calculate.sources import Source, config_of, dtype_of, require_sizes
 from omniattn.calculate.trace import meta_model
 from omniattn.models.decoders.decoder import Decoder
-from omniattn.modules import DecoderBlock, MoE
+from omniattn.modules import DecoderBlock, Experts, MoE
 
 OP = "parallel"
 #: Dimensions of a mesh, as of `python -m omniattn train`.
@@ -66,12 +66,13 @@ def parallel(
     An all-gather or reduce-scatter of S bytes over N ranks sends ``(N - 1) / N S``, an all-reduce
     twice that. With M microbatches, FSDP2 gathers blocks 2 M times and embedding and head M times,
     and reduces gradients M times (stages of a pipeline: M + 1, 1 and 1). Each split layer
-    all-reduces (B, T, dim) in the forward and in the backward; the ring passes keys and values
-    twice and their gradients once, delta rules, scans and convolutions a state or its last tokens
-    from chunk to chunk, and their gradients back, other recurrences a sum and a decay from each
-    chunk to all ranks, in both passes; experts exchange a row for each token and choice four
-    times, as if they were chosen evenly (sums for balance losses, of two numbers for each expert,
-    are not counted); stages send two tensors (B, T, dim) in each direction.
+    all-reduces (B, T, dim) in the forward and in the backward, split experts also the gradient of
+    routing weights, and they exchange their parts of gate and up in both; the ring passes keys and
+    values twice and their gradients once, delta rules, scans and convolutions a state or its last
+    tokens from chunk to chunk, and their gradients back, other recurrences a sum and a decay from
+    each chunk to all ranks, in both passes; ranks of ep exchange a row for each token and choice
+    four times, as if experts were chosen evenly (sums for balance losses, of two numbers for each
+    expert, are not counted); stages send two tensors (B, T, dim) in each direction.
 
     Args:
         config: a decoder, as in :func:`flops`.
@@ -211,7 +212,11 @@ class _Step:
                 f"{OP}: tp must divide vocab_size, got tp={ranks}, "
                 f"vocab_size={self.model.config.vocab_size}"
             )
-        layers = {path: m for path, m in self.model.named_modules() if is_split(m)}
+        layers = {
+            path: m
+            for path, m in self.model.named_modules()
+            if is_split(m) and not (isinstance(m, Experts) and self.sizes["ep"] > 1)
+        }
         for block in self.model.layers:
             split_of(block.mixer, ranks)
         return {path: parts_of(m, split_of(m, ranks), ranks, 0) for path, m in layers.items()}
@@ -261,6 +266,7 @@ class _Step:
             # 1F1B; GPipe where parts are fewer than stages.
             in_flight = self.parts if self.parts < stages else stages - n
             held = (1 + _MOMENTS) * stored[n] * self.dtype.itemsize
+            held += in_flight * self._exchanged(self._blocks(n))
             yield held + stage.peak(self.parts, in_flight)
             given = stage.forward()
 
@@ -280,11 +286,10 @@ class _Step:
     def _stage(self, stage: int) -> tuple[int, dict[str, float]]:
         """Returns the parameters that a rank of a stage stores, and the bytes that it sends."""
         sizes, parts = self.sizes, self.parts
-        stages, count = sizes["pp"], len(self.model.layers) // sizes["pp"]
+        stages, layers = sizes["pp"], self._layers(stage)
         first, last = stage == 0, stage == stages - 1
-        layers = range(stage * count, (stage + 1) * count)
         repeats = self.model.lm_head is None
-        blocks = [f"layers.{n}." for n in layers]
+        blocks = self._blocks(stage)
         heads = [name for name in self.shapes if not name.startswith("layers.")]
         ends = ("norm.", "lm_head.")
         root = [
@@ -323,6 +328,13 @@ class _Step:
                 traffic["pp"] += shard * self.dtype.itemsize
         return stored, traffic
 
+    def _layers(self, stage: int) -> range:
+        count = len(self.model.layers) // self.sizes["pp"]
+        return range(stage * count, (stage + 1) * count)
+
+    def _blocks(self, stage: int) -> list[str]:
+        return [f"layers.{n}." for n in self._layers(stage)]
+
     def _shard(self, name: str, ranks: int) -> int:
         """Returns the elements of a rank's shard by rows, padded to that of the first rank."""
         rows, *rest = self.shapes[name]
@@ -348,6 +360,21 @@ class _Step:
                 if part.summed:
                     size = self.model.get_submodule(path).get_parameter(name).numel()
                     total += 2 * size * self.dtype.itemsize
+            parent: Any = self.model.get_submodule(path.rpartition(".")[0])
+            if isinstance(parent, MoE) and path.endswith(".experts"):
+                total += 2 * self.tokens * parent.config.gate.top_k * self.wide
         if last:  # of the loss: all ranks' normalizers, and the sum of the targets' logits
             total += (ranks + 2) * self.tokens * self.wide
-        return (ranks - 1) / ranks * total
+        # Of two ranks each keeps a half of its part of gate and up.
+        exchanged = self._exchanged(blocks) * (1 if ranks > 2 else 1 / 2)
+        return (ranks - 1) / ranks * total + 2 * exchanged
+
+    def _exchanged(self, blocks: list[str]) -> int:
+        """Returns the bytes of a rank's part of gate and up of split experts, which the forward
+        reads from other ranks and keeps for the backward."""
+        found = 0
+        for path, parts in self.splits.items():
+            if path.startswith(tuple(blocks)):
+                names = [f"{path}.{name}" for name, part in parts.items() if part.halves]
+                found += sum(math.prod(self.shapes[name]) for name in names)
+        return found * self.dtype.itemsize

@@ -41,8 +41,8 @@ FUNCTIONS = frozenset(
         ),
         *("gated_delta_rule_2", "comba", "gated_oja_rule", "preconditioned_delta_rule"),
         *("gated_slot_attention", "abc_attention", "lightnet_attention", "cyclic_flow_attention"),
-        *("mlstm", "slstm", "rwkv4", "linear_scan", "causal_conv1d", "selective_scan", "ssd"),
-        *("longhorn_scan", "mamba3"),
+        *("mlstm", "slstm", "rwkv4", "linear_scan", "causal_conv1d", "dynamic_conv1d"),
+        *("selective_scan", "ssd", "longhorn_scan", "mamba3"),
     )
 )
 #: Layers that mix tokens only by these functions.

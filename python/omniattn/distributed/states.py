@@ -30,6 +30,7 @@ class Passed(NamedTuple):
     tokens: tuple[str, ...]  # arguments (B, T, ...); others of fewer than 3 dimensions have no T
     sequences: tuple[str, ...] = ()  # arguments (N, ...) with a row for each sequence
     empty: tuple[float, ...] = ()  # the state of no tokens, along its second dimension; () for 0
+    filters: str = ""  # argument (..., K) of a convolution, whose state is the last K - 1 rows of x
 
 
 PASSED = {
@@ -41,7 +42,8 @@ PASSED = {
     "exponential_gates": Passed(("g", "i")),
     "slstm": Passed(("x",)),
     "selective_scan": Passed(("u", "delta", "B", "C", "z")),
-    "causal_conv1d": Passed(("x",)),
+    "causal_conv1d": Passed(("x",), filters="weight"),
+    "dynamic_conv1d": Passed(("x", "taps"), filters="taps"),
 }
 
 
@@ -76,8 +78,8 @@ class States:
         chunks = [self._chunk(given, passed, n, length) for n in range(self.layout.per_rank)]
         for chunk, pack in zip(chunks, packs, strict=True):
             _set_sequences(chunk, passed, pack)
-        if op.name == "causal_conv1d":
-            self._add_halos(chunks, packs)
+        if passed.filters:
+            self._add_halos(op.name, chunks, packs, given[passed.filters].shape[-1] - 1)
             outs = [op.alone(*chunk.values()) for chunk in chunks]
         else:
             outs = self._pass_on(op, passed, chunks, packs)
@@ -152,15 +154,14 @@ class States:
             outs.append((*out, state))
         return outs
 
-    def _add_halos(self, chunks: list[Any], packs: list[Packed | None]) -> None:
+    def _add_halos(self, op: str, chunks: list[Any], packs: list[Packed | None], rows: int) -> None:
         """Sets the initial states of convolutions, the last rows of the chunk before."""
-        rows = chunks[0]["weight"].shape[1] - 1
         length = chunks[0]["x"].shape[1]
         if rows == 0:
             return
         if length < rows:
             raise ValueError(
-                "causal_conv1d: in context_parallel a chunk must have K - 1 tokens, "
+                f"{op}: in context_parallel a chunk must have K - 1 tokens, "
                 f"got {length} tokens, K={rows + 1}"
             )
         xs = [chunk["x"] for chunk in chunks]

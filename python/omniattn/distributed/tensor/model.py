@@ -17,7 +17,7 @@ from omniattn.distributed.tensor.splits import OP, Split, is_split, split_of
 from omniattn.distributed.tensor.styles import TOKENS, Around, RandomPerRank, SplitLayer, SplitRows
 from omniattn.distributed.tensor.vocabulary import vocabulary_parallel_cross_entropy
 from omniattn.models.decoders.decoder import Decoder
-from omniattn.modules import DecoderBlock, Dropout
+from omniattn.modules import DecoderBlock, Dropout, MoE
 from omniattn.modules.experts.expert_parallel import SplitExperts
 
 M = TypeVar("M", bound=nn.Module)
@@ -34,13 +34,15 @@ def tensor_parallel(model: M, mesh: DeviceMesh, sequence_parallel: bool = False)
 
     Parameters become DTensors, with their names and shapes: torch's optimizers, `fully_shard` over
     another dimension of the mesh, `get_model_state_dict` and distributed checkpoints take them as
-    they are. Mixture-of-experts layers are stored and computed whole on each rank, except their
-    shared experts; `expert_parallel`, before this, divides them over another dimension.
+    they are. Of a mixture of experts a rank has hidden channels of every expert, and the whole
+    router, which all ranks compute. Experts that `expert_parallel`, before this, has divided over
+    another dimension, and those with default vectors, are whole on each rank.
 
     Args:
         model: a Decoder whose mixers are Attention, MultiHeadLatentAttention, DeltaNet,
             GatedDeltaNet, KimiDeltaAttention, GatedLinearAttention, LinearAttention or Mamba2; or
-            one of these layers, MLP or GatedMLP. Parameters become those of the mesh's first rank.
+            one of these layers, MLP, GatedMLP, Experts or MoE. Parameters become those of the
+            mesh's first rank.
         mesh: mesh of one dimension with N ranks, such as ``mesh["tp"]``. N divides heads, hidden
             channels, groups of Mamba2 and the vocabulary, and divides kv heads or is a multiple of
             them.
@@ -60,7 +62,8 @@ def tensor_parallel(model: M, mesh: DeviceMesh, sequence_parallel: bool = False)
         All ranks make the same calls with the same tokens, and seed torch's generator equally.
         Dropout within split layers then differs between the ranks, as it should, and is not that of
         one process. Parameters of Mamba2's in_proj and conv1d are stored in equal parts, but
-        gathered for the forward, as their rows are of several kinds.
+        gathered for the forward, as their rows are of several kinds. Those of experts' gate_up_proj
+        are exchanged for it, so that a rank has its channels of both halves.
 
     Reference:
         Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053; Korthikanti et al., Reducing Activation
@@ -79,6 +82,11 @@ def tensor_parallel(model: M, mesh: DeviceMesh, sequence_parallel: bool = False)
                 )
     if isinstance(model, Decoder):
         _Splitter(model, mesh, sequence_parallel).run()
+        return model
+    if isinstance(model, MoE):
+        layers = _Layers(model, mesh)
+        parallelize_module(model, mesh, Around(sequence_parallel, split=False))
+        layers.unit(model, False)
         return model
     style = SplitLayer(split_of(model, mesh.size()), sequence_parallel, reads=True)
     parallelize_module(model, mesh, style)
@@ -113,16 +121,64 @@ class SplitDecoder(Decoder):
         return move(logits, self.mesh, Shard(logits.dim() - 1), WHOLE, WHOLE)
 
 
-class _Splitter:
+class _Layers:
+    """Splits the layers of a module.
+
+    Raises:
+        ValueError: the ranks do not divide a size. Nothing has been changed then.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.splits: dict[nn.Module, Split] = {
+            layer: split_of(layer, mesh.size()) for layer in module.modules() if is_split(layer)
+        }
+
+    def unit(self, module: nn.Module, sequence_parallel: bool) -> None:
+        """Splits the layers in a module, whose forward then reads all its parameters."""
+        if parts := self.parts("", module, sequence_parallel):
+            read_parts(module, parts)
+
+    def parts(self, path: str, module: nn.Module, sequence_parallel: bool) -> dict[str, Part]:
+        """Splits the layers in a module, and returns the parts of all its parameters.
+
+        With `sequence_parallel` the module reads this rank's tokens, so that gradients of whole
+        parameters are summed.
+        """
+        if isinstance(module, SplitExperts):
+            return {}  # equal on all ranks, and it reads its parts itself
+        if module in self.splits:
+            style = SplitLayer(self.splits[module], sequence_parallel)
+            parallelize_module(module, self.mesh, style)
+            return {f"{path}{name}": part for name, part in style.parts.items()}
+        if isinstance(module, Dropout) and module.p and sequence_parallel:
+            RandomPerRank(self.mesh.get_local_rank()).register(module)
+        own = {
+            name: Part(summed=sequence_parallel) for name, _ in module.named_parameters("", False)
+        }
+        distribute(module, self.mesh, own)
+        found = {f"{path}{name}": part for name, part in own.items()}
+        for name, child in module.named_children():
+            reads_tokens = sequence_parallel
+            if (
+                isinstance(module, DecoderBlock)
+                and child is module.mlp
+                and child not in self.splits
+            ):
+                parallelize_module(child, self.mesh, Around(sequence_parallel, split=False))
+                reads_tokens = False  # all tokens
+            found |= self.parts(f"{path}{name}.", child, reads_tokens)
+        return found
+
+
+class _Splitter(_Layers):
     """Splits a decoder, after all checks."""
 
     def __init__(self, model: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         self.model, self.mesh = model, mesh
         self.sequence_parallel = sequence_parallel and len(model.layers) > 0
         self.check()
-        self.splits: dict[nn.Module, Split] = {
-            layer: split_of(layer, mesh.size()) for layer in model.modules() if is_split(layer)
-        }
+        super().__init__(model, mesh)
 
     def check(self) -> None:
         model, config, ranks = self.model, self.model.config, self.mesh.size()
@@ -174,42 +230,6 @@ class _Splitter:
         kind = type(model)  # a class of both, as fully_shard makes one
         model.__class__ = type(f"Split{kind.__name__}", (SplitDecoder, kind), {})
         model.mesh = mesh  # type: ignore[assignment]
-
-    def unit(self, module: nn.Module, sequence_parallel: bool) -> None:
-        """Splits the layers in a module, whose forward then reads all its parameters."""
-        if parts := self.parts("", module, sequence_parallel):
-            read_parts(module, parts)
-
-    def parts(self, path: str, module: nn.Module, sequence_parallel: bool) -> dict[str, Part]:
-        """Splits the layers in a module, and returns the parts of all its parameters.
-
-        With `sequence_parallel` the module reads this rank's tokens, so that gradients of whole
-        parameters are summed.
-        """
-        if isinstance(module, SplitExperts):
-            return {}  # equal on all ranks, and it reads its parts itself
-        if module in self.splits:
-            style = SplitLayer(self.splits[module], sequence_parallel)
-            parallelize_module(module, self.mesh, style)
-            return {f"{path}{name}": part for name, part in style.parts.items()}
-        if isinstance(module, Dropout) and module.p and sequence_parallel:
-            RandomPerRank(self.mesh.get_local_rank()).register(module)
-        own = {
-            name: Part(summed=sequence_parallel) for name, _ in module.named_parameters("", False)
-        }
-        distribute(module, self.mesh, own)
-        found = {f"{path}{name}": part for name, part in own.items()}
-        for name, child in module.named_children():
-            reads_tokens = sequence_parallel
-            if (
-                isinstance(module, DecoderBlock)
-                and child is module.mlp
-                and child not in self.splits
-            ):
-                parallelize_module(child, self.mesh, Around(sequence_parallel, split=False))
-                reads_tokens = False  # all tokens
-            found |= self.parts(f"{path}{name}.", child, reads_tokens)
-        return found
 
     def scatter(self, block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Gives the first block this rank's tokens."""

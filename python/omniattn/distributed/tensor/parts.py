@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
+from omniattn.modules.experts.expert_parallel import AllToAll
+
 WHOLE = Replicate()
 
 
@@ -33,16 +35,21 @@ class Part(NamedTuple):
             is then read whole, and the gradients are summed.
         rows: with `summed`, the slices of dimension 0 to read, in this order; None for all.
         zeroed: True to read zeros, for a bias that another rank adds.
+        halves: True if dimension 1 has two halves, of each of which a rank reads its part. They
+            are stored in equal parts of the whole, which the ranks exchange.
     """
 
     placement: Placement = WHOLE
     summed: bool = False
     rows: tuple[slice, ...] | None = None
     zeroed: bool = False
+    halves: bool = False
 
     def read(self, stored: Tensor) -> Tensor:
         """Returns the part of a stored parameter, whose gradient becomes that of the DTensor."""
         assert isinstance(stored, DTensor)
+        if self.halves:
+            return _own_halves(stored.to_local(), stored.device_mesh)
         if not self.summed:
             return stored.to_local()
         # The backward of a redistribution from Replicate to Replicate sums partial gradients.
@@ -52,6 +59,23 @@ class Part(NamedTuple):
             parts = [t[rows] for rows in self.rows]
             t = parts[0] if len(parts) == 1 else torch.cat(parts)
         return t * 0 if self.zeroed else t
+
+
+def _own_halves(t: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Exchanges parts of dimension 1 of a whole tensor for this rank's parts of its two halves.
+
+    The whole has 2 N pieces, of which rank r stores 2 r and 2 r + 1 and reads r and N + r. A piece
+    is sent once, and its gradient once.
+    """
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    pieces = t.unflatten(1, (2, -1)).movedim(1, 0)
+    readers = [2 * rank % ranks, (2 * rank + 1) % ranks]
+    if readers[0] > readers[1]:  # rows are sent in the order of the ranks
+        readers, pieces = readers[::-1], pieces.flip(0)
+    owners = [rank // 2, (ranks + rank) // 2]
+    sent, received = ([of.count(n) for n in range(ranks)] for of in (readers, owners))
+    own: Tensor = AllToAll.apply(pieces.flatten(1), sent, received, mesh.get_group())
+    return own.view(pieces.shape).movedim(0, 1).flatten(1, 2)
 
 
 class _ReadsParts(nn.Module):

@@ -11,10 +11,12 @@ from torch.distributed.tensor import Shard
 
 from omniattn.checks.arguments import shown
 from omniattn.distributed.tensor.parts import Part
+from omniattn.functional.layers.moe import ACTIVATIONS
 from omniattn.modules import (
     MLP,
     Attention,
     DeltaNet,
+    Experts,
     GatedDeltaNet,
     GatedLinearAttention,
     GatedMLP,
@@ -28,6 +30,8 @@ from omniattn.modules.base.layer import LayerConfig
 OP = "tensor_parallel"
 #: Names of the projections whose outputs the ranks sum.
 _OUTPUTS = ("o_proj", "out_proj", "down_proj")
+#: Names of the biases of these projections, which one rank adds.
+_ADDED = {*(f"{name}.bias" for name in _OUTPUTS), "down_proj_bias"}
 
 
 class Split(NamedTuple):
@@ -37,10 +41,12 @@ class Split(NamedTuple):
         config: config with a rank's heads or hidden channels.
         joined: names of parameters whose rows are several parts, each divided among the ranks, and
             the sizes of these parts.
+        halves: names of parameters whose dimension 1 has two halves, each divided among the ranks.
     """
 
     config: LayerConfig
     joined: Mapping[str, tuple[int, ...]] = {}
+    halves: tuple[str, ...] = ()
 
 
 def _divided(layer: str, name: str, size: int, ranks: int) -> int:
@@ -133,11 +139,19 @@ def _mlp(c: MLP.Config, ranks: int) -> Split:
     return Split(replace(c, hidden_dim=_divided(layer, "hidden_dim", c.hidden_dim, ranks)))
 
 
+def _experts(c: Experts.Config, ranks: int) -> Split:
+    gated = ACTIVATIONS[c.activation][1] and ranks > 1
+    halves = ("gate_up_proj", "gate_up_proj_bias") if gated else ()
+    size = _divided("Experts", "hidden_dim", c.hidden_dim, ranks)
+    return Split(replace(c, hidden_dim=size), halves=halves)
+
+
 #: Layer -> the split of its config. Subclasses of a layer may depend on the numbers of their heads.
 SPLITS: dict[type[nn.Module], Callable[[Any, int], Split]] = {
     Attention: _attention,
     MultiHeadLatentAttention: _latent_attention,
     DeltaNet: _recurrence,
+    Experts: _experts,
     GatedDeltaNet: _recurrence,
     GatedLinearAttention: _recurrence,
     KimiDeltaAttention: _recurrence,
@@ -149,8 +163,11 @@ SPLITS: dict[type[nn.Module], Callable[[Any, int], Split]] = {
 
 
 def is_split(layer: nn.Module) -> bool:
-    """Returns True if the layer is one of those that can be split."""
-    return type(layer) in SPLITS
+    """Returns True if the layer is one of those that can be split.
+
+    Experts with default vectors, which are means of whole outputs, are not.
+    """
+    return type(layer) in SPLITS and getattr(layer, "default_vectors", None) is None
 
 
 def split_of(layer: Any, ranks: int) -> Split:
@@ -182,10 +199,9 @@ def parts_of(layer: nn.Module, split: Split, ranks: int, rank: int) -> dict[str,
         if name in split.joined:
             parts[name] = Part(Shard(0), True, _rows(split.joined[name], ranks, rank))
         elif not narrowed:
-            is_added = name in {f"{output}.bias" for output in _OUTPUTS}
-            parts[name] = Part(summed=True, zeroed=is_added and rank > 0)
+            parts[name] = Part(summed=True, zeroed=name in _ADDED and rank > 0)
         elif p.shape[narrowed[0]] == ranks * shapes[name][narrowed[0]]:
-            parts[name] = Part(Shard(narrowed[0]))
+            parts[name] = Part(Shard(narrowed[0]), halves=name in split.halves)
         else:
             assert narrowed == [0], f"{name} of {type(layer).__name__}"
             count = shapes[name][0]

@@ -15,6 +15,7 @@ from omniattn.checks.arguments import require_rows, shown
 from omniattn.distributed.tensor.parts import WHOLE, Part, distribute, move, read_parts
 from omniattn.distributed.tensor.splits import OP, Split, parts_of
 from omniattn.functional import masks
+from omniattn.functional.routing import Routing
 from omniattn.modules import Attention
 from omniattn.modules.attention._options import slopes_of
 
@@ -129,6 +130,18 @@ class SplitLayer(Around):
         if getattr(module.config, "dropout_p", 0.0):
             RandomPerRank(rank).register(module)
         return super()._apply(module, device_mesh)
+
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        args = tuple(self._routing(a) if isinstance(a, Routing) else a for a in args)
+        return super().before(module, args, kwargs)
+
+    def _routing(self, routing: Routing) -> Routing:
+        """Returns the routing of all tokens, whose weights get a term of their gradient."""
+        experts, weights = (
+            self._moved(t, self.tokens, WHOLE, self.result)
+            for t in (routing.experts, routing.weights)
+        )
+        return routing._replace(experts=experts, weights=weights)
 
     def options(self, module: Any, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         found = {

@@ -206,7 +206,7 @@ class _Message:
         self.rows = self.exchange(rows)
 
     def exchange(self, rows: Tensor) -> Tensor:
-        arrived: Tensor = _AllToAll.apply(rows, self.sent, self.received, self.group)
+        arrived: Tensor = AllToAll.apply(rows, self.sent, self.received, self.group)
         return arrived
 
     def wait(self) -> Tensor:
@@ -274,7 +274,7 @@ class _Wait(torch.autograd.Function):
         return grads[0].new_zeros(()).expand(ctx.shape), None
 
 
-class _AllToAll(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """Exchanges rows: sends `sent[r]` rows to rank r and receives `received[r]` rows from it."""
 
     @staticmethod
@@ -293,4 +293,4 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         sent, received = ctx.splits
-        return _AllToAll.apply(grads[0], received, sent, ctx.group), None, None, None
+        return AllToAll.apply(grads[0], received, sent, ctx.group), None, None, None

@@ -304,6 +304,9 @@ class MoE(ChannelMixer):
         """
         if isinstance(x, Tensor) and x.is_nested:
             return self._of_sequences(x, token_mask)
+        return self._of_batch(x, token_mask)
+
+    def _of_batch(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
         routing, state = self.route(x, token_mask)
         if not in_backward():
             self.state = state
@@ -325,7 +328,7 @@ class MoE(ChannelMixer):
         rows, sequences = sequences_of("MoE", "x", x)
         places = torch.arange(sequences.longest, device=x.device)
         inside = places < sequences.sizes(rows)[:, None]
-        return sequences.restored(sequences.in_batches(lambda t: self(t, inside), rows))
+        return sequences.restored(sequences.in_batches(lambda t: self._of_batch(t, inside), rows))
 
     def route(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Routing, RouterState]:
         """Computes the routing that forward executes, and its state."""
