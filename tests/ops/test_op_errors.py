@@ -22,12 +22,25 @@ def f(*shape):
 
 
 X, ROW = f(3, 4), f(4)
+HEADS, U, WEIGHTS = f(2, 3, 4, 5), f(2, 4, 3), f(2, 4, 1, 5)
 #: Arguments of the ops that only other ops or layers call.
 INNER = {
     "activate": [(X, 2)],
     "activate_backward_": [(X.clone(), X, 2)],
     "causal_conv1d_": [(f(2, 1, 3), f(3, 4), f(3), f(2, 3, 3), True)],
     "mesa_step": [(f(2, 1, 3, 4), f(2, 1, 3, 4), f(2, 3, 4, 4), 2, 1e-6)],
+    "attention_tangents": [
+        (
+            *(*[HEADS] * 4, None, HEADS, HEADS, None, HEADS, f(2, 4, 3), [], None, HEADS),
+            *(f(2, 4, 3), f(2, 4, 3), [0, -1, 0, -1], [], [0.5, 0.0]),
+        )
+    ],
+    "selective_scan_tangents": [
+        (
+            *(U, U, -f(3, 5), WEIGHTS, WEIGHTS, f(2, 3, 5), None, U, U, f(3, 5), WEIGHTS, WEIGHTS),
+            *(f(2, 3, 5), U, f(2, 3, 5), U, f(2, 3, 5)),
+        )
+    ],
     "selective_scan_": [
         (
             *[f(2, 1, 3)] * 2,
@@ -130,7 +143,7 @@ def refusal(name, args):
 def check_name(name, args, message):
     public, _, rest = message.partition(": ")
     assert rest, message
-    assert public.removesuffix("_backward") in functional.__all__, message
+    assert public.removesuffix("_backward").removesuffix("_tangents") in functional.__all__, message
     assert public == _library.public_name(name, args), message
 
 

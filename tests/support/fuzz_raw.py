@@ -62,6 +62,7 @@ def _inner_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     groups, heads = row.view(2, 1, 2, 3), torch.ones(2, 1, 4, 5, dtype=dtype)
     four, dt = torch.ones(4, dtype=wide), torch.ones(2, 1, 4, dtype=dtype)
     taps = torch.ones(6, 3, dtype=dtype)
+    wide_row, rates, states = row.to(wide), -torch.ones(6, 3, dtype=wide), groups.to(wide)
     return {
         "causal_conv1d_": (row, taps, taps[:, 0], row.new_ones(2, 6, 2), True),
         "selective_scan_": (
@@ -86,6 +87,15 @@ def _inner_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
             *(heads, None, heads, heads, heads, [torch.ones(7, 4, 5, dtype=dtype)] * 2, None),
             *(heads, torch.ones(2, 4, 1, dtype=wide), torch.zeros(2, 4, 1, dtype=wide), []),
             *([11, 0, 2, 12, 1, 3], [0.5, 0.0, 3.0, -2.0], [0, 1]),
+        ),
+        "attention_tangents": (
+            *(heads, heads, heads, heads, None, heads, heads, None, heads, None, [], None, heads),
+            *(torch.ones(2, 4, 1, dtype=wide), torch.zeros(2, 4, 1, dtype=wide)),
+            *([0, -1, 0, -1], [], [0.5, 0.0]),
+        ),
+        "selective_scan_tangents": (
+            *(wide_row, wide_row, rates, states, states, None, None),
+            *(wide_row, wide_row, rates, states, states, None, wide_row, None, wide_row, None),
         ),
         "mesa_step": (*[torch.ones(2, 1, 3, 4, dtype=wide)] * 2, squares, 5, 1e-6),
         "decayed_sum": (heads, heads, *[None] * 3, 0, False, False),

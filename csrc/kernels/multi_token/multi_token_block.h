@@ -156,6 +156,7 @@ struct BlockPass {
       store(x + j, power);
       sum += power;
     }
+    zero_rows(Matrix<C>{x + seen, end - seen}, 1, end - seen);  // also where the shift is NaN
     return 1 / reduce_add(sum);
   }
 };

@@ -231,18 +231,22 @@ AtlasGradients atlas_linear_backward(const OpCall& call, const AtlasIncoming& gr
   const Sizes state{sizes.data(), sizes.size()};
   const std::array<int64_t, 3> tokens{p.batch, p.steps, shared.heads};
   const Sizes gates{tokens.data(), tokens.size()};
+  // An empty gradient has the dtype of q, as in the composition.
+  const auto of = [&](const OptTensor& t, Sizes size) {
+    return Output(t.has_value(), size, t.has_value() ? p.acc : p.dtype);
+  };
   AtlasGradients d{.dq = {true, in.q.sizes(), p.dtype},
                    .dk = {true, in.q.sizes(), p.dtype},
                    .dv = {true, in.v.sizes(), p.dtype},
                    .dstep = {true, in.step.sizes(), p.acc},
-                   .dtheta = {in.theta.has_value(), gates, p.acc},
-                   .dkeep = {in.keep.has_value(), gates, p.acc},
-                   .dgate = {in.gate.has_value(), gates, p.acc},
-                   .dweights = {in.weights.has_value(), state, p.acc},
-                   .dmomentum = {in.momentum.has_value(), state, p.acc},
-                   .danchor = {in.anchor.has_value(), state, p.acc},
-                   .dkeys = {in.keys.has_value(), {keys.data(), keys.size()}, p.acc},
-                   .dvalues = {in.values.has_value(), {values.data(), values.size()}, p.acc}};
+                   .dtheta = of(in.theta, gates),
+                   .dkeep = of(in.keep, gates),
+                   .dgate = of(in.gate, gates),
+                   .dweights = of(in.weights, state),
+                   .dmomentum = of(in.momentum, state),
+                   .danchor = of(in.anchor, state),
+                   .dkeys = of(in.keys, {keys.data(), keys.size()}),
+                   .dvalues = of(in.values, {values.data(), values.size()})};
   FastWeightsBackwardParams params = backward_params(p, grads, in.v, d);
   params.grad_keys = p.held("grad_keys_final", grads.grad_keys_final, shared.key_width);
   params.grad_values = p.held("grad_values_final", grads.grad_values_final, shared.value_width);

@@ -209,7 +209,7 @@ def _multi_token(given: Given) -> Cost:
 
 
 def _selective_scan(given: Given) -> Cost:
-    return _recurrence(2 * given["u"].numel() * given["A"].shape[-1])
+    return _recurrence(2 * given["u"].numel() * given["B"].shape[-1])
 
 
 def _ssd_step(given: Given) -> Cost:

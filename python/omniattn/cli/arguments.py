@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         *("titans", "titans-mlp", "atlas"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "xlstm", "xlstm-large"),
-    "state-space models": ("s4d", "mamba", "mamba2", "log-linear-mamba2", "mamba3"),
+    "state-space models": ("s4d", "mamba", "longhorn", "mamba2", "log-linear-mamba2", "mamba3"),
     "hybrids": ("jamba", "samba", "zamba2", "kimi-linear"),
     "encoders and encoder-decoders": ("bert", "electra", "deberta", "t5", "transformer"),
     "vision": ("vit", "swin", "deit", "mae", "clip", "dino"),
@@ -56,7 +56,15 @@ COMPARED: dict[str, tuple[str, ...]] = {
         *("titans", "titans-mlp", "atlas"),
     ),
     "RWKV and xLSTM": ("rwkv4", "rwkv5", "rwkv6", "rwkv7", "mlstm", "slstm"),
-    "state-space models": ("s4", "s4d", "mamba", "mamba2", "log-linear-mamba2", "mamba3"),
+    "state-space models": (
+        "s4",
+        "s4d",
+        "mamba",
+        "longhorn",
+        "mamba2",
+        "log-linear-mamba2",
+        "mamba3",
+    ),
     "torch.nn": ("rnn", "lstm", "gru"),
 }
 #: Seconds that a process of `train` waits for another one.

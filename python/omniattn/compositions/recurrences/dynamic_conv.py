@@ -96,7 +96,9 @@ def _final_state(x: Tensor, taps: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x.new_empty((count, taps.shape[3] - 1, x.shape[2])).mT
 
 
-def _like_state(state: Tensor) -> Tensor:
+def _like_state(taps: Tensor, state: Tensor | None) -> Tensor:
+    if state is None:
+        return taps.new_empty(0)
     return state.new_empty(state.mT.shape).mT
 
 
@@ -118,7 +120,7 @@ dynamic_conv1d = DifferentiableOp(
     fakes={"final_state": _final_state},
     backward_op=BackwardOp(
         "dynamic_conv1d_backward",
-        fakes={"dinitial_state": lambda initial_state: _like_state(initial_state)},
+        fakes={"dinitial_state": lambda taps, initial_state: _like_state(taps, initial_state)},
     ),
     formula=lambda x, taps, initial_state, cu_seqlens, silu, residual: definition(
         *(x, taps),

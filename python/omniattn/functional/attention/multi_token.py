@@ -51,7 +51,8 @@ def multi_token_attention(
         scale: default D^-0.5.
         lead: number of queries at the start that only the next ones read, for example the last
             cq - 1 before a decoding step.
-        backend: "native", "reference" or None.
+        backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
 
     Returns:
         O (B, Tq - lead, Hq, Dv) of q's dtype. A query that sees no key gives 0.

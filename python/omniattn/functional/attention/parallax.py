@@ -58,7 +58,8 @@ def parallax_attention(
         scale: default D^-0.5.
         cu_seqlens: (N + 1,), int32 or int64, boundaries of sequences packed along T, with B = 1 and
             Tq = Tk. Instead, q, r, k and v may be jagged nested tensors with the same boundaries.
-        backend: "native", "reference" or None.
+        backend: None for the native kernel of q's device, "cpu" or "cuda" to insist on it,
+            "reference" for the eager definition.
 
     Returns:
         O (B, Tq, Hq, Dv) of q's dtype. A query that sees no key gives 0.

@@ -95,7 +95,8 @@ def path_attention(
             Instead, all tensors may be jagged nested tensors with the same boundaries.
         return_keys: also return the keys after the last token, ``M_T ... M_(j+1) k_j``, for calls
             with later tokens.
-        backend: "native", "reference" or None.
+        backend: None, "cpu" or "cuda" to compute it by the package's kernels of q's device,
+            "reference" for the eager definition.
 
     Returns:
         O (B, T, Hq, Dv) of q's dtype, and with return_keys the keys (B, Tk, Hkv, D).

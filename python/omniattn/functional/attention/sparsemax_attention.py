@@ -47,7 +47,8 @@ def sparsemax_attention(
         scale: default D^-0.5.
         cu_seqlens: (N + 1,), int32 or int64, boundaries of sequences packed along T, with B = 1 and
             Tq = Tk. Instead, q, k and v may be jagged nested tensors with the same boundaries.
-        backend: "native", "reference" or None.
+        backend: None, "cpu" or "cuda" to compute it by the package's kernels of q's device,
+            "reference" for the eager definition.
 
     Returns:
         O (B, Tq, Hq, Dv) of q's dtype. A query that sees no key gives 0.

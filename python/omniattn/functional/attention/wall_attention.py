@@ -93,7 +93,8 @@ def wall_attention(
             Instead, all tensors of tokens may be jagged nested tensors with the same boundaries.
         return_keys: also return the keys after the last token, decayed by the gates of all later
             tokens, for calls with later tokens.
-        backend: "native", "reference" or None.
+        backend: None, "cpu" or "cuda" to compute it by the package's kernels of q's device,
+            "reference" for the eager definition.
 
     Returns:
         O (B, T, Hq, Dv) of q's dtype, and with return_keys the keys (B, Tk, Hq, D).

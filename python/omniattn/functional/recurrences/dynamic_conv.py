@@ -77,7 +77,7 @@ def dynamic_conv1d(
         taps: (B, T, H, K) of x's dtype, H a divisor of D (D for a filter of each channel), K >= 1;
             the last one is for the present input. Dynamic convolutions have a softmax over K.
         activation: "silu", or None.
-        residual: True to add x.
+        residual: True to add x to the result, after the activation.
         initial_state: (N, D, K - 1) of x's dtype, the inputs before x with the oldest first; None
             for zeros. N is B, or the number of sequences.
         cu_seqlens, return_final_state, backend: as in `causal_conv1d`.

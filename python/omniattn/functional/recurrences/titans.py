@@ -77,7 +77,8 @@ def titans_linear(
         scale: factor of q.
         eps: added to the variances, > 0.
         mini_batch_size: number of tokens whose gradients are taken at the same weights.
-        position: (N,) int32 or int64, >= 0, numbers of past tokens; None for 0.
+        position: (N,) int32 or int64, >= 0, numbers of past tokens, with initial_state only;
+            None for 0.
         initial_state: (M_0, S_0, N) of shape (N, H, K, V) each, where N, the weights at the start
             of the open mini-batch, counts inside one only; None for zeros. N is B, or the number
             of sequences.
@@ -187,7 +188,8 @@ def titans_mlp(
         hidden: widths F_1, .., F_{L-1} of the hidden layers.
         scale: factor of q.
         mini_batch_size: number of tokens whose gradients are taken at the same weights.
-        position: (N,) int32 or int64, >= 0, numbers of past tokens; None for 0.
+        position: (N,) int32 or int64, >= 0, numbers of past tokens, with initial_state only;
+            None for 0.
         cu_seqlens, backend: as in `gated_linear_attention`.
 
     Returns:
@@ -291,7 +293,8 @@ def atlas_linear(
         scale: factor of q.
         newton_schulz_steps: number of steps, 5 in the paper; 0 for S_t itself.
         mini_batch_size: number of tokens whose gradients are taken at the same weights.
-        position: (N,) int32 or int64, >= 0, numbers of past tokens; None for 0.
+        position: (N,) int32 or int64, >= 0, numbers of past tokens, with initial_state only;
+            None for 0.
         initial_state: (M_0, S_0, N, keys, values): three of shape (N, H, K, V), where N, the
             weights at the start of the open mini-batch, counts inside one only, and the k and v of
             the C - 1 tokens before, (N, C - 1, H, K) and (N, C - 1, H, V), zeros where there are

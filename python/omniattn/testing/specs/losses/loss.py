@@ -166,6 +166,7 @@ LINEAR_LOG_PROB = OpSpec(
     differentiable=("x", "weight", "bias"),
     gradient_factor=ROUNDED_LOGITS,
     flops=gemm_flops,
+    second_order=True,
     cases=(
         _fused_loss("tiny", 3, 5, 4, ("bias",), softcap=2.0, temperature=0.7),
         _fused_loss("plain", 65, 100, 33, ("bias",)),
