@@ -89,9 +89,9 @@ def attention(
             masks are ANDed.
         bias: added to the logits after scale and softcap, broadcastable to (B, Hq, Tq, Tk), of a
             floating dtype not wider than q's accumulator, float32 or float64 for float64. Its
-            gradient has its own shape and dtype. -inf hides a key, whose k and v must be finite; a finite value does not: if all keys of
-            a row have finfo.min, the result is the mean of their values, as in torch. A sum of
-            terms beyond the accumulator's range is infinite.
+            gradient has its own shape and dtype. -inf hides a key, whose k and v must be finite; a
+            finite value does not: if all keys of a row have finfo.min, the result is the mean of
+            their values, as in torch. A sum of terms beyond the accumulator's range is infinite.
         scale: factor of q k^T; None is 1 / sqrt(D).
         softcap: 0 is off.
         alibi_slopes: (Hq,) or (B, Hq), see :func:`alibi_slopes`; no (Tq, Tk) tensor is made.
