@@ -278,7 +278,7 @@ def longhorn_scan(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h_t = (1 - dt B_t^2) h_{t-1} + dt B_t u_t, y_t = (C_t . h_t + D u_t) silu(z_t); returns y and
-    the last h. dt = b / (1 + b |B_t|^2) with b = sigmoid(delta + delta_bias).
+    the last h. ``dt = b / (1 + b |B_t|^2)`` with b = sigmoid(delta + delta_bias).
 
     u, delta, z (B, T, D), B, C (B, T, N) or (B, T, G, N), states (N, D, N).
     """
