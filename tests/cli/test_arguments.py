@@ -12,8 +12,9 @@ import pytest
 
 import omniattn
 from omniattn.cli import main
-from omniattn.cli.arguments import COMMANDS, FAMILIES
+from omniattn.cli.arguments import COMMANDS, FAMILIES, PIPELINE_SCHEDULES
 from omniattn.models.presets import TRAINED
+from omniattn.training.pipeline import SCHEDULES
 
 #: The console script, and the module as Python runs it.
 SCRIPT = "import sys; sys.argv[0] = 'omniattn'; from omniattn_cli import main; sys.exit(main())"
@@ -115,3 +116,7 @@ def test_an_interrupt_while_torch_is_imported_is_one_line(tmp_path):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and errors == "info: interrupted\n"
+
+
+def test_schedules_of_pipelines_are_those_of_the_trainer():
+    assert tuple(SCHEDULES) == PIPELINE_SCHEDULES

@@ -67,6 +67,8 @@ COMPARED: dict[str, tuple[str, ...]] = {
     ),
     "torch.nn": ("rnn", "lstm", "gru"),
 }
+#: Names of `train --pp-schedule`: schedules of omniattn.training.
+PIPELINE_SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B")
 #: Seconds that a process of `train` waits for another one.
 TIMEOUT = 600
 #: Names of `compare --parts` and `--tasks`.
@@ -124,7 +126,7 @@ def train(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--pp-schedule",
-        choices=["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"],
+        choices=PIPELINE_SCHEDULES,
         help="order of the parts in the pipeline (default: Interleaved1F1B with several stages "
         "on a process, else 1F1B, or GPipe with fewer parts than processes)",
     )

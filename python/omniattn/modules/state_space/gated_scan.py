@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -34,10 +35,30 @@ class GatedScan(StateMixer):
     out_proj: Linear
     D: torch.nn.Parameter
 
+    def _add_inputs(self, **factory: Any) -> Callable[..., Linear]:
+        """Adds in_proj and conv1d, and returns the function that builds further projections.
+
+        Its arguments are the sizes, whether there is a bias, and the standard deviation.
+        """
+        c = self.config
+
+        def linear(n_in: int, n_out: int, bias: bool = False, std: float = c.init_std) -> Linear:
+            return Linear(Linear.Config(n_in, n_out, bias, std, c.backend), **factory)
+
+        self.in_proj = linear(c.dim, 2 * c.inner, c.bias)
+        conv = ShortConvolution.Config(c.inner, c.d_conv, c.conv_bias, backend=c.backend)
+        self.conv1d = conv.build(**factory)
+        return linear
+
     @property
     @abstractmethod
     def _parameters_of_scan(self) -> tuple[Tensor, ...]:
         """Parameters of the scan; the last one is the bias (inner) of delta."""
+
+    @property
+    def _has_single_steps(self) -> bool:
+        """True if the op of single tokens takes B and C of this layer: one group of them."""
+        return True
 
     @abstractmethod
     def _inputs(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +108,7 @@ class GatedScan(StateMixer):
         return (
             x.shape[1] == 1
             and self.config.backend is None
-            and getattr(self.config, "num_heads", 1) == 1
+            and self._has_single_steps
             and conv.dtype == x.dtype == self.conv1d.weight.dtype
             and all(p.dtype == ssm.dtype for p in others)
             and ssm.dtype == fp32(x.dtype)

@@ -14,7 +14,6 @@ from omniattn.modules.base.fields import Backend, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
 from omniattn.modules.base.linear import Linear
-from omniattn.modules.base.short_conv import ShortConvolution
 from omniattn.modules.base.state import RecurrentState
 from omniattn.modules.recurrent.recurrent import Device, fp32
 from omniattn.modules.state_space.gated_scan import GatedScan
@@ -101,13 +100,7 @@ class Longhorn(GatedScan):
         super().__init__()
         self.config = c = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-
-        def linear(n_in: int, n_out: int, bias: bool = False, std: float = c.init_std) -> Linear:
-            return Linear(Linear.Config(n_in, n_out, bias, std, c.backend), **factory)
-
-        self.in_proj = linear(c.dim, 2 * c.inner, c.bias)
-        conv = ShortConvolution.Config(c.inner, c.d_conv, c.conv_bias, backend=c.backend)
-        self.conv1d = conv.build(**factory)
+        linear = self._add_inputs(**factory)
         self.x_proj = linear(c.inner, c.rank + 2 * c.d_state)
         dt = Linear.Config(c.rank, c.inner, True, c.init_std, c.backend)
         self.dt_head = StepLogits(dt, **factory)

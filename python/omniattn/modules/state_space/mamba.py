@@ -15,9 +15,7 @@ from omniattn.functional.recurrences._steps import decay_rates
 from omniattn.modules.base.fields import Backend, Epsilon, Size
 from omniattn.modules.base.forms import ByConfig, OnDevice, either
 from omniattn.modules.base.layer import LayerConfig, config_or_fields
-from omniattn.modules.base.linear import Linear
 from omniattn.modules.base.norm import RMSNorm
-from omniattn.modules.base.short_conv import ShortConvolution
 from omniattn.modules.base.state import RecurrentState
 from omniattn.modules.recurrent.headwise import Headwise, per_head
 from omniattn.modules.recurrent.recurrent import Device, draw_steps, fp32
@@ -191,13 +189,7 @@ class Mamba(GatedScan):
         super().__init__()
         self.config = c = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-
-        def linear(n_in: int, n_out: int, bias: bool = False, std: float = c.init_std) -> Linear:
-            return Linear(Linear.Config(n_in, n_out, bias, std, c.backend), **factory)
-
-        self.in_proj = linear(c.dim, 2 * c.inner, c.bias)
-        conv = ShortConvolution.Config(c.inner, c.d_conv, c.conv_bias, backend=c.backend)
-        self.conv1d = conv.build(**factory)
+        linear = self._add_inputs(**factory)
         self.x_proj: nn.Module
         if c.num_heads == 1:
             self.x_proj = linear(c.inner, c.rank + 2 * c.d_state)
@@ -231,6 +223,10 @@ class Mamba(GatedScan):
         if c.norm_weights:
             return cast(Tensor, self.get_submodule(name)(x))
         return functional.rms_norm(x, eps=c.norm_eps, backend=c.backend)
+
+    @property
+    def _has_single_steps(self) -> bool:
+        return self.config.num_heads == 1
 
     @property
     def _parameters_of_scan(self) -> tuple[Tensor, ...]:
