@@ -39,7 +39,7 @@ OMNIATTN_FN int64_t tangent_splits(const AttentionProblem& p, int64_t owners) {
 OMNIATTN_FN int64_t tangent_items(const AttentionTangentParams& x) {
   return kv_head_items(x.problem) * x.splits;
 }
-// Stride of the sums of a row, which are first those of out and then those of the gradient of q.
+// Stride of the sums of a row: first the tangent of out, then the tangent of the gradient of q.
 OMNIATTN_FN int64_t tangent_sums_row(const AttentionProblem& p) {
   return padded_row(p.d > p.dv ? p.d : p.dv);
 }

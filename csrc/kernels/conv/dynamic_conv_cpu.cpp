@@ -65,7 +65,7 @@ struct DynamicSteps {
   OMNIATTN_INLINE bool has(int64_t step) const {
     return kInside || (step >= steps.begin && step < steps.end);
   }
-  // Number of taps before those of a head of step t + j in all taps.
+  // Index of the first tap of a head of step t + j.
   OMNIATTN_INLINE int64_t place(int j, int64_t head) const {
     return ((inputs.s.first + t + j) * p.heads + head) * inputs.taps;
   }
@@ -78,7 +78,7 @@ struct DynamicSteps {
     }
   }
 
-  // Loads the taps of a group; those of missing steps are 0.
+  // Loads the taps of a group; missing steps have taps of 0.
   OMNIATTN_INLINE void load_taps(int64_t head, int64_t heads) const {
     const int64_t count = inputs.taps;
     for (int j = 0; j < kSteps; ++j) {

@@ -57,7 +57,7 @@ struct Chunk {
 
   const FastWeights& p;
   const int64_t K, R, V, size;
-  const int64_t held;  // keys and values before those of the chunk
+  const int64_t held;  // keys and values before the chunk
   int64_t rows = 0;
   bool starts = false, ends = false;  // its mini-batch
   Matrix<C> q;

@@ -27,7 +27,7 @@ struct Parallax {
   int64_t longest_keys;        // or more keys
   int64_t heads, key_heads;    // Hq, Hkv
   int64_t width, value_width;  // D, Dv
-  int64_t left, right;         // keys that are seen beside a query's position, or -1
+  int64_t left, right;         // visible keys before and after a query's position, or -1
   double scale;
   StepView q, r, k, v;
   const int64_t* boundaries;  // null, or (N + 1): then B = 1, Tq = Tk and sequence n has the rows

@@ -13,7 +13,7 @@ struct SelectiveTangentParams {
   ScanView moved_u, moved_delta, moved_b, moved_c;
   const void *moved_decay, *moved_initial_state;
   // Gradients of y (B, T, D) and of the final states (N, D, N), and their tangents. Without grad_y
-  // no gradient is wanted; those of the states may be null: 0.
+  // no gradient is wanted; gradients of the states may be null: 0.
   ScanView grad_y, moved_grad_y;
   const void *grad_final_state, *moved_grad_final_state;
   // Results: tangents of y and the final states, and of the gradients.
